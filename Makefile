@@ -1,0 +1,52 @@
+# Every target installs what it needs into .venv first; `make demo` is the place to start.
+#
+#   DATA=file-or-folder   text to train the demo on
+#   PYTHON=python3.12     another interpreter than python3
+#   TORCH=torch==2.13.0   another torch, e.g. a wheel for your CUDA version
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# torch looks for ninja on the PATH to build the native library.
+RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
+
+.DELETE_ON_ERROR:
+.PHONY: venv demo test test-full check bench clean
+
+venv: $(VENV)/.plot
+
+demo: $(VENV)/.plot
+	$(RUN) examples/pretrain_gpt.py --out runs/demo $(if $(DATA),--data "$(DATA)")
+
+test: $(VENV)/.test
+	$(RUN) -m pytest tests -q --durations=10 -m "not full"
+
+test-full: $(VENV)/.test
+	$(RUN) -m pytest tests -q --durations=25 --full
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(RUN) -m pytest tests/unit/test_layering.py tests/unit/test_frozen_sets.py -q
+
+bench: $(VENV)/.plot
+	$(RUN) benchmarks/padding/run.py
+	$(RUN) benchmarks/overhead/run.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and is named in every later command: asked for as a mere dependency, pip may fetch another one.
+$(VENV)/.torch: Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "chunkmem needs Python 3.11 or newer; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install "$(TORCH)" "setuptools>=77"
+	@touch $@
+
+$(VENV)/.plot $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(VENV)/.torch pyproject.toml
+	$(PIP) install --no-build-isolation -e ".[$*]" "$(TORCH)"
+	@touch $@

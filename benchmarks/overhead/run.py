@@ -1,0 +1,230 @@
+"""How much longer is a training step when chunkmem holds the model? The README beside this file tells the method."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import random
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import torch
+from tqdm import tqdm
+
+if not __package__:  # Run as a file: find the other modules where `python -m` finds them.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.overhead.table import table, write_readme
+from benchmarks.overhead.variants import FULL, QUICK, VARIANTS, Account, Failure, Shape, Variant, num_params, serve
+
+HERE = Path(__file__).parent
+NUM_WARMUP_STEPS = 3
+PLAIN = VARIANTS[0]
+
+
+class BenchmarkError(Exception):
+    """A variant failed or computed something else than plain PyTorch, so its time means nothing."""
+
+
+class Worker:
+    """A variant in a process of its own, which works only while it is asked to."""
+
+    def __init__(self, variant: Variant, shape: Shape) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.variant = variant
+        self._connection, far_end = context.Pipe()
+        self._process = context.Process(target=serve, args=(far_end, variant, shape), daemon=True)
+        self._process.start()
+        far_end.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.join()
+
+    def answer(self) -> Any:
+        """Wait for the process's next message.
+
+        Raises:
+            BenchmarkError: it ended, on an exception or otherwise.
+        """
+        try:
+            answer = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            raise BenchmarkError(f"{self.variant.name}: process ended with {self._process.exitcode}") from None
+        if isinstance(answer, Failure):
+            raise BenchmarkError(f"{self.variant.name} failed:\n{answer.traceback}")
+        return answer
+
+    def ask(self, request: int | str) -> Any:
+        """Send a request and wait for its answer."""
+        self._connection.send(request)
+        return self.answer()
+
+
+def take_turns(workers: Sequence[Worker], step: int, *, draw: random.Random, bar: tqdm[Any]) -> dict[str, float]:
+    """Let every variant train step number `step`, one after the other in random order; return seconds by name.
+
+    Raises:
+        BenchmarkError: a variant's loss is not, bit for bit, plain PyTorch's.
+    """
+    times: dict[str, float] = {}
+    losses: dict[str, float] = {}
+    for worker in draw.sample(workers, len(workers)):
+        bar.set_postfix_str(worker.variant.name)
+        times[worker.variant.name], losses[worker.variant.name] = worker.ask(step)
+        bar.update()
+    for name, loss in losses.items():
+        if loss != losses[PLAIN.name]:
+            raise BenchmarkError(f"step {step}: {name} has loss {loss!r}, plain PyTorch {losses[PLAIN.name]!r}")
+    return times
+
+
+def check_weights(workers: Sequence[Worker]) -> None:
+    """Raise BenchmarkError unless every variant ended with plain PyTorch's weights, bit for bit."""
+    digests = {worker.variant.name: worker.ask("weights") for worker in workers}
+    wrong = [name for name, digest in digests.items() if digest != digests[PLAIN.name]]
+    if wrong:
+        raise BenchmarkError(f"weights differ from plain PyTorch's after the last step: {', '.join(wrong)}")
+
+
+def measure(variants: Sequence[Variant], shape: Shape, *, rounds: int, steps_per_round: int) -> dict[str, Any]:
+    """Train all variants in turns; return the threads, the load average after each round, and a row for each variant.
+
+    Raises:
+        BenchmarkError: a variant failed, or its losses or final weights are not plain PyTorch's.
+    """
+    draw = random.Random(0)
+    num_timed = rounds * steps_per_round
+    turns: list[dict[str, float]] = []
+    loads: list[float] = []
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Worker(variant, shape)) for variant in variants]
+        threads = [worker.answer() for worker in workers]
+        bar = stack.enter_context(tqdm(total=(NUM_WARMUP_STEPS + num_timed) * len(workers), unit="step", disable=None))
+        for step in range(NUM_WARMUP_STEPS):
+            take_turns(workers, step, draw=draw, bar=bar)
+        before = [worker.ask("account") for worker in workers]
+        for step in range(num_timed):
+            turns.append(take_turns(workers, NUM_WARMUP_STEPS + step, draw=draw, bar=bar))
+            if len(turns) % steps_per_round == 0:
+                loads.append(os.getloadavg()[0])
+                tqdm.write(f"round {len(loads)} of {rounds} done, load average {loads[-1]:.1f}", file=sys.stderr)
+        after = [worker.ask("account") for worker in workers]
+        check_weights(workers)
+    rows = {}
+    for variant, first, last in zip(variants, before, after, strict=True):
+        step_s = [turn[variant.name] for turn in turns]
+        rows[variant.name] = {
+            "title": variant.title,
+            "aim": variant.aim,
+            "cap_nbytes": variant.cap_nbytes(num_params(shape)),
+            **bytes_used(first, last, num_steps=num_timed),
+            "step_s": [step_s[start : start + steps_per_round] for start in range(0, num_timed, steps_per_round)],
+        }
+    return {"threads": threads[0], "load_average_1min": loads, "variants": rows}
+
+
+def bytes_used(first: Account, last: Account, *, num_steps: int) -> dict[str, float | None]:
+    """Return the traffic per step between two accounts, and the peaks up to the second."""
+
+    def per_step(begin: int | None, end: int | None) -> float | None:
+        return None if begin is None or end is None else (end - begin) / num_steps
+
+    return {
+        "h2d_nbytes_per_step": per_step(first.h2d_nbytes, last.h2d_nbytes),
+        "d2h_nbytes_per_step": per_step(first.d2h_nbytes, last.d2h_nbytes),
+        "device_peak_nbytes": last.device_peak_nbytes,
+        "process_peak_nbytes": last.process_peak_nbytes,
+    }
+
+
+def surroundings() -> dict[str, Any]:
+    """Return the machine, the versions and the settings that step times depend on."""
+    prefixes = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
+    return {
+        "hardware": {
+            "cpu": cpu_name(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "num_cpus": os.cpu_count(),
+            "memory_nbytes": psutil.virtual_memory().total,
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "os": " ".join((platform.system(), *platform.libc_ver())),
+        },
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)},
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's model where the system tells it, else its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Step time of chunkmem against plain PyTorch and FSDP2, on CPU.")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of timed steps (default: %(default)s)")
+    parser.add_argument("--steps-per-round", type=int, default=12, help="steps in each (default: %(default)s)")
+    names = [variant.name for variant in VARIANTS if variant is not PLAIN]
+    parser.add_argument("--variants", nargs="+", choices=names, default=names, metavar="NAME", help="beside plain")
+    parser.add_argument("--quick", action="store_true", help="a small model: tries the harness, measures nothing")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="write every step time and the surroundings here")
+    parser.add_argument("--show", type=Path, metavar="JSON", help="measure nothing, show an earlier --out")
+    parser.add_argument("--readme", action="store_true", help="put the table into the README beside this script")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.steps_per_round < 2:
+        parser.error("--rounds must be at least 1 and --steps-per-round at least 2")
+    if arguments.out and not arguments.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {arguments.out.parent}")
+    return arguments
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure what the command line asks for and return it with all that is needed to repeat it."""
+    shape = QUICK if arguments.quick else FULL
+    variants = [variant for variant in VARIANTS if variant is PLAIN or variant.name in arguments.variants]
+    return {
+        "command": shlex.join(["python", "-m", "benchmarks.overhead.run", *sys.argv[1:]]),
+        **surroundings(),
+        "shape": {**asdict(shape), "num_params": num_params(shape)},
+        "num_warmup_steps": NUM_WARMUP_STEPS,
+        **measure(variants, shape, rounds=arguments.rounds, steps_per_round=arguments.steps_per_round),
+    }
+
+
+def main() -> int:
+    """Run, save and show; return the exit status."""
+    arguments = parse_arguments()
+    try:
+        results = json.loads(arguments.show.read_text()) if arguments.show else run(arguments)
+    except (BenchmarkError, OSError, json.JSONDecodeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if arguments.out:
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(results))
+    if arguments.readme:
+        write_readme(HERE / "README.md", table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

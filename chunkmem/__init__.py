@@ -1,0 +1,73 @@
+"""Train models that do not fit: parameters, gradients and optimizer states in chunks that move between tiers.
+
+Names are loaded on first use, so that ``import chunkmem`` does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from chunkmem.config import Config
+    from chunkmem.engine import initialize_engine
+    from chunkmem.errors import (
+        CapacityError,
+        CheckpointError,
+        ChunkmemError,
+        ConfigError,
+        LayoutError,
+        PlanError,
+        StateError,
+        TierIOError,
+        TraceError,
+    )
+    from chunkmem.manager import ChunkManager
+    from chunkmem.memory import MemoryReport
+    from chunkmem.optim.adam import Adam, AdamW
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Adam",
+    "AdamW",
+    "CapacityError",
+    "CheckpointError",
+    "ChunkManager",
+    "ChunkmemError",
+    "Config",
+    "ConfigError",
+    "LayoutError",
+    "MemoryReport",
+    "PlanError",
+    "StateError",
+    "TierIOError",
+    "TraceError",
+    "__version__",
+    "initialize_engine",
+]
+
+_HOMES = MappingProxyType(
+    {
+        "Adam": "chunkmem.optim.adam",
+        "AdamW": "chunkmem.optim.adam",
+        "ChunkManager": "chunkmem.manager",
+        "Config": "chunkmem.config",
+        "MemoryReport": "chunkmem.memory",
+        "initialize_engine": "chunkmem.engine",
+    }
+)
+"""Where each name lives; what is not listed is in `chunkmem.errors`."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "chunkmem.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

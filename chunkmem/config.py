@@ -1,0 +1,276 @@
+"""The frozen `Config`: every option with its default and what it takes. Does not look at the hardware."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, Final, Literal, Self
+
+from chunkmem.errors import ConfigError
+from chunkmem.schema import (
+    BOOL,
+    CAPACITY,
+    NULL,
+    PATH,
+    Section,
+    either,
+    integer,
+    number,
+    one_of,
+    option,
+    pair_of,
+    read_json,
+    subsection,
+)
+
+_ABOVE_ZERO = number("a finite number above 0", lambda x: x > 0)
+_FINITE = number("a finite number; 0 or less is off", lambda x: True)
+_NOT_NEGATIVE = number("a finite number of at least 0", lambda x: x >= 0)
+_RATIO = number("a number above 0 and at most 1", lambda x: 0 < x <= 1)
+_SHARE = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
+_BETA = number("a number of at least 0 and below 1", lambda x: 0 <= x < 1)
+
+
+@dataclass(frozen=True)
+class OptimizerParams(Section, at="optimizer.params"):
+    """What `chunkmem.AdamW` and `chunkmem.Adam` use for arguments they are not given."""
+
+    lr: float = option(_NOT_NEGATIVE, 1e-3)
+    betas: tuple[float, float] = option(pair_of(_BETA), (0.9, 0.999))
+    eps: float = option(_NOT_NEGATIVE, 1e-8)
+    weight_decay: float = option(_NOT_NEGATIVE, 0.01)
+    use_hybrid_adam: bool = option(BOOL, True)
+    """Optimizer states may live on DEVICE, within `margin_use_ratio`; false: never."""
+
+
+_UNSET_PARAMS: Final = OptimizerParams()
+_WEIGHT_DECAY: Final = MappingProxyType({"AdamW": 0.01, "Adam": 0.0})
+"""torch's defaults: the two classes share the others."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Section, at="optimizer"):
+    """Which optimizer, and its parameters. A weight decay that is not given is torch's default for `type`."""
+
+    type: Literal["AdamW", "Adam"] = option(one_of(*_WEIGHT_DECAY), "AdamW")
+    params: OptimizerParams = option(subsection(OptimizerParams), _UNSET_PARAMS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.params is _UNSET_PARAMS:
+            object.__setattr__(self, "params", dataclasses.replace(self.params, weight_decay=_WEIGHT_DECAY[self.type]))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make the section from plain data; see `Section.from_dict`."""
+        optimizer = super().from_dict(values)
+        params = values.get("params")
+        if not isinstance(params, Mapping) or "weight_decay" in params:
+            return optimizer
+        default = dataclasses.replace(optimizer.params, weight_decay=_WEIGHT_DECAY[optimizer.type])
+        return dataclasses.replace(optimizer, params=default)
+
+    def params_for(self, kind: Literal["AdamW", "Adam"]) -> OptimizerParams:
+        """Return the parameters for an optimizer class that may not be the one `type` names.
+
+        A weight decay that is only the default of `type` becomes the default of `kind`: AdamW's 0.01, decoupled, would
+        be L2 regularization in Adam, where torch has 0.
+        """
+        if self.params.weight_decay != _WEIGHT_DECAY[self.type]:
+            return self.params
+        return dataclasses.replace(self.params, weight_decay=_WEIGHT_DECAY[kind])
+
+
+@dataclass(frozen=True)
+class Fp16Config(Section, at="fp16"):
+    """The loss scale of fp16 training."""
+
+    enabled: bool = option(BOOL, False)
+    """The same as ``precision: fp16``."""
+    loss_scale: float = option(_NOT_NEGATIVE, 0.0)
+    """A fixed scale; 0: dynamic."""
+    initial_scale_power: int = option(integer(0, 127), 16)
+    """A dynamic scale starts at 2 to this power."""
+    loss_scale_window: int = option(integer(1), 2000)
+    """Steps without overflow before a dynamic scale grows."""
+    hysteresis: int = option(integer(1), 2)
+    """Overflows before a dynamic scale shrinks."""
+    min_loss_scale: float = option(_ABOVE_ZERO, 1.0)
+
+
+@dataclass(frozen=True)
+class DiskConfig(Section, at="memory.disk"):
+    """The third tier."""
+
+    path: str = option(PATH)
+    capacity: int = option(CAPACITY)
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig(Section, at="memory"):
+    """Caps of the tiers, in bytes, over all roles."""
+
+    device: int | None = option(either(NULL, CAPACITY), None)
+    """None: the real capacity times `overall_gpu_mem_ratio`; a cap given is not multiplied."""
+    host: int | None = option(either(NULL, CAPACITY), None)
+    """None: the real capacity times `overall_cpu_mem_ratio`, divided by the ranks on the machine."""
+    disk: DiskConfig | None = option(either(NULL, subsection(DiskConfig)), None)
+
+
+@dataclass(frozen=True)
+class DistributedConfig(Section, at="distributed"):
+    """Exchange between ranks."""
+
+    timeout_s: float = option(_ABOVE_ZERO, 600.0)
+
+
+@dataclass(frozen=True)
+class MemTracerConfig(Section, at="client.mem_tracer"):
+    """How much of a tier may be used."""
+
+    use_async_mem_monitor: bool = option(BOOL, True)
+    """A sampling thread measures non-model memory; false: measured at operator boundaries."""
+    warmup_gpu_chunk_mem_ratio: float = option(_RATIO, 0.1)
+    """Share of the device for chunks until the first step has been traced."""
+    overall_gpu_mem_ratio: float = option(_RATIO, 0.8)
+    overall_cpu_mem_ratio: float = option(_RATIO, 0.8)
+    margin_use_ratio: float = option(_SHARE, 0.8)
+    """Share of the device space left at the traced peak that optimizer states may take."""
+    use_fake_dist: bool = option(BOOL, False)
+    """Several ranks share one device, each with its part of the caps."""
+    with_static_partition: bool = option(BOOL, False)
+    """`warmup_gpu_chunk_mem_ratio` holds after the first step too."""
+
+
+@dataclass(frozen=True)
+class OptsConfig(
+    Section,
+    at="client.opts",
+    aliases={"mem_saving_com": "with_mem_saving_comm", "with_mem_saving_com": "with_mem_saving_comm"},
+):
+    """Switches of the runtime; None is "whatever is faster"."""
+
+    with_mem_saving_comm: bool | None = option(either(NULL, BOOL), None)
+    """True: exchange chunk by chunk; false: over groups of world-size chunks."""
+    with_mem_cache: bool = option(BOOL, True)
+    """Freed slabs are kept for reuse."""
+    mem_cache_capacity: int = option(integer(0), 2)
+    """How many, per tier."""
+    with_async_move: bool = option(BOOL, True)
+    """Copies run on lanes of their own; false: the same copies, blocking."""
+    overlap_optimizer: bool | None = option(either(NULL, BOOL), None)
+    """Updates run beside backward."""
+    update_threads: int | None = option(either(NULL, integer(1)), None)
+    undo_log_ratio: float = option(_SHARE, 0.05)
+
+
+@dataclass(frozen=True)
+class ClientConfig(Section, at="client"):
+    """PatrickStar's grouping of the two sections below it."""
+
+    mem_tracer: MemTracerConfig = option(subsection(MemTracerConfig), MemTracerConfig())
+    opts: OptsConfig = option(subsection(OptsConfig), OptsConfig())
+
+
+@dataclass(frozen=True)
+class Config(Section):
+    """Every option; equal by value, hashable, and valid from construction on.
+
+    ``Config(precision="fp16")`` and ``Config(fp16=Fp16Config(enabled=True))`` are the same configuration.
+    """
+
+    optimizer: OptimizerConfig = option(subsection(OptimizerConfig), OptimizerConfig())
+    precision: Literal["fp32", "bf16", "fp16"] = option(one_of("fp32", "bf16", "fp16"), "fp32")
+    """Compute dtype; the last two keep an fp32 master copy."""
+    fp16: Fp16Config = option(subsection(Fp16Config), Fp16Config())
+    gradient_clipping: float = option(_FINITE, 0.0)
+    """Global norm; 0 or less is off."""
+    default_chunk_size: int | Literal["auto"] = option(either(one_of("auto"), integer(1)), "auto")
+    """Elements a chunk."""
+    release_after_init: bool = option(BOOL, False)
+    use_cpu_embedding: bool = option(BOOL, False)
+    memory: MemoryConfig = option(subsection(MemoryConfig), MemoryConfig())
+    distributed: DistributedConfig = option(subsection(DistributedConfig), DistributedConfig())
+    client: ClientConfig = option(subsection(ClientConfig), ClientConfig())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fp16.enabled and self.precision == "bf16":
+            raise _precision_contradiction(self.precision, enabled=True)
+        if self.fp16.enabled:
+            object.__setattr__(self, "precision", "fp16")
+        elif self.precision == "fp16":
+            object.__setattr__(self, "fp16", dataclasses.replace(self.fp16, enabled=True))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make a configuration from plain data, which is only read. PatrickStar's own is understood.
+
+        Raises:
+            ConfigError: a key is unknown, its value is not allowed, or two keys contradict each other.
+        """
+        if not isinstance(values, Mapping):
+            return super().from_dict(values)
+        given = dict(values)
+        fake_dist = BOOL("use_fake_dist", given.pop("use_fake_dist", False))
+        config = super().from_dict(given)
+        # Both keys have defaults, so only here is it known that both were given.
+        fp16 = given.get("fp16")
+        enabled = fp16.get("enabled") if isinstance(fp16, Mapping) else None
+        precision = given.get("precision")
+        if None not in (precision, enabled) and enabled != (precision == "fp16"):
+            raise _precision_contradiction(precision, enabled=enabled)
+        return config._with_fake_dist() if fake_dist else config
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a configuration from a JSON file in UTF-8.
+
+        Raises:
+            ConfigError: as `from_dict`, or the file cannot be read or is not JSON; the message names it.
+        """
+        values = read_json(path)
+        try:
+            return cls.from_dict(values)
+        except ConfigError as error:
+            raise ConfigError(f"{os.fspath(path)}: {error}") from None
+
+    def _with_fake_dist(self) -> Self:
+        # PatrickStar's examples hard-code false in client.mem_tracer and switch it on at the top level.
+        tracer = dataclasses.replace(self.client.mem_tracer, use_fake_dist=True)
+        return dataclasses.replace(self, client=dataclasses.replace(self.client, mem_tracer=tracer))
+
+
+AVAILABLE: Final = MappingProxyType(
+    {
+        "precision": ("fp32",),
+        "fp16.enabled": (False,),
+        "use_cpu_embedding": (False,),
+        "memory.disk": (None,),
+        "client.mem_tracer.use_async_mem_monitor": (True,),
+        "client.mem_tracer.use_fake_dist": (False,),
+        "client.mem_tracer.with_static_partition": (False,),
+        "client.opts.with_mem_saving_comm": (None,),
+        "client.opts.overlap_optimizer": (None, False),
+        "client.opts.update_threads": (None,),
+        "client.opts.undo_log_ratio": (0.05,),
+    }
+)
+"""What this version can do with the keys it cannot do everything with; the default is always among it."""
+
+
+def unavailable_keys(config: Config) -> list[str]:
+    """Return the paths of keys set to something that this version cannot do."""
+    return [path for path, values in AVAILABLE.items() if attrgetter(path)(config) not in values]
+
+
+def _precision_contradiction(precision: object, *, enabled: object) -> ConfigError:
+    return ConfigError(
+        f'precision is "{precision}", but fp16.enabled is {str(enabled).lower()}; leave one of them out, or make '
+        'fp16.enabled true for precision "fp16" and false for any other'
+    )

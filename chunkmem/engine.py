@@ -1,0 +1,74 @@
+"""PatrickStar's entry point: a model and its optimizer behind one object."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.config import Config
+from chunkmem.errors import ConfigError
+from chunkmem.manager import ChunkManager
+from chunkmem.optim.adam import Adam, AdamW
+
+
+class Engine:
+    """Calls like the model it holds; `engine.backward(loss)` and the optimizer do the rest."""
+
+    def __init__(self, manager: ChunkManager, module: nn.Module) -> None:
+        self.manager = manager
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """See `ChunkManager.backward`."""
+        self.manager.backward(loss, **kwargs)
+
+    def train(self, mode: bool = True) -> Engine:
+        """Set the module's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Set the module's evaluation mode."""
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ChunkManager.state_dict`."""
+        return self.manager.state_dict(self.module)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """See `ChunkManager.load_state_dict`."""
+        self.manager.load_state_dict(state_dict, self.module, strict)
+
+
+def initialize_engine(
+    model_func: Callable[[], nn.Module], local_rank: int, config: Config | Mapping[str, Any] | str | os.PathLike[str]
+) -> tuple[Engine, Adam]:
+    """Build a model in the chunk context and the optimizer its configuration names.
+
+    Args:
+        model_func: makes the model; an `nn.Module` that exists is wrapped instead.
+        local_rank: index of this process's accelerator; without one it has to be 0.
+        config: a `Config`, a dict, or the path of a JSON file.
+
+    Raises:
+        ConfigError: the configuration is not valid, or there is no such accelerator.
+    """
+    if not isinstance(config, Config):
+        config = Config.from_dict(config) if isinstance(config, Mapping) else Config.from_json(config)
+    manager = ChunkManager(config, device_index=local_rank)
+    if isinstance(model_func, nn.Module):
+        module = manager.wrap(model_func)
+    elif callable(model_func):
+        with manager.init():
+            module = model_func()
+    else:
+        raise ConfigError(f"model_func is a {type(model_func).__name__}; it has to be a function that makes the model")
+    kind = AdamW if config.optimizer.type == "AdamW" else Adam
+    return Engine(manager, module), kind(module.parameters(), manager=manager)

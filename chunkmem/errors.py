@@ -1,0 +1,49 @@
+"""One exception tree. A message names the object, gives both numbers with units, and says what to do next."""
+
+from __future__ import annotations
+
+
+class ChunkmemError(Exception):
+    """Base of everything chunkmem raises on purpose."""
+
+
+class ConfigError(ChunkmemError):
+    """A configuration key is unknown, of the wrong type, out of range, or not available in this version."""
+
+
+class LayoutError(ChunkmemError):
+    """A model cannot be packed into chunks."""
+
+
+class TraceError(ChunkmemError):
+    """A trace cannot be read, or belongs to another model."""
+
+
+class PlanError(ChunkmemError):
+    """A plan cannot be made or followed."""
+
+
+class CapacityError(PlanError):
+    """Something does not fit its tier.
+
+    Attributes:
+        needed_nbytes: the smallest cap known to be needed on the tier, in bytes.
+        cap_nbytes: the cap that was in force, in bytes.
+    """
+
+    def __init__(self, message: str, *, needed_nbytes: int, cap_nbytes: int) -> None:
+        super().__init__(message)
+        self.needed_nbytes = needed_nbytes
+        self.cap_nbytes = cap_nbytes
+
+
+class StateError(ChunkmemError):
+    """A call came in an order, or touched an object in a state, that cannot be served."""
+
+
+class CheckpointError(ChunkmemError):
+    """Saved weights or states do not match the model or cannot be read."""
+
+
+class TierIOError(ChunkmemError):
+    """Reading from or writing to a tier failed."""

@@ -1,0 +1,106 @@
+"""Where every tensor of a model sits: slots, groups, the layout. Plain frozen data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+ALIGN_NBYTES = 64
+"""Every slot starts on such a boundary: a cache line, and one AVX-512 register."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to be packed: what the packer needs to know of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Name of the dtype, e.g. ``"float32"``; tensors of different dtypes never share a group."""
+    itemsize: int
+    """Bytes an element."""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one tensor sits: elements ``[offset, offset + numel)`` of every chunk of its group."""
+
+    tensor: int
+    """Index into `Layout.tensors`."""
+    group: int
+    offset: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Group:
+    """A run of parameters that move together; one chunk of `numel` elements in each role."""
+
+    id: int
+    dtype: str
+    itemsize: int
+    num_slabs: int
+    """Slabs a chunk of this group takes: 1, or more if a single tensor is larger than a slab."""
+    numel: int
+    """Elements a chunk holds, pads included: ``num_slabs * slab_nbytes // itemsize``."""
+    slots: tuple[Slot, ...]
+    """In ascending offset, disjoint, each aligned to `ALIGN_NBYTES`."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @cached_property
+    def pads(self) -> tuple[tuple[int, int], ...]:
+        """Element ranges ``[start, stop)`` that no slot covers. They are 0 in every role."""
+        gaps = []
+        at = 0
+        for slot in self.slots:
+            if slot.offset > at:
+                gaps.append((at, slot.offset))
+            at = slot.end
+        if at < self.numel:
+            gaps.append((at, self.numel))
+        return tuple(gaps)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All groups and slots of a model; never changes once made."""
+
+    slab_nbytes: int
+    tensors: tuple[TensorSpec, ...]
+    groups: tuple[Group, ...]
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slot of every tensor, in the order of `tensors`."""
+        return tuple(sorted((slot for group in self.groups for slot in group.slots), key=lambda slot: slot.tensor))
+
+    @cached_property
+    def payload_nbytes(self) -> int:
+        """Bytes of the tensors themselves, in one role."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @cached_property
+    def chunk_nbytes(self) -> int:
+        """Bytes of all chunks, in one role."""
+        return sum(group.nbytes for group in self.groups)
+
+    @property
+    def padding_nbytes(self) -> int:
+        """Bytes lost to alignment and to the ends of chunks, in one role."""
+        return self.chunk_nbytes - self.payload_nbytes

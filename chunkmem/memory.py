@@ -1,0 +1,81 @@
+"""What a user gets to see of memory: a report of now and peaks, and a history of a few steps. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from chunkmem.types import Tier
+from chunkmem.units import format_nbytes
+
+
+@dataclass(frozen=True)
+class TierReport:
+    """Bytes on one tier."""
+
+    cap_nbytes: int
+    now_nbytes: int
+    peak_nbytes: int
+    required_nbytes: int
+    """The smallest cap known to be needed: the largest sum of bytes that were in use at the same time."""
+    by_role: Mapping[str, tuple[int, int]]
+    """Role name, or "cache" for freed slabs kept for reuse, to (now, peak) in bytes."""
+
+
+@dataclass(frozen=True)
+class MovedReport:
+    """Bytes copied between the tiers since the manager was made."""
+
+    h2d_nbytes: int
+    d2h_nbytes: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Where the bytes are. `str()` is a table."""
+
+    device: TierReport
+    host: TierReport
+    moved: MovedReport
+    padding_nbytes: int
+    """Bytes of PARAM chunks that hold no parameter."""
+    non_model_nbytes: int
+    """Bytes beside the chunks: activations, buffers, the interpreter. On an accelerator, what torch allocated there."""
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("tier", "role", "now", "peak", "cap")]
+        for name, tier in (("DEVICE", self.device), ("HOST", self.host)):
+            total = (tier.now_nbytes, tier.peak_nbytes, tier.cap_nbytes)
+            rows.append((name, "all", *(format_nbytes(n) for n in total)))
+            rows += [
+                ("", role, format_nbytes(now), format_nbytes(peak), "") for role, (now, peak) in tier.by_role.items()
+            ]
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        align = (str.ljust, str.ljust, str.rjust, str.rjust, str.rjust)
+        lines = ["  ".join(a(cell, w) for a, cell, w in zip(align, row, widths, strict=True)) for row in rows]
+        lines.append(
+            f"padding {format_nbytes(self.padding_nbytes)} per role, beside the chunks "
+            f"{format_nbytes(self.non_model_nbytes)}, moved to DEVICE {format_nbytes(self.moved.h2d_nbytes)} and to "
+            f"HOST {format_nbytes(self.moved.d2h_nbytes)}"
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """The bytes on every tier after one change."""
+
+    time_s: float
+    """Since the history began."""
+    label: str
+    """"forward", "backward", "step", or "" outside of them."""
+    nbytes: Mapping[Tier, Mapping[str, int]]
+    """By tier and role name."""
+
+
+@dataclass
+class MemoryHistory:
+    """Samples of the ledgers, one after each change."""
+
+    caps: dict[Tier, int]
+    samples: list[MemorySample] = field(default_factory=list)

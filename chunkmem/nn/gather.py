@@ -1,0 +1,94 @@
+"""Make parameters, and their gradients, present and writable for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from chunkmem.errors import CapacityError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.gradients import GradientBook
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.store import Chunk
+from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.units import format_nbytes
+
+
+@contextmanager
+def gathered(
+    params: Iterable[ManagedParameter], *, grads: bool, executor: DemandExecutor, gradients: GradientBook
+) -> Iterator[None]:
+    """Pin the chunks of `params` on DEVICE; with `grads`, `.grad` is the gradient's slot meanwhile.
+
+    Raises:
+        CapacityError: they do not fit DEVICE together; nothing has been moved.
+    """
+    wanted = list(params)
+    landed = [m for m in wanted if grads and m in gradients.landed.get(m.group, ())]
+    keys = dict.fromkeys([ChunkId(Role.PARAM, m.group) for m in wanted] + [ChunkId(Role.GRAD, m.group) for m in landed])
+    chunks = [executor.store.chunks[key] for key in keys]
+    _require_room(chunks, executor)
+    pinned: list[Chunk] = []
+    try:
+        for chunk in chunks:
+            executor.pin(chunk, Tier.DEVICE, reader="gather", elastic=True)
+            pinned.append(chunk)
+        for managed in landed:
+            chunk = gradients.chunks[managed.group]
+            managed.param.grad = executor.store.views(chunk, Tier.DEVICE)[managed.position]
+        yield
+    finally:
+        if grads:
+            _keep_gradients(wanted, landed, executor, gradients)
+        for chunk in pinned:
+            executor.unpin(chunk, Tier.DEVICE)
+
+
+def _keep_gradients(
+    wanted: list[ManagedParameter], landed: list[ManagedParameter], executor: DemandExecutor, gradients: GradientBook
+) -> None:
+    """Take over what the user did to `.grad`: written in place, replaced, or set where there was none."""
+    for managed in wanted:
+        grad, managed.param.grad = managed.param.grad, None
+        if grad is None:
+            gradients.discard({managed})
+            continue
+        chunk = gradients.chunks[managed.group]
+        if managed not in landed:
+            gradients.land(managed, grad)
+            continue
+        slot = executor.store.views(chunk, Tier.DEVICE)[managed.position]
+        if grad.data_ptr() != slot.data_ptr():
+            with torch.no_grad():
+                slot.copy_(grad)
+        executor.store.mark_written(chunk, Tier.DEVICE)
+
+
+def _require_room(chunks: list[Chunk], executor: DemandExecutor) -> None:
+    store = executor.store
+    extra = sum(c.nbytes for c in chunks if Tier.DEVICE not in c.replicas or c.replicas[Tier.DEVICE].pins == 0)
+    needed = executor.pinned_nbytes[Tier.DEVICE] + extra
+    cap = store.pools[Tier.DEVICE].ledger.limit_nbytes
+    if needed > cap:
+        raise CapacityError(
+            f"gather: {len(chunks)} chunks need {format_nbytes(needed)} on DEVICE and the cap is {format_nbytes(cap)}; "
+            "gather fewer parameters at a time, use manager.state_dict() to read them, or raise memory.device",
+            needed_nbytes=needed,
+            cap_nbytes=cap,
+        )
+
+
+def parameters_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the parameters a caller may mean: a Parameter, a Module, or an iterable of either."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif isinstance(value, Iterable):
+        for item in value:
+            yield from parameters_in(item)
+    else:
+        raise TypeError(f"expected parameters or modules, got {type(value).__name__}")

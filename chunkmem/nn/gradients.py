@@ -1,0 +1,97 @@
+"""Gradients go to their chunks as they become final for a backward; `.grad` is None afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+
+from chunkmem.errors import StateError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.store import NO_CONTENT, Chunk
+from chunkmem.types import ChunkId, Role, Tier
+
+
+class GradientBook:
+    """Which gradients have landed since the last step, and where."""
+
+    def __init__(self, executor: DemandExecutor, *, settles: Callable[[int], bool]) -> None:
+        """Make an empty book; `settles(group)` tells whether the group is updated on HOST."""
+        self._executor = executor
+        self._settles = settles
+        self.chunks: dict[int, Chunk] = {}
+        """GRAD chunk by group."""
+        self.members: dict[int, tuple[ManagedParameter, ...]] = {}
+        """All parameters of each group, in slot order."""
+        self._landed: dict[int, set[ManagedParameter]] = {}
+        self._expected: dict[int, int] = {}
+        """Trainable parameters of each group that has begun."""
+
+    @property
+    def landed(self) -> dict[int, set[ManagedParameter]]:
+        """Parameters with a gradient, by group."""
+        return self._landed
+
+    def add(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Take in the parameters of a model that was packed."""
+        for managed in sorted(parameters, key=lambda m: (m.group, m.position)):
+            self.chunks[managed.group] = self._executor.store.chunks[ChunkId(Role.GRAD, managed.group)]
+            self.members[managed.group] = (*self.members.get(managed.group, ()), managed)
+
+    def watch(self, managed: ManagedParameter, then: Callable[[ManagedParameter], None]) -> None:
+        """Catch the gradients of a trainable parameter from now on, calling `then` after each."""
+
+        def on_gradient(param: torch.Tensor) -> None:
+            grad, param.grad = param.grad, None
+            if grad is not None:
+                self.land(managed, grad)
+            then(managed)
+
+        managed.gradient_hook = managed.param.register_post_accumulate_grad_hook(on_gradient)
+
+    def land(self, managed: ManagedParameter, grad: torch.Tensor) -> None:
+        """Put a gradient into its slot, adding to what landed there since the last step.
+
+        Raises:
+            CapacityError: no room for the GRAD chunk on DEVICE.
+            StateError: the gradient is sparse.
+        """
+        if grad.layout is not torch.strided:
+            raise StateError(
+                f"parameter {managed.name} got a {grad.layout} gradient; fused AdamW takes dense ones (sparse=False)"
+            )
+        chunk = self.chunks[managed.group]
+        reader = f"{managed.name} gradient"
+        if chunk.version == NO_CONTENT:
+            self._executor.create(chunk, Tier.DEVICE, reader=reader, zero=False)
+            self._landed[managed.group] = set()
+            self._expected[managed.group] = sum(m.param.requires_grad for m in self.members[managed.group])
+        else:
+            self._executor.use(chunk, Tier.DEVICE, reader=reader)
+        landed = self._landed[managed.group]
+        slot = self._executor.store.views(chunk, Tier.DEVICE)[managed.position]
+        with torch.no_grad():  # a backward that builds a graph runs its hooks with gradients enabled
+            if managed in landed:
+                slot.add_(grad)
+            else:
+                slot.copy_(grad)
+                landed.add(managed)
+        if len(chunk.replicas) > 1:
+            self._executor.store.mark_written(chunk, Tier.DEVICE)
+        chunk.settled = len(landed) >= self._expected[managed.group] and self._settles(managed.group)
+
+    def discard(self, params: Collection[ManagedParameter]) -> None:
+        """Forget the gradients of `params`, as after their update."""
+        for group in {managed.group for managed in params}:
+            landed = self._landed.get(group)
+            if landed is None:
+                continue
+            landed.difference_update(params)
+            if not landed:
+                del self._landed[group]
+                self._executor.store.consume(self.chunks[group])
+
+    def any_landed(self, params: Iterable[ManagedParameter]) -> bool:
+        """Tell whether one of `params` has a gradient."""
+        return any(managed in self._landed.get(managed.group, ()) for managed in params)

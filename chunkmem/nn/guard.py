@@ -1,0 +1,80 @@
+"""Catch, in the first training step, operators that touch chunk memory nobody declared to be reading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from chunkmem.errors import StateError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.runtime.store import Chunk
+from chunkmem.types import Tier
+
+
+class DeclaredReads:
+    """Tells by a storage's identity whether its memory may be used now."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, Chunk] = {}
+        self._away: dict[int, str] = {}
+
+    def add(self, parameters: Iterable[ManagedParameter], chunks: Mapping[int, Chunk]) -> None:
+        """Take in the storages of parameters and of their placeholders."""
+        for managed in parameters:
+            self._chunks[managed.bound.storage_id] = chunks[managed.group]
+            self._away[int(managed.placeholder.untyped_storage()._cdata)] = f"parameter {managed.name}"
+
+    def undeclared(self, storage_id: int) -> str | None:
+        """Return the name of what lies in a storage nobody declared to be reading; None if it may be used."""
+        chunk = self._chunks.get(storage_id)
+        if chunk is None:
+            return self._away.get(storage_id)
+        replica = chunk.replicas.get(Tier.DEVICE)
+        return None if replica is not None and replica.pins > 0 else chunk.label
+
+
+class AccessGuard(TorchDispatchMode):
+    """Raises when an operator gets a tensor in chunk memory that is not pinned.
+
+    Under a smaller cap that memory would have been elsewhere: the numbers would be wrong, or the process would die.
+    `undeclared` maps the identity of a storage to the name of what lies in it, or None if it may be used.
+    """
+
+    def __init__(self, undeclared: Callable[[int], str | None], moment: Callable[[], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._undeclared = undeclared
+        self._moment = moment
+        self._disarmed = False
+
+    def leave(self) -> None:
+        """Stop checking, whether the code under it ended in order or was interrupted."""
+        self._disarmed = True
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._disarmed and not _only_makes_a_view(func):
+            for value in args:
+                for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                        self._check(tensor, func)
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, tensor: torch.Tensor, func: Any) -> None:
+        if tensor.is_meta or tensor.numel() == 0:
+            return
+        name = self._undeclared(tensor.untyped_storage()._cdata)
+        if name is not None:
+            raise StateError(
+                f"{self._moment()}: operator {func} uses {name}, {tuple(tensor.shape)}, which no running module has "
+                "read as an attribute; read it as module.name where it is used, or put the code into a module's forward"
+            )
+
+
+def _only_makes_a_view(func: Any) -> bool:
+    """Views and detaches hand memory on without touching it."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)

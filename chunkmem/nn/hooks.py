@@ -1,0 +1,100 @@
+"""What a managed model is fitted with: reads that report, and hooks where modules begin and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.nn.access import AccessTracker, Frame, ParameterReads, in_backward
+from chunkmem.nn.backward import BackwardTracker, tensors_in
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.guard import AccessGuard
+from chunkmem.nn.packing import PackedModel
+
+
+@dataclass(frozen=True)
+class FittedModule:
+    """What the hooks know of one module."""
+
+    name: str
+    own: tuple[ManagedParameter, ...]
+    """Managed parameters registered on it."""
+    unseen: tuple[ManagedParameter, ...]
+    """Managed parameters it also holds elsewhere (an RNN's flat weight list), whose uses are no lookups."""
+    is_leaf: bool
+
+
+class ModuleHooks:
+    """Turns calls of modules into pushes and pops of frames."""
+
+    def __init__(
+        self,
+        access: AccessTracker,
+        backward: BackwardTracker,
+        *,
+        on_root: Callable[[], None],
+        make_guard: Callable[[], AccessGuard | None],
+    ) -> None:
+        """Make hooks; `on_root` runs before each outermost call, `make_guard` gives it a guard if one is wanted."""
+        self._access = access
+        self._backward = backward
+        self._on_root = on_root
+        self._make_guard = make_guard
+
+    def fit(self, packed: PackedModel) -> dict[nn.Module, dict[str, ManagedParameter]]:
+        """Fit every module under the root; return the managed parameters of each by attribute name."""
+        by_id = {id(managed.param): managed for managed in packed.parameters}
+        owned: dict[nn.Module, dict[str, ManagedParameter]] = {}
+        for name, module in packed.root.named_modules():
+            own = {key: by_id[id(p)] for key, p in module._parameters.items() if p is not None and id(p) in by_id}
+            fitted = FittedModule(
+                name or type(module).__name__,
+                tuple(own.values()),
+                tuple(_held_elsewhere(module, by_id)),
+                not any(True for _ in module.children()),
+            )
+            if own:
+                vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.read)
+                owned[module] = own
+            module.register_forward_pre_hook(partial(self._enter, fitted), with_kwargs=True)
+            module.register_forward_hook(self._leave, always_call=True)
+        return owned
+
+    def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
+        access = self._access
+        recomputing = in_backward()
+        is_root = not recomputing and (not access.stack or access.is_stale(module))
+        if is_root:
+            self._on_root()
+        frame = Frame(fitted.name, module, recomputing=recomputing)
+        if fitted.is_leaf and any(not managed.param.requires_grad for managed in fitted.own):
+            frame.inputs = [(t, t._version) for t in tensors_in((args, kwargs)) if t.requires_grad]
+        access.push(frame, fitted.unseen)
+        if is_root and torch.is_grad_enabled():
+            frame.guard = self._make_guard()
+            if frame.guard is not None:
+                frame.guard.__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave(self, module: nn.Module, _args: Any, result: Any) -> None:
+        frame = self._access.pop(module)
+        if frame is None:
+            return
+        if frame.reads and result is not None:
+            self._backward.watch(frame, result)
+        self._access.release(frame)
+
+
+def _held_elsewhere(module: nn.Module, by_id: Mapping[int, ManagedParameter]) -> Iterator[ManagedParameter]:
+    """Find managed parameters a module refers to from its own attributes, directly or in a list, tuple or dict."""
+    for key, value in vars(module).items():
+        if key in ("_parameters", "_modules", "_buffers"):
+            continue
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        for item in items:
+            if isinstance(item, nn.Parameter) and id(item) in by_id:
+                yield by_id[id(item)]

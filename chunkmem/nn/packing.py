@@ -1,0 +1,160 @@
+"""Move the parameters of built modules into chunks, one chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from chunkmem.errors import CapacityError, LayoutError, StateError
+from chunkmem.layout.pack import pack
+from chunkmem.layout.spec import Group, Layout, TensorSpec
+from chunkmem.nn.access import ParameterReads
+from chunkmem.nn.binding import BoundChunk, ManagedParameter, dense_stride
+from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.storage import ChunkStorage, StorageBackend
+from chunkmem.runtime.store import Chunk
+from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.units import format_nbytes
+
+_ROLES = (Role.PARAM, Role.GRAD, Role.EXP_AVG, Role.EXP_AVG_SQ)
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """One root module and what its parameters became."""
+
+    root: nn.Module
+    layout: Layout
+    parameters: tuple[ManagedParameter, ...]
+
+
+def named_parameters_of(root: nn.Module, *, excluded: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Return (name, parameter) of the distinct parameters under `root`, checked, without those of `excluded` modules.
+
+    Raises:
+        LayoutError: a parameter cannot be packed (lazy, meta, not a plain tensor).
+        StateError: a module under `root` is managed already.
+    """
+    skipped = {id(param) for module in excluded for param in module.parameters(recurse=False)}
+    for name, module in root.named_modules():
+        if isinstance(module._parameters, ParameterReads):
+            raise StateError(
+                f"module {name or type(root).__name__} is managed already; a module can be built in one "
+                "manager.init() or given to one manager.wrap() only"
+            )
+    found = [(name, param) for name, param in root.named_parameters() if id(param) not in skipped]
+    for name, param in found:
+        _check(name, param)
+    return found
+
+
+def _check(name: str, param: nn.Parameter) -> None:
+    if is_lazy(param):
+        raise LayoutError(
+            f"parameter {name} is lazy, its shape is not known yet; build the model outside manager.init(), run one "
+            "batch through it first, then call manager.wrap(model)"
+        )
+    if param.is_meta:
+        raise LayoutError(
+            f"parameter {name} {tuple(param.shape)} is on the meta device and has no values; materialise it first "
+            "(module.to_empty(device='cpu'), then initialise it)"
+        )
+    plain = type(param) is nn.Parameter or type(param.data) is torch.Tensor
+    if not plain or param.layout is not torch.strided or param.is_quantized:
+        raise LayoutError(
+            f"parameter {name} is a {type(param).__name__} of {param.layout}; only plain dense tensors can be packed. "
+            "Build its module inside manager.exclude()"
+        )
+
+
+def tensor_specs(named: Sequence[tuple[str, nn.Parameter]]) -> list[TensorSpec]:
+    """Describe parameters to the packer."""
+    return [
+        TensorSpec(name, tuple(param.shape), str(param.dtype).removeprefix("torch."), param.element_size())
+        for name, param in named
+    ]
+
+
+class Packer:
+    """Makes chunks of all roles for a model and fills those of PARAM."""
+
+    def __init__(
+        self,
+        executor: DemandExecutor,
+        backend: StorageBackend,
+        device: torch.device,
+        *,
+        expect_nbytes: Callable[[int], None],
+    ) -> None:
+        """Make a packer; `expect_nbytes` is told how much of HOST a model is about to take."""
+        self._executor = executor
+        self._expect_nbytes = expect_nbytes
+        self._backend = backend
+        self._device = device
+
+    def pack(
+        self,
+        root: nn.Module,
+        named: Sequence[tuple[str, nn.Parameter]],
+        *,
+        slab_nbytes: int,
+        first_group: int,
+    ) -> PackedModel:
+        """Pack `named` into groups from `first_group` on. The values move chunk by chunk, each source freed on the way.
+
+        Raises:
+            CapacityError: the weights do not fit the tiers; the model is as it was.
+        """
+        layout = pack(tensor_specs(named), slab_nbytes=slab_nbytes, first_group=first_group)
+        self._require_room(layout)
+        self._expect_nbytes(layout.chunk_nbytes)
+        managed: dict[int, ManagedParameter] = {}
+        for group in layout.groups:
+            for parameter in self._pack_group(group, named):
+                managed[parameter.slot.tensor] = parameter
+        return PackedModel(root, layout, tuple(managed[i] for i in range(len(named))))
+
+    def _require_room(self, layout: Layout) -> None:
+        pools = self._executor.store.pools
+        free = sum(pool.ledger.limit_nbytes - pool.ledger.total_nbytes for pool in pools.values())
+        if layout.chunk_nbytes > free:
+            raise CapacityError(
+                f"packing: the weights take {format_nbytes(layout.chunk_nbytes)} in chunks, and DEVICE and HOST "
+                f"together have {format_nbytes(free)} free; raise memory.host or memory.device",
+                needed_nbytes=layout.chunk_nbytes,
+                cap_nbytes=free,
+            )
+
+    def _pack_group(self, group: Group, named: Sequence[tuple[str, nn.Parameter]]) -> list[ManagedParameter]:
+        store = self._executor.store
+        params = [named[slot.tensor] for slot in group.slots]
+        dtype = params[0][1].dtype
+        forms = tuple((param.shape, dense_stride(param)) for _, param in params)
+        inside = params[0][0] if len(params) == 1 else f"{params[0][0]} .. {params[-1][0]}"
+        home = BoundChunk(ChunkStorage(self._backend, device=self._device, dtype=dtype), device=self._device)
+        for role in _ROLES:
+            label = f"{ChunkId(role, group.id)} ({inside})"
+            chunk = Chunk(ChunkId(role, group.id), group, dtype, label, forms, home if role is Role.PARAM else None)
+            store.add(chunk)
+        chunk = store.chunks[ChunkId(Role.PARAM, group.id)]
+        self._executor.place(chunk, reader="packing")
+        tier = chunk.newest_tier()
+        assert tier is not None
+        packed = []
+        views = store.views(chunk, tier)
+        with runtime_mode():
+            for position, (slot, (name, param)) in enumerate(zip(group.slots, params, strict=True)):
+                views[position].copy_(param)
+                parameter = ManagedParameter(param, name, slot, position, home)
+                home.add(parameter)
+                param.data = parameter.placeholder  # frees the source
+                parameter.version = param._version
+                packed.append(parameter)
+            if tier is Tier.DEVICE:
+                home.bind()
+        return packed

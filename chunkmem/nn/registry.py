@@ -1,0 +1,128 @@
+"""The models of a manager: which parameters are managed or excluded, and their values read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.errors import CheckpointError, StateError
+from chunkmem.layout.pack import search_slab_nbytes
+from chunkmem.layout.spec import ALIGN_NBYTES
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.packing import PackedModel, Packer, named_parameters_of, tensor_specs
+
+_FP32_NBYTES = 4
+
+
+class ModelRegistry:
+    """Everything packed so far."""
+
+    def __init__(self, packer: Packer, *, chunk_numel: int | None, device_cap_nbytes: int) -> None:
+        """Make an empty registry; `chunk_numel` None searches the slab size on the first model."""
+        self._packer = packer
+        self._chunk_numel = chunk_numel
+        self._device_cap_nbytes = device_cap_nbytes
+        self._slab_nbytes: int | None = None
+        self._managed: dict[int, ManagedParameter] = {}
+        self._excluded: dict[int, torch.Tensor] = {}
+        self.models: list[PackedModel] = []
+
+    @property
+    def parameters(self) -> Iterator[ManagedParameter]:
+        """All managed parameters."""
+        return (managed for model in self.models for managed in model.parameters)
+
+    @property
+    def padding_nbytes(self) -> int:
+        """Bytes of PARAM chunks that hold no parameter."""
+        return sum(model.layout.padding_nbytes for model in self.models)
+
+    def add(self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module]) -> list[PackedModel]:
+        """Pack the parameters under `roots`. All are checked before the first is touched.
+
+        Raises:
+            LayoutError, StateError, CapacityError: see `named_parameters_of` and `Packer.pack`.
+        """
+        named = [named_parameters_of(root, excluded=excluded) for root in roots]
+        if self._slab_nbytes is None and any(named):
+            self._slab_nbytes = self._choose_slab_nbytes([pair for pairs in named for pair in pairs])
+        for module in excluded:
+            self._excluded.update((id(param), param) for param in module.parameters(recurse=False))
+        added = []
+        for root, pairs in zip(roots, named, strict=True):
+            if pairs and self._slab_nbytes is not None:
+                first = sum(len(model.layout.groups) for model in self.models)
+                packed = self._packer.pack(root, pairs, slab_nbytes=self._slab_nbytes, first_group=first)
+                self.models.append(packed)
+                self._managed.update((id(managed.param), managed) for managed in packed.parameters)
+                added.append(packed)
+        return added
+
+    def lookup(self, param: torch.Tensor) -> ManagedParameter | None:
+        """Return what is known of a parameter; None for one of an excluded module.
+
+        Raises:
+            StateError: it is neither managed nor excluded.
+        """
+        managed = self._managed.get(id(param))
+        if managed is None and id(param) not in self._excluded:
+            raise StateError(
+                f"a parameter of shape {tuple(param.shape)} is neither managed nor excluded by this manager; build its "
+                "model inside manager.init() or pass it to manager.wrap() before making the optimizer"
+            )
+        return managed
+
+    def only_root(self, model: nn.Module | None) -> nn.Module:
+        """Return `model`, or the manager's only model if it is None.
+
+        Raises:
+            StateError: there is no model yet, or there are several and none was named.
+        """
+        if model is not None:
+            return model
+        if len(self.models) != 1:
+            raise StateError(f"this manager has {len(self.models)} models; say which one is meant: model=...")
+        return self.models[0].root
+
+    def check(self) -> None:
+        """Raise if a parameter no longer stands where it was packed; see `BoundChunk.check`."""
+        checked = set()
+        for managed in self.parameters:
+            if managed.group not in checked:
+                checked.add(managed.group)
+                managed.bound.check()
+
+    def _choose_slab_nbytes(self, named: Sequence[tuple[str, nn.Parameter]]) -> int:
+        if self._chunk_numel is not None:
+            nbytes = self._chunk_numel * _FP32_NBYTES
+            return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
+        return search_slab_nbytes(tensor_specs(named), device_cap_nbytes=self._device_cap_nbytes)
+
+
+def check_fits(state: Mapping[str, Any], expected: Mapping[str, Any], *, strict: bool) -> None:
+    """Compare a state_dict to be loaded with a model's own.
+
+    Raises:
+        CheckpointError: it is not a mapping, keys are missing or unexpected (`strict`), or shapes differ. All are
+            named.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"a state_dict is a mapping of names to tensors, this is a {type(state).__name__}")
+    problems = []
+    if strict:
+        missing = [key for key in expected if key not in state]
+        unexpected = [key for key in state if key not in expected]
+        problems += [f"missing {', '.join(missing)}"] if missing else []
+        problems += [f"unexpected {', '.join(map(str, unexpected))}"] if unexpected else []
+    for key, own in expected.items():
+        value = state.get(key)
+        if key in state and isinstance(own, torch.Tensor):
+            if not isinstance(value, torch.Tensor):
+                problems.append(f"{key} is a {type(value).__name__}, not a tensor")
+            elif value.shape != own.shape:
+                problems.append(f"{key} is {tuple(value.shape)} instead of {tuple(own.shape)}")
+    if problems:
+        raise CheckpointError(f"the weights do not fit the model: {'; '.join(problems)}; nothing was loaded")

@@ -1,0 +1,211 @@
+"""Update groups on the tier where their optimizer states are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from chunkmem.errors import CapacityError, StateError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.gradients import GradientBook
+from chunkmem.optim.ops import AdamTensors, FusedAdam, fused_adam_
+from chunkmem.plan.placement import GroupBytes
+from chunkmem.runtime.device import ComputeDevice, runtime_mode
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.store import NO_CONTENT, Chunk
+from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.units import format_nbytes
+
+STATE_ROLES = (Role.EXP_AVG, Role.EXP_AVG_SQ)
+
+Place = Callable[[Sequence[GroupBytes]], frozenset[int]]
+"""Which of these groups keep their states on DEVICE."""
+
+
+class GroupUpdater:
+    """States and updates of managed parameters, for one optimizer or several over disjoint parameters."""
+
+    def __init__(
+        self, executor: DemandExecutor, gradients: GradientBook, compute: ComputeDevice, *, place: Place
+    ) -> None:
+        self._executor = executor
+        self._store = executor.store
+        self._compute = compute
+        self._place = place
+        self.gradients = gradients
+        self._owner: dict[ManagedParameter, weakref.ref[object]] = {}
+        self._on_device: dict[int, bool] = {}
+        """By group whose states were placed: do they live on DEVICE?"""
+
+    def claim(self, params: Iterable[ManagedParameter], owner: object) -> None:
+        """Make `owner` the one optimizer of `params` from now on."""
+        for managed in params:
+            self._owner[managed] = weakref.ref(owner)
+
+    def check_owner(self, params: Iterable[ManagedParameter], owner: object) -> None:
+        """Raise if a newer optimizer has taken one of `params`.
+
+        Raises:
+            StateError: two optimizers would share the states of a parameter.
+        """
+        for managed in params:
+            if self._owner[managed]() is not owner:
+                raise StateError(
+                    f"parameter {managed.name} was given to a newer optimizer; step that one, or make one optimizer "
+                    "with several parameter groups"
+                )
+
+    def settles(self, group: int) -> bool:
+        """Tell whether a group's finished gradient is wanted on HOST next."""
+        return not self._on_device.get(group, True)
+
+    def require_room(self, params: Iterable[ManagedParameter]) -> None:
+        """Check that weights, gradients and states of all groups fit the tiers together.
+
+        Raises:
+            CapacityError: they cannot, whatever is moved.
+        """
+        groups = {managed.group for managed in params}
+        ledgers = [pool.ledger for pool in self._store.pools.values()]
+        cap = sum(ledger.limit_nbytes for ledger in ledgers)
+        weights = sum(chunk.nbytes for key, chunk in self._store.chunks.items() if key.role is Role.PARAM)
+        need = weights + 3 * sum(self._chunk(Role.PARAM, group).nbytes for group in groups)
+        if need > cap:
+            raise CapacityError(
+                f"optimizer: weights, gradients and states of {len(groups)} chunk groups take {format_nbytes(need)}, "
+                f"and DEVICE and HOST together may hold {format_nbytes(cap)}; raise memory.host by "
+                f"{format_nbytes(need - cap)}",
+                needed_nbytes=need,
+                cap_nbytes=cap,
+            )
+
+    def place(self, params: Iterable[ManagedParameter]) -> None:
+        """Decide where the groups of `params` are updated, once; a decided group keeps its place."""
+        groups = sorted({managed.group for managed in params} - self._on_device.keys())
+        sizes = [GroupBytes(g, 2 * n, 2 * n) for g in groups for n in (self._chunk(Role.PARAM, g).nbytes,)]
+        chosen = self._place(sizes)
+        self._on_device.update((group, group in chosen) for group in groups)
+
+    def device_nbytes(self, *, besides: set[int]) -> int:
+        """Return what groups other than `besides` are meant to take on DEVICE: PARAM, and by their place the rest."""
+        total = 0
+        for key, chunk in self._store.chunks.items():
+            if key.role is Role.PARAM and key.group not in besides:
+                total += chunk.nbytes * (1 + (key.group in self._on_device) + 2 * self._on_device.get(key.group, False))
+        return total
+
+    def make_states(self, params: Iterable[ManagedParameter]) -> None:
+        """Give `params`, which have none yet, states of zero.
+
+        Raises:
+            CapacityError: the states fit neither tier; weights and gradients are untouched.
+        """
+        for managed in params:
+            for role in STATE_ROLES:
+                chunk = self._chunk(role, managed.group)
+                if chunk.version == NO_CONTENT:
+                    tier = self._tier_for_states(chunk)
+                    self._executor.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
+                else:
+                    self.write(chunk, managed, torch.zeros((), dtype=managed.param.dtype))
+
+    def update(
+        self,
+        group: int,
+        items: Mapping[int, tuple[dict[str, Any], Sequence[tuple[ManagedParameter, torch.Tensor]]]],
+        *,
+        kernel: FusedAdam,
+    ) -> None:
+        """Update one group's parameters.
+
+        Args:
+            group: the group.
+            items: by any key, (options of a parameter group, its (parameter, step) pairs in this chunk group).
+            kernel: torch's fused update.
+        """
+        states = [self._chunk(role, group) for role in STATE_ROLES]
+        tier = Tier.DEVICE if all(chunk.ready(Tier.DEVICE) for chunk in states) else Tier.HOST
+        chunks = [self._chunk(Role.PARAM, group), self._chunk(Role.GRAD, group), *states]
+        with self._pinned(chunks, tier), runtime_mode():
+            param, grad, exp_avg, exp_avg_sq = (self._store.views(chunk, tier) for chunk in chunks)
+            for options, pairs in items.values():
+                at = [managed.position for managed, _ in pairs]
+                device = param[0].device
+                tensors = AdamTensors(
+                    [param[i] for i in at],
+                    [grad[i] for i in at],
+                    [exp_avg[i] for i in at],
+                    [exp_avg_sq[i] for i in at],
+                    [step.to(device) for _, step in pairs],
+                )
+                fused_adam_(kernel, tensors, options)
+        for chunk in (chunks[0], *states):
+            self._store.mark_written(chunk, tier)
+
+    def mark_updated(self, params: Iterable[ManagedParameter]) -> None:
+        """Count the update in autograd's version counters: a backward of an older graph has to notice it."""
+        for managed in params:
+            torch.autograd.graph.increment_version(managed.param)
+            managed.version = managed.param._version
+
+    def read(self, chunk: Chunk, managed: ManagedParameter) -> torch.Tensor:
+        """Return a CPU copy of a parameter's slot in `chunk`, in the parameter's shape."""
+        self._executor.notice_writes(chunk)
+        tier = chunk.newest_tier()
+        assert tier is not None, f"{chunk.label} has no content"
+        with runtime_mode():
+            return self._store.views(chunk, tier)[managed.position].to("cpu", copy=True)
+
+    def write(self, chunk: Chunk, managed: ManagedParameter, value: torch.Tensor) -> None:
+        """Set a parameter's slot in `chunk`, where the newest version is."""
+        self._executor.notice_writes(chunk)
+        tier = chunk.newest_tier()
+        assert tier is not None, f"{chunk.label} has no content"
+        with runtime_mode():
+            self._store.views(chunk, tier)[managed.position].copy_(value)
+        self._store.mark_written(chunk, tier)
+
+    def state(self, role: Role, managed: ManagedParameter) -> Chunk:
+        """Return the chunk of `role` that holds the parameter's state."""
+        return self._chunk(role, managed.group)
+
+    def gradient(self, managed: ManagedParameter) -> torch.Tensor:
+        """Return the slot of a gradient that has landed, where it is now; not a copy."""
+        chunk = self._chunk(Role.GRAD, managed.group)
+        tier = chunk.newest_tier()
+        assert tier is not None
+        return self._store.views(chunk, tier)[managed.position]
+
+    def gradients_written(self, groups: Iterable[int]) -> None:
+        """Note that the gradients of `groups` were changed in place."""
+        for group in groups:
+            chunk = self._chunk(Role.GRAD, group)
+            tier = chunk.newest_tier()
+            assert tier is not None
+            self._store.mark_written(chunk, tier)
+
+    def _chunk(self, role: Role, group: int) -> Chunk:
+        return self._store.chunks[ChunkId(role, group)]
+
+    def _tier_for_states(self, chunk: Chunk) -> Tier:
+        """Where planned; on the other tier if a full HOST leaves no choice."""
+        host = self._store.pools[Tier.HOST].ledger
+        if self._on_device[chunk.id.group] or host.free_nbytes < chunk.nbytes:
+            return Tier.DEVICE
+        return Tier.HOST
+
+    @contextmanager
+    def _pinned(self, chunks: Sequence[Chunk], tier: Tier) -> Iterator[None]:
+        pinned = []
+        try:
+            for chunk in chunks:
+                self._executor.pin(chunk, tier, reader="optimizer step", elastic=True)
+                pinned.append(chunk)
+            yield
+        finally:
+            for chunk in pinned:
+                self._executor.unpin(chunk, tier)

@@ -1,0 +1,98 @@
+"""What parts an accelerator from a CPU, so that everything above runs alike on both."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from chunkmem.errors import ConfigError
+
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@contextlib.contextmanager
+def runtime_mode() -> Iterator[None]:
+    """Run allocations and copies outside of every mode the user may be in.
+
+    A slab first allocated under `inference_mode` cannot be refilled later; a dispatch or function mode (a profiler,
+    a default device, our own access guard) must not see or redirect the runtime's own operators.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+    ):
+        yield
+
+
+def ram_nbytes() -> int:
+    """Return the RAM this process may use: the machine's, or less where a control group says so."""
+    limit = psutil.virtual_memory().total
+    for path in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such control group, or "max": no limit
+            limit = min(limit, int(path.read_text()))
+    return int(limit)
+
+
+class ComputeDevice:
+    """The device that models compute on, and what it can tell and do about memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_accelerator = device.type != "cpu"
+
+    @classmethod
+    def default(cls, index: int | None = None) -> ComputeDevice:
+        """Return the CUDA device `index` (the current one if None), or the CPU where there is none.
+
+        Raises:
+            ConfigError: there is no device `index`.
+        """
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if index is not None and index >= max(1, count):
+            raise ConfigError(f"there is no accelerator {index}: {count} are visible to this process")
+        if count == 0:
+            return cls(torch.device("cpu"))
+        return cls(torch.device("cuda", torch.cuda.current_device() if index is None else index))
+
+    def capacity_nbytes(self) -> int:
+        """Return the bytes of memory on the device; without an accelerator, RAM."""
+        if not self.is_accelerator:
+            return ram_nbytes()
+        return int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    def used_nbytes(self) -> int:
+        """Return the bytes torch has allocated on the accelerator, or that this process holds in RAM."""
+        if not self.is_accelerator:
+            return int(psutil.Process().memory_info().rss)
+        return int(torch.cuda.memory_allocated(self.device))
+
+    def take_peak_nbytes(self) -> int:
+        """Return the peak of everything torch allocated on the accelerator since the last call."""
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return int(peak)
+
+    def pin(self, region: mmap.mmap, address: int) -> bool:
+        """Register host memory with the device for direct copies; False, with one warning, where that is refused."""
+        if not self.is_accelerator:
+            return False
+        status = int(torch.cuda.cudart().cudaHostRegister(address, len(region), 0))
+        if status != 0:
+            warnings.warn(
+                f"the CUDA driver refused to pin {len(region)} bytes of host memory (error {status}); copies will be "
+                "slower. Raise the locked-memory limit (ulimit -l) or lower memory.host",
+                stacklevel=2,
+            )
+        return status == 0
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,214 @@
+"""Serve accesses on demand: bring chunks to a tier, pin them there, make room by the policy of `plan.demand`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from chunkmem.errors import CapacityError, StateError
+from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
+from chunkmem.plan.victims import Resident, Standing
+from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.ledger import CACHE
+from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
+from chunkmem.types import Role, Tier
+from chunkmem.units import format_nbytes
+
+_OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
+_STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
+
+
+class DemandExecutor:
+    """Knows no future: every access is served when it happens, with blocking copies."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self.store = store
+        self.pinned_nbytes = dict.fromkeys(store.pools, 0)
+        self.required_nbytes = dict.fromkeys(store.pools, 0)
+        """The largest sum of pinned and requested bytes so far: the smallest cap known to be needed."""
+        self.closed: str | None = None
+        """Why nothing can be served any more."""
+        self._clock = 0
+
+    def pin(self, chunk: Chunk, tier: Tier, *, reader: object, elastic: bool = False) -> Replica:
+        """Bring the newest version of `chunk` to `tier` and keep it there until `unpin`.
+
+        Args:
+            reader: who needs it; its `str()` begins a message.
+            elastic: the access could be served on the other tier as well, so it does not raise `required_nbytes`.
+
+        Raises:
+            CapacityError: everything that may leave `tier` is not enough; nothing has been moved.
+        """
+        replica = chunk.replicas.get(tier)
+        if replica is None or replica.version != chunk.version:
+            replica = self._bring(chunk, tier, reader, elastic)
+        self._touch(replica)
+        replica.pins += 1
+        if replica.pins == 1:
+            pinned = self.pinned_nbytes[tier] = self.pinned_nbytes[tier] + chunk.nbytes
+            if not elastic:
+                self._note_required(tier, pinned)
+        return replica
+
+    def unpin(self, chunk: Chunk, tier: Tier) -> None:
+        """Undo one `pin`."""
+        replica = chunk.replicas[tier]
+        assert replica.pins > 0, f"{chunk.label} is not pinned on {tier.value}"
+        replica.pins -= 1
+        if replica.pins == 0:
+            self.pinned_nbytes[tier] -= chunk.nbytes
+
+    def use(self, chunk: Chunk, tier: Tier, *, reader: object) -> Replica:
+        """Bring `chunk` to `tier` for an access that is over before the next one: like `pin` and `unpin`."""
+        replica = chunk.replicas.get(tier)
+        if replica is None or replica.version != chunk.version:
+            replica = self._bring(chunk, tier, reader, elastic=False)
+        elif replica.pins == 0:
+            self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
+        self._touch(replica)
+        return replica
+
+    def create(self, chunk: Chunk, tier: Tier, *, reader: object, zero: bool, elastic: bool = False) -> Replica:
+        """Begin new content of `chunk` on `tier`, making room first; see `ChunkStore.create`."""
+        self._require_open(reader)
+        if tier not in chunk.replicas:
+            self._make_room(chunk, tier, reader, elastic)
+        elif not elastic:
+            self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
+        replica = self.store.create(chunk, tier, zero=zero)
+        self._touch(replica)
+        return replica
+
+    def place(self, chunk: Chunk, *, reader: object) -> Replica:
+        """Begin content on HOST, or on DEVICE where HOST has no room left: how a model is packed."""
+        on_host = self._free_nbytes(Tier.HOST) >= chunk.nbytes
+        return self.create(chunk, Tier.HOST if on_host else Tier.DEVICE, reader=reader, zero=False, elastic=True)
+
+    def notice_writes(self, chunk: Chunk) -> None:
+        """Count what a user wrote to parameters as a new version."""
+        if chunk.home is None:
+            return
+        if Tier.DEVICE in chunk.replicas and chunk.home.take_written():
+            self.store.mark_written(chunk, Tier.DEVICE)
+        for position, value in chunk.home.take_written_away():
+            tier = chunk.newest_tier()
+            assert tier is not None
+            with runtime_mode():
+                self.store.views(chunk, tier)[position].copy_(value)
+            self.store.mark_written(chunk, tier)
+
+    def _touch(self, replica: Replica) -> None:
+        self._clock += 1
+        replica.last_use = self._clock
+
+    def _note_required(self, tier: Tier, nbytes: int) -> None:
+        if nbytes > self.required_nbytes[tier]:
+            self.required_nbytes[tier] = nbytes
+
+    def _bring(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
+        self._require_open(reader)
+        self.notice_writes(chunk)
+        source = chunk.newest_tier()
+        assert source is not None, f"{chunk.label} has no content"
+        if tier not in chunk.replicas:
+            # The source must survive the making of room: it may be the other tier's redundant-looking copy.
+            chunk.replicas[source].pins += 1
+            try:
+                self._make_room(chunk, tier, reader, elastic)
+            finally:
+                chunk.replicas[source].pins -= 1
+            self.store.take_slab(chunk, tier)
+        self.store.copy(chunk, source, tier)
+        return chunk.replicas[tier]
+
+    def _require_open(self, reader: object) -> None:
+        if self.closed is not None:
+            raise StateError(f"{reader}: {self.closed}")
+
+    def _make_room(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> None:
+        other = _OTHER[tier]
+        needed = self.pinned_nbytes[tier] + chunk.nbytes
+        if not elastic:
+            self._note_required(tier, needed)
+        outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+        ledger = self.store.pools[tier].ledger
+        if isinstance(outcome, Shortage) and ledger.cap_nbytes < ledger.limit_nbytes:
+            # The warm-up share is a wish; the largest moment has to fit all the same.
+            ledger.cap_nbytes = min(ledger.limit_nbytes, max(needed, ledger.cap_nbytes + chunk.nbytes))
+            outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+        if isinstance(outcome, Shortage):
+            raise self._shortage(chunk, tier, reader, outcome)
+        self._evict(outcome, tier, other)
+
+    def _evict(self, plan: RoomPlan, tier: Tier, other: Tier) -> None:
+        store = self.store
+        for drop in plan.drops_there:
+            store.drop(store.chunks[drop], other)
+        for eviction in plan.evictions_here:
+            victim = store.chunks[eviction.chunk]
+            if eviction.spill:
+                if other not in victim.replicas:
+                    store.take_slab(victim, other)
+                store.copy(victim, tier, other)
+            store.drop(victim, tier)
+
+    def _free_nbytes(self, tier: Tier) -> int:
+        ledger = self.store.pools[tier].ledger
+        return ledger.free_nbytes + ledger.now.get(CACHE, 0)
+
+    def _room(self, tier: Tier) -> TierRoom:
+        return TierRoom(self._free_nbytes(tier), lambda: self._residents(tier))
+
+    def _residents(self, tier: Tier) -> Iterable[Resident]:
+        other = _OTHER[tier]
+        for chunk in list(self.store.resident[tier].values()):
+            self.notice_writes(chunk)
+            replica = chunk.replicas.get(tier)
+            if replica is None or replica.pins:
+                continue
+            spill = chunk.ready(tier) and not chunk.ready(other)
+            yield Resident(chunk.id, chunk.nbytes, replica.last_use, _standing(chunk, replica), spill)
+
+    def _shortage(self, chunk: Chunk, tier: Tier, reader: object, shortage: Shortage) -> CapacityError:
+        cap = self.store.pools[tier].ledger.cap_nbytes
+        pinned = self.pinned_nbytes[tier]
+        other = _OTHER[tier]
+        other_cap = self.store.pools[other].ledger.cap_nbytes
+        if other_cap == 0:
+            needed = cap + chunk.nbytes - self._free_nbytes(tier)
+            return CapacityError(
+                f"{reader}: {format_nbytes(chunk.nbytes)} more needed for {chunk.label}, and "
+                f"{format_nbytes(self._free_nbytes(tier))} of {format_nbytes(cap)} RAM is left; raise memory.host (or "
+                f"client.mem_tracer.overall_cpu_mem_ratio) to at least {format_nbytes(needed)}",
+                needed_nbytes=needed,
+                cap_nbytes=cap,
+            )
+        if shortage.spill_short_nbytes > 0:
+            needed = other_cap + shortage.spill_short_nbytes
+            return CapacityError(
+                f"{reader}: {format_nbytes(chunk.nbytes)} more needed on {tier.name} for {chunk.label}, but what would "
+                f"leave it finds no room on {other.name}, which is {format_nbytes(shortage.spill_short_nbytes)} short; "
+                f"raise memory.{other.value} from {format_nbytes(other_cap)} to {format_nbytes(needed)}",
+                needed_nbytes=needed,
+                cap_nbytes=other_cap,
+            )
+        needed = pinned + chunk.nbytes
+        free = self._free_nbytes(tier)
+        if needed <= cap:  # what is not pinned is held by states or gradients that have nowhere else to go
+            needed = cap + chunk.nbytes - free - shortage.evictable_nbytes
+        return CapacityError(
+            f"{reader}: {format_nbytes(chunk.nbytes)} more needed on {tier.name} for {chunk.label}, only "
+            f"{format_nbytes(free + shortage.evictable_nbytes)} can be made free ({format_nbytes(pinned)} in use); "
+            f"raise memory.{tier.value} from {format_nbytes(cap)} to at least {format_nbytes(needed)} "
+            f"({needed} bytes), or lower default_chunk_size",
+            needed_nbytes=needed,
+            cap_nbytes=cap,
+        )
+
+
+def _standing(chunk: Chunk, replica: Replica) -> Standing:
+    if chunk.version == NO_CONTENT or replica.version != chunk.version:
+        return Standing.DEAD
+    if chunk.settled:
+        return Standing.SETTLED
+    return Standing.STATE if chunk.id.role in _STATE_ROLES else Standing.ACTIVE

@@ -1,0 +1,54 @@
+"""Bytes on one tier, by role, against its cap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from chunkmem.types import Tier
+
+CACHE = "cache"
+"""The role of slabs that are free but kept for reuse."""
+
+
+@dataclass
+class Ledger:
+    """Counts every byte taken and given back on a tier. The sum over roles never passes `cap_nbytes`."""
+
+    tier: Tier
+    cap_nbytes: int
+    """Chunks may take this much now."""
+    limit_nbytes: int
+    """`cap_nbytes` never passes this: what the user allows."""
+    now: dict[str, int] = field(default_factory=dict)
+    """Bytes by role name."""
+    peak: dict[str, int] = field(default_factory=dict)
+    """Each role's own highest `now`."""
+    total_nbytes: int = 0
+    peak_nbytes: int = 0
+    low_nbytes: int = 0
+    """Lowest `total_nbytes` since the caller last set it."""
+    on_change: Callable[[], None] | None = None
+
+    @property
+    def free_nbytes(self) -> int:
+        return self.cap_nbytes - self.total_nbytes
+
+    def charge(self, role: str, nbytes: int) -> None:
+        """Count `nbytes` more for `role`."""
+        assert self.total_nbytes + nbytes <= self.cap_nbytes, f"{self.tier.value} over its cap"
+        self.total_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.total_nbytes)
+        self.now[role] = self.now.get(role, 0) + nbytes
+        self.peak[role] = max(self.peak.get(role, 0), self.now[role])
+        if self.on_change is not None:
+            self.on_change()
+
+    def release(self, role: str, nbytes: int) -> None:
+        """Count `nbytes` fewer for `role`."""
+        assert self.now.get(role, 0) >= nbytes, f"{role} gives back more than it took on {self.tier.value}"
+        self.total_nbytes -= nbytes
+        self.now[role] -= nbytes
+        self.low_nbytes = min(self.low_nbytes, self.total_nbytes)
+        if self.on_change is not None:
+            self.on_change()

@@ -1,0 +1,38 @@
+"""Build and load the native library, where a compiler is there."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from pathlib import Path
+
+import torch
+
+
+def source_dir() -> Path:
+    """Return the folder of the C++ sources: `csrc/` of a checkout, or the copy an installed package carries."""
+    package = Path(__file__).resolve().parents[1]
+    carried = package / "csrc"
+    return carried if carried.is_dir() else package.parent / "csrc"
+
+
+def load_library() -> ctypes.CDLL | None:
+    """Return the library, building it first if this torch has none yet (seconds, once); None without a compiler.
+
+    torch's own extension builder keeps it under a name that holds the torch version, whose headers it was built for.
+    """
+    from torch.utils import cpp_extension
+
+    name = "chunkmem_storage_" + "".join(c if c.isalnum() else "_" for c in torch.__version__)
+    try:
+        path = cpp_extension.load(
+            name, [str(source_dir() / "storage.cpp")], extra_cflags=["-O2"], is_python_module=False, with_cuda=False
+        )
+    except (OSError, RuntimeError) as error:
+        warnings.warn(
+            f"chunkmem's native library could not be built ({str(error).splitlines()[0]}); eviction will be slower. "
+            "Install a C++ compiler and ninja, or torch 2.12 or later",
+            stacklevel=2,
+        )
+        return None
+    return ctypes.CDLL(path)

@@ -1,0 +1,190 @@
+"""Slabs: pieces of a tier, given out, taken back, and a few of them kept for reuse."""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from chunkmem.runtime.device import ComputeDevice, runtime_mode
+from chunkmem.runtime.ledger import CACHE, Ledger
+
+_SEGMENT_NBYTES = 256 << 20
+"""Largest piece of host memory mapped ahead of need."""
+_POISON = 0xFF
+"""Repeated, this byte is NaN in every floating dtype."""
+
+
+@dataclass(eq=False, slots=True)
+class Slab:
+    """A piece of a tier: `nbytes` bytes, one slab or several consecutive ones."""
+
+    nbytes: int
+    bytes: torch.Tensor
+    """1-D uint8. On DEVICE it owns its storage, which is what a chunk's storage exchanges memory with."""
+    start: int = 0
+    """Offset in the arena it was cut from; 0 where each slab is an allocation of its own."""
+    segment: int = 0
+
+    def flat(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the slab as 1-D elements of `dtype`."""
+        return self.bytes.view(dtype)
+
+
+class SlabPool(Protocol):
+    """Gives out and takes back slabs of one tier; the ledger is charged in the name of the role that asks."""
+
+    ledger: Ledger
+    poison: bool
+    """Fill every slab with NaN when it is freed, so that a use after that shows."""
+
+    def alloc(self, role: str, nbytes: int) -> Slab:
+        """Give out a slab of exactly `nbytes`, contents undefined. The caller has made room for it."""
+        ...
+
+    def free(self, role: str, slab: Slab) -> None:
+        """Take a slab back."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back to the system."""
+        ...
+
+
+class DevicePool:
+    """Slabs of DEVICE: an allocation each, of which the last few freed are kept, `capacity` at most.
+
+    A kept slab serves a request of exactly its size and no other; when room is needed, kept slabs go first.
+    """
+
+    def __init__(self, ledger: Ledger, compute: ComputeDevice, *, capacity: int) -> None:
+        self.ledger = ledger
+        self.poison = False
+        self._device = compute.device
+        self._capacity = capacity
+        self._kept: deque[Slab] = deque()
+
+    def alloc(self, role: str, nbytes: int) -> Slab:
+        for slab in reversed(self._kept):
+            if slab.nbytes == nbytes:
+                self._kept.remove(slab)
+                self.ledger.release(CACHE, nbytes)
+                self.ledger.charge(role, nbytes)
+                return slab
+        while self._kept and self.ledger.free_nbytes < nbytes:
+            self._discard(self._kept.popleft())
+        self.ledger.charge(role, nbytes)
+        with runtime_mode():
+            return Slab(nbytes, torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+
+    def free(self, role: str, slab: Slab) -> None:
+        if self.poison:
+            with runtime_mode():
+                slab.bytes.fill_(_POISON)
+        self.ledger.release(role, slab.nbytes)
+        if self._capacity == 0:
+            return
+        if len(self._kept) == self._capacity:
+            self._discard(self._kept.popleft())
+        self.ledger.charge(CACHE, slab.nbytes)
+        self._kept.append(slab)
+
+    def close(self) -> None:
+        while self._kept:
+            self._discard(self._kept.popleft())
+
+    def _discard(self, slab: Slab) -> None:
+        self.ledger.release(CACHE, slab.nbytes)
+
+
+@dataclass(eq=False, slots=True)
+class _Segment:
+    """One mapping of the arena, and the runs of it that are free: start to length, in bytes."""
+
+    region: mmap.mmap
+    bytes: torch.Tensor
+    pinned: bool
+    free: dict[int, int]
+
+
+class HostArena:
+    """Slabs of HOST, cut first-fit from a few mappings of exact size.
+
+    torch's pinned allocator rounds each request up to a power of two; a mapping registered as a whole costs what it
+    holds. The mappings stay out of forked children: a data loader's workers neither copy their page tables nor touch
+    them.
+    """
+
+    def __init__(self, ledger: Ledger, compute: ComputeDevice) -> None:
+        self.ledger = ledger
+        self.poison = False
+        self._compute = compute
+        self._segments: list[_Segment] = []
+        self._expected_nbytes = 0
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes mapped, given out or not."""
+        return sum(len(segment.region) for segment in self._segments)
+
+    def expect(self, nbytes: int) -> None:
+        """Announce that `nbytes` more will be asked for, so that they are mapped in few pieces and no more than that.
+
+        A piece is mapped when it is first needed: packing a model holds the model and one piece at a time.
+        """
+        self._expected_nbytes += nbytes
+
+    def _reserve(self, nbytes: int) -> None:
+        self._expected_nbytes = max(0, self._expected_nbytes - nbytes)
+        region = mmap.mmap(-1, nbytes)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            region.madvise(mmap.MADV_DONTFORK)
+        with runtime_mode():
+            view = torch.frombuffer(region, dtype=torch.uint8)
+        pinned = self._compute.pin(region, view.data_ptr())
+        self._segments.append(_Segment(region, view, pinned, {0: nbytes}))
+
+    def alloc(self, role: str, nbytes: int) -> Slab:
+        slab = self._cut(nbytes)
+        if slab is None:
+            self._reserve(max(nbytes, min(self._expected_nbytes, _SEGMENT_NBYTES // nbytes * nbytes)))
+            slab = self._cut(nbytes)
+        assert slab is not None
+        self.ledger.charge(role, nbytes)
+        return slab
+
+    def free(self, role: str, slab: Slab) -> None:
+        if self.poison:
+            with runtime_mode():
+                slab.bytes.fill_(_POISON)
+        free = self._segments[slab.segment].free
+        start, length = slab.start, slab.nbytes
+        if start + length in free:
+            length += free.pop(start + length)
+        before = next((s for s, n in free.items() if s + n == start), None)
+        if before is not None:
+            length += free.pop(before)
+            start = before
+        free[start] = length
+        self.ledger.release(role, slab.nbytes)
+
+    def close(self) -> None:
+        for segment in self._segments:
+            if segment.pinned:
+                self._compute.unpin(segment.bytes.data_ptr())
+        # The mappings go with the last tensor over them: closing them under a live view would crash its reader.
+        self._segments.clear()
+
+    def _cut(self, nbytes: int) -> Slab | None:
+        for index, segment in enumerate(self._segments):
+            for start in sorted(segment.free):
+                length = segment.free[start]
+                if length >= nbytes:
+                    del segment.free[start]
+                    if length > nbytes:
+                        segment.free[start + nbytes] = length - nbytes
+                    return Slab(nbytes, segment.bytes[start : start + nbytes], start, index)
+        return None

@@ -1,0 +1,114 @@
+"""Move memory in and out of a storage that lives on, so that every view autograd has saved follows.
+
+[Note: One storage for life] A parameter is a fixed view into its chunk's storage, and so is every tensor derived from
+it that autograd keeps for backward (`weight.t()` in a Linear). Eviction takes the memory out of that storage and a
+later fetch puts other memory in: all those views come back with it. Pointing the parameter elsewhere instead would
+leave the saved views on the old memory, which could then neither be freed nor reused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Protocol
+
+import torch
+
+from chunkmem.errors import StateError
+
+
+class StorageBackend(Protocol):
+    """One way to exchange the memory of two storages, one of which is empty."""
+
+    name: str
+
+    def exchange(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
+        """Give `a` the memory of `b` and the other way round; one of them holds 0 bytes.
+
+        The contents are defined afterwards only if the back end says so (`SwapBackend` and `NativeBackend` do).
+        """
+        ...
+
+
+class SwapBackend:
+    """torch's own exchange of data pointers, torch 2.12 and later. Contents move along."""
+
+    name = "swap"
+
+    def exchange(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
+        a._swap_data_ptr_(b)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def available() -> bool:
+        return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+class NativeBackend:
+    """The same in a few lines of C++ over torch's c10 headers, for torch 2.11. Contents move along."""
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._exchange = library.chunkmem_exchange_storages
+        self._exchange.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._exchange.restype = ctypes.c_int
+
+    def exchange(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
+        if self._exchange(a._cdata, b._cdata) != 0:
+            raise StateError(f"storages of {a.nbytes()} and {b.nbytes()} bytes: one of them has to be empty")
+
+
+class ResizeBackend:
+    """`resize_` of both: works everywhere, but pays the allocator each time and leaves the contents undefined."""
+
+    name = "resize"
+
+    def exchange(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
+        a_nbytes, b_nbytes = a.nbytes(), b.nbytes()
+        if min(a_nbytes, b_nbytes) != 0:
+            raise StateError(f"storages of {a_nbytes} and {b_nbytes} bytes: one of them has to be empty")
+        # The full one first, so that there are never two of them.
+        for storage, nbytes in sorted(((a, b_nbytes), (b, a_nbytes)), key=lambda pair: pair[1]):
+            storage.resize_(nbytes)
+
+
+def default_backend() -> StorageBackend:
+    """Return the fastest back end of this torch: its own exchange, else ours in C++, else `resize_`."""
+    if SwapBackend.available():
+        return SwapBackend()
+    from chunkmem.runtime.native import load_library
+
+    library = load_library()
+    return NativeBackend(library) if library is not None else ResizeBackend()
+
+
+class ChunkStorage:
+    """A chunk's memory on DEVICE: a storage that lives as long as the chunk and holds a slab only at times."""
+
+    def __init__(self, backend: StorageBackend, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._backend = backend
+        self.storage = torch.UntypedStorage(0, device=device)
+        self.flat = torch.empty(0, dtype=dtype, device=device)
+        """1-D view of the whole chunk, valid while a slab is attached."""
+        self._slab: torch.UntypedStorage | None = None
+
+    @property
+    def attached(self) -> bool:
+        return self._slab is not None
+
+    def attach(self, slab: torch.UntypedStorage) -> None:
+        """Take the memory of `slab`, which is empty from then on. Its contents are undefined."""
+        if self._slab is not None:
+            raise StateError("a slab is attached to this chunk already")
+        first = self.flat.untyped_storage()._cdata != self.storage._cdata
+        self._backend.exchange(self.storage, slab)
+        self._slab = slab
+        if first:
+            self.flat.set_(self.storage)
+
+    def detach(self) -> torch.UntypedStorage:
+        """Give the memory back to the slab it came with, and return that slab."""
+        if self._slab is None:
+            raise StateError("no slab is attached to this chunk")
+        slab, self._slab = self._slab, None
+        self._backend.exchange(slab, self.storage)
+        return slab

@@ -1,0 +1,198 @@
+"""Replicas of chunks on tiers: take a slab, fill it, drop it. Who comes and goes is decided elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from chunkmem.layout.spec import Group
+from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.pool import Slab, SlabPool
+from chunkmem.types import ChunkId, Tier
+
+NO_CONTENT = -1
+"""The version of a chunk, or of a replica, that holds nothing."""
+
+
+class ChunkHome(Protocol):
+    """What a PARAM chunk's slab becomes part of on DEVICE: the storage its parameters are views of."""
+
+    def attach(self, slab: Slab) -> torch.Tensor:
+        """Take the slab's memory; return the chunk as 1-D elements, contents undefined."""
+        ...
+
+    def bind(self) -> None:
+        """The contents are there: point the parameters at them."""
+        ...
+
+    def detach(self) -> None:
+        """Point the parameters at their placeholders and give the memory back to the slab."""
+        ...
+
+    def take_written(self) -> bool:
+        """Tell, once, whether a user has written to a bound parameter since the last time this was asked."""
+        ...
+
+    def take_written_away(self) -> list[tuple[int, torch.Tensor]]:
+        """Return, once, (slot position, value) of what a user wrote to parameters while the chunk was away."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Replica:
+    """A chunk's copy on one tier. READY if its version is the chunk's, EMPTY or stale otherwise."""
+
+    slab: Slab
+    flat: torch.Tensor
+    """1-D, all elements of the chunk."""
+    version: int = NO_CONTENT
+    pins: int = 0
+    last_use: int = 0
+    views: tuple[torch.Tensor, ...] | None = None
+    """One tensor per slot, made when first asked for."""
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """One chunk: its newest version and where copies of it are."""
+
+    id: ChunkId
+    group: Group
+    dtype: torch.dtype
+    label: str
+    """For messages: the role, the number and the parameters inside."""
+    forms: tuple[tuple[torch.Size, tuple[int, ...]], ...]
+    """Shape and stride of each slot's tensor."""
+    home: ChunkHome | None = None
+    version: int = NO_CONTENT
+    settled: bool = False
+    """Complete, and wanted next where it is updated, not on DEVICE."""
+    replicas: dict[Tier, Replica] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return self.group.nbytes
+
+    def ready(self, tier: Tier) -> bool:
+        """Whether `tier` holds the newest version."""
+        replica = self.replicas.get(tier)
+        return replica is not None and replica.version == self.version != NO_CONTENT
+
+    def newest_tier(self) -> Tier | None:
+        """A tier that holds the newest version, DEVICE first; None if the chunk has no content."""
+        return next((tier for tier in (Tier.DEVICE, Tier.HOST) if self.ready(tier)), None)
+
+
+@dataclass(slots=True)
+class MovedBytes:
+    """Bytes copied between tiers since the manager was made."""
+
+    h2d_nbytes: int = 0
+    d2h_nbytes: int = 0
+
+
+class ChunkStore:
+    """All chunks and their replicas. Keeps `ledger = sum over live replicas` true at any time."""
+
+    def __init__(self, pools: Mapping[Tier, SlabPool]) -> None:
+        self.pools = pools
+        self.chunks: dict[ChunkId, Chunk] = {}
+        self.resident: dict[Tier, dict[ChunkId, Chunk]] = {tier: {} for tier in pools}
+        self.moved = MovedBytes()
+
+    def add(self, chunk: Chunk) -> None:
+        """Register a chunk; it has no content yet."""
+        assert chunk.id not in self.chunks
+        self.chunks[chunk.id] = chunk
+
+    def take_slab(self, chunk: Chunk, tier: Tier) -> Replica:
+        """Give the chunk a replica on `tier`, contents undefined. The caller has made room."""
+        slab = self.pools[tier].alloc(chunk.id.role.value, chunk.nbytes)
+        with runtime_mode():
+            if tier is Tier.DEVICE and chunk.home is not None:
+                flat = chunk.home.attach(slab)
+            else:
+                flat = slab.flat(chunk.dtype)
+        replica = chunk.replicas[tier] = Replica(slab, flat)
+        self.resident[tier][chunk.id] = chunk
+        return replica
+
+    def create(self, chunk: Chunk, tier: Tier, *, zero: bool) -> Replica:
+        """Begin new content on `tier`: all elements 0, or only the pads (the caller writes every slot)."""
+        replica = chunk.replicas.get(tier) or self.take_slab(chunk, tier)
+        with runtime_mode():
+            if zero:
+                replica.flat.zero_()
+            else:
+                for start, stop in chunk.group.pads:
+                    replica.flat[start:stop].zero_()
+        self.mark_written(chunk, tier)
+        return replica
+
+    def copy(self, chunk: Chunk, source: Tier, target: Tier) -> None:
+        """Bring the newest version from `source` to `target`, which has a slab for it."""
+        to, origin = chunk.replicas[target], chunk.replicas[source]
+        with runtime_mode():
+            to.flat.copy_(origin.flat)
+            to.version = origin.version
+            if target is Tier.DEVICE and chunk.home is not None:
+                chunk.home.bind()
+        if target is Tier.DEVICE:
+            self.moved.h2d_nbytes += chunk.nbytes
+        else:
+            self.moved.d2h_nbytes += chunk.nbytes
+
+    def drop(self, chunk: Chunk, tier: Tier) -> None:
+        """Give a replica's slab back. Never a pinned one, never the only one of the newest version."""
+        replica = chunk.replicas[tier]
+        assert replica.pins == 0, f"{chunk.label} is pinned on {tier.value}"
+        others = any(chunk.ready(other) for other in chunk.replicas if other is not tier)
+        assert others or not chunk.ready(tier), f"{chunk.label}: its only newest replica is on {tier.value}"
+        self._give_slab_back(chunk, tier)
+
+    def mark_written(self, chunk: Chunk, tier: Tier) -> None:
+        """The replica on `tier` now holds a version newer than all others; replicas of older versions go."""
+        chunk.version += 1
+        chunk.replicas[tier].version = chunk.version
+        for other in [t for t, r in chunk.replicas.items() if t is not tier and r.pins == 0]:
+            self._give_slab_back(chunk, other)
+
+    def consume(self, chunk: Chunk) -> None:
+        """The content is used up. A slab on DEVICE stays for the next content, but is the first to go."""
+        chunk.version = NO_CONTENT
+        chunk.settled = False
+        for tier in list(chunk.replicas):
+            chunk.replicas[tier].version = NO_CONTENT
+            if tier is not Tier.DEVICE:
+                self._give_slab_back(chunk, tier)
+
+    def views(self, chunk: Chunk, tier: Tier) -> tuple[torch.Tensor, ...]:
+        """Return one tensor per slot of the replica on `tier`, in slot order, shaped as the parameters are."""
+        replica = chunk.replicas[tier]
+        if replica.views is None:
+            flat = replica.flat
+            with runtime_mode():
+                replica.views = tuple(
+                    torch.as_strided(flat, shape, stride, flat.storage_offset() + slot.offset)
+                    for slot, (shape, stride) in zip(chunk.group.slots, chunk.forms, strict=True)
+                )
+        return replica.views
+
+    def close(self) -> None:
+        """Drop every replica and give all memory back."""
+        for chunk in self.chunks.values():
+            for tier in list(chunk.replicas):
+                self._give_slab_back(chunk, tier)
+        for pool in self.pools.values():
+            pool.close()
+
+    def _give_slab_back(self, chunk: Chunk, tier: Tier) -> None:
+        replica = chunk.replicas.pop(tier)
+        del self.resident[tier][chunk.id]
+        if tier is Tier.DEVICE and chunk.home is not None:
+            with runtime_mode():
+                chunk.home.detach()
+        self.pools[tier].free(chunk.id.role.value, replica.slab)

@@ -1,0 +1,72 @@
+"""The two tiers of a process: how large they are, and the memory behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunkmem.config import Config
+from chunkmem.runtime.device import ComputeDevice, ram_nbytes
+from chunkmem.runtime.ledger import Ledger
+from chunkmem.runtime.pool import DevicePool, HostArena
+from chunkmem.types import Tier
+
+
+@dataclass(frozen=True)
+class TierCaps:
+    """Bytes that all roles together may take on each tier."""
+
+    device_nbytes: int
+    host_nbytes: int
+    shared: bool
+    """Both are one piece of RAM: everything stays on DEVICE and nothing is copied twice."""
+
+
+def tier_caps(config: Config, compute: ComputeDevice) -> TierCaps:
+    """Work out the caps: explicit ones as they are, real capacities times their ratio."""
+    tracer = config.client.mem_tracer
+    host = config.memory.host
+    if host is None:
+        host = int(ram_nbytes() * tracer.overall_cpu_mem_ratio)
+    device = config.memory.device
+    if device is None:
+        if not compute.is_accelerator:
+            return TierCaps(host, 0, shared=True)
+        device = int(compute.capacity_nbytes() * tracer.overall_gpu_mem_ratio)
+    return TierCaps(device, host, shared=False)
+
+
+class Tiers:
+    """Ledgers and pools of DEVICE and HOST."""
+
+    def __init__(self, config: Config, compute: ComputeDevice) -> None:
+        self.compute = compute
+        self.caps = tier_caps(config, compute)
+        opts = config.client.opts
+        device = self.caps.device_nbytes
+        # On an accelerator the cap covers activations too. Until a step has shown how much they take, chunks get the
+        # warm-up share, or what the largest moment needs if that is more.
+        share = config.client.mem_tracer.warmup_gpu_chunk_mem_ratio if compute.is_accelerator else 1.0
+        warm_up = int(device * share)
+        self.device = Ledger(Tier.DEVICE, warm_up, device)
+        self.host = Ledger(Tier.HOST, self.caps.host_nbytes, self.caps.host_nbytes)
+        self.device_pool = DevicePool(
+            self.device, compute, capacity=opts.mem_cache_capacity if opts.with_mem_cache else 0
+        )
+        self.host_pool = HostArena(self.host, compute)
+        self._non_model_peak_nbytes = 0
+
+    def leave_room_for_activations(self) -> None:
+        """On an accelerator, give chunks what the activations of the steps so far have left of the cap."""
+        if not self.compute.is_accelerator:
+            return
+        peak = self.compute.take_peak_nbytes() - self.device.low_nbytes
+        self.device.low_nbytes = self.device.total_nbytes
+        self._non_model_peak_nbytes = max(self._non_model_peak_nbytes, peak)
+        self.device.cap_nbytes = max(self.device.total_nbytes, self.device.limit_nbytes - self._non_model_peak_nbytes)
+
+    def non_model_nbytes(self) -> int:
+        """Return the bytes beside the chunks: allocated on an accelerator, or resident in this process."""
+        chunks = self.device.total_nbytes
+        if not self.compute.is_accelerator:
+            chunks += self.host.total_nbytes
+        return max(0, self.compute.used_nbytes() - chunks)

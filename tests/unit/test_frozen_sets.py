@@ -1,0 +1,96 @@
+"""Sets that do not change by accident: public names, files, what is installed. The keys of `Config`: test_config.py."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import chunkmem
+from chunkmem import errors
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "chunkmem"
+
+PUBLIC_NAMES = {
+    "Adam",
+    "AdamW",
+    "CapacityError",
+    "CheckpointError",
+    "ChunkManager",
+    "ChunkmemError",
+    "Config",
+    "ConfigError",
+    "LayoutError",
+    "MemoryReport",
+    "PlanError",
+    "StateError",
+    "TierIOError",
+    "TraceError",
+    "__version__",
+    "initialize_engine",
+}
+
+
+def listed_files(document: str) -> list[str]:
+    """The ``.py`` paths in backticks in the first column of each table whose first column is headed "file"."""
+    found: list[str] = []
+    in_table = False
+    for line in document.splitlines():
+        if not line.startswith("|"):
+            in_table = False
+            continue
+        first = line.strip("|").split("|")[0].strip()
+        if first.lower() in ("file", "files"):
+            in_table = True
+        elif in_table:
+            found += re.findall(r"`([\w./]+\.py)`", first)
+    return found
+
+
+def test_the_public_names() -> None:
+    assert set(chunkmem.__all__) == PUBLIC_NAMES
+    assert len(chunkmem.__all__) == len(PUBLIC_NAMES)
+    assert set(dir(chunkmem)) >= PUBLIC_NAMES
+
+
+def test_every_error_is_public() -> None:
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert raised <= PUBLIC_NAMES
+    assert all(getattr(chunkmem, name) is getattr(errors, name) for name in raised)
+
+
+def test_lazy_names_are_defined_where_they_are_looked_for() -> None:
+    assert PUBLIC_NAMES - {"__version__"} - set(vars(errors)) == set(chunkmem._HOMES)
+    for name, home in chunkmem._HOMES.items():
+        tree = ast.parse((ROOT / home.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8"))
+        assert name in {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}, home
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'chunkmem' has no attribute 'Chunkmanager'"):
+        _ = chunkmem.Chunkmanager
+
+
+def test_the_architecture_document_lists_every_file() -> None:
+    listed = listed_files((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    files = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    assert sorted(listed) == sorted(files)
+
+
+def test_what_is_installed_lists_every_folder() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("*.py")}
+    assert set(project["tool"]["setuptools"]["packages"]) == {*folders, "chunkmem.csrc"}
+
+
+def test_the_file_table_is_read() -> None:
+    document = (
+        "| layer | what |\n|---|---|\n| `no.py` | x |\n\n"
+        "| file | does |\n|---|---|\n| `types.py` `errors.py` | see `other.py` |\n| `layout/spec.py` | y |\n\n"
+        "`text.py`\n| `orphan.py` |\n"
+    )
+    assert listed_files(document) == ["types.py", "errors.py", "layout/spec.py"]
