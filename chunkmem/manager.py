@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,7 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from chunkmem.comm import require_one_process
 from chunkmem.config import Config, unavailable_keys
-from chunkmem.errors import ConfigError, StateError
+from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.memory import MemoryHistory, MemoryReport
 from chunkmem.nn.access import AccessTracker, in_backward
 from chunkmem.nn.backward import BackwardTracker
@@ -24,7 +22,7 @@ from chunkmem.nn.gather import gathered, parameters_in
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import AccessGuard, DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks
-from chunkmem.nn.packing import PackedModel, Packer
+from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
 from chunkmem.nn.registry import ModelRegistry, check_fits
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.optim.update import GroupUpdater
@@ -54,6 +52,10 @@ class ChunkManager:
         self, config: Config | None = None, *, process_group: Any = None, device_index: int | None = None
     ) -> None:
         self.config = Config() if config is None else config
+        if not isinstance(self.config, Config):
+            raise ConfigError(
+                f"config is a {type(config).__name__}; pass Config.from_json(path), Config.from_dict(values) or None"
+            )
         if keys := unavailable_keys(self.config):
             raise ConfigError(f"{', '.join(keys)}: not available in this version; leave out or set to the default")
         require_one_process(process_group)
@@ -70,15 +72,24 @@ class ChunkManager:
         self._access = AccessTracker(self._executor)
         self._backward = BackwardTracker(self._executor, self._access)
         self._gradients = GradientBook(self._executor, settles=lambda group: self._updater.settles(group))
-        self._updater = GroupUpdater(self._executor, self._gradients, self._compute, place=self._place_states)
+        self._updater = GroupUpdater(
+            self._executor,
+            self._gradients,
+            self._compute,
+            place=self._place_states,
+            expect_nbytes=self._tiers.host_pool.expect,
+        )
         self._hooks = ModuleHooks(self._access, self._backward, on_root=self._begin_root, make_guard=self._make_guard)
-        self._surface = ModuleSurface(export=self._export, gather=self._gather)
+        self._surface = ModuleSurface(read=self._read, write=self._write)
         self._declared = DeclaredReads()
         self._collector: Collector | None = None
-        self._exported: dict[ManagedParameter, torch.Tensor] | None = None
         self._stepping = False
         self._steps_done = 0
-        _close_in_children(self)
+        self._gathers_open = 0
+        self._executor.close_in_children()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError("a manager cannot be copied or pickled: make another from its config")
 
     def __enter__(self) -> ChunkManager:
         return self
@@ -110,6 +121,8 @@ class ChunkManager:
     def wrap(self, model: nn.Module) -> nn.Module:
         """Pack the parameters of a model that exists; return the same object. Raises what `init` does."""
         self._require_open()
+        if not isinstance(model, nn.Module):
+            raise LayoutError(f"manager.wrap() takes a torch.nn.Module, not a {type(model).__name__}")
         self._add([model], [])
         return model
 
@@ -131,6 +144,8 @@ class ChunkManager:
         changes nothing.
         """
         self._require_open()
+        if not isinstance(loss, torch.Tensor):
+            raise StateError(f"manager.backward() takes the loss as a tensor, not a {type(loss).__name__}")
         guard = self._make_guard()
         with guard or contextlib.nullcontext():
             loss.backward(**kwargs)
@@ -147,8 +162,14 @@ class ChunkManager:
         self._require_open()
         wanted = self._registry.parameters if params is None else map(self._lookup, parameters_in(params))
         managed = dict.fromkeys(m for m in wanted if m is not None)
-        with gathered(managed, grads=grads, executor=self._executor, gradients=self._gradients):
-            yield
+        self._registry.check()
+        self._gathers_open += 1
+        try:
+            with gathered(managed, grads=grads, executor=self._executor, gradients=self._gradients):
+                yield
+        finally:
+            self._gathers_open -= 1
+            self._access.let_go({m.group for m in managed})
 
     def state_dict(self, model: nn.Module | None = None, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the keys, order, shapes and dtypes of `model.state_dict()`: CPU copies, never views.
@@ -156,17 +177,8 @@ class ChunkManager:
         `model` may be left out if the manager has one. `rank0_only` matters with several processes only.
         """
         self._require_open()
-        root = self._registry.only_root(model)
-        self._exported = {}
-        try:
-            state = root.state_dict()
-            copies = {id(tensor) for tensor in self._exported.values()}
-        finally:
-            self._exported = None
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and id(value) not in copies:
-                state[key] = value.detach().to("cpu", copy=True)
-        return state
+        self._registry.check()
+        return self._surface.state_dict(self._registry.only_root(model))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], model: nn.Module | None = None, strict: bool = True
@@ -178,13 +190,9 @@ class ChunkManager:
                 has been changed.
         """
         self._require_open()
+        self._registry.check()
         root = self._registry.only_root(model)
-        self._surface.exporting = False
-        try:
-            expected = root.state_dict()
-        finally:
-            self._surface.exporting = True
-        check_fits(state_dict, expected, strict=strict)
+        check_fits(state_dict, self._surface.expected_state(root), strict=strict)
         keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
         return keys
 
@@ -201,6 +209,8 @@ class ChunkManager:
     def close(self) -> None:
         """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent."""
         if self._executor.closed is None:
+            self._access.reset(step=True)
+            self._backward.reset(step=True)
             self._executor.closed = "its manager is closed; take manager.state_dict() before manager.close()"
             self._store.close()
 
@@ -220,14 +230,14 @@ class ChunkManager:
         for packed in self._registry.add(roots, excluded):
             self._fit(packed)
         for module in (*roots, *excluded):
-            _move_ordinary_tensors(module, excluded, self._compute.device)
+            move_ordinary_tensors(module, excluded, self._compute.device)
 
     def _fit(self, packed: PackedModel) -> None:
         for managed in packed.parameters:
             self._access.chunks[managed.group] = self._store.chunks[ChunkId(Role.PARAM, managed.group)]
         self._gradients.add(packed.parameters)
         self._declared.add(packed.parameters, self._access.chunks)
-        owned = self._hooks.fit(packed)
+        owned = self._hooks.fit(packed.root, self._registry.managed_under(packed.root))
         self._surface.fit(packed.root, owned)
         self._watch_gradients()
 
@@ -239,14 +249,13 @@ class ChunkManager:
     def _lookup(self, param: torch.Tensor) -> ManagedParameter | None:
         return self._registry.lookup(param)
 
-    def _gather(self, managed: list[ManagedParameter]) -> contextlib.AbstractContextManager[None]:
-        return gathered(managed, grads=False, executor=self._executor, gradients=self._gradients)
+    def _write(self, managed: ManagedParameter, value: torch.Tensor) -> None:
+        self._require_open()
+        self._updater.write(self._access.chunks[managed.group], managed, value)
 
-    def _export(self, managed: ManagedParameter) -> torch.Tensor:
-        known = self._exported if self._exported is not None else {}
-        if managed not in known:  # tied names share one copy, as they share one tensor in the model
-            known[managed] = self._updater.read(self._access.chunks[managed.group], managed)
-        return known[managed]
+    def _read(self, managed: ManagedParameter) -> torch.Tensor:
+        self._require_open()
+        return self._updater.read(self._access.chunks[managed.group], managed)
 
     def _begin_root(self) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
@@ -262,8 +271,12 @@ class ChunkManager:
             return None
         return AccessGuard(self._declared.undeclared, lambda: self._phase)
 
-    def _begin_step(self) -> None:
+    @contextlib.contextmanager
+    def _step(self, *, updates: bool) -> Iterator[None]:
+        """Surround `step()` and clipping: backward is over, and what users wrote counts."""
         self._require_open()
+        if self._gathers_open:
+            raise StateError("optimizer.step() inside manager.gather(): leave the block first, its writes count then")
         self._access.reset(step=True)
         self._backward.reset(step=True)
         self._registry.check()
@@ -271,10 +284,12 @@ class ChunkManager:
             self._executor.notice_writes(chunk)
         self._tiers.leave_room_for_activations()
         self._stepping = True
-
-    def _end_step(self) -> None:
-        self._stepping = False
-        self._steps_done += 1
+        try:
+            self._gradients.take_assigned(m for m in self._registry.parameters if m.param.grad is not None)
+            yield
+            self._steps_done += updates
+        finally:
+            self._stepping = False
 
     def _place_states(self, sizes: Sequence[GroupBytes]) -> frozenset[int]:
         if self._tiers.caps.shared:
@@ -283,26 +298,3 @@ class ChunkManager:
         ratio = self.config.client.mem_tracer.margin_use_ratio if params.use_hybrid_adam else 0.0
         taken = self._updater.device_nbytes(besides={size.group for size in sizes})
         return place_states(sizes, cap_nbytes=self._tiers.device.cap_nbytes - taken, margin_use_ratio=ratio)
-
-
-def _move_ordinary_tensors(module: nn.Module, excluded: Sequence[nn.Module], device: torch.device) -> None:
-    """Put buffers, and the parameters of excluded modules, on the compute device."""
-    for child in module.modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and buffer.device != device:
-                child._buffers[name] = buffer.to(device)
-    for child in excluded:
-        for param in child.parameters(recurse=False):
-            param.data = param.data.to(device)
-
-
-def _close_in_children(manager: ChunkManager) -> None:
-    """Mark the manager closed in forked children: a child has none of the host arena's memory."""
-    ref = weakref.ref(manager)
-
-    def after_fork() -> None:
-        alive = ref()
-        if alive is not None:
-            alive._executor.closed = "its manager lives in the parent process; a forked child cannot use it"
-
-    os.register_at_fork(after_in_child=after_fork)

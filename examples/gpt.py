@@ -25,6 +25,7 @@ class Shape:
 # embedding is smaller, so gpt2-small has 86 M here and not 124 M.
 PRESETS = {
     "1m": Shape(4, 128, 4),
+    "2m": Shape(4, 192, 6),
     "5m": Shape(6, 256, 8),
     "10m": Shape(6, 384, 6),
     "gpt2-small": Shape(12, 768, 12),
@@ -91,7 +92,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (batch, time, 256) of `tokens` (batch, time); with `targets`, the mean cross-entropy in nats a byte."""
+        """Return logits (batch, time, 256) of `tokens` (batch, time); with `targets`, the mean loss in nats a byte."""
         x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
@@ -103,13 +104,12 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def continue_text(model: GPT, prompt: bytes, length: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-    """Return `prompt` followed by `length` bytes sampled from `model`."""
-    device = next(model.buffers(), torch.empty(0)).device
-    rng = torch.Generator().manual_seed(seed)
-    text = list(prompt)
+def continue_text(model: GPT, prompt: bytes, length: int, *, device: torch.device, temperature: float = 0.7) -> bytes:
+    """Return `prompt` followed by `length` sampled bytes, always the same ones for the same weights."""
+    rng = torch.Generator().manual_seed(0)
+    text = list(prompt) or [ord("\n")]
     for _ in range(length):
         context = torch.tensor([text[-model.seq :]], device=device)
-        probabilities = (model(context)[0, -1].cpu() / temperature).softmax(-1)
-        text.append(int(torch.multinomial(probabilities, 1, generator=rng)))
+        likely = (model(context)[0, -1].cpu() / temperature).softmax(-1)
+        text.append(int(torch.multinomial(likely, 1, generator=rng)))
     return bytes(text)

@@ -28,7 +28,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def same_conditions() -> None:
-    """Bits depend on the number of threads and on the seed: both are the same in every test, alone or in a suite."""
+    """Bits depend on the number of threads and on the seed: both are the same in every test, alone or in a suite.
+
+    At equal threads, plain PyTorch on the CPU repeats itself in all that is tested here; between thread counts it does
+    not, as matmuls and reductions split their sums differently. On CUDA it does not either, as backward of embeddings,
+    indexing and attention adds atomically in no fixed order, unless deterministic algorithms are asked for.
+    """
     torch = sys.modules.get("torch")
     # tests/unit does without torch: importing it here would hide a module that needs it and should not.
     if torch is None:

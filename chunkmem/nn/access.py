@@ -9,15 +9,17 @@ running module, whose frame pins the chunk until it returns.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-from chunkmem.errors import StateError
+from chunkmem.errors import CapacityError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.guard import AccessGuard
+from chunkmem.nn.values import storage_id, tensors_in
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import Chunk
 from chunkmem.types import Tier
@@ -26,6 +28,14 @@ from chunkmem.types import Tier
 def in_backward() -> bool:
     """Tell whether autograd is running a backward in this thread; a forward inside one is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def not_copyable() -> StateError:
+    """Return the error for `deepcopy`, `pickle` and `torch.save` of a managed module."""
+    return StateError(
+        "a managed model cannot be copied or pickled: its parameters live in chunks. Take manager.state_dict() and "
+        "load it into a model built anew"
+    )
 
 
 class ParameterReads(dict[str, nn.Parameter | None]):
@@ -64,16 +74,13 @@ class ParameterReads(dict[str, nn.Parameter | None]):
         dict.__delitem__(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise StateError(
-            "a managed model cannot be copied or pickled: its parameters live in chunks. Take manager.state_dict() "
-            "and load it into a model built anew"
-        )
+        raise not_copyable()
 
 
 class Frame:
     """One running call of a module: what it has read, and so what it pins."""
 
-    __slots__ = ("groups", "guard", "inputs", "module", "name", "reads", "recomputing")
+    __slots__ = ("containers", "given", "groups", "guard", "inputs", "module", "name", "reads", "recomputing")
 
     def __init__(self, name: str, module: nn.Module | None = None, *, recomputing: bool = False) -> None:
         self.name = name
@@ -85,6 +92,10 @@ class Frame:
         """The check that runs while this frame does."""
         self.inputs: list[tuple[torch.Tensor, int]] = []
         """(input that requires grad, its version at entry); noted where a frozen read ends with its gradient."""
+        self.containers: list[object] = []
+        """Lists and dicts it was given: it may put outputs into them."""
+        self.given: dict[int, torch.Tensor] = {}
+        """The tensors that were in them at entry, by id."""
 
     def __str__(self) -> str:
         return f"{self.name} {'recomputation' if self.recomputing else 'forward'}" if self.module else self.name
@@ -103,6 +114,8 @@ class AccessTracker:
         self._outside_graph = Frame("<outside any module>")
         self._outside_no_grad = Frame("<outside any module>")
         self._outside_backward = Frame("<outside any module, in backward>")
+        self._nodes: dict[ManagedParameter, torch.autograd.graph.Node] = {}
+        """Where the gradients of trainable parameters in `_outside_graph` will arrive; see `_in_graph`."""
 
     @property
     def pinning(self) -> tuple[Frame, ...]:
@@ -123,9 +136,10 @@ class AccessTracker:
         if self._executor.closed is not None:
             raise StateError(f"parameter {managed.name}: {self._executor.closed}")
         if managed.group not in frame.groups:
-            self._executor.pin(self.chunks[managed.group], Tier.DEVICE, reader=frame)
-            frame.groups[managed.group] = None
+            self._pin(managed.group, frame)
         frame.reads[managed] = None
+        if frame is self._outside_graph and managed.param.requires_grad:
+            self._nodes[managed] = get_gradient_edge(managed.param).node
 
     def push(self, frame: Frame, announced: Iterable[ManagedParameter]) -> None:
         """A module begins to run; `announced` are parameters it will use without looking them up."""
@@ -140,6 +154,19 @@ class AccessTracker:
         while self.stack[-1].module is not module:
             self.release(self.stack.pop())
         return self.stack.pop()
+
+    def hand_on(self, frame: Frame, result: object) -> None:
+        """Count what a module returns of its parameters' own memory (`return self.weight[:n]`) as read by its caller.
+
+        Call it after `pop` and before `release`: the memory has not been given up in between.
+        """
+        owners = {managed.bound.storage_id: managed for managed in frame.reads}
+        for tensor in tensors_in(result):
+            managed = owners.get(storage_id(tensor) or 0)
+            if managed is not None:
+                for other in frame.reads:
+                    if other.group == managed.group:
+                        self.read(other)
 
     def release(self, frame: Frame) -> None:
         """A frame is over: unpin what it has read."""
@@ -170,6 +197,12 @@ class AccessTracker:
         """A backward is over: so are the reads it made outside of modules."""
         self.release(self._outside_backward)
 
+    def let_go(self, groups: Set[int]) -> None:
+        """Unpin what was read outside of any module in these groups, unless a graph may hold it."""
+        for frame in (self._outside_no_grad, self._outside_graph):
+            for group in frame.groups.keys() & groups:
+                self._drop(group, frame)
+
     def reset(self, *, step: bool) -> None:
         """Drop what an interrupted call left; at a step, also the reads that waited for it."""
         while self.stack:
@@ -178,6 +211,46 @@ class AccessTracker:
         self.release(self._outside_backward)
         if step:
             self.release(self._outside_graph)
+            self._nodes.clear()
+
+    def _pin(self, group: int, frame: Frame) -> None:
+        while True:
+            try:
+                self._executor.pin(self.chunks[group], Tier.DEVICE, reader=frame)
+            except CapacityError:
+                # A loop over all modules outside of any: what it looked at first makes room for what comes last.
+                outside = (self._outside_no_grad, self._outside_graph)
+                if frame not in outside or not any(self._drop(g, f) for f in outside for g in list(f.groups)):
+                    raise
+            else:
+                frame.groups[group] = None
+                return
+
+    def _drop(self, group: int, frame: Frame) -> bool:
+        """Unpin a group that was read outside of any module; False if a graph may hold it."""
+        reads = [managed for managed in frame.reads if managed.group == group]
+        if frame is self._outside_graph:
+            if any(self._in_graph(managed) for managed in reads):
+                return False
+            for managed in reads:
+                del self._nodes[managed]
+        for managed in reads:
+            del frame.reads[managed]
+        del frame.groups[group]
+        self._executor.unpin(self.chunks[group], Tier.DEVICE)
+        return True
+
+    def _in_graph(self, managed: ManagedParameter) -> bool:
+        """Tell whether a graph may hold a parameter's memory; of a frozen one this cannot be told.
+
+        A graph holds the node at which the parameter's gradient will arrive. If nobody does any more, torch forgets
+        the node, and makes a new one when asked again.
+        """
+        if managed not in self._nodes or not managed.param.requires_grad:
+            return True
+        self._nodes.pop(managed).metadata["seen by chunkmem"] = True
+        node = self._nodes[managed] = get_gradient_edge(managed.param).node
+        return "seen by chunkmem" in node.metadata
 
     def _outside(self) -> Frame:
         if in_backward():

@@ -13,14 +13,11 @@ last (the module has no children), or else until the backward ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
-
 import torch
-from torch.utils._pytree import tree_leaves
 
 from chunkmem.nn.access import AccessTracker, Frame
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.values import kept_tensors, tensors_in
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import Chunk
 from chunkmem.types import Tier
@@ -68,12 +65,16 @@ class BackwardTracker:
     def watch(self, frame: Frame, result: object) -> None:
         """A module that read parameters returns: announce its backward when a gradient of what it made arrives.
 
-        That is its result, and what it left on itself for the loss to pick up (`self.aux_loss`). The forwards of a
-        recomputation are watched too: their outputs are part of the running graph if the checkpoint is a reentrant one.
+        That is its result, what it left on itself for the loss to pick up (`self.aux_loss`), and what it put into a
+        list or dict it was given. The forwards of a recomputation are watched too: their outputs are part of the
+        running graph if the checkpoint is a reentrant one.
         """
         assert frame.module is not None
-        kept = [value for value in vars(frame.module).values() if isinstance(value, torch.Tensor)]
-        outputs = [t for t in (*tensors_in(result), *kept) if t.grad_fn is not None]
+        added = [t for t in tensors_in(frame.containers) if id(t) not in frame.given]
+        made = (*tensors_in(result), *kept_tensors(frame.module), *added)
+        # An in-place operator on a view gives it another grad_fn, without our hook; its gradient still passes the base.
+        bases = [t._base for t in made if t._base is not None]
+        outputs = {id(t): t for t in (*made, *bases) if t.grad_fn is not None}
         if not outputs:
             return
         call = BackwardCall(frame.name, tuple(frame.reads))
@@ -81,7 +82,7 @@ class BackwardTracker:
         def announce(_grad: torch.Tensor) -> None:
             self._announce(call)
 
-        for tensor in outputs:
+        for tensor in outputs.values():
             tensor.register_hook(announce)
         self._watch_inputs(call, frame)
 
@@ -156,16 +157,3 @@ class BackwardTracker:
             call.open.clear()
         if not self._running:
             self._access.end_backward()
-
-
-def tensors_in(value: object) -> Iterable[torch.Tensor]:
-    """Yield the tensors in nested containers, dataclasses included, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in fields(leaf):
-                yield from tensors_in(getattr(leaf, field.name))

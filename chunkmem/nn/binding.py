@@ -7,6 +7,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from chunkmem.errors import StateError
 from chunkmem.layout.spec import Slot
+from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.storage import ChunkStorage
 
@@ -14,7 +15,7 @@ from chunkmem.runtime.storage import ChunkStorage
 class ManagedParameter:
     """A Parameter the user made, and where its values are. The Parameter object itself is never replaced."""
 
-    __slots__ = ("bound", "gradient_hook", "group", "name", "param", "placeholder", "position",
+    __slots__ = ("_blank", "bound", "gradient_hook", "group", "name", "param", "placeholder", "position",
                  "shape", "slot", "stride", "version", "view")  # fmt: skip
 
     def __init__(self, param: torch.nn.Parameter, name: str, slot: Slot, position: int, bound: BoundChunk) -> None:
@@ -29,9 +30,30 @@ class ManagedParameter:
         self.stride = dense_stride(param)
         self.view: torch.Tensor | None = None
         """The slot on DEVICE in the parameter's shape; made once, valid while the chunk is attached."""
-        self.placeholder = _placeholder(param, bound.device)
+        self._blank = _blank(param, bound.device)
+        self.placeholder = self._blank.expand(param.shape)
+        """Reads as NaN and refuses most writes: all its elements are one. What it lets through, `clear` notices."""
         self.version = param._version
         self.gradient_hook: torch.utils.hooks.RemovableHandle | None = None
+
+    def point(self, target: torch.Tensor, *, at: torch.Tensor) -> None:
+        """Move the parameter from `at` to `target`; one that stands elsewhere is left for `BoundChunk.check`."""
+        if self.param.is_set_to(at):
+            self.param.data = target
+            self.version = self.param._version
+
+    def clear(self) -> torch.Tensor | None:
+        """Make the placeholder NaN again; return what was written to it while the parameter was away, None if nothing.
+
+        Autograd's version counter tells. Writes through `.data` and numpy pass it by, so the value is looked at too;
+        not on an accelerator, where that would be to wait for it.
+        """
+        if self.param._version == self.version and (self._blank.device.type != "cpu" or _is_blank(self._blank)):
+            return None
+        written = self._blank.clone()
+        self._blank.fill_(_blank_value(self._blank))
+        self.version = self.param._version
+        return written
 
 
 class BoundChunk:
@@ -43,8 +65,10 @@ class BoundChunk:
         self._slab: Slab | None = None
         self.parameters: list[ManagedParameter] = []
         self.is_bound = False
-        self._singles: list[ManagedParameter] = []
-        """Parameters of one element, whose placeholders cannot refuse a write."""
+        self._carried: list[tuple[int, torch.Tensor]] = []
+        """(position, value) of what parameters of one element were set to while they were away."""
+        self._lost: dict[str, None] = {}
+        """Names of parameters that were written to while they were away in a way that cannot be carried over."""
 
     @property
     def storage_id(self) -> int:
@@ -54,8 +78,6 @@ class BoundChunk:
     def add(self, managed: ManagedParameter) -> None:
         """Take a parameter in, in the order of the group's slots."""
         self.parameters.append(managed)
-        if managed.shape.numel() == 1:
-            self._singles.append(managed)
 
     def attach(self, slab: Slab) -> torch.Tensor:
         """Take the slab's memory; see `ChunkHome`."""
@@ -71,15 +93,14 @@ class BoundChunk:
         for managed in self.parameters:
             if managed.view is None:
                 managed.view = torch.as_strided(flat, managed.shape, managed.stride, managed.slot.offset)
-            managed.param.data = managed.view
-            managed.version = managed.param._version
+            managed.point(managed.view, at=managed.placeholder)
         self.is_bound = True
 
     def detach(self) -> None:
         """Point the parameters at their placeholders and give the memory back to its slab."""
         for managed in self.parameters if self.is_bound else ():
-            managed.param.data = managed.placeholder
-            managed.version = managed.param._version
+            assert managed.view is not None
+            managed.point(managed.placeholder, at=managed.view)
         self.is_bound = False
         assert self._slab is not None
         self._storage.detach()
@@ -97,32 +118,59 @@ class BoundChunk:
         return written
 
     def take_written_away(self) -> list[tuple[int, torch.Tensor]]:
-        """Return, once, (position in the group, value) of what was written to placeholders of one element."""
-        if self.is_bound or not self._singles:
-            return []
-        written = []
-        for managed in self._singles:
-            if managed.param._version != managed.version:
-                managed.version = managed.param._version
-                written.append((managed.position, managed.placeholder.clone()))
-                managed.placeholder.fill_(float("nan") if managed.placeholder.is_floating_point() else 0)
-        return written
+        """Return, once, (position in the group, value) of what parameters of one element were set to while away."""
+        self._look_over_placeholders()
+        carried, self._carried = self._carried, []
+        return carried
+
+    def _look_over_placeholders(self) -> None:
+        if self.is_bound:
+            return
+        with runtime_mode():
+            for managed in self.parameters:
+                written = managed.clear()
+                if written is None or managed.shape.numel() == 0:
+                    continue
+                if managed.shape.numel() == 1 and not _is_blank(written):
+                    self._carried.append((managed.position, written.reshape(managed.shape)))
+                else:
+                    # `p[0] = 1` leaves the same in a placeholder as `p.fill_(1)`, and `p.add_(1)` leaves it NaN.
+                    self._lost[f"{managed.name} {tuple(managed.shape)}"] = None
 
     def check(self) -> None:
-        """Raise if a parameter no longer stands on its slot or its placeholder.
+        """Raise, once, if a parameter no longer stands on its slot or its placeholder, or was written to while away.
+
+        It is put back before that, with the values it had.
 
         Raises:
-            StateError: something outside chunkmem gave a parameter other memory.
+            StateError: something outside chunkmem gave a parameter other memory, or values that had nowhere to go.
         """
+        self._look_over_placeholders()
+        strayed = []
         for managed in self.parameters:
             own = managed.view if self.is_bound else managed.placeholder
             assert own is not None
-            if managed.param.data_ptr() != own.data_ptr():
-                raise StateError(
-                    f"parameter {managed.name} {tuple(managed.shape)} was given other memory after it was packed (by "
-                    "assigning .data, or by .to() on the parameter itself); write to it in place inside "
-                    "manager.gather(), or load values with manager.load_state_dict()"
-                )
+            if not managed.param.is_set_to(own):
+                with runtime_mode():
+                    managed.param.data = own
+                managed.version = managed.param._version
+                strayed.append(f"{managed.name} {tuple(managed.shape)}")
+        lost, self._lost = list(self._lost), {}
+        if strayed:
+            raise _not_kept(
+                strayed,
+                "given other memory after it was packed (by assigning .data, or by .to() on the parameter itself)",
+            )
+        if lost:
+            raise _not_kept(lost, "written to while it was not on DEVICE, and the values are lost")
+
+
+def _not_kept(names: list[str], deed: str) -> StateError:
+    others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return StateError(
+        f"parameter {names[0]}{others} was {deed}; write to it in place inside manager.gather(), or load values with "
+        "manager.load_state_dict()"
+    )
 
 
 def dense_stride(param: torch.Tensor) -> tuple[int, ...]:
@@ -134,12 +182,17 @@ def dense_stride(param: torch.Tensor) -> tuple[int, ...]:
     return param.stride()
 
 
-def _placeholder(param: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the parameter's shape that takes one element, reads as NaN and refuses writes.
+def _blank(param: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The one element of a placeholder."""
+    with runtime_mode():
+        blank = torch.empty((), dtype=param.dtype, device=device)
+        return blank.fill_(_blank_value(blank))
 
-    It refuses them because all its elements are one. A parameter of a single element has nothing to overlap with:
-    what is written to its placeholder is carried over to the chunk (`BoundChunk.take_written_away`).
-    """
-    fill = float("nan") if param.is_floating_point() or param.is_complex() else 0
-    with torch.inference_mode(False), torch.no_grad():
-        return torch.full((), fill, dtype=param.dtype, device=device).expand(param.shape)
+
+def _blank_value(blank: torch.Tensor) -> float:
+    return float("nan") if blank.is_floating_point() or blank.is_complex() else 0
+
+
+def _is_blank(blank: torch.Tensor) -> bool:
+    value = blank.item()
+    return value != value or (value == 0 and not blank.is_floating_point() and not blank.is_complex())

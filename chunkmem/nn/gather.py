@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from chunkmem.errors import CapacityError
+from chunkmem.errors import CapacityError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.runtime.executor import DemandExecutor
@@ -27,44 +27,26 @@ def gathered(
         CapacityError: they do not fit DEVICE together; nothing has been moved.
     """
     wanted = list(params)
-    landed = [m for m in wanted if grads and m in gradients.landed.get(m.group, ())]
-    keys = dict.fromkeys([ChunkId(Role.PARAM, m.group) for m in wanted] + [ChunkId(Role.GRAD, m.group) for m in landed])
-    chunks = [executor.store.chunks[key] for key in keys]
+    exposed = [m for m in wanted if grads and m not in gradients.exposed]  # the others are, by a block around this one
+    landed = [m for m in exposed if m in gradients.landed.get(m.group, ())]
+    weights = [executor.store.chunks[group] for group in dict.fromkeys(ChunkId(Role.PARAM, m.group) for m in wanted)]
+    chunks = [*weights, *(gradients.chunks[group] for group in dict.fromkeys(m.group for m in landed))]
     _require_room(chunks, executor)
     pinned: list[Chunk] = []
     try:
         for chunk in chunks:
             executor.pin(chunk, Tier.DEVICE, reader="gather", elastic=True)
             pinned.append(chunk)
-        for managed in landed:
-            chunk = gradients.chunks[managed.group]
-            managed.param.grad = executor.store.views(chunk, Tier.DEVICE)[managed.position]
-        yield
+        with gradients.exposing(exposed, landed):
+            yield
     finally:
-        if grads:
-            _keep_gradients(wanted, landed, executor, gradients)
-        for chunk in pinned:
-            executor.unpin(chunk, Tier.DEVICE)
-
-
-def _keep_gradients(
-    wanted: list[ManagedParameter], landed: list[ManagedParameter], executor: DemandExecutor, gradients: GradientBook
-) -> None:
-    """Take over what the user did to `.grad`: written in place, replaced, or set where there was none."""
-    for managed in wanted:
-        grad, managed.param.grad = managed.param.grad, None
-        if grad is None:
-            gradients.discard({managed})
-            continue
-        chunk = gradients.chunks[managed.group]
-        if managed not in landed:
-            gradients.land(managed, grad)
-            continue
-        slot = executor.store.views(chunk, Tier.DEVICE)[managed.position]
-        if grad.data_ptr() != slot.data_ptr():
-            with torch.no_grad():
-                slot.copy_(grad)
-        executor.store.mark_written(chunk, Tier.DEVICE)
+        if executor.closed is None:
+            for chunk in pinned:
+                executor.unpin(chunk, Tier.DEVICE)
+            if len(pinned) == len(chunks):
+                for chunk in weights:
+                    # What was written through `.data` or numpy passed autograd's version counter by.
+                    executor.store.mark_written(chunk, Tier.DEVICE)
 
 
 def _require_room(chunks: list[Chunk], executor: DemandExecutor) -> None:
@@ -87,8 +69,8 @@ def parameters_in(value: object) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, nn.Module):
         yield from value.parameters()
-    elif isinstance(value, Iterable):
+    elif isinstance(value, Iterable) and not isinstance(value, str):
         for item in value:
             yield from parameters_in(item)
     else:
-        raise TypeError(f"expected parameters or modules, got {type(value).__name__}")
+        raise StateError(f"manager.gather() takes parameters, modules or a list of them, not a {type(value).__name__}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -25,6 +26,8 @@ class GradientBook:
         self.members: dict[int, tuple[ManagedParameter, ...]] = {}
         """All parameters of each group, in slot order."""
         self._landed: dict[int, set[ManagedParameter]] = {}
+        self.exposed: set[ManagedParameter] = set()
+        """Parameters whose `.grad` is the user's for a while, inside `manager.gather(grads=True)`."""
         self._expected: dict[int, int] = {}
         """Trainable parameters of each group that has begun."""
 
@@ -42,10 +45,9 @@ class GradientBook:
     def watch(self, managed: ManagedParameter, then: Callable[[ManagedParameter], None]) -> None:
         """Catch the gradients of a trainable parameter from now on, calling `then` after each."""
 
-        def on_gradient(param: torch.Tensor) -> None:
-            grad, param.grad = param.grad, None
-            if grad is not None:
-                self.land(managed, grad)
+        def on_gradient(_param: torch.Tensor) -> None:
+            if managed not in self.exposed:
+                self._take(managed)
             then(managed)
 
         managed.gradient_hook = managed.param.register_post_accumulate_grad_hook(on_gradient)
@@ -70,7 +72,7 @@ class GradientBook:
         else:
             self._executor.use(chunk, Tier.DEVICE, reader=reader)
         landed = self._landed[managed.group]
-        slot = self._executor.store.views(chunk, Tier.DEVICE)[managed.position]
+        slot = self._slot(managed)
         with torch.no_grad():  # a backward that builds a graph runs its hooks with gradients enabled
             if managed in landed:
                 slot.add_(grad)
@@ -80,6 +82,50 @@ class GradientBook:
         if len(chunk.replicas) > 1:
             self._executor.store.mark_written(chunk, Tier.DEVICE)
         chunk.settled = len(landed) >= self._expected[managed.group] and self._settles(managed.group)
+
+    @contextmanager
+    def exposing(self, exposed: Iterable[ManagedParameter], landed: Collection[ManagedParameter]) -> Iterator[None]:
+        """Let `.grad` be the gradient, pinned on DEVICE by the caller, of those that `landed`; keep what becomes of it.
+
+        That is what was written to it in place, put in its stead, or set where there was none.
+        """
+        exposed = list(exposed)
+        for managed in landed:
+            managed.param.grad = self._slot(managed)
+        self.exposed.update(exposed)
+        try:
+            yield
+        finally:
+            self.exposed.difference_update(exposed)
+            if self._executor.closed is None:
+                self.take_assigned(exposed)
+
+    def take_assigned(self, params: Iterable[ManagedParameter]) -> None:
+        """Let `.grad`, which a user may have set, take the place of what has landed.
+
+        Raises: what `land` does.
+        """
+        for managed in params:
+            self._take_assigned(managed)
+
+    def _take_assigned(self, managed: ManagedParameter) -> None:
+        grad = managed.param.grad
+        chunk = self.chunks[managed.group]
+        landed = managed in self._landed.get(managed.group, ())
+        if landed and grad is not None and chunk.ready(Tier.DEVICE) and grad.is_set_to(self._slot(managed)):
+            managed.param.grad = None
+            self._executor.store.mark_written(chunk, Tier.DEVICE)
+        else:
+            self.discard({managed})
+            self._take(managed)
+
+    def _take(self, managed: ManagedParameter) -> None:
+        grad, managed.param.grad = managed.param.grad, None
+        if grad is not None:
+            self.land(managed, grad)
+
+    def _slot(self, managed: ManagedParameter) -> torch.Tensor:
+        return self._executor.store.views(self.chunks[managed.group], Tier.DEVICE)[managed.position]
 
     def discard(self, params: Collection[ManagedParameter]) -> None:
         """Forget the gradients of `params`, as after their update."""

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.values import storage_id
 from chunkmem.runtime.store import Chunk
 from chunkmem.types import Tier
 
@@ -57,16 +58,15 @@ class AccessGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._disarmed and not _only_makes_a_view(func):
-            for value in args:
+            for value in (*args, *(kwargs or {}).values()):
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                    if isinstance(tensor, torch.Tensor):
                         self._check(tensor, func)
         return func(*args, **(kwargs or {}))
 
     def _check(self, tensor: torch.Tensor, func: Any) -> None:
-        if tensor.is_meta or tensor.numel() == 0:
-            return
-        name = self._undeclared(tensor.untyped_storage()._cdata)
+        memory = storage_id(tensor)
+        name = None if memory is None or tensor.numel() == 0 else self._undeclared(memory)
         if name is not None:
             raise StateError(
                 f"{self._moment()}: operator {func} uses {name}, {tuple(tensor.shape)}, which no running module has "

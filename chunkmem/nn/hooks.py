@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from chunkmem.nn.access import AccessTracker, Frame, ParameterReads, in_backward
-from chunkmem.nn.backward import BackwardTracker, tensors_in
+from chunkmem.nn.access import AccessTracker, Frame, ParameterReads, in_backward, not_copyable
+from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.guard import AccessGuard
-from chunkmem.nn.packing import PackedModel
+from chunkmem.nn.values import tensors_in
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,24 @@ class ModuleHooks:
         self._backward = backward
         self._on_root = on_root
         self._make_guard = make_guard
+        self._fitted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def fit(self, packed: PackedModel) -> dict[nn.Module, dict[str, ManagedParameter]]:
-        """Fit every module under the root; return the managed parameters of each by attribute name."""
-        by_id = {id(managed.param): managed for managed in packed.parameters}
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        # Every fitted module refers to it, those without parameters of their own too.
+        raise not_copyable()
+
+    def fit(
+        self, root: nn.Module, by_id: Mapping[int, ManagedParameter]
+    ) -> dict[nn.Module, dict[str, ManagedParameter]]:
+        """Fit every module under the root that is not fitted yet; return the managed parameters of each by name.
+
+        `by_id` maps the identities of Parameters to what is known of them.
+        """
         owned: dict[nn.Module, dict[str, ManagedParameter]] = {}
-        for name, module in packed.root.named_modules():
+        for name, module in root.named_modules():
+            if module in self._fitted:
+                continue
+            self._fitted.add(module)
             own = {key: by_id[id(p)] for key, p in module._parameters.items() if p is not None and id(p) in by_id}
             fitted = FittedModule(
                 name or type(module).__name__,
@@ -74,6 +87,9 @@ class ModuleHooks:
         frame = Frame(fitted.name, module, recomputing=recomputing)
         if fitted.is_leaf and any(not managed.param.requires_grad for managed in fitted.own):
             frame.inputs = [(t, t._version) for t in tensors_in((args, kwargs)) if t.requires_grad]
+        frame.containers = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, dict))]
+        if frame.containers:
+            frame.given = {id(tensor): tensor for tensor in tensors_in(frame.containers)}
         access.push(frame, fitted.unseen)
         if is_root and torch.is_grad_enabled():
             frame.guard = self._make_guard()
@@ -84,8 +100,9 @@ class ModuleHooks:
         frame = self._access.pop(module)
         if frame is None:
             return
-        if frame.reads and result is not None:
+        if frame.reads:
             self._backward.watch(frame, result)
+            self._access.hand_on(frame, result)
         self._access.release(frame)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from chunkmem.layout.pack import pack
 from chunkmem.layout.spec import Group, Layout, TensorSpec
 from chunkmem.nn.access import ParameterReads
 from chunkmem.nn.binding import BoundChunk, ManagedParameter, dense_stride
+from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.storage import ChunkStorage, StorageBackend
@@ -72,6 +73,51 @@ def _check(name: str, param: nn.Parameter) -> None:
         )
 
 
+def check_separate(roots: Iterable[nn.Module], *, packed: Set[int]) -> None:
+    """Check that no parameter to be packed shares memory with another tensor of the models: chunks cannot keep that up.
+
+    `packed` holds the identities of the parameters to be packed.
+
+    Raises:
+        LayoutError: two of them do.
+    """
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for root in roots:
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            if storage_id(tensor) is not None and tensor.numel():
+                found.setdefault(id(tensor), (name, tensor))
+    farthest: tuple[str, torch.Tensor] | None = None
+    for name, tensor in sorted(found.values(), key=lambda pair: (str(pair[1].device), pair[1].data_ptr())):
+        if farthest is not None and farthest[1].device == tensor.device and tensor.data_ptr() < _end(farthest[1]):
+            other_name, other = farthest
+            if not packed.isdisjoint((id(other), id(tensor))) and _overlap(other, tensor):
+                raise LayoutError(
+                    f"{other_name} and {name} share memory, which chunks cannot keep up; register one nn.Parameter "
+                    "under both names to tie them, or clone one of them"
+                )
+            if _end(tensor) <= _end(other):
+                continue
+        farthest = name, tensor
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """Return the address after a tensor's last element."""
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Tell whether two tensors whose extents meet share an element; columns of one matrix do not."""
+    if first.dtype != second.dtype:
+        return True
+    start = min(first.data_ptr(), second.data_ptr())
+    itemsize = first.element_size()
+    mark = torch.zeros((max(_end(first), _end(second)) - start) // itemsize, dtype=torch.bool, device="cpu")
+    places = [mark.as_strided(t.shape, t.stride(), (t.data_ptr() - start) // itemsize) for t in (first, second)]
+    places[0].fill_(True)
+    return bool(places[1].any())
+
+
 def tensor_specs(named: Sequence[tuple[str, nn.Parameter]]) -> list[TensorSpec]:
     """Describe parameters to the packer."""
     return [
@@ -114,20 +160,44 @@ class Packer:
         self._require_room(layout)
         self._expect_nbytes(layout.chunk_nbytes)
         managed: dict[int, ManagedParameter] = {}
-        for group in layout.groups:
-            for parameter in self._pack_group(group, named):
-                managed[parameter.slot.tensor] = parameter
+        try:
+            for group in layout.groups:
+                for parameter in self._pack_group(group, named):
+                    managed[parameter.slot.tensor] = parameter
+        except BaseException:
+            self.unpack(layout)
+            raise
         return PackedModel(root, layout, tuple(managed[i] for i in range(len(named))))
 
+    def unpack(self, layout: Layout) -> None:
+        """Undo `pack`, also one that was interrupted: parameters get memory of their own again, chunks are gone."""
+        store = self._executor.store
+        for group in layout.groups:
+            chunks = [store.chunks[key] for role in _ROLES if (key := ChunkId(role, group.id)) in store.chunks]
+            for chunk in chunks:
+                tier = chunk.newest_tier()
+                if isinstance(chunk.home, BoundChunk) and tier is not None:
+                    for parameter in chunk.home.parameters:
+                        with runtime_mode():
+                            parameter.param.data = store.views(chunk, tier)[parameter.position].clone()
+                store.consume(chunk)
+                if Tier.DEVICE in chunk.replicas:
+                    store.drop(chunk, Tier.DEVICE)
+                del store.chunks[chunk.id]
+
     def _require_room(self, layout: Layout) -> None:
-        pools = self._executor.store.pools
-        free = sum(pool.ledger.limit_nbytes - pool.ledger.total_nbytes for pool in pools.values())
+        ledgers = {tier: pool.ledger for tier, pool in self._executor.store.pools.items()}
+        free = sum(ledger.limit_nbytes - ledger.total_nbytes for ledger in ledgers.values())
         if layout.chunk_nbytes > free:
+            # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
+            cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
+            needed = cap + layout.chunk_nbytes - free
             raise CapacityError(
                 f"packing: the weights take {format_nbytes(layout.chunk_nbytes)} in chunks, and DEVICE and HOST "
-                f"together have {format_nbytes(free)} free; raise memory.host or memory.device",
-                needed_nbytes=layout.chunk_nbytes,
-                cap_nbytes=free,
+                f"together have {format_nbytes(free)} free; raise memory.host from {format_nbytes(cap)} to at least "
+                f"{format_nbytes(needed)} ({needed} bytes)",
+                needed_nbytes=needed,
+                cap_nbytes=cap,
             )
 
     def _pack_group(self, group: Group, named: Sequence[tuple[str, nn.Parameter]]) -> list[ManagedParameter]:
@@ -158,3 +228,14 @@ class Packer:
             if tier is Tier.DEVICE:
                 home.bind()
         return packed
+
+
+def move_ordinary_tensors(module: nn.Module, excluded: Iterable[nn.Module], device: torch.device) -> None:
+    """Put buffers, and the parameters of excluded modules, on the compute device."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.device != device:
+                child._buffers[name] = buffer.to(device)
+    for child in excluded:
+        for param in child.parameters(recurse=False):
+            param.data = param.data.to(device)

@@ -12,7 +12,7 @@ from chunkmem.errors import CheckpointError, StateError
 from chunkmem.layout.pack import search_slab_nbytes
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.packing import PackedModel, Packer, named_parameters_of, tensor_specs
+from chunkmem.nn.packing import PackedModel, Packer, check_separate, named_parameters_of, tensor_specs
 
 _FP32_NBYTES = 4
 
@@ -46,20 +46,51 @@ class ModelRegistry:
         Raises:
             LayoutError, StateError, CapacityError: see `named_parameters_of` and `Packer.pack`.
         """
-        named = [named_parameters_of(root, excluded=excluded) for root in roots]
-        if self._slab_nbytes is None and any(named):
-            self._slab_nbytes = self._choose_slab_nbytes([pair for pairs in named for pair in pairs])
+        known = set(self._managed)
+        named: list[list[tuple[str, nn.Parameter]]] = []
+        for root in roots:
+            # What another model holds too, packed before or above, has its slot already.
+            found = [(n, p) for n, p in named_parameters_of(root, excluded=excluded) if id(p) not in known]
+            known.update(id(param) for _, param in found)
+            named.append(found)
+        check_separate(roots, packed=known)
+        slab_nbytes = self._slab_nbytes
+        if slab_nbytes is None and any(named):
+            slab_nbytes = self._choose_slab_nbytes([pair for pairs in named for pair in pairs])
+        packable = {
+            root: pairs
+            for root, pairs in zip(roots, named, strict=True)
+            if any(id(p) in known for p in root.parameters())
+        }
+        added = self._pack(packable, slab_nbytes or ALIGN_NBYTES)
+        self._slab_nbytes = slab_nbytes
+        self.models += added
+        for packed in added:
+            self._managed.update((id(managed.param), managed) for managed in packed.parameters)
         for module in excluded:
             self._excluded.update((id(param), param) for param in module.parameters(recurse=False))
-        added = []
-        for root, pairs in zip(roots, named, strict=True):
-            if pairs and self._slab_nbytes is not None:
-                first = sum(len(model.layout.groups) for model in self.models)
-                packed = self._packer.pack(root, pairs, slab_nbytes=self._slab_nbytes, first_group=first)
-                self.models.append(packed)
-                self._managed.update((id(managed.param), managed) for managed in packed.parameters)
-                added.append(packed)
         return added
+
+    def _pack(
+        self, named: Mapping[nn.Module, Sequence[tuple[str, nn.Parameter]]], slab_nbytes: int
+    ) -> list[PackedModel]:
+        """Pack all roots or, if one cannot be, none."""
+        added: list[PackedModel] = []
+        first = sum(len(model.layout.groups) for model in self.models)
+        try:
+            for root, pairs in named.items():
+                packed = self._packer.pack(root, pairs, slab_nbytes=slab_nbytes, first_group=first)
+                first += len(packed.layout.groups)
+                added.append(packed)
+        except BaseException:
+            for packed in added:
+                self._packer.unpack(packed.layout)
+            raise
+        return added
+
+    def managed_under(self, root: nn.Module) -> dict[int, ManagedParameter]:
+        """Return the managed parameters of a model by the identity of their Parameter."""
+        return {id(p): self._managed[id(p)] for p in root.parameters() if id(p) in self._managed}
 
     def lookup(self, param: torch.Tensor) -> ManagedParameter | None:
         """Return what is known of a parameter; None for one of an excluded module.
@@ -71,7 +102,7 @@ class ModelRegistry:
         if managed is None and id(param) not in self._excluded:
             raise StateError(
                 f"a parameter of shape {tuple(param.shape)} is neither managed nor excluded by this manager; build its "
-                "model inside manager.init() or pass it to manager.wrap() before making the optimizer"
+                "model inside manager.init() or pass it to manager.wrap() first"
             )
         return managed
 
@@ -79,21 +110,29 @@ class ModelRegistry:
         """Return `model`, or the manager's only model if it is None.
 
         Raises:
-            StateError: there is no model yet, or there are several and none was named.
+            StateError: `model` is not of this manager, or none was named and there is none or there are several.
         """
         if model is not None:
+            if not any(id(param) in self._managed or id(param) in self._excluded for param in model.parameters()):
+                raise StateError(
+                    f"this {type(model).__name__} has no parameter of this manager; build it inside manager.init() or "
+                    "pass it to manager.wrap() first"
+                )
             return model
         if len(self.models) != 1:
             raise StateError(f"this manager has {len(self.models)} models; say which one is meant: model=...")
         return self.models[0].root
 
     def check(self) -> None:
-        """Raise if a parameter no longer stands where it was packed; see `BoundChunk.check`."""
-        checked = set()
-        for managed in self.parameters:
-            if managed.group not in checked:
-                checked.add(managed.group)
-                managed.bound.check()
+        """Look all parameters over, then raise if one no longer stands where it was packed; see `BoundChunk.check`."""
+        errors = []
+        for bound in dict.fromkeys(managed.bound for managed in self.parameters):
+            try:
+                bound.check()
+            except StateError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _choose_slab_nbytes(self, named: Sequence[tuple[str, nn.Parameter]]) -> int:
         if self._chunk_numel is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,20 +13,45 @@ from torch import nn
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 
-Gather = Callable[[list[ManagedParameter]], AbstractContextManager[None]]
-"""Makes parameters present and writable for the time of a `with` block."""
-
 
 class ModuleSurface:
     """Serves `state_dict` and `load_state_dict` of managed modules, and refuses `.to()` and its kin."""
 
-    def __init__(self, *, export: Callable[[ManagedParameter], torch.Tensor], gather: Gather) -> None:
-        """Make a surface; `export` returns a CPU copy of a parameter's newest values."""
-        self._export = export
-        self._gather = gather
-        self._loading: dict[nn.Module, AbstractContextManager[None]] = {}
-        self.exporting = True
-        """Whether `state_dict` copies values; off where only keys and shapes are wanted."""
+    def __init__(
+        self,
+        *,
+        read: Callable[[ManagedParameter], torch.Tensor],
+        write: Callable[[ManagedParameter, torch.Tensor], None],
+    ) -> None:
+        """Make a surface; `read` returns a CPU copy of a parameter's newest values, `write` replaces them."""
+        self._read = read
+        self._write = write
+        self._loaded: dict[nn.Module, list[str]] = {}
+        """Keys of a state that have been loaded, of modules whose loading is not over."""
+        self._copies: dict[ManagedParameter, torch.Tensor] | None = None
+        """Where tied names find the copy made for the first of them, while a whole `state_dict` is being made."""
+        self._reading = True
+
+    def state_dict(self, root: nn.Module) -> dict[str, Any]:
+        """Return `root.state_dict()` with every tensor copied to the CPU; tied names share one copy."""
+        copies = self._copies = {}
+        try:
+            state: dict[str, Any] = root.state_dict()
+        finally:
+            self._copies = None
+        made = {id(tensor) for tensor in copies.values()}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and id(value) not in made:
+                state[key] = value.detach().to("cpu", copy=True)
+        return state
+
+    def expected_state(self, root: nn.Module) -> dict[str, Any]:
+        """Return a `root.state_dict()` of which only the keys and shapes are right."""
+        self._reading = False
+        try:
+            return root.state_dict()
+        finally:
+            self._reading = True
 
     def fit(self, root: nn.Module, owned: Mapping[nn.Module, Mapping[str, ManagedParameter]]) -> None:
         """Fit every module under `root`; `owned` holds the managed parameters of those that have some."""
@@ -34,26 +59,42 @@ class ModuleSurface:
             module._register_state_dict_hook(partial(self._on_state_dict, own))
             module.register_load_state_dict_pre_hook(partial(self._before_load, own))
             module.register_load_state_dict_post_hook(self._after_load)
+            # Before the hooks of the user, which may rename what they find.
+            _put_last_first(module._state_dict_hooks)
+            _put_last_first(module._load_state_dict_post_hooks)
             if isinstance(module, nn.RNNBase):
                 # It would re-point the weights at a buffer of cuDNN's own.
                 vars(module)["flatten_parameters"] = lambda: None
         for module in root.modules():
-            vars(module)["_apply"] = partial(_apply_to_buffers, module, dict(owned.get(module, {})))
+            if "_apply" not in vars(module):  # a module of two models is fitted once
+                vars(module)["_apply"] = partial(_apply_to_buffers, module, dict(owned.get(module, {})))
 
     def _on_state_dict(
         self, own: Mapping[str, ManagedParameter], _module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any
     ) -> None:
-        if self.exporting:
-            for name, managed in own.items():
-                if prefix + name in state:
-                    state[prefix + name] = self._export(managed)
+        copies = {} if self._copies is None else self._copies
+        for name, managed in own.items() if self._reading else ():
+            if prefix + name in state:
+                if managed not in copies:
+                    copies[managed] = self._read(managed)
+                state[prefix + name] = copies[managed]
 
-    def _before_load(self, own: Mapping[str, ManagedParameter], module: nn.Module, *_args: Any) -> None:
-        present = self._loading[module] = self._gather(list(own.values()))
-        present.__enter__()
+    def _before_load(
+        self, own: Mapping[str, ManagedParameter], module: nn.Module, state: dict[str, Any], prefix: str, *_args: Any
+    ) -> None:
+        """Load what fits, where it is, and take it out of `state`: the module itself would need it on DEVICE."""
+        loaded = self._loaded[module] = []
+        for name, managed in own.items():
+            value = state.get(prefix + name)
+            if isinstance(value, torch.Tensor) and value.shape == managed.shape:
+                self._write(managed, value)
+                loaded.append(prefix + name)
+                del state[prefix + name]
 
-    def _after_load(self, module: nn.Module, _incompatible: Any) -> None:
-        self._loading.pop(module).__exit__(None, None, None)
+    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+        for key in self._loaded.pop(module, ()):
+            if key in incompatible.missing_keys:
+                incompatible.missing_keys.remove(key)
 
 
 def _apply_to_buffers(
@@ -69,19 +110,30 @@ def _apply_to_buffers(
     """
     inside = {id(m.param): m for child in module.modules() for m in _owned_by(child)}
     for managed in inside.values():
-        probe = torch.empty(1, dtype=managed.param.dtype, device=managed.bound.device)
+        probe = _probe(managed)
         result = fn(probe)
-        if result.dtype != probe.dtype or result.device != probe.device or result.is_shared() != _shareable(probe):
+        kept = result.dtype == probe.dtype and result.device == probe.device and result.stride() == probe.stride()
+        if not kept or result.is_shared() != (probe.device.type == "cuda"):
             raise StateError(
-                f"parameter {managed.name} is {probe.dtype} on {probe.device} and chunkmem decides where it lives; "
-                f"moving or converting it to {result.dtype} on {result.device} is refused. Choose the dtype before "
-                "manager.wrap() or inside manager.init()"
+                f"parameter {managed.name} is {probe.dtype} on {probe.device} and chunkmem decides where and how it "
+                f"lives; moving or converting it is refused (asked for: {result.dtype} on {result.device}). Choose "
+                "dtype and memory format before manager.wrap() or inside manager.init()"
             )
 
     def keep_managed(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if id(tensor) in inside else fn(tensor)
 
-    return type(module)._apply(module, keep_managed, recurse)  # type: ignore[no-any-return]
+    reads = module._parameters
+    vars(module)["_parameters"] = dict(reads)  # an RNN looks all its weights up: not to use them
+    try:
+        return type(module)._apply(module, keep_managed, recurse)  # type: ignore[no-any-return]
+    finally:
+        vars(module)["_parameters"] = reads
+
+
+def _put_last_first(hooks: dict[int, Callable[..., Any]]) -> None:
+    assert isinstance(hooks, OrderedDict)
+    hooks.move_to_end(next(reversed(hooks)), last=False)
 
 
 def _owned_by(module: nn.Module) -> list[ManagedParameter]:
@@ -89,5 +141,8 @@ def _owned_by(module: nn.Module) -> list[ManagedParameter]:
     return list(stand_in.args[1].values()) if isinstance(stand_in, partial) else []
 
 
-def _shareable(probe: torch.Tensor) -> bool:
-    return probe.device.type == "cuda"
+def _probe(managed: ManagedParameter) -> torch.Tensor:
+    """Return a small tensor that answers a conversion as the parameter would, memory format included."""
+    order = sorted(range(len(managed.stride)), key=lambda dim: -managed.stride[dim])
+    sizes = [min(extent, 2) for extent in managed.shape]
+    return torch.empty_permuted(sizes, order, dtype=managed.param.dtype, device=managed.bound.device)

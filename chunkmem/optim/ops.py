@@ -6,17 +6,12 @@ give in plain PyTorch; one call over a whole flat chunk does not (its vector loo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class FusedAdam(Protocol):
-    """`torch._fused_adam_` (L2 decay) or `torch._fused_adamw_` (decoupled decay)."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None: ...
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 
 @dataclass
@@ -31,8 +26,9 @@ class AdamTensors:
     """0-dim float32, the number of this update, already counted up; on the device of the others."""
 
 
-def fused_adam_(kernel: FusedAdam, tensors: AdamTensors, options: dict[str, Any]) -> None:
+def fused_adam_(tensors: AdamTensors, options: dict[str, Any]) -> None:
     """Update `tensors.params` and their states in place, with one parameter group's `options`."""
+    kernel = torch._fused_adamw_ if options["decoupled_weight_decay"] else torch._fused_adam_
     beta1, beta2 = options["betas"]
     kernel(
         tensors.params,
@@ -53,8 +49,14 @@ def fused_adam_(kernel: FusedAdam, tensors: AdamTensors, options: dict[str, Any]
     )
 
 
-def global_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm over all of `grads`, computed as `torch.nn.utils.clip_grad_norm_` does; 0-dim, on the CPU."""
-    norms = [torch.linalg.vector_norm(grad) for grad in grads]
+def global_norm(grads: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm over the gradients of parameters, wherever each gradient is; 0-dim, on the CPU.
+
+    It is computed as `torch.nn.utils.clip_grad_norm_` does, in the order in which that goes over the parameters.
+    """
+    params = list(grads)
+    groups = _group_tensors_by_device_and_dtype([[*params]], with_indices=True)
+    order = [params[index] for _, indices in groups.values() for index in indices]
+    norms = [torch.linalg.vector_norm(grads[param]) for param in order]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms]))
     return total

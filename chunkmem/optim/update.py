@@ -12,15 +12,14 @@ import torch
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
-from chunkmem.optim.ops import AdamTensors, FusedAdam, fused_adam_
+from chunkmem.optim.checks import STATE_ROLES
+from chunkmem.optim.ops import AdamTensors, fused_adam_
 from chunkmem.plan.placement import GroupBytes
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.types import ChunkId, Role, Tier
 from chunkmem.units import format_nbytes
-
-STATE_ROLES = (Role.EXP_AVG, Role.EXP_AVG_SQ)
 
 Place = Callable[[Sequence[GroupBytes]], frozenset[int]]
 """Which of these groups keep their states on DEVICE."""
@@ -30,12 +29,19 @@ class GroupUpdater:
     """States and updates of managed parameters, for one optimizer or several over disjoint parameters."""
 
     def __init__(
-        self, executor: DemandExecutor, gradients: GradientBook, compute: ComputeDevice, *, place: Place
+        self,
+        executor: DemandExecutor,
+        gradients: GradientBook,
+        compute: ComputeDevice,
+        *,
+        place: Place,
+        expect_nbytes: Callable[[int], None],
     ) -> None:
         self._executor = executor
         self._store = executor.store
         self._compute = compute
         self._place = place
+        self._expect_nbytes = expect_nbytes
         self.gradients = gradients
         self._owner: dict[ManagedParameter, weakref.ref[object]] = {}
         self._on_device: dict[int, bool] = {}
@@ -69,18 +75,21 @@ class GroupUpdater:
         Raises:
             CapacityError: they cannot, whatever is moved.
         """
-        groups = {managed.group for managed in params}
-        ledgers = [pool.ledger for pool in self._store.pools.values()]
-        cap = sum(ledger.limit_nbytes for ledger in ledgers)
+        groups = {managed.group for managed in (*params, *self._owner)}  # of other optimizers too
+        ledgers = {tier: pool.ledger for tier, pool in self._store.pools.items()}
+        cap = sum(ledger.limit_nbytes for ledger in ledgers.values())
         weights = sum(chunk.nbytes for key, chunk in self._store.chunks.items() if key.role is Role.PARAM)
         need = weights + 3 * sum(self._chunk(Role.PARAM, group).nbytes for group in groups)
         if need > cap:
+            # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
+            host_cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
+            host_need = host_cap + need - cap
             raise CapacityError(
                 f"optimizer: weights, gradients and states of {len(groups)} chunk groups take {format_nbytes(need)}, "
-                f"and DEVICE and HOST together may hold {format_nbytes(cap)}; raise memory.host by "
-                f"{format_nbytes(need - cap)}",
-                needed_nbytes=need,
-                cap_nbytes=cap,
+                f"and DEVICE and HOST together may hold {format_nbytes(cap)}; raise memory.host from "
+                f"{format_nbytes(host_cap)} to at least {format_nbytes(host_need)} ({host_need} bytes)",
+                needed_nbytes=host_need,
+                cap_nbytes=host_cap,
             )
 
     def place(self, params: Iterable[ManagedParameter]) -> None:
@@ -89,6 +98,8 @@ class GroupUpdater:
         sizes = [GroupBytes(g, 2 * n, 2 * n) for g in groups for n in (self._chunk(Role.PARAM, g).nbytes,)]
         chosen = self._place(sizes)
         self._on_device.update((group, group in chosen) for group in groups)
+        # On HOST a group has its gradient and both states, beside its weights.
+        self._expect_nbytes(sum(3 * self._chunk(Role.PARAM, g).nbytes for g in groups if g not in chosen))
 
     def device_nbytes(self, *, besides: set[int]) -> int:
         """Return what groups other than `besides` are meant to take on DEVICE: PARAM, and by their place the rest."""
@@ -111,21 +122,18 @@ class GroupUpdater:
                     tier = self._tier_for_states(chunk)
                     self._executor.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
                 else:
-                    self.write(chunk, managed, torch.zeros((), dtype=managed.param.dtype))
+                    self.write(chunk, managed, torch.zeros((), dtype=managed.param.dtype, device="cpu"))
 
     def update(
         self,
         group: int,
         items: Mapping[int, tuple[dict[str, Any], Sequence[tuple[ManagedParameter, torch.Tensor]]]],
-        *,
-        kernel: FusedAdam,
     ) -> None:
         """Update one group's parameters.
 
         Args:
             group: the group.
             items: by any key, (options of a parameter group, its (parameter, step) pairs in this chunk group).
-            kernel: torch's fused update.
         """
         states = [self._chunk(role, group) for role in STATE_ROLES]
         tier = Tier.DEVICE if all(chunk.ready(Tier.DEVICE) for chunk in states) else Tier.HOST
@@ -142,7 +150,7 @@ class GroupUpdater:
                     [exp_avg_sq[i] for i in at],
                     [step.to(device) for _, step in pairs],
                 )
-                fused_adam_(kernel, tensors, options)
+                fused_adam_(tensors, options)
         for chunk in (chunks[0], *states):
             self._store.mark_written(chunk, tier)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from chunkmem.plan.victims import Resident, choose_victims
+from chunkmem.plan.victims import Resident, choose_victims, in_leaving_order, spare_needless
 from chunkmem.types import ChunkId
 
 
@@ -36,41 +36,74 @@ class RoomPlan:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """No room can be made: `evictable_nbytes` could leave, `spill_short_nbytes` of that lack room on the other tier."""
+    """No room can be made; it could if this much more were free on one tier, the other staying as it is."""
 
-    evictable_nbytes: int
-    spill_short_nbytes: int
+    here_nbytes: int
+    there_nbytes: int | None
+    """None: no room on the other tier would do; all that may leave is too little."""
 
 
 def make_room(need_nbytes: int, here: TierRoom, there: TierRoom) -> RoomPlan | Shortage:
     """Plan how `need_nbytes` become free on the tier `here`, spilling to `there` what has no other newest replica.
 
     All or nothing: nothing is to be moved unless everything fits. The other tier makes room only by dropping
-    replicas that are duplicates of a newest one, and never the duplicate an eviction here relies on.
+    replicas that are duplicates of a newest one, and never the duplicate an eviction here relies on. A `Shortage` is
+    certain: no choice of evictions and drops under these rules would do.
     """
-    if need_nbytes <= here.free_nbytes:
+    need_nbytes -= here.free_nbytes
+    if need_nbytes <= 0:
         return RoomPlan()
     residents = tuple(here.residents())
-    victims = choose_victims(residents, need_nbytes - here.free_nbytes)
-    if victims is None:
-        return Shortage(sum(r.nbytes for r in residents), 0)
-    evictions = tuple(Eviction(v.chunk, v.spill) for v in victims)
-    short = sum(v.nbytes for v in victims if v.spill) - there.free_nbytes
-    if short <= 0:
-        return RoomPlan((), evictions)
-    leaving = {v.chunk for v in victims}
-    drops = choose_victims((r for r in there.residents() if not r.spill and r.chunk not in leaving), short)
-    if drops is not None:
-        return RoomPlan(tuple(d.chunk for d in drops), evictions)
-    return _without_spills(need_nbytes, here, residents, short)
+    victims = choose_victims(residents, need_nbytes)
+    if victims is not None and _spilled_nbytes(victims) <= there.free_nbytes:
+        return _room_plan(victims)
+    droppable = tuple(r for r in there.residents() if not r.spill)
+    within = _choose_within(residents, need_nbytes, there.free_nbytes, droppable)
+    if isinstance(within, Shortage):
+        return within
+    relied_on = {v.chunk for v in within if not v.spill}
+    drops = choose_victims(
+        (r for r in droppable if r.chunk not in relied_on), _spilled_nbytes(within) - there.free_nbytes
+    )
+    assert drops is not None
+    return _room_plan(within, drops)
 
 
-def _without_spills(
-    need_nbytes: int, here: TierRoom, residents: tuple[Resident, ...], short: int
-) -> RoomPlan | Shortage:
-    """The other tier is full: try with replicas that can leave without it."""
-    clean = tuple(r for r in residents if not r.spill)
-    victims = choose_victims(clean, need_nbytes - here.free_nbytes)
-    if victims is None:
-        return Shortage(sum(r.nbytes for r in residents), short)
-    return RoomPlan((), tuple(Eviction(v.chunk, False) for v in victims))
+def _choose_within(
+    residents: tuple[Resident, ...], need_nbytes: int, free_there_nbytes: int, droppable: tuple[Resident, ...]
+) -> tuple[Resident, ...] | Shortage:
+    """Choose victims for which the other tier has room, from as short a beginning of the leaving order as possible.
+
+    Suppose it drops all it may. Then a victim takes of that room if it is spilled, and also if it relies on its
+    duplicate there, which then stays: what counts is the sum over both kinds. The others leave for nothing.
+    """
+    room = free_there_nbytes + sum(r.nbytes for r in droppable)
+    duplicated = {r.chunk for r in droppable}
+    costless: list[Resident] = []
+    ways: dict[int, tuple[Resident, ...]] = {0: ()}  # by the room it takes, the first found choice of the costly ones
+    still_needed = need_nbytes
+    for resident in in_leaving_order(residents):
+        if resident.spill or resident.chunk in duplicated:
+            for taken, way in list(ways.items()):
+                if taken < need_nbytes:
+                    ways.setdefault(taken + resident.nbytes, (*way, resident))
+        else:
+            costless.append(resident)
+            still_needed -= resident.nbytes
+        fitting = [taken for taken in ways if still_needed <= taken <= room]
+        if fitting:
+            chosen = in_leaving_order([*costless, *ways[min(fitting)]])
+            return spare_needless(chosen, need_nbytes)
+    least = min((taken for taken in ways if taken >= still_needed), default=None)
+    return Shortage(
+        still_needed - max(taken for taken in ways if taken <= room),
+        None if least is None else least - room,
+    )
+
+
+def _spilled_nbytes(victims: Iterable[Resident]) -> int:
+    return sum(v.nbytes for v in victims if v.spill)
+
+
+def _room_plan(victims: Iterable[Resident], drops: Iterable[Resident] = ()) -> RoomPlan:
+    return RoomPlan(tuple(d.chunk for d in drops), tuple(Eviction(v.chunk, v.spill) for v in victims))

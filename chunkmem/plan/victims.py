@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from chunkmem.types import ChunkId
@@ -35,19 +35,37 @@ class Resident:
     """It is the only newest replica, so the other tier has to take its bytes first."""
 
 
-def choose_victims(residents: Iterable[Resident], need_nbytes: int) -> tuple[Resident, ...] | None:
-    """Pick the replicas that leave until `need_nbytes` are covered: by standing, then least recently used.
+def in_leaving_order(residents: Iterable[Resident]) -> list[Resident]:
+    """Sort by standing, then least recently used; ties go to the lower id.
 
     With the next use unknown, least recently used is also the right order for a forward followed by a backward: at
-    the turn it has kept the last chunks of the forward, which the backward reads first. Ties go to the lower id. All
-    or nothing: None if all of `residents` together are smaller than `need_nbytes`.
+    the turn it has kept the last chunks of the forward, which the backward reads first.
     """
-    order = sorted(residents, key=lambda r: (r.standing, r.last_use, r.chunk.group, r.chunk.role.value))
+    return sorted(residents, key=lambda r: (r.standing, r.last_use, r.chunk.group, r.chunk.role.value))
+
+
+def choose_victims(residents: Iterable[Resident], need_nbytes: int) -> tuple[Resident, ...] | None:
+    """Pick the replicas that leave, in leaving order, until `need_nbytes` are covered.
+
+    All or nothing: None if all of `residents` together are smaller than `need_nbytes`.
+    """
     chosen = []
     covered = 0
-    for resident in order:
+    for resident in in_leaving_order(residents):
         if covered >= need_nbytes:
             break
         chosen.append(resident)
         covered += resident.nbytes
-    return tuple(chosen) if covered >= need_nbytes else None
+    return spare_needless(chosen, need_nbytes) if covered >= need_nbytes else None
+
+
+def spare_needless(chosen: Sequence[Resident], need_nbytes: int) -> tuple[Resident, ...]:
+    """Return `chosen` without those the others can do without: after small ones a large one may cover it all."""
+    excess = sum(resident.nbytes for resident in chosen) - need_nbytes
+    needed = []
+    for resident in reversed(chosen):
+        if resident.nbytes <= excess:
+            excess -= resident.nbytes
+        else:
+            needed.append(resident)
+    return tuple(reversed(needed))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterable
 
 from chunkmem.errors import CapacityError, StateError
@@ -28,6 +30,17 @@ class DemandExecutor:
         self.closed: str | None = None
         """Why nothing can be served any more."""
         self._clock = 0
+
+    def close_in_children(self) -> None:
+        """Be closed in processes forked from this one: a child has none of the host arena's memory."""
+        ref = weakref.ref(self)
+
+        def after_fork() -> None:
+            alive = ref()
+            if alive is not None:
+                alive.closed = "its manager lives in the parent process; a forked child cannot use it"
+
+        os.register_at_fork(after_in_child=after_fork)
 
     def pin(self, chunk: Chunk, tier: Tier, *, reader: object, elastic: bool = False) -> Replica:
         """Bring the newest version of `chunk` to `tier` and keep it there until `unpin`.
@@ -130,6 +143,11 @@ class DemandExecutor:
         needed = self.pinned_nbytes[tier] + chunk.nbytes
         if not elastic:
             self._note_required(tier, needed)
+        if chunk.nbytes > self._free_nbytes(tier):
+            # Before bytes are counted: a write makes a copy on the other tier stale, and its bytes free.
+            for place in {Tier.DEVICE, tier}:
+                for resident in list(self.store.resident[place].values()):
+                    self.notice_writes(resident)
         outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
         ledger = self.store.pools[tier].ledger
         if isinstance(outcome, Shortage) and ledger.cap_nbytes < ledger.limit_nbytes:
@@ -161,46 +179,41 @@ class DemandExecutor:
 
     def _residents(self, tier: Tier) -> Iterable[Resident]:
         other = _OTHER[tier]
-        for chunk in list(self.store.resident[tier].values()):
-            self.notice_writes(chunk)
-            replica = chunk.replicas.get(tier)
-            if replica is None or replica.pins:
-                continue
-            spill = chunk.ready(tier) and not chunk.ready(other)
-            yield Resident(chunk.id, chunk.nbytes, replica.last_use, _standing(chunk, replica), spill)
+        for chunk in self.store.resident[tier].values():
+            replica = chunk.replicas[tier]
+            if replica.pins == 0:
+                spill = chunk.ready(tier) and not chunk.ready(other)
+                yield Resident(chunk.id, chunk.nbytes, replica.last_use, _standing(chunk, replica), spill)
 
     def _shortage(self, chunk: Chunk, tier: Tier, reader: object, shortage: Shortage) -> CapacityError:
         cap = self.store.pools[tier].ledger.cap_nbytes
-        pinned = self.pinned_nbytes[tier]
+        needed = cap + shortage.here_nbytes
         other = _OTHER[tier]
         other_cap = self.store.pools[other].ledger.cap_nbytes
         if other_cap == 0:
-            needed = cap + chunk.nbytes - self._free_nbytes(tier)
             return CapacityError(
                 f"{reader}: {format_nbytes(chunk.nbytes)} more needed for {chunk.label}, and "
-                f"{format_nbytes(self._free_nbytes(tier))} of {format_nbytes(cap)} RAM is left; raise memory.host (or "
-                f"client.mem_tracer.overall_cpu_mem_ratio) to at least {format_nbytes(needed)}",
+                f"{format_nbytes(chunk.nbytes - shortage.here_nbytes)} of {format_nbytes(cap)} RAM is left; raise "
+                "memory.host (or client.mem_tracer.overall_cpu_mem_ratio) to at least "
+                f"{format_nbytes(needed)} ({needed} bytes)",
                 needed_nbytes=needed,
                 cap_nbytes=cap,
             )
-        if shortage.spill_short_nbytes > 0:
-            needed = other_cap + shortage.spill_short_nbytes
+        if shortage.there_nbytes is not None:
+            other_needed = other_cap + shortage.there_nbytes
             return CapacityError(
                 f"{reader}: {format_nbytes(chunk.nbytes)} more needed on {tier.name} for {chunk.label}, but what would "
-                f"leave it finds no room on {other.name}, which is {format_nbytes(shortage.spill_short_nbytes)} short; "
-                f"raise memory.{other.value} from {format_nbytes(other_cap)} to {format_nbytes(needed)}",
-                needed_nbytes=needed,
+                f"leave it finds no room on {other.name}, which is {format_nbytes(shortage.there_nbytes)} short; "
+                f"raise memory.{other.value} from {format_nbytes(other_cap)} to {format_nbytes(other_needed)} "
+                f"({other_needed} bytes), or memory.{tier.value} from {format_nbytes(cap)} to {format_nbytes(needed)}",
+                needed_nbytes=other_needed,
                 cap_nbytes=other_cap,
             )
-        needed = pinned + chunk.nbytes
-        free = self._free_nbytes(tier)
-        if needed <= cap:  # what is not pinned is held by states or gradients that have nowhere else to go
-            needed = cap + chunk.nbytes - free - shortage.evictable_nbytes
         return CapacityError(
             f"{reader}: {format_nbytes(chunk.nbytes)} more needed on {tier.name} for {chunk.label}, only "
-            f"{format_nbytes(free + shortage.evictable_nbytes)} can be made free ({format_nbytes(pinned)} in use); "
-            f"raise memory.{tier.value} from {format_nbytes(cap)} to at least {format_nbytes(needed)} "
-            f"({needed} bytes), or lower default_chunk_size",
+            f"{format_nbytes(chunk.nbytes - shortage.here_nbytes)} can be made free "
+            f"({format_nbytes(self.pinned_nbytes[tier])} in use); raise memory.{tier.value} from {format_nbytes(cap)} "
+            f"to at least {format_nbytes(needed)} ({needed} bytes), or lower default_chunk_size",
             needed_nbytes=needed,
             cap_nbytes=cap,
         )

@@ -76,9 +76,10 @@ class DevicePool:
                 return slab
         while self._kept and self.ledger.free_nbytes < nbytes:
             self._discard(self._kept.popleft())
-        self.ledger.charge(role, nbytes)
         with runtime_mode():
-            return Slab(nbytes, torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+            slab = Slab(nbytes, torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+        self.ledger.charge(role, nbytes)
+        return slab
 
     def free(self, role: str, slab: Slab) -> None:
         if self.poison:
@@ -138,7 +139,6 @@ class HostArena:
         self._expected_nbytes += nbytes
 
     def _reserve(self, nbytes: int) -> None:
-        self._expected_nbytes = max(0, self._expected_nbytes - nbytes)
         region = mmap.mmap(-1, nbytes)
         if hasattr(mmap, "MADV_DONTFORK"):
             region.madvise(mmap.MADV_DONTFORK)
@@ -146,11 +146,14 @@ class HostArena:
             view = torch.frombuffer(region, dtype=torch.uint8)
         pinned = self._compute.pin(region, view.data_ptr())
         self._segments.append(_Segment(region, view, pinned, {0: nbytes}))
+        self._expected_nbytes = max(0, self._expected_nbytes - nbytes)
 
     def alloc(self, role: str, nbytes: int) -> Slab:
         slab = self._cut(nbytes)
         if slab is None:
-            self._reserve(max(nbytes, min(self._expected_nbytes, _SEGMENT_NBYTES // nbytes * nbytes)))
+            # What was announced may go to DEVICE in part: no more than the cap is mapped ahead.
+            ahead = min(self._expected_nbytes, self.ledger.cap_nbytes - self.reserved_nbytes)
+            self._reserve(max(nbytes, min(ahead, _SEGMENT_NBYTES // nbytes * nbytes)))
             slab = self._cut(nbytes)
         assert slab is not None
         self.ledger.charge(role, nbytes)

@@ -25,8 +25,15 @@ class StorageBackend(Protocol):
         """Give `a` the memory of `b` and the other way round; one of them holds 0 bytes.
 
         The contents are defined afterwards only if the back end says so (`SwapBackend` and `NativeBackend` do).
+
+        Raises:
+            StateError: both hold memory; nothing has been changed.
         """
         ...
+
+
+def _both_full(a: torch.UntypedStorage, b: torch.UntypedStorage) -> StateError:
+    return StateError(f"storages of {a.nbytes()} and {b.nbytes()} bytes: one of them has to be empty")
 
 
 class SwapBackend:
@@ -35,6 +42,8 @@ class SwapBackend:
     name = "swap"
 
     def exchange(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
+        if a.nbytes() != 0 and b.nbytes() != 0:  # of equal sizes, torch would exchange them
+            raise _both_full(a, b)
         a._swap_data_ptr_(b)  # type: ignore[attr-defined]
 
     @staticmethod
@@ -54,7 +63,7 @@ class NativeBackend:
 
     def exchange(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
         if self._exchange(a._cdata, b._cdata) != 0:
-            raise StateError(f"storages of {a.nbytes()} and {b.nbytes()} bytes: one of them has to be empty")
+            raise _both_full(a, b)
 
 
 class ResizeBackend:
@@ -65,7 +74,7 @@ class ResizeBackend:
     def exchange(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
         a_nbytes, b_nbytes = a.nbytes(), b.nbytes()
         if min(a_nbytes, b_nbytes) != 0:
-            raise StateError(f"storages of {a_nbytes} and {b_nbytes} bytes: one of them has to be empty")
+            raise _both_full(a, b)
         # The full one first, so that there are never two of them.
         for storage, nbytes in sorted(((a, b_nbytes), (b, a_nbytes)), key=lambda pair: pair[1]):
             storage.resize_(nbytes)

@@ -33,7 +33,7 @@ class ZooModel:
     loss: Callable[[Any, Batch], Tensor]
     """Runs the model on one micro-batch; a scalar."""
     chunk_numel: int
-    """`default_chunk_size`, in elements, such that the model takes 8 to 20 chunks a role."""
+    """`default_chunk_size`, in elements, such that the model takes 10 to 25 slabs a role."""
     has_blocks: bool = True
     """Whether the model runs its blocks through `Stack.run`, so that they can be checkpointed."""
 

@@ -46,11 +46,16 @@ class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, WIDTH)
-        self.rnn = kind(WIDTH, WIDTH, num_layers=3, batch_first=True, **options)
-        self.head = nn.Linear(WIDTH * (2 if self.rnn.bidirectional else 1), VOCAB)
+        self.rnns = nn.ModuleList([kind(WIDTH, WIDTH, num_layers=2, batch_first=True, **options)])
+        outputs = WIDTH * (2 if options.get("bidirectional") else 1)
+        self.rnns.extend(kind(outputs, outputs, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(outputs, VOCAB)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.rnn(self.tokens(tokens))[0])
+        x = self.tokens(tokens)
+        for rnn in self.rnns:
+            x = rnn(x)[0]
+        return self.head(x)
 
 
 @dataclass

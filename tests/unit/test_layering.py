@@ -22,7 +22,7 @@ LAYERS = (
     ("plan",),
     ("runtime", "comm", "tracing"),
     ("nn",),
-    ("optim", "checkpoint", "report"),
+    ("optim", "checkpoint", "report", "plot"),
     ("manager",),
     ("engine",),
     ("cli",),

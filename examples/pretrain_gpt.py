@@ -1,0 +1,229 @@
+"""Pretrain a byte-level GPT whose weights, gradients and optimizer states move through a capped device memory.
+
+python examples/pretrain_gpt.py                            # a small model on the standard library's sources
+python examples/pretrain_gpt.py --steps 20 --res_check     # the numbers of plain PyTorch, bit for bit?
+python examples/pretrain_gpt.py --model gpt2-small --data my/text --device-cap 25% --out runs/small
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from gpt import GPT, PRESETS, continue_text
+from options import fail, make_config, parse_arguments, weight_nbytes
+from res_check import Outcome, first_difference, train_in_plain_pytorch
+from text import Text, TextError, batch_at, load_text
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+
+import chunkmem
+from chunkmem.memory import MemoryHistory
+from chunkmem.plot import save_memory_picture
+from chunkmem.units import format_nbytes
+
+
+@dataclass(frozen=True)
+class Run:
+    """What training in chunks and training in plain PyTorch have in common."""
+
+    args: argparse.Namespace
+    config: chunkmem.Config
+    text: Text
+    device: torch.device
+    start: dict[str, Any] | None
+    """A saved state to go on from; None is the beginning."""
+
+    @property
+    def steps(self) -> range:
+        first = self.start["step"] if self.start else 0
+        return range(first, min(self.args.steps, first + (self.args.stop_after or self.args.steps)))
+
+    def model(self) -> GPT:
+        torch.manual_seed(self.args.seed)
+        return GPT(PRESETS[self.args.model], self.args.seq, checkpointing=self.args.checkpointing)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
+        """A linear warm-up over the first tenth of the steps, then a cosine down to a tenth of the learning rate."""
+        steps = self.args.steps
+        warm_up = max(1, steps // 10)
+        return LambdaLR(optimizer, lambda i: min((i + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * i / steps)))
+
+    def bar(self, title: str) -> tqdm[NoReturn]:
+        # A log keeps every refresh as text: one in ten seconds is enough there.
+        interval_s = 0.1 if sys.stderr.isatty() else 10
+        return tqdm(total=self.args.steps, initial=self.steps.start, desc=title, unit="step", mininterval=interval_s)
+
+    def batch(self, text: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        args = self.args
+        return batch_at(text, step, batch=args.batch, seq=args.seq, seed=args.seed, device=self.device)
+
+
+def train(run: Run) -> Outcome:
+    """Train in chunks, then save and show what came out."""
+    args = run.args
+    manager = chunkmem.ChunkManager(run.config)
+    require_room(args, manager)
+    with manager.init():
+        model = run.model()
+    optimizer = getattr(chunkmem, run.config.optimizer.type)(model.parameters(), manager=manager)
+    scheduler = run.scheduler(optimizer)
+    if run.start:
+        manager.load_state_dict(run.start["model"])
+        optimizer.load_state_dict(run.start["optimizer"])
+        scheduler.load_state_dict(run.start["scheduler"])
+
+    losses: list[float] = []
+    with Progress(run, manager) as progress:
+        for step in run.steps:
+            is_last = step == run.steps[-1]
+            with manager.memory_history() if is_last else nullcontext() as history:
+                loss = model(*run.batch(run.text.training, step))
+                manager.backward(loss)
+                optimizer.step()  # clips, too: gradient_clipping in the configuration
+                optimizer.zero_grad()
+                scheduler.step()
+            losses.append(loss.item())
+            progress.show(losses[-1])
+            if is_last or (step + 1) % args.save_every == 0:
+                state = {"model": manager.state_dict(), "optimizer": optimizer.state_dict()}
+                save({"step": step + 1, "scheduler": scheduler.state_dict(), **state}, args.out / "checkpoint.pt")
+
+    print(f"\n{progress}\nvalidation loss {validation_loss(run, model):.3f} nats a byte\n\n{manager.memory()}\n")
+    sample = continue_text(model, os.fsencode(args.prompt), args.sample, device=run.device)
+    print(sample.decode(errors="backslashreplace").expandtabs(4), flush=True)
+    (args.out / "sample.txt").write_bytes(sample)
+    draw(history, args.out / "memory.png")
+    return Outcome(losses, manager.state_dict(), optimizer.state_dict()["state"])
+
+
+@torch.no_grad()
+def validation_loss(run: Run, model: GPT, *, num_batches: int = 16) -> float:
+    """Return the mean loss over batches of the text that was kept back."""
+    return sum(model(*run.batch(run.text.validation, i)).item() for i in range(num_batches)) / num_batches
+
+
+class Progress:
+    """A bar with the loss, the speed, the device bytes against the cap, and the bytes moved per step."""
+
+    def __init__(self, run: Run, manager: chunkmem.ChunkManager) -> None:
+        self.manager = manager
+        self.step_tokens = run.args.batch * run.args.seq
+        self.start_s = time.perf_counter()
+        self.start_nbytes = self._moved_nbytes()
+        self.num_steps = 0
+        self.bar = run.bar("chunks")
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def show(self, loss: float) -> None:
+        """Count a step."""
+        self.num_steps += 1
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {self}", refresh=False)
+        self.bar.update()
+
+    def __str__(self) -> str:
+        tokens_per_s = self.num_steps * self.step_tokens / (time.perf_counter() - self.start_s)
+        device = self.manager.memory().device
+        moved = format_nbytes((self._moved_nbytes() - self.start_nbytes) // self.num_steps)
+        used = f"{format_nbytes(device.now_nbytes)} of {format_nbytes(device.cap_nbytes)}"
+        return f"{tokens_per_s:,.0f} tokens/s, device {used}, {moved} moved per step"
+
+    def _moved_nbytes(self) -> int:
+        moved = self.manager.memory().moved
+        return moved.h2d_nbytes + moved.d2h_nbytes
+
+
+def require_room(args: argparse.Namespace, manager: chunkmem.ChunkManager) -> None:
+    """Refuse a model before it is built if its weights, gradients and two optimizer states fit nowhere."""
+    need = 4 * weight_nbytes(args)
+    room = manager.memory().device.cap_nbytes + manager.memory().host.cap_nbytes
+    if need > room:
+        fail(f"--model {args.model} takes {format_nbytes(need)}, and there is room for {format_nbytes(room)}")
+
+
+def make_folder(path: Path) -> None:
+    """Find out before the training, not after it, whether results can be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        fail(f"--out {path} cannot be written to: {error.strerror}")
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint; whenever this is interrupted, the file is the old one or the new one, never half of one."""
+    partial = path.with_name(f"{path.name}.partial")
+    with open(partial, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read what `save` wrote."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        return {key: state[key] for key in ("step", "model", "optimizer", "scheduler")}
+    except FileNotFoundError:
+        fail(f"{path} does not exist, so there is nothing to resume")
+    except Exception:  # torch.load raises half a dozen kinds for files that are cut off or something else
+        fail(f"{path} is not a checkpoint of this program")
+
+
+def draw(history: MemoryHistory, path: Path) -> None:
+    """Draw the memory of one step; a machine without matplotlib does without."""
+    try:
+        save_memory_picture(history, path)
+    except ModuleNotFoundError as error:
+        print(f"no picture: {error}", file=sys.stderr)
+
+
+def main() -> None:
+    args = parse_arguments(__doc__)
+    sys.stdout.reconfigure(errors="backslashreplace")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.res_check and device.type == "cuda":  # otherwise plain PyTorch does not even repeat itself
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        make_folder(args.out)
+        text = load_text(args.data, seq=args.seq)
+        start = load(args.out / "checkpoint.pt") if args.resume else None
+        run = Run(args, make_config(args, device), text, device, start)
+        if not run.steps:
+            fail(f"all {args.steps} steps are done; to go on, give more --steps")
+        outcome = train(run)
+    except (TextError, chunkmem.ChunkmemError) as error:
+        fail(str(error))
+    except OSError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("interrupted; --resume goes on from the last checkpoint", code=130)
+    if args.res_check:
+        difference = first_difference(outcome, train_in_plain_pytorch(run))
+        if difference:
+            fail(f"res_check: not what plain PyTorch gives: {difference}", code=1)
+        print(
+            f"res_check: {len(outcome.losses)} losses, {len(outcome.weights)} weights and the states of "
+            f"{len(outcome.states)} parameters are bit for bit what plain PyTorch gives"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""The example is run as a user runs it; so is every Python block of the documents a user reads first."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "pretrain_gpt.py"
+DOCUMENTS = ("README.md", "docs/differences.md")
+
+TINY = ("--model", "1m", "--batch", "2", "--seq", "16", "--sample", "4")
+TEXT = b"for word in ('chunk', 'slab', 'tier', 'role'):\n    print(word)\n" * 20
+
+# Runs main() on each list of arguments in one process, as importing torch takes longer than everything else.
+ALL_IN_ONE = """
+import contextlib, io, json, sys
+import pretrain_gpt
+answers = []
+for arguments in json.load(sys.stdin):
+    sys.argv = ["pretrain_gpt.py", *arguments]
+    stderr = io.StringIO()
+    code = 0
+    with contextlib.redirect_stderr(stderr):
+        try:
+            pretrain_gpt.main()
+        except SystemExit as error:
+            code = error.code
+    answers.append((code, stderr.getvalue()))
+print(json.dumps(answers))
+"""
+
+# One weight is off by the smallest step there is.
+ONE_BIT_OFF = """
+import pretrain_gpt, torch
+train = pretrain_gpt.train_in_plain_pytorch
+def train_wrongly(run):
+    outcome = train(run)
+    weight = outcome.weights["blocks.2.up.weight"]
+    weight[3, 4] = torch.nextafter(weight[3, 4], torch.tensor(torch.inf))
+    return outcome
+pretrain_gpt.train_in_plain_pytorch = train_wrongly
+pretrain_gpt.main()
+"""
+
+WITHOUT_MATPLOTLIB = """
+import sys
+sys.modules["matplotlib"] = None
+import pretrain_gpt
+pretrain_gpt.main()
+"""
+
+
+def python(*arguments: object, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run this interpreter on one thread, with the package and the example's modules in reach."""
+    path = os.pathsep.join([str(ROOT), str(EXAMPLE.parent)])
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def train(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    result = python(EXAMPLE, *TINY, *arguments, cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "words.py"
+    path.write_bytes(TEXT)
+    return path
+
+
+def checkpoint(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(folder / "checkpoint.pt", weights_only=True)
+    return state
+
+
+def tensors(tree: Any, name: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts and lists by their path."""
+    if isinstance(tree, dict | list):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return {path: leaf for key, value in items for path, leaf in tensors(value, f"{name}/{key}").items()}
+    return {name: tree}
+
+
+def assert_equal(left: dict[str, Any], right: dict[str, Any]) -> None:
+    ours, theirs = tensors(left), tensors(right)
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        same = torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
+        assert same, name
+
+
+def test_it_trains_on_the_standard_library_as_plain_pytorch_does(tmp_path: Path) -> None:
+    result = train("--steps", 3, "--res_check", "--out", "run", cwd=tmp_path)
+    assert "3 losses, 52 weights and the states of 52 parameters are bit for bit" in result.stdout
+    assert re.search(r"[\d,]+ tokens/s, device .+ of 1\.0\d MiB, [\d.]+ MiB moved per step", result.stdout)
+    assert re.search(r"validation loss \d\.\d{3} nats a byte", result.stdout)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoint.pt", "memory.png", "sample.txt"}
+    assert (tmp_path / "run" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "run" / "sample.txt").read_bytes()) == len("\ndef ") + 4
+
+
+def test_another_optimizer_cap_and_checkpointing_are_plain_pytorch_too(tmp_path: Path, text: Path) -> None:
+    config = {"optimizer": {"type": "Adam", "params": {"lr": 0.01, "weight_decay": 0.1}}, "default_chunk_size": 70_000}
+    (tmp_path / "adam.json").write_text(json.dumps(config))
+    options = ("--checkpointing", "--device-cap", "80%", "--lr", 0.002, "--config", "adam.json")
+    result = train("--steps", 2, "--res_check", "--data", text, *options, cwd=tmp_path)
+    assert "bit for bit" in result.stdout
+    group = checkpoint(tmp_path / "runs" / "gpt")["optimizer"]["param_groups"][0]
+    assert (group["initial_lr"], group["weight_decay"], group["decoupled_weight_decay"]) == (0.002, 0.1, False)
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, text: Path) -> None:
+    whole, parts = ("--steps", 4, "--data", text, "--out", "whole"), ("--steps", 4, "--data", text, "--out", "parts")
+    train(*whole, cwd=tmp_path)
+    train(*parts, "--stop-after", 2, cwd=tmp_path)
+    assert checkpoint(tmp_path / "parts")["step"] == 2
+    result = train(*parts, "--resume", "--res_check", cwd=tmp_path)
+    assert "2 losses" in result.stdout
+    assert_equal(checkpoint(tmp_path / "parts"), checkpoint(tmp_path / "whole"))
+
+
+def test_res_check_finds_a_single_bit(tmp_path: Path, text: Path) -> None:
+    result = python("-c", ONE_BIT_OFF, *TINY, "--steps", 1, "--data", text, "--res_check", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "not what plain PyTorch gives: blocks.2.up.weight differs by up to" in result.stderr.splitlines()[-1]
+
+
+def test_without_matplotlib_only_the_picture_is_missing(tmp_path: Path, text: Path) -> None:
+    result = python("-c", WITHOUT_MATPLOTLIB, *TINY, "--steps", 1, "--data", text, "--out", "run", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert '.[plot]" brings it' in result.stderr.splitlines()[-1]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoint.pt", "sample.txt"}
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "short").write_bytes(b"x" * 33)
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "unknown.json").write_text('{"optimiser": {}}')
+    (tmp_path / "small.json").write_text('{"memory": {"host": "1GiB"}}')
+    (tmp_path / "junk").mkdir()
+    (tmp_path / "junk" / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    cases: dict[str, tuple[object, ...]] = {
+        "nowhere does not exist": ("--data", "nowhere"),
+        "empty has 0 bytes": ("--data", "empty"),
+        "folder has 0 bytes": ("--data", "folder"),
+        "short has 33 bytes, and sequences of 16 need at least 34": ("--data", "short"),
+        "invalid choice: 'gpt5'": ("--model", "gpt5"),
+        "nowhere.json cannot be read": ("--config", "nowhere.json"),
+        "broken.json is not JSON": ("--config", "broken.json"),
+        "did you mean optimizer?": ("--config", "unknown.json"),
+        "--model 13b takes": ("--model", "13b", "--config", "small.json"),
+        "--out words.py cannot be written to": ("--out", "words.py"),
+        "--out words.py/run cannot be written to": ("--out", "words.py/run"),
+        "invalid integer value: 'many'": ("--steps", "many"),
+        "0 is not between 1 and": ("--batch", 0),
+        "optimizer.params.lr is -1.0": ("--lr", "-1"),
+        "--device-cap x% is neither": ("--device-cap", "x%"),
+        "memory.device is '24GiBs'": ("--device-cap", "24GiBs"),
+        "checkpoint.pt does not exist, so there is nothing to resume": ("--out", "new", "--resume"),
+        "checkpoint.pt is not a checkpoint": ("--out", "junk", "--resume"),
+        "unrecognized arguments: --stepz": ("--stepz", 3),
+    }
+    base = (*TINY, "--data", text, "--steps", 1)
+    commands = [[str(part) for part in (*base, *arguments)] for arguments in cases.values()]
+    result = python("-c", ALL_IN_ONE, cwd=tmp_path, stdin=json.dumps(commands))
+    assert result.returncode == 0, result.stderr
+    answers = json.loads(result.stdout)
+    for (message, arguments), (code, stderr) in zip(cases.items(), answers, strict=True):
+        assert code == 2, (arguments, stderr)
+        assert message in stderr
+        assert stderr.startswith("pretrain_gpt.py: ")
+        assert stderr.count("\n") == 1, stderr
+
+
+def test_a_cap_too_small_ends_in_one_sentence(tmp_path: Path, text: Path) -> None:
+    result = python(EXAMPLE, *TINY, "--data", text, "--steps", 1, "--device-cap", "64KiB", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert re.search(r"pretrain_gpt\.py: .*DEVICE.*64\.00 KiB", result.stderr.splitlines()[-1])
+
+
+def python_blocks(document: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_code_in_documents_runs(tmp_path: Path, name: str) -> None:
+    blocks = python_blocks((ROOT / name).read_text(encoding="utf-8"))
+    assert blocks
+    result = python("-c", "\n".join(blocks), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr

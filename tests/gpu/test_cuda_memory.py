@@ -1,0 +1,70 @@
+"""What only an accelerator shows: pinned memory of exact size, device memory given back, activations in the cap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import chunkmem
+from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.ledger import Ledger
+from chunkmem.runtime.pool import HostArena
+from chunkmem.types import Tier
+from tests.helpers.audit import audit
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+MIB = 1 << 20
+
+
+def blocks(num: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(num)))  # 1 MiB and a bias each
+
+
+def manager_with(cap_nbytes: int) -> chunkmem.ChunkManager:
+    config = {"memory": {"device": cap_nbytes}, "default_chunk_size": 512 * 513}
+    return chunkmem.ChunkManager(chunkmem.Config.from_dict(config))
+
+
+def train(manager: chunkmem.ChunkManager, model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    for _ in range(num_steps):
+        manager.backward(model(torch.randn(64, 512, device="cuda")).square().mean())
+        optimizer.step()
+        audit(manager)
+
+
+def test_the_arena_is_pinned_and_no_larger_than_asked_for() -> None:
+    arena = HostArena(Ledger(Tier.HOST, 64 * MIB, 64 * MIB), ComputeDevice.default())
+    arena.expect(12 * MIB)
+    slabs = [arena.alloc("param", 3 * MIB) for _ in range(4)]
+    assert all(slab.bytes.is_pinned() for slab in slabs)
+    assert arena.reserved_nbytes == 12 * MIB
+    arena.close()
+
+
+def test_evicted_chunks_give_device_memory_back() -> None:
+    manager = manager_with(6 * MIB)
+    with manager.init():
+        model = blocks(16)
+    optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+    train(manager, model, optimizer, 2)
+    allocated = torch.cuda.memory_allocated()
+    manager.close()
+    assert allocated - torch.cuda.memory_allocated() <= 6 * MIB
+    del model, optimizer
+
+
+def test_the_cap_holds_chunks_and_activations() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    cap = 24 * MIB
+    manager = manager_with(cap)
+    with manager.init():
+        model = blocks(16)
+    optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+    train(manager, model, optimizer, 2)
+    torch.cuda.reset_peak_memory_stats()
+    train(manager, model, optimizer, 3)
+    assert torch.cuda.max_memory_allocated() - before <= cap
+    manager.close()

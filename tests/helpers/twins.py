@@ -1,0 +1,172 @@
+"""The same calls on the same model, in plain PyTorch and in chunkmem, and what they leave compared bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import chunkmem
+from tests.helpers.audit import audit
+
+SEED = 11
+WIDTH = 16
+CHUNK_NUMEL = 256
+"""Small, so that the models of a few thousand parameters in these tests take a dozen chunks."""
+AMPLE_NBYTES = 8 << 20
+
+
+class Blocks(nn.Module):
+    """A few layers: by default about eleven chunks, of which a step reads one or two at a time."""
+
+    def __init__(self, *blocks: nn.Module, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([*blocks, *(mlp() for _ in range(num_blocks))])
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def features(seed: int = 0, *, shape: tuple[int, ...] = (4, 16)) -> Tensor:
+    """A batch, a function of the seed alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Twin:
+    """A model and its optimizer, with the calls that differ between plain PyTorch (no manager) and chunkmem."""
+
+    def __init__(self, manager: chunkmem.ChunkManager | None, build: Callable[[], nn.Module], **options: Any) -> None:
+        self.manager = manager
+        torch.manual_seed(SEED)
+        with nullcontext() if manager is None else manager.init():
+            self.model: Any = build()
+        options = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1} | options
+        options["lr"] = options["lr"]() if callable(options["lr"]) else options["lr"]
+        kind = options.pop("kind", "AdamW")
+        params = options.pop("params", lambda model: model.parameters())(self.model)
+        self.optimizer: Any = self.make(kind, params, **options)
+
+    def make(self, kind: str, params: Any, **options: Any) -> Any:
+        """Make another optimizer of a class that torch and chunkmem name alike."""
+        if self.manager is None:
+            options.pop("max_grad_norm", None)
+            return getattr(torch.optim, kind)(params, fused=True, **options)
+        return getattr(chunkmem, kind)(params, manager=self.manager, **options)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """`loss.backward()`, under chunkmem with its check of undeclared reads."""
+        if self.manager is None:
+            loss.backward(**kwargs)
+        else:
+            self.manager.backward(loss, **kwargs)
+
+    def update(self) -> None:
+        """`step()` and `zero_grad()`, and then nothing may be pinned or unaccounted for."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.manager is not None:
+            audit(self.manager)
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The mean squared output of the model."""
+        return self.model(*args, **kwargs).square().mean()
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """One ordinary training step; the loss."""
+        loss = self.loss(*args, **kwargs)
+        loss.backward()
+        self.update()
+        return loss.item()
+
+    def steps(self, *seeds: int, **kwargs: Any) -> list[float]:
+        """A step on `features(seed)` for each seed; the losses."""
+        return [self.step(features(seed), **kwargs) for seed in seeds]
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip all gradients by their global norm; the norm before."""
+        if self.manager is None:
+            return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        return self.optimizer.clip_grad_norm_(max_norm)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of all values by name."""
+        return copied(self.model.state_dict() if self.manager is None else self.manager.state_dict(self.model))
+
+    def left(self) -> dict[str, Any]:
+        """All that training has made of the model and its optimizer."""
+        states = self.optimizer.state_dict()["state"]
+        return {"weights": self.weights(), "optimizer": copied(dict(sorted(states.items())))}
+
+
+def config(device_nbytes: int, **keys: Any) -> chunkmem.Config:
+    """Two tiers on any machine: an explicit cap on DEVICE, ample HOST."""
+    keys.setdefault("default_chunk_size", CHUNK_NUMEL)
+    return chunkmem.Config.from_dict({"memory": {"device": device_nbytes, "host": AMPLE_NBYTES}, **keys})
+
+
+def same(
+    build: Callable[[], nn.Module],
+    scenario: Callable[[Twin], Any],
+    *,
+    keys: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> int:
+    """Assert that a scenario returns, and leaves, the same in plain PyTorch, with ample room, and at the smallest cap.
+
+    Returns the smallest cap, in bytes.
+    """
+    plain = Twin(None, build, **options)
+    expected = copied(scenario(plain)), plain.left()
+    required_nbytes = AMPLE_NBYTES
+    for _ in range(2):
+        with chunkmem.ChunkManager(config(required_nbytes, **(keys or {}))) as manager:
+            twin = Twin(manager, build, **options)
+            for chunk_pool in manager._store.pools.values():
+                chunk_pool.poison = True
+            assert_equal((copied(scenario(twin)), twin.left()), expected)
+            required_nbytes = manager.memory().device.required_nbytes
+    return required_nbytes
+
+
+def copied(tree: Any) -> Any:
+    """Copies of all tensors in a tree, on the CPU."""
+    return tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), tree)
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Every leaf of two trees is the same; tensors bit for bit, with their dtypes, and free of NaN."""
+    if isinstance(expected, Mapping):
+        assert list(actual) == list(expected)
+        for key, value in expected.items():
+            try:
+                assert_equal(actual[key], value)
+            except AssertionError as error:
+                raise AssertionError(f"{key}: {error}") from None
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for left, right in zip(actual, expected, strict=True):
+            assert_equal(left, right)
+    elif isinstance(expected, Tensor):
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert not expected.isnan().any()
+        assert torch.equal(actual, expected), f"off by up to {(actual - expected).abs().max().item()}"
+    else:
+        assert actual == expected, f"{actual} is not {expected}"
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors in a tree."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

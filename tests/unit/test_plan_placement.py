@@ -1,0 +1,64 @@
+"""Which groups keep their optimizer states on DEVICE."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkmem.plan.placement import GroupBytes, place_states
+
+
+def alike(count: int, nbytes: int = 10) -> list[GroupBytes]:
+    """Groups of fp32 training: PARAM and GRAD beside two states of the same size."""
+    return [GroupBytes(group, 2 * nbytes, 2 * nbytes) for group in range(count)]
+
+
+def test_all_of_them_if_everything_fits_whatever_the_ratio() -> None:
+    assert place_states(alike(4), cap_nbytes=160, margin_use_ratio=0.1) == {0, 1, 2, 3}
+
+
+def test_a_ratio_of_zero_keeps_them_all_on_host() -> None:
+    assert place_states(alike(4), cap_nbytes=10**9, margin_use_ratio=0.0) == frozenset()
+
+
+def test_otherwise_they_share_the_ratio_of_what_is_left() -> None:
+    # cap 159: PARAM and GRAD of all four take 80, 79 are left; states take 20 a group
+    assert place_states(alike(4), cap_nbytes=159, margin_use_ratio=1.0) == {0, 1, 2}
+    assert place_states(alike(4), cap_nbytes=159, margin_use_ratio=0.8) == {0, 1, 2}
+    assert place_states(alike(4), cap_nbytes=159, margin_use_ratio=0.7) == {0, 1}
+    assert place_states(alike(4), cap_nbytes=159, margin_use_ratio=0.2) == frozenset()
+
+
+def test_a_smaller_group_takes_what_a_larger_one_leaves() -> None:
+    groups = [GroupBytes(0, 2, 2), GroupBytes(1, 40, 40), GroupBytes(2, 2, 2)]
+    assert place_states(groups, cap_nbytes=44 + 10, margin_use_ratio=1.0) == {0, 2}
+
+
+def test_no_room_and_no_groups() -> None:
+    assert place_states(alike(4), cap_nbytes=80, margin_use_ratio=1.0) == frozenset()
+    assert place_states(alike(4), cap_nbytes=1, margin_use_ratio=1.0) == frozenset()
+    assert place_states([], cap_nbytes=1, margin_use_ratio=0.5) == frozenset()
+
+
+sizes = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), max_size=8)
+
+
+@given(sizes=sizes, cap_nbytes=st.integers(0, 500), ratio=st.floats(0, 1))
+def test_the_share_is_kept_and_used(sizes: list[tuple[int, int]], cap_nbytes: int, ratio: float) -> None:
+    groups = [GroupBytes(index, model, states) for index, (model, states) in enumerate(sizes)]
+    chosen = place_states(groups, cap_nbytes=cap_nbytes, margin_use_ratio=ratio)
+    left = cap_nbytes - sum(model for model, _ in sizes)
+    taken = sum(states for index, (_, states) in enumerate(sizes) if index in chosen)
+    if ratio > 0 and left >= sum(states for _, states in sizes):
+        assert chosen == set(range(len(groups)))
+        return
+    assert taken <= max(0, int(left * ratio))
+    # No group was left out that would still fit.
+    assert all(taken + states > left * ratio - 1 for index, (_, states) in enumerate(sizes) if index not in chosen)
+
+
+@given(sizes=sizes, cap_nbytes=st.integers(0, 500))
+def test_more_room_never_means_fewer_bytes_for_equal_groups(sizes: list[tuple[int, int]], cap_nbytes: int) -> None:
+    groups = [GroupBytes(index, 20, 20) for index in range(len(sizes))]
+    counts = [len(place_states(groups, cap_nbytes=cap, margin_use_ratio=0.5)) for cap in (cap_nbytes, cap_nbytes + 20)]
+    assert counts[0] <= counts[1]
