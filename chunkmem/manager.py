@@ -71,7 +71,9 @@ class ChunkManager:
         )
         self._access = AccessTracker(self._executor)
         self._backward = BackwardTracker(self._executor, self._access)
-        self._gradients = GradientBook(self._executor, settles=lambda group: self._updater.settles(group))
+        self._gradients = GradientBook(
+            self._executor, settles=lambda group: self._updater.settles(group), then=self._backward.landed
+        )
         self._updater = GroupUpdater(
             self._executor,
             self._gradients,
@@ -239,12 +241,7 @@ class ChunkManager:
         self._declared.add(packed.parameters, self._access.chunks)
         owned = self._hooks.fit(packed.root, self._registry.managed_under(packed.root))
         self._surface.fit(packed.root, owned)
-        self._watch_gradients()
-
-    def _watch_gradients(self) -> None:
-        for managed in self._registry.parameters:
-            if managed.gradient_hook is None and managed.param.requires_grad:
-                self._gradients.watch(managed, self._backward.landed)
+        self._gradients.watch(self._registry.parameters)
 
     def _lookup(self, param: torch.Tensor) -> ManagedParameter | None:
         return self._registry.lookup(param)
@@ -263,7 +260,7 @@ class ChunkManager:
         self._access.reset(step=False)
         self._backward.reset(step=False)
         self._registry.check()
-        self._watch_gradients()
+        self._gradients.watch(self._registry.parameters)
 
     def _make_guard(self) -> AccessGuard | None:
         """The first step runs under a check; it would cost too much in every one."""

@@ -50,11 +50,12 @@ def save_memory_picture(history: MemoryHistory, path: str | os.PathLike[str]) ->
             'matplotlib is missing, which draws pictures; pip install -e ".[plot]" brings it'
         ) from None
     if not history.samples:
-        raise ValueError("the history has no samples: use it after the `with manager.memory_history()` block has ended")
+        raise ValueError("the history has no samples, so there is nothing to draw")
     tiers = [tier for tier in (Tier.DEVICE, Tier.HOST) if tier is Tier.DEVICE or _peak(history, tier) > 0]
     figure = Figure(figsize=(9, 3 + 1.5 * len(tiers)), layout="constrained")
-    cap = format_nbytes(history.caps[Tier.DEVICE])
-    figure.suptitle(f"DEVICE never holds more than its cap of {cap}; HOST keeps the rest of the model", fontsize=12)
+    peak, cap = format_nbytes(_peak(history, Tier.DEVICE)), format_nbytes(history.caps[Tier.DEVICE])
+    rest = "; HOST keeps the rest of the model" if Tier.HOST in tiers else ""
+    figure.suptitle(f"DEVICE holds at most {peak} under its cap of {cap}{rest}", fontsize=13)
     panels = figure.subplots(len(tiers), 1, sharex=True, squeeze=False, height_ratios=(3, 2)[: len(tiers)])[:, 0]
     for axes, tier in zip(panels, tiers, strict=True):
         _draw_tier(axes, history, tier)
@@ -92,6 +93,9 @@ def _draw_tier(axes: Axes, history: MemoryHistory, tier: Tier) -> None:
     if show_cap:
         axes.axhline(cap / scale, color=_CAP_COLOR, linewidth=2)
         axes.text(0, cap / scale, f" cap {format_nbytes(cap)}", color=_CAP_COLOR, va="bottom", fontsize=11)
+    else:
+        note = f" cap {format_nbytes(cap)}, far above"
+        axes.text(0, 0.99, note, transform=axes.transAxes, color=_CAP_COLOR, va="top", fontsize=11)
     axes.set_xlim(0, len(columns))
     axes.set_ylim(0, 1.15 * top / scale)
     axes.set_ylabel(f"{tier.name}, {unit}", fontsize=11)

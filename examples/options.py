@@ -26,7 +26,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--model", choices=PRESETS, default="2m", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default: 2m)")
     add("--data", type=Path, metavar="PATH", help="a file or folder; default: Python's standard library")
     add("--config", type=Path, default=Path(__file__).with_name("chunkmem.json"), metavar="JSON")
-    add("--device-cap", metavar="SIZE", help='such as "512MiB", or "33%%" of the bytes of the weights, the default')
+    add("--device-cap", metavar="SIZE", help='such as "512MiB", or "50%%" of the weights; default: a third')
     add("--out", type=Path, default=Path("runs/gpt"), metavar="DIR", help="for checkpoint, picture and sample")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     add("--res_check", action="store_true", help="train again in plain PyTorch; exit with 1 if any bit differs")
@@ -44,7 +44,10 @@ def parse_arguments(description: str) -> argparse.Namespace:
 
 
 def make_config(args: argparse.Namespace, device: torch.device) -> chunkmem.Config:
-    """Read the configuration; the command line wins. Without any cap, DEVICE gets a third of the weights' bytes."""
+    """Read the configuration; the command line wins. Without any cap, DEVICE gets a third of the weights' bytes.
+
+    An accelerator keeps the configuration's default: its cap covers activations too, which only a step can tell.
+    """
     settings = chunkmem.Config.from_json(args.config).to_dict()
     if args.lr is not None:
         settings["optimizer"]["params"]["lr"] = args.lr

@@ -18,6 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+# torch's threads wait for each other by spinning, which on cores shared with other programs makes everything several
+# times slower. It has to be said before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 from gpt import GPT, PRESETS, continue_text
 from options import fail, make_config, parse_arguments, weight_nbytes

@@ -28,9 +28,9 @@ class Text:
 
 
 def load_text(path: Path | None, *, seq: int) -> Text:
-    """Read the file or folder at `path`, in an order that is always the same, or if None the standard library's sources.
+    """Read a file or a folder, in an order that is always the same; None is the standard library's sources.
 
-    Those are indented by tabs: a sixth of their bytes are spaces that only tell how deep a line is.
+    Those come indented by tabs, so that a short sequence holds code and not the spaces before it.
 
     Raises:
         TextError: it cannot be read, or is too short for one sequence of `seq` bytes in each part.

@@ -14,10 +14,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
-from chunkmem.errors import CapacityError, StateError
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.errors import StateError
+from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.guard import AccessGuard
 from chunkmem.nn.values import storage_id, tensors_in
 from chunkmem.runtime.executor import DemandExecutor
@@ -66,6 +65,12 @@ class ParameterReads(dict[str, nn.Parameter | None]):
                 f"parameter {managed.name} was packed into a chunk and cannot be replaced; write to it in place inside "
                 "manager.gather(), or load values with manager.load_state_dict()"
             )
+        for other in self._managed.values() if managed is None and value is not None else ():
+            if other.param is value:
+                raise StateError(
+                    f"parameter {other.name} was packed into a chunk and cannot get the name {name} too; do that "
+                    "before manager.wrap() or inside manager.init()"
+                )
         dict.__setitem__(self, name, value)
 
     def __delitem__(self, name: str) -> None:
@@ -114,8 +119,7 @@ class AccessTracker:
         self._outside_graph = Frame("<outside any module>")
         self._outside_no_grad = Frame("<outside any module>")
         self._outside_backward = Frame("<outside any module, in backward>")
-        self._nodes: dict[ManagedParameter, torch.autograd.graph.Node] = {}
-        """Where the gradients of trainable parameters in `_outside_graph` will arrive; see `_in_graph`."""
+        executor.relieve = self._relieve
 
     @property
     def pinning(self) -> tuple[Frame, ...]:
@@ -136,10 +140,9 @@ class AccessTracker:
         if self._executor.closed is not None:
             raise StateError(f"parameter {managed.name}: {self._executor.closed}")
         if managed.group not in frame.groups:
-            self._pin(managed.group, frame)
+            self._executor.pin(self.chunks[managed.group], Tier.DEVICE, reader=frame)
+            frame.groups[managed.group] = None
         frame.reads[managed] = None
-        if frame is self._outside_graph and managed.param.requires_grad:
-            self._nodes[managed] = get_gradient_edge(managed.param).node
 
     def push(self, frame: Frame, announced: Iterable[ManagedParameter]) -> None:
         """A module begins to run; `announced` are parameters it will use without looking them up."""
@@ -198,7 +201,7 @@ class AccessTracker:
         self.release(self._outside_backward)
 
     def let_go(self, groups: Set[int]) -> None:
-        """Unpin what was read outside of any module in these groups, unless a graph may hold it."""
+        """Unpin what was read outside of any module in these groups, unless something holds on to it."""
         for frame in (self._outside_no_grad, self._outside_graph):
             for group in frame.groups.keys() & groups:
                 self._drop(group, frame)
@@ -211,46 +214,23 @@ class AccessTracker:
         self.release(self._outside_backward)
         if step:
             self.release(self._outside_graph)
-            self._nodes.clear()
 
-    def _pin(self, group: int, frame: Frame) -> None:
-        while True:
-            try:
-                self._executor.pin(self.chunks[group], Tier.DEVICE, reader=frame)
-            except CapacityError:
-                # A loop over all modules outside of any: what it looked at first makes room for what comes last.
-                outside = (self._outside_no_grad, self._outside_graph)
-                if frame not in outside or not any(self._drop(g, f) for f in outside for g in list(f.groups)):
-                    raise
-            else:
-                frame.groups[group] = None
-                return
+    def _relieve(self) -> bool:
+        """Unpin the oldest read outside of any module: of a loop over all modules, say, that only looked at shapes."""
+        outside = (self._outside_no_grad, self._outside_graph)
+        return any(self._drop(group, frame) for frame in outside for group in list(frame.groups))
 
     def _drop(self, group: int, frame: Frame) -> bool:
-        """Unpin a group that was read outside of any module; False if a graph may hold it."""
-        reads = [managed for managed in frame.reads if managed.group == group]
-        if frame is self._outside_graph:
-            if any(self._in_graph(managed) for managed in reads):
-                return False
-            for managed in reads:
-                del self._nodes[managed]
-        for managed in reads:
+        """Unpin a group that was read outside of any module; False if something holds on to it."""
+        chunk = self.chunks[group]
+        assert isinstance(chunk.home, BoundChunk)
+        if chunk.home.is_held(besides=len(chunk.replicas[Tier.DEVICE].views or ())):
+            return False
+        for managed in [managed for managed in frame.reads if managed.group == group]:
             del frame.reads[managed]
         del frame.groups[group]
-        self._executor.unpin(self.chunks[group], Tier.DEVICE)
+        self._executor.unpin(chunk, Tier.DEVICE)
         return True
-
-    def _in_graph(self, managed: ManagedParameter) -> bool:
-        """Tell whether a graph may hold a parameter's memory; of a frozen one this cannot be told.
-
-        A graph holds the node at which the parameter's gradient will arrive. If nobody does any more, torch forgets
-        the node, and makes a new one when asked again.
-        """
-        if managed not in self._nodes or not managed.param.requires_grad:
-            return True
-        self._nodes.pop(managed).metadata["seen by chunkmem"] = True
-        node = self._nodes[managed] = get_gradient_edge(managed.param).node
-        return "seen by chunkmem" in node.metadata
 
     def _outside(self) -> Frame:
         if in_backward():

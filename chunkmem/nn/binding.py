@@ -106,6 +106,16 @@ class BoundChunk:
         self._storage.detach()
         self._slab = None
 
+    def is_held(self, *, besides: int) -> bool:
+        """Tell whether a graph, or a tensor that is not ours, may go on using the memory of the bound parameters.
+
+        A graph holds a parameter itself or a view of it; everything else (`detach()`, numpy) holds the storage.
+        `besides` is the number of views that the caller knows of.
+        """
+        ours = 2 + len(self.parameters) + sum(managed.view is not None for managed in self.parameters) + besides
+        held = torch._C._storage_Use_Count(self.storage_id) > ours
+        return held or any(managed.param._use_count() > 1 for managed in self.parameters)  # type: ignore[attr-defined]
+
     def take_written(self) -> bool:
         """Tell, once, whether a bound parameter was written to: autograd's version counter moved."""
         written = False
@@ -131,7 +141,7 @@ class BoundChunk:
                 written = managed.clear()
                 if written is None or managed.shape.numel() == 0:
                     continue
-                if managed.shape.numel() == 1 and not _is_blank(written):
+                if managed.shape.numel() == 1 and _is_number(written):
                     self._carried.append((managed.position, written.reshape(managed.shape)))
                 else:
                     # `p[0] = 1` leaves the same in a placeholder as `p.fill_(1)`, and `p.add_(1)` leaves it NaN.
@@ -194,5 +204,10 @@ def _blank_value(blank: torch.Tensor) -> float:
 
 
 def _is_blank(blank: torch.Tensor) -> bool:
-    value = blank.item()
-    return value != value or (value == 0 and not blank.is_floating_point() and not blank.is_complex())
+    return not _is_number(blank) if blank.is_floating_point() or blank.is_complex() else not blank.item()
+
+
+def _is_number(element: torch.Tensor) -> bool:
+    """Tell whether a value was set as such; one computed from the placeholder is NaN, which integers cannot show."""
+    value = element.item()
+    return (element.is_floating_point() or element.is_complex()) and bool(value == value)

@@ -51,9 +51,12 @@ def gathered(
 
 def _require_room(chunks: list[Chunk], executor: DemandExecutor) -> None:
     store = executor.store
-    extra = sum(c.nbytes for c in chunks if Tier.DEVICE not in c.replicas or c.replicas[Tier.DEVICE].pins == 0)
-    needed = executor.pinned_nbytes[Tier.DEVICE] + extra
     cap = store.pools[Tier.DEVICE].ledger.limit_nbytes
+    while True:
+        extra = sum(c.nbytes for c in chunks if Tier.DEVICE not in c.replicas or c.replicas[Tier.DEVICE].pins == 0)
+        needed = executor.pinned_nbytes[Tier.DEVICE] + extra
+        if needed <= cap or not executor.relieve():
+            break
     if needed > cap:
         raise CapacityError(
             f"gather: {len(chunks)} chunks need {format_nbytes(needed)} on DEVICE and the cap is {format_nbytes(cap)}; "

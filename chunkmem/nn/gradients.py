@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -17,10 +18,23 @@ from chunkmem.types import ChunkId, Role, Tier
 class GradientBook:
     """Which gradients have landed since the last step, and where."""
 
-    def __init__(self, executor: DemandExecutor, *, settles: Callable[[int], bool]) -> None:
-        """Make an empty book; `settles(group)` tells whether the group is updated on HOST."""
+    def __init__(
+        self,
+        executor: DemandExecutor,
+        *,
+        settles: Callable[[int], bool],
+        then: Callable[[ManagedParameter], None],
+    ) -> None:
+        """Make an empty book.
+
+        Args:
+            executor: serves the accesses.
+            settles: tells whether a group is updated on HOST.
+            then: called after each gradient.
+        """
         self._executor = executor
         self._settles = settles
+        self._then = then
         self.chunks: dict[int, Chunk] = {}
         """GRAD chunk by group."""
         self.members: dict[int, tuple[ManagedParameter, ...]] = {}
@@ -42,13 +56,20 @@ class GradientBook:
             self.chunks[managed.group] = self._executor.store.chunks[ChunkId(Role.GRAD, managed.group)]
             self.members[managed.group] = (*self.members.get(managed.group, ()), managed)
 
-    def watch(self, managed: ManagedParameter, then: Callable[[ManagedParameter], None]) -> None:
-        """Catch the gradients of a trainable parameter from now on, calling `then` after each."""
+    def watch(self, params: Iterable[ManagedParameter]) -> None:
+        """Catch the gradients of those that are trainable from now on."""
+        for managed in params:
+            if managed.gradient_hook is None and managed.param.requires_grad:
+                self._watch(managed)
+
+    def _watch(self, managed: ManagedParameter) -> None:
+        # Python does not see through a parameter's hooks: one that referred to the parameter would keep it for ever.
+        ref, group, position = weakref.ref(self), managed.group, managed.position
 
         def on_gradient(_param: torch.Tensor) -> None:
-            if managed not in self.exposed:
-                self._take(managed)
-            then(managed)
+            book = ref()
+            if book is not None:
+                book._on_gradient(book.members[group][position])
 
         managed.gradient_hook = managed.param.register_post_accumulate_grad_hook(on_gradient)
 
@@ -82,6 +103,11 @@ class GradientBook:
         if len(chunk.replicas) > 1:
             self._executor.store.mark_written(chunk, Tier.DEVICE)
         chunk.settled = len(landed) >= self._expected[managed.group] and self._settles(managed.group)
+
+    def _on_gradient(self, managed: ManagedParameter) -> None:
+        if managed not in self.exposed:
+            self._take(managed)
+        self._then(managed)
 
     @contextmanager
     def exposing(self, exposed: Iterable[ManagedParameter], landed: Collection[ManagedParameter]) -> Iterator[None]:

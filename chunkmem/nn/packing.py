@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from chunkmem.errors import CapacityError, LayoutError, StateError
-from chunkmem.layout.pack import pack
+from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, pack
 from chunkmem.layout.spec import Group, Layout, TensorSpec
 from chunkmem.nn.access import ParameterReads
 from chunkmem.nn.binding import BoundChunk, ManagedParameter, dense_stride
 from chunkmem.nn.values import storage_id
-from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.storage import ChunkStorage, StorageBackend
 from chunkmem.runtime.store import Chunk
@@ -70,6 +70,11 @@ def _check(name: str, param: nn.Parameter) -> None:
         raise LayoutError(
             f"parameter {name} is a {type(param).__name__} of {param.layout}; only plain dense tensors can be packed. "
             "Build its module inside manager.exclude()"
+        )
+    if param.numel() > 1 and not any(param.stride()) and bool(param.detach().as_strided((1,), (1,)).isnan()):
+        raise LayoutError(
+            f"parameter {name} {tuple(param.shape)} is away in a chunk of another manager and has no values here; tie "
+            "parameters within one manager only"
         )
 
 
@@ -160,10 +165,15 @@ class Packer:
         self._require_room(layout)
         self._expect_nbytes(layout.chunk_nbytes)
         managed: dict[int, ManagedParameter] = {}
+        freed_nbytes = 0
         try:
             for group in layout.groups:
                 for parameter in self._pack_group(group, named):
                     managed[parameter.slot.tensor] = parameter
+                freed_nbytes += group.nbytes
+                if freed_nbytes >= SLAB_FLOOR_NBYTES:
+                    give_back_freed_ram()
+                    freed_nbytes = 0
         except BaseException:
             self.unpack(layout)
             raise

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,7 @@ class ModuleSurface:
             # Before the hooks of the user, which may rename what they find.
             _put_last_first(module._state_dict_hooks)
             _put_last_first(module._load_state_dict_post_hooks)
+            vars(module)["extra_repr"] = partial(_extra_repr, module)
             if isinstance(module, nn.RNNBase):
                 # It would re-point the weights at a buffer of cuDNN's own.
                 vars(module)["flatten_parameters"] = lambda: None
@@ -123,10 +125,23 @@ def _apply_to_buffers(
     def keep_managed(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if id(tensor) in inside else fn(tensor)
 
-    reads = module._parameters
-    vars(module)["_parameters"] = dict(reads)  # an RNN looks all its weights up: not to use them
-    try:
+    with _looked_at(module):  # an RNN looks all its weights up
         return type(module)._apply(module, keep_managed, recurse)  # type: ignore[no-any-return]
+
+
+def _extra_repr(module: nn.Module) -> str:
+    """Stand in for `nn.Module.extra_repr`, which asks whether there is a bias: `print(model)` uses no values."""
+    with _looked_at(module):
+        return str(type(module).extra_repr(module))
+
+
+@contextmanager
+def _looked_at(module: nn.Module) -> Iterator[None]:
+    """Take lookups of the module's parameters for what they are: nobody is going to use the values."""
+    reads = module._parameters
+    vars(module)["_parameters"] = dict(reads)
+    try:
+        yield
     finally:
         vars(module)["_parameters"] = reads
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import warnings
 from collections.abc import Iterator
@@ -39,6 +40,16 @@ def ram_nbytes() -> int:
         with contextlib.suppress(OSError, ValueError):  # no such control group, or "max": no limit
             limit = min(limit, int(path.read_text()))
     return int(limit)
+
+
+def give_back_freed_ram() -> None:
+    """Have the C library return what has been freed to the system.
+
+    Once a program has freed a large block, glibc takes blocks of that size from its heap, and keeps them when freed.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class ComputeDevice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
@@ -29,6 +29,8 @@ class DemandExecutor:
         """The largest sum of pinned and requested bytes so far: the smallest cap known to be needed."""
         self.closed: str | None = None
         """Why nothing can be served any more."""
+        self.relieve: Callable[[], bool] = lambda: False
+        """Called when room is short: gives up a pin on DEVICE that can be done without; False if there is none."""
         self._clock = 0
 
     def close_in_children(self) -> None:
@@ -140,9 +142,8 @@ class DemandExecutor:
 
     def _make_room(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> None:
         other = _OTHER[tier]
-        needed = self.pinned_nbytes[tier] + chunk.nbytes
         if not elastic:
-            self._note_required(tier, needed)
+            self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
         if chunk.nbytes > self._free_nbytes(tier):
             # Before bytes are counted: a write makes a copy on the other tier stale, and its bytes free.
             for place in {Tier.DEVICE, tier}:
@@ -152,7 +153,9 @@ class DemandExecutor:
         ledger = self.store.pools[tier].ledger
         if isinstance(outcome, Shortage) and ledger.cap_nbytes < ledger.limit_nbytes:
             # The warm-up share is a wish; the largest moment has to fit all the same.
-            ledger.cap_nbytes = min(ledger.limit_nbytes, max(needed, ledger.cap_nbytes + chunk.nbytes))
+            ledger.cap_nbytes = min(ledger.limit_nbytes, ledger.cap_nbytes + outcome.here_nbytes)
+            outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+        while isinstance(outcome, Shortage) and self.relieve():
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
         if isinstance(outcome, Shortage):
             raise self._shortage(chunk, tier, reader, outcome)

@@ -46,9 +46,17 @@ def recording(tiers: Tiers, *, label: Callable[[], str]) -> Iterator[MemoryHisto
         history.samples.append(MemorySample(time.perf_counter() - start, label(), nbytes))
 
     before = [ledger.on_change for ledger in ledgers]
+
+    def sample_after(listener: Callable[[], None]) -> Callable[[], None]:
+        def both() -> None:
+            listener()
+            sample()
+
+        return both
+
     sample()
-    for ledger in ledgers:
-        ledger.on_change = sample
+    for ledger, listener in zip(ledgers, before, strict=True):
+        ledger.on_change = sample if listener is None else sample_after(listener)
     try:
         yield history
     finally:

@@ -88,7 +88,8 @@ def test_a_stale_copy_that_is_pinned_stays_until_it_is_brought_up_to_date(world:
     world.store.mark_written(chunk, HOST)
     assert not chunk.ready(DEVICE)
     assert chunk.newest_tier() is HOST
-    world.executor.pin(chunk, DEVICE, reader="forward")
+    stale = chunk.replicas[DEVICE]
+    assert world.executor.pin(chunk, DEVICE, reader="forward") is stale
     assert values_on(chunk, DEVICE) == [6.0] * 7
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import chunkmem
@@ -34,6 +35,22 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Weighted(nn.Module):
+    """Reads its own weight, so that nothing but its output tells when backward comes to it."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any] = lambda out: out) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.wrap = wrap
+
+    def compute(self, x: Tensor) -> Tensor:
+        # The weight itself and a view of it are saved for backward.
+        return torch.tanh(x @ F.softplus(self.weight) + x @ self.weight.t())
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.compute(x))
 
 
 def mlp() -> nn.Module:
@@ -94,6 +111,13 @@ class Twin:
     def steps(self, *seeds: int, **kwargs: Any) -> list[float]:
         """A step on `features(seed)` for each seed; the losses."""
         return [self.step(features(seed), **kwargs) for seed in seeds]
+
+    def train(self) -> list[float]:
+        """Three steps, by both ways of starting a backward; the first is checked for undeclared reads."""
+        loss = self.loss(features(0))
+        self.backward(loss)
+        self.update()
+        return [loss.item(), *self.steps(1, 2)]
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip all gradients by their global norm; the norm before."""

@@ -1,0 +1,263 @@
+"""What a managed model, its optimizer and its manager can be asked besides training, and after they are closed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import chunkmem
+from chunkmem.types import Role, Tier
+from tests.helpers.audit import audit, audit_ledgers
+from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Blocks, Twin, assert_equal, config, features, same
+
+SMALL_NBYTES = 4 * 1024
+
+
+class Model(Blocks):
+    """A convolution that is never called, a normalisation with buffers, and an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d(WIDTH), num_blocks=1)
+        self.conv, self.lstm, self.act = nn.Conv2d(2, 2, 1), nn.LSTM(WIDTH, WIDTH), nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.act(self.lstm(x)[0]))
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "half": lambda model: model.half(),
+    "double": lambda model: model.double(),
+    "to dtype": lambda model: model.to(torch.bfloat16),
+    "to meta": lambda model: model.to("meta"),
+    "to memory format": lambda model: model.to(memory_format=torch.channels_last),
+    "share_memory": lambda model: model.share_memory(),
+    "a part": lambda model: model.blocks.half(),
+    "deepcopy": copy.deepcopy,
+    "deepcopy of a part": lambda model: copy.deepcopy(model.act),
+    "pickle": pickle.dumps,
+    "save": lambda model: torch.save(model, io.BytesIO()),
+    "replace": lambda model: setattr(model.inner, "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
+    "replace by None": lambda model: setattr(model.inner, "weight", None),
+    "register": lambda model: model.inner.register_parameter("weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
+    "delete": lambda model: delattr(model.inner, "weight"),
+    "pruning": lambda model: prune.l1_unstructured(model.inner, "weight", 0.5),
+    "weight norm": lambda model: torch.nn.utils.parametrizations.weight_norm(model.inner),
+    "functional call": lambda model: torch.func.functional_call(
+        model, {"inner.weight": torch.zeros(WIDTH, WIDTH)}, (features(0),)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_cannot_be_served_says_so_and_changes_nothing(how: str) -> None:
+    plain = Twin(None, Model)
+    losses = plain.steps(0, 1)
+    with chunkmem.ChunkManager(config(16 * 1024)) as manager:
+        twin = Twin(manager, Model)
+        assert twin.steps(0) == losses[:1]
+        buffers = {name: (b.dtype, b.device) for name, b in twin.model.named_buffers()}
+        with pytest.raises(chunkmem.StateError) as raised:
+            REFUSED[how](twin.model)
+        assert "\n" not in str(raised.value)
+        assert {name: (b.dtype, b.device) for name, b in twin.model.named_buffers()} == buffers
+        assert twin.steps(1) == losses[1:]
+        assert_equal(twin.left(), plain.left())
+
+
+SERVED: dict[str, Callable[[Any], Any]] = {
+    "to device": lambda model: model.to("cpu"),
+    "float": lambda model: model.float(),
+    "to memory format": lambda model: model.blocks.to(memory_format=torch.contiguous_format),
+    "train": lambda model: model.eval().train(),
+    "requires_grad_": lambda model: model.requires_grad_(False).requires_grad_(True),
+    "apply": lambda model: model.apply(lambda module: None),
+    "another child": lambda model: model.add_module("more", nn.Linear(2, 2)),
+    "another parameter": lambda model: model.inner.register_parameter("more", nn.Parameter(torch.ones(2))),
+    "a shallow copy": lambda model: copy.copy(model)(features(3)).sum().item() and None,
+}
+
+
+@pytest.mark.parametrize("how", SERVED)
+def test_what_changes_nothing_is_served(how: str) -> None:
+    """At the smallest cap: an RNN looks all its weights up in `to`, and must not need them all for that."""
+
+    def scenario(twin: Twin) -> list[float]:
+        losses = twin.steps(0)
+        random_numbers = torch.get_rng_state()
+        twin.model.eval()
+        SERVED[how](twin.model)
+        twin.model.train()
+        torch.set_rng_state(random_numbers)
+        return losses + twin.steps(1)
+
+    same(Model, scenario)
+
+
+def test_printing_a_model_reads_nothing() -> None:
+    """`Linear` looks at `self.bias` to say whether there is one; also when everything is closed."""
+    with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
+        model = Twin(manager, Model).model
+        assert str(model) == str(Model())
+        audit(manager)
+    assert str(model) == str(Model())
+
+
+def test_the_optimizer_and_the_manager_cannot_be_copied() -> None:
+    with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        for value in (twin.optimizer, manager):
+            for use in (copy.deepcopy, pickle.dumps):
+                with pytest.raises(chunkmem.StateError, match="cannot be copied or pickled"):
+                    use(value)
+        twin.steps(0)
+
+
+AFTER: dict[str, Callable[[Twin, torch.Tensor, Any], Any]] = {
+    "forward": lambda twin, loss, state: twin.model(features(0)),
+    "a part": lambda twin, loss, state: twin.model.blocks[0](features(0)),
+    "a parameter": lambda twin, loss, state: twin.model.inner.weight,
+    "backward": lambda twin, loss, state: loss.backward(),
+    "backward by the manager": lambda twin, loss, state: twin.manager.backward(loss),
+    "step": lambda twin, loss, state: twin.optimizer.step(),
+    "zero_grad": lambda twin, loss, state: twin.optimizer.zero_grad(),
+    "clip": lambda twin, loss, state: twin.optimizer.clip_grad_norm_(1.0),
+    "optimizer state": lambda twin, loss, state: twin.optimizer.state_dict(),
+    "load optimizer state": lambda twin, loss, state: twin.optimizer.load_state_dict(state),
+    "another optimizer": lambda twin, loss, state: chunkmem.AdamW(twin.model.parameters(), manager=twin.manager),
+    "another group": lambda twin, loss, state: twin.optimizer.add_param_group(
+        {"params": [nn.Parameter(torch.ones(1))]}
+    ),
+    "state": lambda twin, loss, state: twin.manager.state_dict(),
+    "state of the model": lambda twin, loss, state: twin.model.state_dict(),
+    "load": lambda twin, loss, state: twin.manager.load_state_dict({}, strict=False),
+    "load into the model": lambda twin, loss, state: twin.model.load_state_dict(
+        {"inner.weight": torch.ones(16, 16)}, False
+    ),
+    "gather": lambda twin, loss, state: twin.manager.gather().__enter__(),
+    "init": lambda twin, loss, state: twin.manager.init().__enter__(),
+    "wrap": lambda twin, loss, state: twin.manager.wrap(nn.Linear(2, 2)),
+}
+
+
+@pytest.fixture(scope="module")
+def closed() -> tuple[Twin, torch.Tensor, Any]:
+    """A training that was closed in the middle of a step, twice."""
+    manager = chunkmem.ChunkManager(config(SMALL_NBYTES))
+    twin = Twin(manager, Blocks)
+    twin.steps(0, 1)
+    state = twin.optimizer.state_dict()
+    twin.loss(features(2)).backward()
+    loss = twin.loss(features(3))
+    manager.close()
+    manager.close()
+    return twin, loss, state
+
+
+@pytest.mark.parametrize("how", AFTER)
+def test_everything_after_close_says_that_it_is_closed(how: str, closed: tuple[Twin, torch.Tensor, Any]) -> None:
+    with pytest.raises(chunkmem.StateError, match=r"manager is closed; take manager\.state_dict\(\) before"):
+        AFTER[how](*closed)
+
+
+def test_close_gives_all_memory_back(closed: tuple[Twin, torch.Tensor, Any]) -> None:
+    twin, _, _ = closed
+    manager = twin.manager
+    assert manager is not None
+    audit_ledgers(manager)
+    report = manager.memory()
+    assert (report.device.now_nbytes, report.host.now_nbytes) == (0, 0)
+    for chunk in manager._store.chunks.values():
+        assert not chunk.replicas
+        if chunk.home is not None:
+            assert chunk.home._storage.storage.nbytes() == 0
+    assert all(parameter.isnan().all() for parameter in twin.model.parameters())
+
+
+def test_nothing_keeps_a_closed_training_alive() -> None:
+    """Not torch's global tables, not a second manager."""
+    with chunkmem.ChunkManager(config(SMALL_NBYTES)) as other:
+        Twin(other, Blocks).steps(0)
+        with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
+            twin = Twin(manager, Blocks)
+            twin.steps(0)
+            refs = [weakref.ref(x) for x in (manager, twin.model, twin.optimizer, twin.model.inner.weight)]
+        del manager, twin
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * 4
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_close_inside_gather(grads: bool) -> None:
+    manager = chunkmem.ChunkManager(config(AMPLE_NBYTES))
+    twin = Twin(manager, Blocks)
+    twin.loss(features(0)).backward()
+    with manager.gather(grads=grads):
+        manager.close()
+    with pytest.raises(chunkmem.StateError, match="manager is closed"):
+        twin.model(features(0))
+
+
+def test_leaving_the_with_block_by_an_error_closes() -> None:
+    with pytest.raises(ZeroDivisionError), chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
+        model = Twin(manager, Blocks).model
+        raise ZeroDivisionError
+    with pytest.raises(chunkmem.StateError, match="manager is closed"):
+        model(features(0))
+
+
+def test_the_memory_report() -> None:
+    """Roles, peaks and caps are those of the ledgers; the table says the same."""
+    with chunkmem.ChunkManager(config(6 * 1024)) as manager:
+        assert manager.memory().device.now_nbytes == manager.memory().host.now_nbytes == 0
+        twin = Twin(manager, Blocks)
+        packed = manager.memory()
+        assert packed.host.by_role == {"param": (8 * 1024, 8 * 1024)}
+        assert packed.padding_nbytes == 8 * 1024 - sum(p.nbytes for p in twin.model.parameters())
+        twin.steps(0, 1)
+        report = manager.memory()
+        assert (report.device.cap_nbytes, report.host.cap_nbytes) == (6 * 1024, AMPLE_NBYTES)
+        assert report.device.now_nbytes <= report.device.peak_nbytes <= 6 * 1024
+        assert report.device.required_nbytes <= 6 * 1024
+        for tier, side in ((Tier.DEVICE, report.device), (Tier.HOST, report.host)):
+            for role in (Role.PARAM, Role.GRAD, Role.EXP_AVG, Role.EXP_AVG_SQ):
+                live = [c for c in manager._store.chunks.values() if c.id.role is role and tier in c.replicas]
+                assert side.by_role.get(role.value, (0, 0))[0] == sum(chunk.nbytes for chunk in live)
+            assert sum(now for now, _ in side.by_role.values()) == side.now_nbytes
+        assert report.moved.h2d_nbytes > 0 < report.moved.d2h_nbytes
+        table = str(report).splitlines()
+        assert table[0].split() == ["tier", "role", "now", "peak", "cap"]
+        assert "6.00 KiB" in table[1]
+        assert {line.split()[0] for line in table[2:-1]} >= {"param", "grad", "exp_avg", "HOST"}
+        assert table[-1].startswith("padding ")
+
+
+def test_the_memory_history() -> None:
+    """One sample for each change, from the first to the last, by what was running; blocks may nest."""
+    with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        with manager.memory_history() as history:
+            with suppress(ZeroDivisionError), manager.memory_history() as inner:
+                twin.step(features(0))
+                raise ZeroDivisionError
+            twin.step(features(1))
+        assert history.caps == {Tier.DEVICE: SMALL_NBYTES, Tier.HOST: AMPLE_NBYTES}
+        assert {sample.label for sample in history.samples} == {"", "forward", "backward", "step"}
+        assert all(sum(sample.nbytes[Tier.DEVICE].values()) <= SMALL_NBYTES for sample in history.samples)
+        times = [sample.time_s for sample in history.samples]
+        assert times == sorted(times)
+        assert 0 < len(inner.samples) < len(history.samples)
+        before = len(history.samples)
+        twin.step(features(2))
+        assert len(history.samples) == before
+        audit(manager)
