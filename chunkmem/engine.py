@@ -62,13 +62,17 @@ def initialize_engine(
     """
     if not isinstance(config, Config):
         config = Config.from_dict(config) if isinstance(config, Mapping) else Config.from_json(config)
+    if not isinstance(local_rank, int) or local_rank < 0:
+        raise ConfigError(f"local_rank is {local_rank!r}; it has to be the index of an accelerator, from 0")
+    if not callable(model_func):
+        raise ConfigError(f"model_func is a {type(model_func).__name__}; it has to be a function that makes the model")
     manager = ChunkManager(config, device_index=local_rank)
     if isinstance(model_func, nn.Module):
         module = manager.wrap(model_func)
-    elif callable(model_func):
+    else:
         with manager.init():
             module = model_func()
-    else:
-        raise ConfigError(f"model_func is a {type(model_func).__name__}; it has to be a function that makes the model")
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"model_func returned a {type(module).__name__}; it has to make a torch.nn.Module")
     kind = AdamW if config.optimizer.type == "AdamW" else Adam
     return Engine(manager, module), kind(module.parameters(), manager=manager)

@@ -27,7 +27,7 @@ from chunkmem.nn.registry import ModelRegistry, check_fits
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.optim.update import GroupUpdater
 from chunkmem.plan.placement import GroupBytes, place_states
-from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.report import memory_report, recording
 from chunkmem.runtime.storage import default_backend
@@ -215,6 +215,7 @@ class ChunkManager:
             self._backward.reset(step=True)
             self._executor.closed = "its manager is closed; take manager.state_dict() before manager.close()"
             self._store.close()
+            give_back_freed_ram()
 
     @property
     def _phase(self) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.types import ChunkId, Role, Tier
@@ -94,7 +95,7 @@ class GradientBook:
             self._executor.use(chunk, Tier.DEVICE, reader=reader)
         landed = self._landed[managed.group]
         slot = self._slot(managed)
-        with torch.no_grad():  # a backward that builds a graph runs its hooks with gradients enabled
+        with runtime_mode():
             if managed in landed:
                 slot.add_(grad)
             else:

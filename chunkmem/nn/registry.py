@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,13 @@ from chunkmem.layout.pack import search_slab_nbytes
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.packing import PackedModel, Packer, check_separate, named_parameters_of, tensor_specs
+from chunkmem.runtime.device import runtime_mode
 
 _FP32_NBYTES = 4
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
 
 
 class ModelRegistry:
@@ -55,7 +61,7 @@ class ModelRegistry:
             named.append(found)
         check_separate(roots, packed=known)
         slab_nbytes = self._slab_nbytes
-        if slab_nbytes is None and any(named):
+        if any(named) and (slab_nbytes is None or self._chunk_numel is not None):
             slab_nbytes = self._choose_slab_nbytes([pair for pairs in named for pair in pairs])
         packable = {
             root: pairs
@@ -126,19 +132,23 @@ class ModelRegistry:
     def check(self) -> None:
         """Look all parameters over, then raise if one no longer stands where it was packed; see `BoundChunk.check`."""
         errors = []
-        for bound in dict.fromkeys(managed.bound for managed in self.parameters):
-            try:
-                bound.check()
-            except StateError as error:
-                errors.append(error)
+        with runtime_mode():
+            for bound in dict.fromkeys(managed.bound for managed in self.parameters):
+                try:
+                    bound.check()
+                except StateError as error:
+                    errors.append(error)
         if errors:
             raise errors[0]
 
     def _choose_slab_nbytes(self, named: Sequence[tuple[str, nn.Parameter]]) -> int:
-        if self._chunk_numel is not None:
-            nbytes = self._chunk_numel * _FP32_NBYTES
-            return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
-        return search_slab_nbytes(tensor_specs(named), device_cap_nbytes=self._device_cap_nbytes)
+        specs = tensor_specs(named)
+        if self._chunk_numel is None:
+            return search_slab_nbytes(specs, device_cap_nbytes=self._device_cap_nbytes)
+        by_dtype = Counter[str]()
+        for spec in specs:
+            by_dtype[spec.dtype] += _aligned(spec.nbytes)
+        return min(_aligned(self._chunk_numel * _FP32_NBYTES), max(ALIGN_NBYTES, *by_dtype.values()))
 
 
 def check_fits(state: Mapping[str, Any], expected: Mapping[str, Any], *, strict: bool) -> None:

@@ -32,9 +32,7 @@ def tensors_in(value: object, *, object_depth: int = _OBJECT_DEPTH) -> Iterator[
 def kept_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that a module holds as attributes, or in lists, tuples and dicts that are attributes."""
     for name, value in vars(module).items():
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple, dict)) and name not in _MODULE_FIELDS:
+        if name not in _MODULE_FIELDS and isinstance(value, (torch.Tensor, list, tuple, dict)):
             yield from tensors_in(value, object_depth=0)
 
 

@@ -77,10 +77,12 @@ class GroupUpdater:
         """
         groups = {managed.group for managed in (*params, *self._owner)}  # of other optimizers too
         ledgers = {tier: pool.ledger for tier, pool in self._store.pools.items()}
-        cap = sum(ledger.limit_nbytes for ledger in ledgers.values())
-        weights = sum(chunk.nbytes for key, chunk in self._store.chunks.items() if key.role is Role.PARAM)
-        need = weights + 3 * sum(self._chunk(Role.PARAM, group).nbytes for group in groups)
-        if need > cap:
+        sizes = [chunk.nbytes for key, chunk in self._store.chunks.items() if key.role is Role.PARAM]
+        need = sum(sizes) + 3 * sum(self._chunk(Role.PARAM, group).nbytes for group in groups)
+        limits = [ledger.limit_nbytes for ledger in ledgers.values()]
+        if min(limits) > 0 and need > max(limits):
+            need += max(sizes, default=0)  # two full tiers could not exchange anything
+        if need > (cap := sum(limits)):
             # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
             host_cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
             host_need = host_cap + need - cap

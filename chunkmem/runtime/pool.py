@@ -189,5 +189,6 @@ class HostArena:
                     del segment.free[start]
                     if length > nbytes:
                         segment.free[start + nbytes] = length - nbytes
-                    return Slab(nbytes, segment.bytes[start : start + nbytes], start, index)
+                    with runtime_mode():
+                        return Slab(nbytes, segment.bytes[start : start + nbytes], start, index)
         return None

@@ -12,7 +12,7 @@ from torch import nn
 
 import chunkmem
 from tests.helpers.audit import audit
-from tests.helpers.twins import WIDTH, Blocks, Twin, assert_equal, config, features, same
+from tests.helpers.twins import WIDTH, Blocks, Twin, assert_equal, config, cpu_only, features, same
 
 SMALL_NBYTES = 4 * 1024
 CHUNK_NBYTES = 1024
@@ -27,8 +27,8 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "init": lambda p: nn.init.constant_(p, 0.125),
     "through data": lambda p: p.data.add_(0.25),
     "through detach": lambda p: p.detach().neg_(),
-    "through numpy": lambda p: p.detach().numpy().__setitem__(..., 0.5),
-    "copy": lambda p: p.copy_(torch.linspace(0, 1, p.numel()).view_as(p)),
+    "through numpy": lambda p: (p.detach().numpy() if p.device.type == "cpu" else p.detach()).__setitem__(..., 0.5),
+    "copy": lambda p: p.copy_(torch.linspace(0, 1, p.numel()).view(p.shape)),
     "a view": lambda p: p.view(-1)[:3].zero_(),
 }
 
@@ -138,6 +138,7 @@ def test_writes_to_scalars_that_are_away_are_kept() -> None:
     same(Scalars, scenario)
 
 
+@cpu_only
 def test_too_much_is_refused_with_the_sizes_and_changes_nothing() -> None:
     plain = Twin(None, Blocks)
     losses = plain.steps(0, 1)
@@ -162,6 +163,7 @@ def test_too_much_is_refused_with_the_sizes_and_changes_nothing() -> None:
         pass
 
 
+@cpu_only
 def test_nested_blocks_share_the_room() -> None:
     with chunkmem.ChunkManager(config(3 * CHUNK_NBYTES)) as manager:
         model = Twin(manager, Blocks).model
@@ -205,7 +207,7 @@ def test_training_inside_a_block_of_some_parameters() -> None:
 
 
 STRAYED: dict[str, Callable[[nn.Linear], Any]] = {
-    "data": lambda layer: setattr(layer.weight, "data", torch.zeros(WIDTH, WIDTH)),
+    "data": lambda layer: setattr(layer.weight, "data", torch.zeros_like(layer.weight)),
     "data, transposed": lambda layer: setattr(layer.weight, "data", layer.weight.data.t()),
     "two of them": lambda layer: [setattr(p, "data", torch.ones_like(p)) for p in layer.parameters()],
 }
@@ -242,6 +244,7 @@ def test_a_parameter_given_other_memory_is_named_and_put_back(how: str, present:
         assert_equal(twin.left(), plain.left())
 
 
+@cpu_only
 def test_a_loop_over_all_modules_needs_room_for_one() -> None:
     """Reads outside of any module last until the next call, or until another one needs their room."""
 
@@ -268,6 +271,7 @@ def test_a_loop_over_all_modules_needs_room_for_one() -> None:
         assert_equal((scenario(twin), twin.left()), expected)
 
 
+@cpu_only
 def test_a_graph_over_what_was_read_outside_keeps_it() -> None:
     """A penalty on two weights: their room is not given away before backward has been, whoever asks for it."""
 

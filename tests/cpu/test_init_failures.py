@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 import chunkmem
 from chunkmem.nn.access import ParameterReads
 from tests.helpers.audit import audit
-from tests.helpers.twins import SEED, WIDTH, Blocks, Twin, assert_equal, config, features
+from tests.helpers.twins import SEED, WIDTH, Blocks, Twin, assert_equal, config, cpu_only, features
 
 SMALL_NBYTES = 4 * 1024
 
@@ -131,6 +131,7 @@ def test_a_failure_leaves_modules_and_torch_as_they_were(failure: Callable[..., 
         assert_equal(twin.left(), plain.left())
 
 
+@cpu_only
 def test_no_tier_has_room_in_one_piece() -> None:
     """There is room for the bytes of both models, and most of them are packed, when the last parameter finds none."""
     with chunkmem.ChunkManager(config(0, memory={"device": "4KiB", "host": "12KiB"})) as manager:

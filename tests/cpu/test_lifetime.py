@@ -19,7 +19,8 @@ from torch.nn.utils import prune
 import chunkmem
 from chunkmem.types import Role, Tier
 from tests.helpers.audit import audit, audit_ledgers
-from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Blocks, Twin, assert_equal, config, features, same
+from tests.helpers.training import compute_device
+from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Blocks, Twin, assert_equal, config, cpu_only, features, same
 
 SMALL_NBYTES = 4 * 1024
 
@@ -41,7 +42,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "to dtype": lambda model: model.to(torch.bfloat16),
     "to meta": lambda model: model.to("meta"),
     "to memory format": lambda model: model.to(memory_format=torch.channels_last),
-    "share_memory": lambda model: model.share_memory(),
+    "to shared memory": lambda model: model.share_memory() if not torch.accelerator.is_available() else model.half(),
     "a part": lambda model: model.blocks.half(),
     "deepcopy": copy.deepcopy,
     "deepcopy of a part": lambda model: copy.deepcopy(model.act),
@@ -76,7 +77,7 @@ def test_what_cannot_be_served_says_so_and_changes_nothing(how: str) -> None:
 
 
 SERVED: dict[str, Callable[[Any], Any]] = {
-    "to device": lambda model: model.to("cpu"),
+    "to device": lambda model: model.to(compute_device()),
     "float": lambda model: model.float(),
     "to memory format": lambda model: model.blocks.to(memory_format=torch.contiguous_format),
     "train": lambda model: model.eval().train(),
@@ -216,6 +217,7 @@ def test_leaving_the_with_block_by_an_error_closes() -> None:
         model(features(0))
 
 
+@cpu_only
 def test_the_memory_report() -> None:
     """Roles, peaks and caps are those of the ledgers; the table says the same."""
     with chunkmem.ChunkManager(config(6 * 1024)) as manager:
@@ -242,6 +244,7 @@ def test_the_memory_report() -> None:
         assert table[-1].startswith("padding ")
 
 
+@cpu_only
 def test_the_memory_history() -> None:
     """One sample for each change, from the first to the last, by what was running; blocks may nest."""
     with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:

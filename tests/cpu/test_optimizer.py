@@ -12,7 +12,17 @@ from torch.optim import lr_scheduler
 
 import chunkmem
 from chunkmem.types import Role, Tier
-from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Blocks, Twin, assert_equal, config, copied, features, mlp, same
+from tests.helpers.twins import (
+    AMPLE_NBYTES,
+    WIDTH,
+    Blocks,
+    Twin,
+    assert_equal,
+    config,
+    cpu_only,
+    features,
+    same,
+)
 
 STEPS = range(5)
 
@@ -228,6 +238,7 @@ def test_an_argument_of_zero_switches_configured_clipping_off() -> None:
     same(Blocks, lambda twin: twin.steps(*STEPS), keys={"gradient_clipping": 1e-3}, max_grad_norm=0)
 
 
+@cpu_only
 @pytest.mark.parametrize("margin", [0, 0.5, 1])
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_states_live_where_the_configuration_says(hybrid: bool, margin: float) -> None:
@@ -254,44 +265,3 @@ def test_states_live_where_the_configuration_says(hybrid: bool, margin: float) -
 
 def test_all_states_on_host_at_the_smallest_cap() -> None:
     same(Blocks, lambda twin: twin.steps(*STEPS), keys={"optimizer": {"params": {"use_hybrid_adam": False}}})
-
-
-class WithOrdinary(Blocks):
-    """Some of its parts stay ordinary modules; of two dtypes."""
-
-    def __init__(self, manager: chunkmem.ChunkManager | None) -> None:
-        super().__init__()
-        if manager is None:
-            self.extra, self.wide = mlp(), nn.Linear(4, 4).double()
-        else:
-            with manager.exclude():
-                self.extra, self.wide = mlp(), nn.Linear(4, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wide(super().forward(self.extra(x)).double())
-
-
-def test_excluded_modules() -> None:
-    """They are updated, clipped, frozen, saved and loaded with the others."""
-    outcomes = []
-    for manager in (None, chunkmem.ChunkManager(config(6 * 1024))):
-        twin = Twin(manager, lambda manager=manager: WithOrdinary(manager), max_grad_norm=None)
-        losses = twin.steps(0, 1)
-        twin.loss(features(2)).backward()
-        norm = twin.clip(0.01)
-        twin.update()
-        twin.model.extra.requires_grad_(False)
-        losses += twin.steps(3)
-        saved = copied(twin.optimizer.state_dict())  # torch hands out what it goes on changing
-        twin.steps(4)
-        twin.optimizer.load_state_dict(saved)
-        losses += twin.steps(5)
-        outcomes.append((losses, norm, twin.left()))
-        if manager is not None:
-            ordinary = {"extra", "wide"}
-            assert all(
-                (name.split(".")[0] in ordinary) == (manager._lookup(p) is None)
-                for name, p in twin.model.named_parameters()
-            )
-            manager.close()
-    assert_equal(outcomes[1], outcomes[0])

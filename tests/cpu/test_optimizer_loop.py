@@ -85,7 +85,7 @@ def test_gradients_read_and_written_where_torch_has_them() -> None:
                 inner.weight.grad.mul_(0.5)
                 inner.bias.grad = inner.bias.grad.square()
                 head.weight.grad = None
-                second[0].weight.grad = torch.ones(16, 16)
+                second[0].weight.grad = torch.ones_like(second[0].weight)
             seen.append(twin.clip(0.1))
             twin.update()
         return seen

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import chunkmem
 from tests.helpers.audit import audit
-from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, copied, features
+from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, copied, features, mlp
 
 SMALL_NBYTES = 4 * 1024
 
@@ -224,3 +224,44 @@ def test_an_optimizer_that_could_not_be_made_takes_nothing_over() -> None:
         assert len(twin.optimizer.param_groups) == 1
         assert twin.steps(1) == losses[1:]
         assert_equal(twin.left(), plain.left())
+
+
+class WithOrdinary(Blocks):
+    """Some of its parts stay ordinary modules; of two dtypes."""
+
+    def __init__(self, manager: chunkmem.ChunkManager | None) -> None:
+        super().__init__()
+        if manager is None:
+            self.extra, self.wide = mlp(), nn.Linear(4, 4).double()
+        else:
+            with manager.exclude():
+                self.extra, self.wide = mlp(), nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(super().forward(self.extra(x)).double())
+
+
+def test_excluded_modules() -> None:
+    """They are updated, clipped, frozen, saved and loaded with the others."""
+    outcomes = []
+    for manager in (None, chunkmem.ChunkManager(config(6 * 1024))):
+        twin = Twin(manager, lambda manager=manager: WithOrdinary(manager), max_grad_norm=None)
+        losses = twin.steps(0, 1)
+        twin.loss(features(2)).backward()
+        norm = twin.clip(0.01)
+        twin.update()
+        twin.model.extra.requires_grad_(False)
+        losses += twin.steps(3)
+        saved = copied(twin.optimizer.state_dict())  # torch hands out what it goes on changing
+        twin.steps(4)
+        twin.optimizer.load_state_dict(saved)
+        losses += twin.steps(5)
+        outcomes.append((losses, norm, twin.left()))
+        if manager is not None:
+            ordinary = {"extra", "wide"}
+            assert all(
+                (name.split(".")[0] in ordinary) == (manager._lookup(p) is None)
+                for name, p in twin.model.named_parameters()
+            )
+            manager.close()
+    assert_equal(outcomes[1], outcomes[0])

@@ -1,17 +1,14 @@
-"""Slabs given out and taken back: exact bytes, a cache that keeps its limits, an arena that never overlaps."""
+"""Slabs given out and taken back: exact bytes, and a cache that keeps its limits."""
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkmem.runtime import pool as pool_module
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import CACHE, Ledger
 from chunkmem.runtime.pool import DevicePool, HostArena, Slab, SlabPool
@@ -78,6 +75,15 @@ def test_the_cache_keeps_no_more_than_its_capacity_and_lets_go_of_the_oldest() -
         pool.free(PARAM, slab)
     assert by_role(pool) == {CACHE: 2}
     assert {pool.alloc(PARAM, SLAB), pool.alloc(PARAM, SLAB)} == {slabs[2], slabs[3]}
+
+
+def test_of_the_kept_slabs_the_one_freed_last_is_served_first() -> None:
+    """Its bytes are the likeliest to be in a processor's cache still."""
+    pool = device_pool(slabs=2)
+    slabs = [pool.alloc(PARAM, SLAB) for _ in range(2)]
+    for slab in slabs:
+        pool.free(PARAM, slab)
+    assert pool.alloc(GRAD, SLAB) is slabs[1]
 
 
 def test_with_capacity_zero_nothing_is_kept() -> None:
@@ -184,165 +190,3 @@ def test_device_pool_accounts_for_every_byte(actions: list[tuple[int, bool, int]
         pool.free(*live.pop())
     pool.close()
     assert pool.ledger.total_nbytes == 0
-
-
-def starts(slabs: list[Slab]) -> list[tuple[int, int]]:
-    """Segment and offset of each, in slabs."""
-    return [(slab.segment, slab.start // SLAB) for slab in slabs]
-
-
-def test_the_arena_maps_exactly_what_was_announced(arena: HostArena, monkeypatch: pytest.MonkeyPatch) -> None:
-    # announced 10 slabs, mapped in pieces of at most 4:   |0 1 2 3|4 5 6 7|8 9|
-    monkeypatch.setattr(pool_module, "_SEGMENT_NBYTES", 4 * SLAB + SLAB // 2)
-    arena.expect(10 * SLAB)
-    assert arena.reserved_nbytes == 0
-    slabs = [arena.alloc(PARAM, SLAB) for _ in range(10)]
-    assert starts(slabs) == [(i // 4, i % 4) for i in range(10)]
-    assert arena.reserved_nbytes == arena.ledger.total_nbytes == 10 * SLAB
-
-
-def test_a_piece_is_mapped_when_it_is_first_needed(arena: HostArena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_SEGMENT_NBYTES", 4 * SLAB)
-    arena.expect(8 * SLAB)
-    reserved = [(arena.alloc(PARAM, SLAB), arena.reserved_nbytes // SLAB)[1] for _ in range(8)]
-    assert reserved == [4, 4, 4, 4, 8, 8, 8, 8]
-
-
-def test_what_was_not_announced_is_mapped_as_it_is_asked_for(arena: HostArena) -> None:
-    arena.alloc(PARAM, SLAB)
-    arena.alloc(PARAM, 3 * SLAB)
-    assert arena.reserved_nbytes == arena.ledger.total_nbytes == 4 * SLAB
-
-
-def test_a_slab_larger_than_a_segment_gets_one_of_its_own(arena: HostArena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_SEGMENT_NBYTES", 2 * SLAB)
-    arena.expect(7 * SLAB)
-    assert starts([arena.alloc(PARAM, 5 * SLAB), arena.alloc(PARAM, SLAB), arena.alloc(PARAM, SLAB)]) == [
-        (0, 0),
-        (1, 0),
-        (1, 1),
-    ]
-    assert arena.reserved_nbytes == 7 * SLAB
-
-
-def test_no_more_than_the_cap_is_mapped_ahead() -> None:
-    """Of a model larger than the HOST cap a part goes to DEVICE; its bytes were announced all the same."""
-    arena = HostArena(ledger(Tier.HOST, 3), ComputeDevice.default())
-    arena.expect(10 * SLAB)
-    for _ in range(3):
-        arena.alloc(PARAM, SLAB)
-        assert arena.reserved_nbytes == 3 * SLAB
-
-
-def test_the_arena_gives_out_the_first_run_that_fits(arena: HostArena) -> None:
-    # |a|b|c|d|e|  free b, c and e; one slab goes where b was, two go nowhere before a is freed as well
-    arena.expect(5 * SLAB)
-    slabs = [arena.alloc(PARAM, SLAB) for _ in range(5)]
-    for index in (4, 1, 2):
-        arena.free(PARAM, slabs[index])
-    assert starts([arena.alloc(PARAM, SLAB)]) == [(0, 1)]
-    assert starts([arena.alloc(PARAM, SLAB)]) == [(0, 2)]
-    assert starts([arena.alloc(PARAM, SLAB)]) == [(0, 4)]
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)])
-def test_neighbours_merge_in_whatever_order_they_are_freed(arena: HostArena, order: tuple[int, ...]) -> None:
-    arena.expect(4 * SLAB)
-    slabs = [arena.alloc(PARAM, SLAB) for _ in range(4)]
-    for index in order:
-        arena.free(PARAM, slabs[index])
-    assert starts([arena.alloc(PARAM, 3 * SLAB)]) == [(0, 0)]
-    assert arena.reserved_nbytes == 4 * SLAB
-
-
-def test_runs_of_two_segments_do_not_merge(arena: HostArena) -> None:
-    slabs = [arena.alloc(PARAM, SLAB), arena.alloc(PARAM, SLAB)]
-    for slab in slabs:
-        arena.free(PARAM, slab)
-    assert starts([arena.alloc(PARAM, 2 * SLAB)]) == [(2, 0)]
-
-
-def test_a_closed_arena_holds_nothing(arena: HostArena) -> None:
-    slab = arena.alloc(PARAM, SLAB)
-    slab.bytes.fill_(7)
-    view = slab.bytes
-    arena.free(PARAM, slab)
-    arena.close()
-    assert arena.reserved_nbytes == arena.ledger.total_nbytes == 0
-    assert (view == 7).all()  # a view someone kept still has memory under it
-
-
-def check_arena(arena: HostArena, live: list[tuple[int, Slab]]) -> None:
-    """No two live slabs overlap, their contents are their own, free runs and live slabs fill the segments exactly."""
-    for index, segment in enumerate(arena._segments):
-        runs = [(slab.start, slab.nbytes) for _, slab in live if slab.segment == index]
-        at = 0
-        for start, nbytes in sorted([*runs, *segment.free.items()]):
-            assert start == at
-            at += nbytes
-        assert at == len(segment.region)
-        ends = {start + nbytes for start, nbytes in segment.free.items()}
-        assert ends.isdisjoint(segment.free), "two free runs side by side were not merged"
-    for mark, slab in live:
-        assert (slab.bytes == mark).all(), "another slab was written over this one"
-    assert arena.ledger.total_nbytes == sum(slab.nbytes for _, slab in live)
-
-
-def run_arena(actions: list[tuple[int, bool, int]], announced: int) -> None:
-    arena = HostArena(ledger(Tier.HOST, 1000), ComputeDevice.default())
-    arena.expect(announced * SLAB)
-    live: list[tuple[int, Slab]] = []
-    for mark, (slabs, takes, which) in enumerate(actions):
-        if takes or not live:
-            slab = arena.alloc(PARAM, slabs * SLAB)
-            slab.bytes.fill_(mark)
-            live.append((mark, slab))
-        else:
-            arena.free(PARAM, live.pop(which % len(live))[1])
-        check_arena(arena, live)
-    while live:
-        arena.free(PARAM, live.pop()[1])
-    assert all(segment.free == {0: len(segment.region)} for segment in arena._segments)
-    assert arena.ledger.total_nbytes == 0
-
-
-arena_actions = st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 99)), max_size=40)
-
-
-@given(actions=arena_actions, announced=st.integers(0, 20))
-def test_arena_never_overlaps_and_everything_merges_back(actions: list[tuple[int, bool, int]], announced: int) -> None:
-    run_arena(actions, announced)
-
-
-@pytest.mark.full
-@given(actions=st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(0, 99)), max_size=200))
-@settings(max_examples=500, deadline=None)
-def test_arena_never_overlaps_at_length(actions: list[tuple[int, bool, int]]) -> None:
-    run_arena(actions, announced=50)
-
-
-def mapped(address: int) -> bool:
-    """Whether this process has memory at an address."""
-    with open("/proc/self/maps") as maps:
-        ranges = [line.split()[0].split("-") for line in maps]
-    return any(int(first, 16) <= address < int(last, 16) for first, last in ranges)
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="the system has no MADV_DONTFORK")
-def test_a_forked_child_has_none_of_the_arena(arena: HostArena) -> None:
-    arena.expect(64 * SLAB)
-    slab = arena.alloc(PARAM, 64 * SLAB)
-    slab.bytes.fill_(1)
-    address = slab.bytes.data_ptr()
-    assert mapped(address)
-    child = os.fork()
-    if child == 0:
-        # Straight out, whatever happens: nothing of the test session may run twice.
-        try:
-            os._exit(10 if mapped(address) else 0)
-        finally:
-            os._exit(11)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFEXITED(status)
-    assert os.WEXITSTATUS(status) == 0
-    assert (slab.bytes == 1).all()

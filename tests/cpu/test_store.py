@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from chunkmem.errors import StateError
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.types import Role, Tier
 from tests.helpers.world import SLAB, World, values_on
@@ -132,6 +133,25 @@ def test_parameters_stand_on_the_slab_while_it_is_there_and_read_nan_while_it_is
     assert single.isnan()
     assert (matrix.shape, single.shape) == ((2, 3), ())
     assert (id(matrix), id(single)) == identities
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_other_memory_given_to_a_parameter_is_told_though_its_chunk_has_moved_since(world: World, leaves: bool) -> None:
+    """Coming and going must not put it back without a word: what the user assigned would be lost."""
+    chunk = loaded(world)
+    managed = world.parameters[0][0]
+    if not leaves:
+        world.store.drop(chunk, DEVICE)
+    managed.param.data = torch.zeros(2, 3)
+    if leaves:
+        world.store.drop(chunk, DEVICE)
+    else:
+        world.executor.use(chunk, DEVICE, reader="forward")
+    with pytest.raises(StateError, match=r"parameter p0.0 \(2, 3\) was given other memory after it was packed"):
+        managed.bound.check()
+    managed.bound.check()
+    world.executor.use(chunk, DEVICE, reader="forward")
+    assert managed.param.tolist() == [[5.0] * 3] * 2
 
 
 def test_an_evicted_chunk_holds_no_device_memory(world: World) -> None:

@@ -198,7 +198,7 @@ def test_loading_needs_no_more_room_than_training() -> None:
         twin.model.load_state_dict(state)
         return losses + twin.steps(3)
 
-    assert same(ListOfMatrices, scenario) == 2 * 1024  # the weight and its gradient
+    assert same(ListOfMatrices, scenario) == 2 * 1024  # a weight and its gradient
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {

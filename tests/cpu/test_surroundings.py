@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import chunkmem
 from tests.helpers.training import VARIANTS, Chunked, Trainer, capped
-from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Blocks, Twin, Weighted, assert_equal, config, features, mlp, same
+from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, Weighted, assert_equal, config, features, mlp, same
 from tests.helpers.zoo import ZOO, ZooModel
 
 
@@ -45,6 +45,7 @@ def add_hooks(model: nn.Module, calls: list[Any]) -> None:
             module.register_full_backward_pre_hook(lambda module, grad: calls.append("backward"))
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook")
 @pytest.mark.parametrize("when", ["before packing", "after packing"])
 def test_hooks_of_the_user(when: str) -> None:
     def scenario(twin: Twin) -> list[Any]:
@@ -135,6 +136,8 @@ def test_training_inside(what: str) -> None:
                 if isinstance(mode, FlopCounterMode):
                     losses.append(mode.get_total_flops())
                 twin.update()
+                if isinstance(mode, CountsOperators):
+                    mode.names.clear()  # the operators of an update differ
         return losses
 
     same(lambda: Blocks(Weighted()), scenario)
@@ -249,8 +252,3 @@ def test_the_check_has_nothing_to_say_about_the_zoo(case: ZooModel) -> None:
             assert manager._make_guard() is not None
             trainer.step()
             assert manager._make_guard() is None
-
-
-def test_the_width_of_these_models() -> None:
-    assert Blocks(Weighted())(features(0)).shape == (4, 4)
-    assert features(0).shape == (4, WIDTH)

@@ -6,19 +6,24 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 import chunkmem
 from tests.helpers.audit import audit
+from tests.helpers.training import compute_device
 
 SEED = 11
 WIDTH = 16
 CHUNK_NUMEL = 256
 """Small, so that the models of a few thousand parameters in these tests take a dozen chunks."""
 AMPLE_NBYTES = 8 << 20
+
+cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator's cap covers activations too")
+"""For tests that know every byte, or look at memory as only a CPU can."""
 
 
 class Blocks(nn.Module):
@@ -58,8 +63,8 @@ def mlp() -> nn.Module:
 
 
 def features(seed: int = 0, *, shape: tuple[int, ...] = (4, 16)) -> Tensor:
-    """A batch, a function of the seed alone."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    """A batch on the compute device, a function of the seed alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(compute_device())
 
 
 class Twin:
@@ -70,6 +75,8 @@ class Twin:
         torch.manual_seed(SEED)
         with nullcontext() if manager is None else manager.init():
             self.model: Any = build()
+        if manager is None:
+            self.model.to(compute_device())
         options = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1} | options
         options["lr"] = options["lr"]() if callable(options["lr"]) else options["lr"]
         kind = options.pop("kind", "AdamW")
@@ -189,8 +196,3 @@ def assert_equal(actual: Any, expected: Any) -> None:
         assert torch.equal(actual, expected), f"off by up to {(actual - expected).abs().max().item()}"
     else:
         assert actual == expected, f"{actual} is not {expected}"
-
-
-def tensors(tree: Any) -> list[Tensor]:
-    """The tensors in a tree."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -120,6 +120,14 @@ class World:
                         assert not replica.flat[start:stop].any(), f"{chunk.label}: pads are not 0"
 
 
+def packed(sizes: list[int], **caps: Any) -> World:
+    """A world whose PARAM chunks are on HOST, chunk i full of i + 1."""
+    world = World(sizes, **caps)
+    for index in range(len(sizes)):
+        world.param(index, index + 1.0)
+    return world
+
+
 def values_on(chunk: Chunk, tier: Tier) -> list[float]:
     """The seven elements of a replica that are in slots."""
     flat = chunk.replicas[tier].flat

@@ -83,6 +83,13 @@ def test_it_never_drops_the_duplicate_an_eviction_relies_on() -> None:
     )
 
 
+def test_it_drops_another_duplicate_than_the_one_it_relies_on() -> None:
+    # here   | 0 copy | 1 newest |              20 are needed: both leave
+    # there  | 0 copy, the older one | 2 copy |      and 2 makes room for 1
+    here, there = room(0, copied(0, 1), newest(1, 2)), room(0, copied(0, 1), copied(2, 2))
+    assert make_room(20, here, there) == RoomPlan((param(2),), (*left(0), *spilled(1)))
+
+
 def test_nothing_newest_is_dropped_there() -> None:
     assert make_room(10, room(0, newest(0)), room(0, newest(1))) == Shortage(10, 10)
 
@@ -111,6 +118,13 @@ def test_a_mix_of_spilled_and_clean_ones() -> None:
 def test_a_large_one_that_does_not_fit_there_is_passed_over() -> None:
     here = room(0, newest(0, 1, nbytes=30), newest(1, 2), newest(2, 3))
     assert make_room(20, here, room(20)) == RoomPlan((), spilled(1, 2))
+
+
+def test_of_several_mixes_the_smallest_leaves() -> None:
+    # 60 are needed: with the 40 of 2, the 20 of 1 are enough, and the older 30 of 0 need not be copied
+    here = room(0, newest(0, 1, nbytes=30), newest(1, 2, nbytes=20), copied(2, 3, nbytes=40))
+    there = room(0, copied(3, nbytes=49))
+    assert make_room(60, here, there) == RoomPlan((param(3),), (*spilled(1), *left(2)))
 
 
 def test_a_large_one_needs_two_duplicates_dropped() -> None:

@@ -1,0 +1,196 @@
+"""What does not fit: who needed it, both numbers, the smallest cap; and training goes on with what does fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chunkmem
+from tests.helpers.audit import audit, audit_ledgers
+from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Blocks, Twin, assert_equal, config, cpu_only, features, mlp
+
+KIB = 1024
+pytestmark = cpu_only
+
+
+class WithLarge(Blocks):
+    """Beside layers of one chunk, one with a weight of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(WIDTH, 64, bias=False)
+
+    def forward(self, x: Tensor, *, large: bool = False) -> Tensor:
+        return super().forward(x) + (self.large(x).mean(dim=1, keepdim=True) if large else 0)
+
+
+def evaluate(twin: Twin) -> None:
+    with torch.no_grad():
+        twin.model(features(1), large=True)
+
+
+def forward(twin: Twin) -> None:
+    twin.loss(features(1), large=True)
+
+
+def backward(twin: Twin) -> None:
+    loss = twin.loss(features(1), large=True)
+    try:
+        twin.backward(loss)
+    except RuntimeError as error:
+        pytest.fail(str(error))
+
+
+def whole_step(twin: Twin) -> None:
+    twin.step(features(1), large=True)
+
+
+def gather(twin: Twin) -> None:
+    with twin.manager.gather(twin.model.large):
+        pass
+
+
+def gather_gradients(twin: Twin) -> None:
+    with twin.manager.gather(grads=True):
+        pass
+
+
+def outside(twin: Twin) -> None:
+    twin.model.large.weight.sum()
+
+
+CASES: dict[Callable[[Twin], None], tuple[int, str, int]] = {
+    evaluate: (3, r"^large forward: 4.00 KiB more needed on DEVICE for param chunk \d \(large.weight\), only", 4),
+    forward: (3, r"^large forward: 4.00 KiB more needed on DEVICE for param chunk \d \(large.weight\), only", 4),
+    backward: (6, r"^large.weight gradient: 4.00 KiB more needed on DEVICE for grad chunk \d \(large.weight\)", 8),
+    whole_step: (7, r"^large.weight gradient: 4.00 KiB more needed on DEVICE for grad chunk \d \(large.weight\)", 8),
+    gather: (3, r"^gather: 1 chunks need 4.00 KiB on DEVICE and the cap is 3.00 KiB; gather fewer parameters", 4),
+    gather_gradients: (5, r"^gather: 9 chunks need 12.00 KiB on DEVICE and the cap is 5.00 KiB; gather fewer", 12),
+    outside: (3, r"^<outside any module>: 4.00 KiB more needed on DEVICE for param chunk \d \(large.weight\)", 4),
+}
+
+
+@pytest.mark.parametrize("use", CASES, ids=lambda use: use.__name__)
+def test_training_goes_on_without_what_does_not_fit(use: Callable[[Twin], None]) -> None:
+    """After `zero_grad()` the same manager trains the rest, bit for bit."""
+    cap_kib, message, needed_kib = CASES[use]
+    plain = Twin(None, WithLarge)
+    losses = plain.steps(0, 1, 2)
+    with chunkmem.ChunkManager(config(cap_kib * KIB)) as manager:
+        twin = Twin(manager, WithLarge)
+        assert twin.steps(0) == losses[:1]
+        for seed in (1, 2):
+            with pytest.raises(chunkmem.CapacityError, match=message) as raised:
+                use(twin)
+            error = raised.value
+            assert (error.needed_nbytes, error.cap_nbytes) == (needed_kib * KIB, cap_kib * KIB)
+            assert "\n" not in str(error)
+            audit_ledgers(manager)
+            twin.optimizer.zero_grad()
+            assert twin.steps(seed) == losses[seed : seed + 1]
+        assert_equal(twin.left(), plain.left())
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "blocks": Blocks,
+    "a large one": lambda: Blocks(nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH))),
+    "recurrent": lambda: Unpacked(nn.LSTM(WIDTH, WIDTH, num_layers=2)),
+    "attention": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0),
+}
+
+
+class Unpacked(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.after = inner, mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.inner(x)[0])
+
+
+def refusal(twin: Twin) -> chunkmem.CapacityError | None:
+    try:
+        twin.steps(0, 1)
+    except chunkmem.CapacityError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_the_cap_an_error_asks_for_is_the_one_that_works(name: str) -> None:
+    """Raising it to what each error names ends, never above what a training with ample room reports."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        Twin(manager, BUILDS[name]).steps(0, 1)
+        required = manager.memory().device.required_nbytes
+    cap, asked = KIB, []
+    while True:
+        with chunkmem.ChunkManager(config(cap)) as manager:
+            twin = Twin(manager, BUILDS[name])
+            error = refusal(twin)
+        if error is None:
+            break
+        assert error.cap_nbytes == cap < error.needed_nbytes <= required
+        assert f"{error.needed_nbytes} bytes" in str(error)
+        cap = error.needed_nbytes
+        asked.append(cap)
+    assert cap == required == asked[-1]
+    plain = Twin(None, BUILDS[name])
+    plain.steps(0, 1)
+    with chunkmem.ChunkManager(config(cap)) as manager:
+        twin = Twin(manager, BUILDS[name])
+        twin.steps(0, 1)
+        assert_equal(twin.left(), plain.left())
+
+
+def host(kib: int) -> dict[str, Any]:
+    return {"memory": {"device": 4 * KIB, "host": kib * KIB}}
+
+
+def test_states_that_fit_nowhere_are_refused_when_the_optimizer_is_made() -> None:
+    """8 chunks in 4 roles are 32, one more is to exchange them; DEVICE has 4. With the cap it asks for, it trains."""
+    message = (
+        r"^optimizer: weights, gradients and states of 8 chunk groups take 33.00 KiB, and DEVICE and HOST together may "
+        r"hold 32.00 KiB; raise memory.host from 28.00 KiB to at least 29.00 KiB \(29696 bytes\)$"
+    )
+    with chunkmem.ChunkManager(config(0, **host(28))) as manager:
+        model = manager.wrap(Blocks())
+        with pytest.raises(chunkmem.CapacityError, match=message) as raised:
+            chunkmem.AdamW(model.parameters(), manager=manager)
+        assert (raised.value.needed_nbytes, raised.value.cap_nbytes) == (29 * KIB, 28 * KIB)
+        chunkmem.AdamW(model.inner.parameters(), manager=manager)
+        model(features(0)).sum().backward()
+    plain = Twin(None, Blocks)
+    losses = plain.steps(0, 1, 2)
+    with chunkmem.ChunkManager(config(0, **host(29))) as manager:
+        twin = Twin(manager, Blocks)
+        assert twin.steps(0, 1, 2) == losses
+        assert_equal(twin.left(), plain.left())
+
+
+def test_states_of_several_optimizers_count_together() -> None:
+    with chunkmem.ChunkManager(config(0, **host(28))) as manager:
+        model = manager.wrap(Blocks())
+        first = chunkmem.AdamW(model.blocks.parameters(), manager=manager)
+        with pytest.raises(chunkmem.CapacityError, match=r"^optimizer: .* of 8 chunk groups"):
+            chunkmem.AdamW([*model.inner.parameters(), *model.head.parameters()], manager=manager)
+        model(features(0)).sum().backward()
+        first.step()
+
+
+def test_a_step_whose_states_find_no_room_changes_nothing() -> None:
+    """A second model has taken it after the optimizer was made."""
+    with chunkmem.ChunkManager(config(0, **host(29))) as manager:
+        twin = Twin(manager, Blocks)
+        twin.loss(features(0)).backward()
+        manager.wrap(nn.ParameterList(torch.ones(256) for _ in range(12)))
+        before = twin.manager.state_dict(twin.model)
+        for _ in range(2):
+            with pytest.raises(chunkmem.CapacityError, match=r"^optimizer states: 1.00 KiB more needed on "):
+                twin.optimizer.step()
+            assert_equal(dict(manager.state_dict(twin.model)), dict(before))
+            audit(manager)
+        assert float(twin.clip(1e9)) > 0
