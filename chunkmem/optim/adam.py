@@ -266,9 +266,7 @@ class Adam(torch.optim.Optimizer):
         finally:
             self.state = own
 
-    def _take_managed(
-        self, state_dict: dict[str, Any], taken: dict[ManagedParameter, dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _take_managed(self, state_dict: dict[str, Any], taken: dict[ManagedParameter, Any]) -> dict[str, Any]:
         """Move the states of managed parameters to `taken`, once it is certain that they can be loaded."""
         check_state(state_dict, self.param_groups, name_of=self._name_of)
         states = dict(state_dict["state"])
