@@ -32,8 +32,11 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(RUN) -m pytest tests/unit/test_layering.py tests/unit/test_frozen_sets.py -q
 
-bench: $(VENV)/.plot
+bench: $(VENV)/.test
 	$(RUN) benchmarks/padding/run.py
+	$(RUN) benchmarks/traffic/run.py
+	$(RUN) benchmarks/planning/run.py
+	$(RUN) benchmarks/hiding/run.py
 	$(RUN) benchmarks/overhead/run.py
 
 clean:

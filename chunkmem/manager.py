@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from chunkmem.comm import require_one_process
 from chunkmem.config import Config, unavailable_keys
 from chunkmem.errors import ConfigError, LayoutError, StateError
+from chunkmem.layout.spec import digest
 from chunkmem.memory import MemoryHistory, MemoryReport
 from chunkmem.nn.access import AccessTracker, in_backward
 from chunkmem.nn.backward import BackwardTracker
@@ -26,13 +30,23 @@ from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
 from chunkmem.nn.registry import ModelRegistry, check_fits
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.optim.update import GroupUpdater
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.model import Plan
 from chunkmem.plan.placement import GroupBytes, place_states
+from chunkmem.plan.planner import PlanOptions
+from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
+from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.lanes import open_lanes
+from chunkmem.runtime.measure import cached_machine
 from chunkmem.runtime.report import memory_report, recording
 from chunkmem.runtime.storage import default_backend
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.runtime.tiers import Tiers
+from chunkmem.runtime.tiers import TierCaps, Tiers
+from chunkmem.steps.conductor import Conductor
+from chunkmem.trace.model import Trace
+from chunkmem.tracing.watch import Watch
 from chunkmem.types import ChunkId, Role, Tier
 
 
@@ -43,13 +57,21 @@ class ChunkManager:
         config: see `Config`; None is all defaults.
         process_group: a group of one process; more are not available in this version.
         device_index: which CUDA device to compute on; None is the current one.
+        machine: speeds that plans are made for; None measures this machine, once, and remembers.
+        make_lanes: makes what copies beside computing; None is threads, or streams on CUDA.
 
     Raises:
         ConfigError: a key is set whose feature this version does not have.
     """
 
     def __init__(
-        self, config: Config | None = None, *, process_group: Any = None, device_index: int | None = None
+        self,
+        config: Config | None = None,
+        *,
+        process_group: Any = None,
+        device_index: int | None = None,
+        machine: Machine | None = None,
+        make_lanes: Callable[[ComputeDevice], Lanes] | None = None,
     ) -> None:
         self.config = Config() if config is None else config
         if not isinstance(self.config, Config):
@@ -64,8 +86,9 @@ class ChunkManager:
         self._store = ChunkStore({Tier.DEVICE: self._tiers.device_pool, Tier.HOST: self._tiers.host_pool})
         self._executor = DemandExecutor(self._store)
         size = self.config.default_chunk_size
+        backend = default_backend()
         self._registry = ModelRegistry(
-            Packer(self._executor, default_backend(), self._compute.device, expect_nbytes=self._tiers.host_pool.expect),
+            Packer(self._executor, backend, self._compute.device, expect_nbytes=self._tiers.host_pool.expect),
             chunk_numel=None if size == "auto" else size,
             device_cap_nbytes=self._tiers.caps.device_nbytes,
         )
@@ -86,9 +109,39 @@ class ChunkManager:
         self._declared = DeclaredReads()
         self._collector: Collector | None = None
         self._stepping = False
-        self._steps_done = 0
         self._gathers_open = 0
+        self._conductor = self._make_conductor(
+            machine, make_lanes, blocking=not (self.config.client.opts.with_async_move and backend.moves_contents)
+        )
         self._executor.close_in_children()
+
+    def _make_conductor(
+        self,
+        machine: Machine | None,
+        make_lanes: Callable[[ComputeDevice], Lanes] | None,
+        *,
+        blocking: bool,
+    ) -> Conductor:
+        caps, compute = self._tiers.caps, self._compute
+        tracer = self.config.client.mem_tracer
+        if make_lanes is not None:
+            lanes = make_lanes(compute)
+        else:
+            lanes = open_lanes(compute, blocking=blocking)
+        share = int(caps.device_nbytes * tracer.warmup_gpu_chunk_mem_ratio)
+        hybrid = self.config.optimizer.params.use_hybrid_adam
+        return Conductor(
+            self._executor,
+            self._tiers,
+            lanes,
+            machine=lambda: cached_machine(compute, caps) if machine is None else _within(machine, caps),
+            options=PlanOptions(
+                margin_use_ratio=tracer.margin_use_ratio if hybrid else 0.0,
+                static_nbytes=share if tracer.with_static_partition else None,
+            ),
+            layout=lambda: digest(model.layout for model in self._registry.models),
+            watch=lambda: Watch(self._tiers, is_chunk=self._declared.is_chunk, sample=tracer.use_async_mem_monitor),
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError("a manager cannot be copied or pickled: make another from its config")
@@ -205,12 +258,69 @@ class ChunkManager:
     @contextlib.contextmanager
     def memory_history(self) -> Iterator[MemoryHistory]:
         """Record the bytes on every tier after each change inside the block."""
-        with recording(self._tiers, label=lambda: self._phase) as history:
+        conductor = self._conductor
+        with recording(self._tiers, label=lambda: self._phase, moment=lambda: conductor.moment) as history:
             yield history
+            history.predicted_nbytes = conductor.predicted_nbytes()
+
+    @property
+    def trace(self) -> Trace | None:
+        """The training step as it was recorded; None before one was. Set one that was saved to spare the recording.
+
+        Raises:
+            TraceError: what is set is of another model or layout.
+        """
+        return self._conductor.trace
+
+    @trace.setter
+    def trace(self, trace: Trace) -> None:
+        self._require_open()
+        self._conductor.adopt_trace(trace)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that training follows; None before there is one. Set one that was saved, after its trace.
+
+        Raises:
+            PlanError: what is set is of another trace or for other caps.
+        """
+        return self._conductor.plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._require_open()
+        self._conductor.adopt_plan(plan)
+
+    def timeline(self) -> Timeline | None:
+        """Return what happened in the last step that is over; `str()` is one line. None before the first."""
+        return self._conductor.timeline()
+
+    def record(self, directory: str | os.PathLike[str]) -> None:
+        """Write a run directory: `trace.json`, `plan.json`, and the last step as `timeline.json`.
+
+        The directory is made if it is not there; files of an earlier run are replaced, each as a whole.
+
+        Raises:
+            StateError: there is no plan yet, or the directory cannot be made.
+            TraceError, PlanError: a file cannot be written.
+        """
+        self._require_open()
+        trace, plan, timeline = self.trace, self.plan, self.timeline()
+        if trace is None or plan is None or timeline is None:
+            raise StateError("there is nothing to record yet: the first step is traced and the second one planned")
+        folder = Path(directory)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StateError(f"{folder} cannot be made: {error.strerror}; name another directory") from None
+        trace.save(folder / "trace.json")
+        plan.save(folder / "plan.json")
+        timeline.save(folder / "timeline.json")
 
     def close(self) -> None:
         """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent."""
         if self._executor.closed is None:
+            self._conductor.close()
             self._access.reset(step=True)
             self._backward.reset(step=True)
             self._executor.closed = "its manager is closed; take manager.state_dict() before manager.close()"
@@ -230,6 +340,7 @@ class ChunkManager:
             raise StateError(f"this manager cannot be used: {self._executor.closed}")
 
     def _add(self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module]) -> None:
+        self._conductor.forget()
         for packed in self._registry.add(roots, excluded):
             self._fit(packed)
         for module in (*roots, *excluded):
@@ -260,14 +371,17 @@ class ChunkManager:
         self._require_open()
         self._access.reset(step=False)
         self._backward.reset(step=False)
+        self._conductor.begin_root(grad_enabled=torch.is_grad_enabled())
         self._registry.check()
         self._gradients.watch(self._registry.parameters)
 
     def _make_guard(self) -> AccessGuard | None:
-        """The first step runs under a check; it would cost too much in every one."""
-        if self._steps_done > 0:
+        """Steps that are recorded run under a check; it would cost too much in every one."""
+        if not self._conductor.is_recording:
             return None
-        return AccessGuard(self._declared.undeclared, lambda: self._phase)
+        watch = self._conductor.watch
+        run = None if watch is None else watch.run_operator
+        return AccessGuard(self._declared.undeclared, lambda: self._phase, run=run)
 
     @contextlib.contextmanager
     def _step(self, *, updates: bool) -> Iterator[None]:
@@ -280,12 +394,14 @@ class ChunkManager:
         self._registry.check()
         for chunk in self._access.chunks.values():
             self._executor.notice_writes(chunk)
-        self._tiers.leave_room_for_activations()
+        if self._conductor.plan is None and not self._conductor.is_recording:
+            self._tiers.leave_room_for_activations()
         self._stepping = True
         try:
             self._gradients.take_assigned(m for m in self._registry.parameters if m.param.grad is not None)
             yield
-            self._steps_done += updates
+            if updates:
+                self._conductor.end_step()
         finally:
             self._stepping = False
 
@@ -296,3 +412,8 @@ class ChunkManager:
         ratio = self.config.client.mem_tracer.margin_use_ratio if params.use_hybrid_adam else 0.0
         taken = self._updater.device_nbytes(besides={size.group for size in sizes})
         return place_states(sizes, cap_nbytes=self._tiers.device.cap_nbytes - taken, margin_use_ratio=ratio)
+
+
+def _within(machine: Machine, caps: TierCaps) -> Machine:
+    """The speeds are the user's, the caps are the configuration's."""
+    return replace(machine, device_nbytes=caps.device_nbytes, host_nbytes=caps.host_nbytes)

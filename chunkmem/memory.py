@@ -71,6 +71,8 @@ class MemorySample:
     """"forward", "backward", "step", or "" outside of them."""
     nbytes: Mapping[Tier, Mapping[str, int]]
     """By tier and role name."""
+    moment: int | None = None
+    """Of the plan that was followed then; None if none was."""
 
 
 @dataclass
@@ -79,3 +81,5 @@ class MemoryHistory:
 
     caps: dict[Tier, int]
     samples: list[MemorySample] = field(default_factory=list)
+    predicted_nbytes: tuple[int, ...] = ()
+    """Chunk bytes on DEVICE in each moment, as the plan has it; empty if none was followed."""

@@ -29,11 +29,14 @@ _OTHER_COLOR = "#CC79A7"
 _CAP_COLOR = "#D55E00"
 _NAMES = {"param": "weights", "master": "master weights", "grad": "gradients", "cache": "free, kept for reuse"}
 _PHASE_NAMES = {"step": "optimizer step"}
+_PREDICTED = "as planned"
 _SCALES = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
 
 
 def save_memory_picture(history: MemoryHistory, path: str | os.PathLike[str]) -> None:
     """Draw the bytes by role on DEVICE, and below it on HOST, over the changes that `history` recorded.
+
+    Where a plan was followed, a line shows the bytes that it had predicted for DEVICE.
 
     Args:
         history: what `manager.memory_history()` gave, best of one whole step.
@@ -68,8 +71,16 @@ def save_memory_picture(history: MemoryHistory, path: str | os.PathLike[str]) ->
     # One entry a role, in the order they are stacked; a panel may lack some.
     patches = {text: patch for axes in panels for patch, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     texts = [_NAMES.get(role, role) for role in _roles(history, tiers)]
+    texts += [_PREDICTED] if _PREDICTED in patches else []
     figure.legend(
-        [patches[text] for text in texts], texts, loc="outside lower center", ncols=6, frameon=False, fontsize=11
+        [patches[text] for text in texts],
+        texts,
+        loc="outside lower center",
+        ncols=min(len(texts), 6),
+        frameon=False,
+        fontsize=11 if len(texts) <= 5 else 10,
+        columnspacing=1.2,
+        handlelength=1.5,
     )
     figure.savefig(Path(path), dpi=160)
 
@@ -90,6 +101,8 @@ def _draw_tier(axes: Axes, history: MemoryHistory, tier: Tier) -> None:
         color = _COLORS.get(role, _OTHER_COLOR)
         axes.fill_between(x, bottom, above, step="post", color=color, linewidth=0, label=_NAMES.get(role, role))
         bottom = above
+    if tier is Tier.DEVICE and history.predicted_nbytes:
+        _draw_predicted(axes, history, scale)
     if show_cap:
         axes.axhline(cap / scale, color=_CAP_COLOR, linewidth=2)
         axes.text(0, cap / scale, f" cap {format_nbytes(cap)}", color=_CAP_COLOR, va="bottom", fontsize=11)
@@ -101,6 +114,16 @@ def _draw_tier(axes: Axes, history: MemoryHistory, tier: Tier) -> None:
     axes.set_ylabel(f"{tier.name}, {unit}", fontsize=11)
     axes.tick_params(labelsize=10)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_predicted(axes: Axes, history: MemoryHistory, scale: int) -> None:
+    """Within a moment the plan's actions come one by one; the line is at what they lead to."""
+    levels = [
+        float("nan") if sample.moment is None else history.predicted_nbytes[sample.moment] / scale
+        for sample in history.samples
+    ]
+    x = range(len(levels) + 1)
+    axes.step(x, [*levels, levels[-1]], where="post", color="black", linewidth=1.2, label=_PREDICTED)
 
 
 def _roles(history: MemoryHistory, tiers: Sequence[Tier]) -> list[str]:

@@ -108,6 +108,8 @@ def train(run: Run) -> Outcome:
     print(sample.decode(errors="backslashreplace").expandtabs(4), flush=True)
     (args.out / "sample.txt").write_bytes(sample)
     draw(history, args.out / "memory.png")
+    if manager.plan is not None:  # one step is not enough for one
+        manager.record(args.out)
     return Outcome(losses, manager.state_dict(), optimizer.state_dict()["state"])
 
 
@@ -118,13 +120,12 @@ def validation_loss(run: Run, model: GPT, *, num_batches: int = 16) -> float:
 
 
 class Progress:
-    """A bar with the loss, the speed, the device bytes against the cap, and the bytes moved per step."""
+    """A bar with the loss, the speed, and what the step moved, waited for, and took of the device."""
 
     def __init__(self, run: Run, manager: chunkmem.ChunkManager) -> None:
         self.manager = manager
         self.step_tokens = run.args.batch * run.args.seq
         self.start_s = time.perf_counter()
-        self.start_nbytes = self._moved_nbytes()
         self.num_steps = 0
         self.bar = run.bar("chunks")
 
@@ -142,14 +143,7 @@ class Progress:
 
     def __str__(self) -> str:
         tokens_per_s = self.num_steps * self.step_tokens / (time.perf_counter() - self.start_s)
-        device = self.manager.memory().device
-        moved = format_nbytes((self._moved_nbytes() - self.start_nbytes) // self.num_steps)
-        used = f"{format_nbytes(device.now_nbytes)} of {format_nbytes(device.cap_nbytes)}"
-        return f"{tokens_per_s:,.0f} tokens/s, device {used}, {moved} moved per step"
-
-    def _moved_nbytes(self) -> int:
-        moved = self.manager.memory().moved
-        return moved.h2d_nbytes + moved.d2h_nbytes
+        return f"{tokens_per_s:,.0f} tokens/s, {self.manager.timeline()}"
 
 
 def require_room(args: argparse.Namespace, manager: chunkmem.ChunkManager) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -75,6 +77,12 @@ class Group:
         if at < self.numel:
             gaps.append((at, self.numel))
         return tuple(gaps)
+
+
+def digest(layouts: Iterable[Layout]) -> str:
+    """Return the identity of layouts: names, shapes and dtypes of tensors, and where each is."""
+    text = repr([(layout.slab_nbytes, layout.tensors, layout.groups) for layout in layouts])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,13 @@ def gathered(
             yield
     finally:
         if executor.closed is None:
-            for chunk in pinned:
-                executor.unpin(chunk, Tier.DEVICE)
             if len(pinned) == len(chunks):
+                executor.before_demand()
                 for chunk in weights:
                     # What was written through `.data` or numpy passed autograd's version counter by.
                     executor.store.mark_written(chunk, Tier.DEVICE)
+            for chunk in pinned:
+                executor.unpin(chunk, Tier.DEVICE)
 
 
 def _require_room(chunks: list[Chunk], executor: DemandExecutor) -> None:

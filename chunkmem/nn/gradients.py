@@ -163,7 +163,7 @@ class GradientBook:
             landed.difference_update(params)
             if not landed:
                 del self._landed[group]
-                self._executor.store.consume(self.chunks[group])
+                self._executor.consume(self.chunks[group])
 
     def any_landed(self, params: Iterable[ManagedParameter]) -> bool:
         """Tell whether one of `params` has a gradient."""

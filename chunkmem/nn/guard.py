@@ -1,4 +1,4 @@
-"""Catch, in the first training step, operators that touch chunk memory nobody declared to be reading."""
+"""Catch, in steps that are recorded, operators that touch chunk memory nobody declared to be reading."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ class DeclaredReads:
             self._chunks[managed.bound.storage_id] = chunks[managed.group]
             self._away[int(managed.placeholder.untyped_storage()._cdata)] = f"parameter {managed.name}"
 
+    def is_chunk(self, storage_id: int) -> bool:
+        """Tell whether parameters live in a storage."""
+        return storage_id in self._chunks or storage_id in self._away
+
     def undeclared(self, storage_id: int) -> str | None:
         """Return the name of what lies in a storage nobody declared to be reading; None if it may be used."""
         chunk = self._chunks.get(storage_id)
@@ -41,12 +45,27 @@ class AccessGuard(TorchDispatchMode):
     """Raises when an operator gets a tensor in chunk memory that is not pinned.
 
     Under a smaller cap that memory would have been elsewhere: the numbers would be wrong, or the process would die.
-    `undeclared` maps the identity of a storage to the name of what lies in it, or None if it may be used.
+    `undeclared` maps the identity of a storage to the name of what lies in it, or None if it may be used. `run` calls
+    the operator: whoever counts memory looks on there.
     """
 
-    def __init__(self, undeclared: Callable[[int], str | None], moment: Callable[[], str]) -> None:
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run compiled: else torch would run it eagerly, to other bits, while this looks on."""
+        return True
+
+    def __init__(
+        self,
+        undeclared: Callable[[int], str | None],
+        moment: Callable[[], str],
+        *,
+        run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._undeclared = undeclared
+        self._run = run
         self._moment = moment
         self._disarmed = False
 
@@ -62,6 +81,8 @@ class AccessGuard(TorchDispatchMode):
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(tensor, torch.Tensor):
                         self._check(tensor, func)
+        if self._run is not None and not self._disarmed:
+            return self._run(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _check(self, tensor: torch.Tensor, func: Any) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from chunkmem.nn.access import AccessTracker, Frame, ParameterReads, in_backward, not_copyable
@@ -91,7 +90,7 @@ class ModuleHooks:
         if frame.containers:
             frame.given = {id(tensor): tensor for tensor in tensors_in(frame.containers)}
         access.push(frame, fitted.unseen)
-        if is_root and torch.is_grad_enabled():
+        if is_root:
             frame.guard = self._make_guard()
             if frame.guard is not None:
                 frame.guard.__enter__()  # type: ignore[no-untyped-call]

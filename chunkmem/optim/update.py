@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,9 +137,8 @@ class GroupUpdater:
             items: by any key, (options of a parameter group, its (parameter, step) pairs in this chunk group).
         """
         states = [self._chunk(role, group) for role in STATE_ROLES]
-        tier = Tier.DEVICE if all(chunk.ready(Tier.DEVICE) for chunk in states) else Tier.HOST
         chunks = [self._chunk(Role.PARAM, group), self._chunk(Role.GRAD, group), *states]
-        with self._pinned(chunks, tier), runtime_mode():
+        with self._executor.updating(chunks, reader="optimizer step") as tier, runtime_mode():
             param, grad, exp_avg, exp_avg_sq = (self._store.views(chunk, tier) for chunk in chunks)
             for options, pairs in items.values():
                 at = [managed.position for managed, _ in pairs]
@@ -164,6 +162,7 @@ class GroupUpdater:
 
     def read(self, chunk: Chunk, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's slot in `chunk`, in the parameter's shape."""
+        self._executor.drain()
         self._executor.notice_writes(chunk)
         tier = chunk.newest_tier()
         assert tier is not None, f"{chunk.label} has no content"
@@ -172,6 +171,7 @@ class GroupUpdater:
 
     def write(self, chunk: Chunk, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Set a parameter's slot in `chunk`, where the newest version is."""
+        self._executor.before_demand()
         self._executor.notice_writes(chunk)
         tier = chunk.newest_tier()
         assert tier is not None, f"{chunk.label} has no content"
@@ -185,6 +185,7 @@ class GroupUpdater:
 
     def gradient(self, managed: ManagedParameter) -> torch.Tensor:
         """Return the slot of a gradient that has landed, where it is now; not a copy."""
+        self._executor.drain()
         chunk = self._chunk(Role.GRAD, managed.group)
         tier = chunk.newest_tier()
         assert tier is not None
@@ -207,15 +208,3 @@ class GroupUpdater:
         if self._on_device[chunk.id.group] or host.free_nbytes < chunk.nbytes:
             return Tier.DEVICE
         return Tier.HOST
-
-    @contextmanager
-    def _pinned(self, chunks: Sequence[Chunk], tier: Tier) -> Iterator[None]:
-        pinned = []
-        try:
-            for chunk in chunks:
-                self._executor.pin(chunk, tier, reader="optimizer step", elastic=True)
-                pinned.append(chunk)
-            yield
-        finally:
-            for chunk in pinned:
-                self._executor.unpin(chunk, tier)

@@ -1,10 +1,16 @@
-"""Serve accesses on demand: bring chunks to a tier, pin them there, make room by the policy of `plan.demand`."""
+"""Serve accesses: what a plan has not brought is brought on demand, making room by the policy of `plan.demand`.
+
+Every access that concerns memory on DEVICE is announced as an event before it is served, and the end of one after. Who
+listens may bring what it needs: a plan is followed that way, and a trace recorded. What is there then is not brought
+again, so that without a listener, or where it did nothing, everything works the same.
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
@@ -12,6 +18,7 @@ from chunkmem.plan.victims import Resident, Standing
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
+from chunkmem.trace.model import Kind
 from chunkmem.types import Role, Tier
 from chunkmem.units import format_nbytes
 
@@ -19,8 +26,16 @@ _OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
 _STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
 
 
+Listener = Callable[[Kind, Chunk, object], None]
+"""Called with what happens, the chunk, and who does it; its `str()` is asked for rarely."""
+
+
+def _ignore(kind: Kind, chunk: Chunk, reader: object) -> None:
+    return None
+
+
 class DemandExecutor:
-    """Knows no future: every access is served when it happens, with blocking copies."""
+    """Knows no future itself: what is not where it is needed is brought with blocking copies."""
 
     def __init__(self, store: ChunkStore) -> None:
         self.store = store
@@ -31,6 +46,14 @@ class DemandExecutor:
         """Why nothing can be served any more."""
         self.relieve: Callable[[], bool] = lambda: False
         """Called when room is short: gives up a pin on DEVICE that can be done without; False if there is none."""
+        self.on_event: Listener = _ignore
+        """Hears of accesses on DEVICE before they are served, and of a RELEASE after."""
+        self.before_demand: Callable[[], None] = lambda: None
+        """Called before anything is moved on demand, or changed past the events: whoever follows a plan leaves it."""
+        self.drain: Callable[[], None] = lambda: None
+        """Called before memory is read past the events: copies that were issued are over when it returns."""
+        self.update_tier: Callable[[int], Tier | None] = lambda group: None
+        """Tells where a plan has the group updated; None: where its states are."""
         self._clock = 0
 
     def close_in_children(self) -> None:
@@ -55,8 +78,17 @@ class DemandExecutor:
             CapacityError: everything that may leave `tier` is not enough; nothing has been moved.
         """
         replica = chunk.replicas.get(tier)
+        if tier is Tier.DEVICE and (replica is None or replica.pins == 0):
+            self.on_event(Kind.HOLD, chunk, reader)
+        return self._hold(chunk, tier, reader, elastic)
+
+    def _hold(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
+        replica = chunk.replicas.get(tier)
         if replica is None or replica.version != chunk.version:
             replica = self._bring(chunk, tier, reader, elastic)
+        if tier is Tier.DEVICE and chunk.home is not None and not chunk.home.is_bound:
+            with runtime_mode():
+                chunk.home.bind()
         self._touch(replica)
         replica.pins += 1
         if replica.pins == 1:
@@ -67,14 +99,51 @@ class DemandExecutor:
 
     def unpin(self, chunk: Chunk, tier: Tier) -> None:
         """Undo one `pin`."""
+        if self._let_go(chunk, tier) and tier is Tier.DEVICE:
+            self.on_event(Kind.RELEASE, chunk, None)
+
+    def _let_go(self, chunk: Chunk, tier: Tier) -> bool:
+        """Undo one `_hold`; tell whether it was the last."""
         replica = chunk.replicas[tier]
         assert replica.pins > 0, f"{chunk.label} is not pinned on {tier.value}"
         replica.pins -= 1
         if replica.pins == 0:
             self.pinned_nbytes[tier] -= chunk.nbytes
+        return replica.pins == 0
+
+    @contextmanager
+    def updating(self, chunks: Sequence[Chunk], *, reader: object) -> Iterator[Tier]:
+        """Keep what an update of a group needs on the tier it runs on, which is the value.
+
+        Args:
+            chunks: PARAM, GRAD, then the states.
+            reader: see `pin`.
+
+        Raises: what `pin` does.
+        """
+        self.on_event(Kind.UPDATE, chunks[0], reader)
+        tier = self.update_tier(chunks[0].id.group)
+        if tier is None:
+            tier = Tier.DEVICE if all(chunk.ready(Tier.DEVICE) for chunk in chunks[2:]) else Tier.HOST
+        held = []
+        try:
+            for chunk in chunks:
+                self._hold(chunk, tier, reader, elastic=True)
+                held.append(chunk)
+            yield tier
+        finally:
+            for chunk in held:
+                self._let_go(chunk, tier)
+
+    def consume(self, chunk: Chunk) -> None:
+        """The content is used up; see `ChunkStore.consume`."""
+        self.on_event(Kind.CONSUME, chunk, None)
+        self.store.consume(chunk)
 
     def use(self, chunk: Chunk, tier: Tier, *, reader: object) -> Replica:
-        """Bring `chunk` to `tier` for an access that is over before the next one: like `pin` and `unpin`."""
+        """Bring `chunk` to `tier` for a write that is over before the next access: like `pin` and `unpin`."""
+        if tier is Tier.DEVICE:
+            self.on_event(Kind.WRITE, chunk, reader)
         replica = chunk.replicas.get(tier)
         if replica is None or replica.version != chunk.version:
             replica = self._bring(chunk, tier, reader, elastic=False)
@@ -86,6 +155,10 @@ class DemandExecutor:
     def create(self, chunk: Chunk, tier: Tier, *, reader: object, zero: bool, elastic: bool = False) -> Replica:
         """Begin new content of `chunk` on `tier`, making room first; see `ChunkStore.create`."""
         self._require_open(reader)
+        if tier is Tier.DEVICE and not elastic:
+            self.on_event(Kind.CREATE, chunk, reader)
+        if elastic or tier not in chunk.replicas:
+            self.before_demand()
         if tier not in chunk.replicas:
             self._make_room(chunk, tier, reader, elastic)
         elif not elastic:
@@ -104,8 +177,10 @@ class DemandExecutor:
         if chunk.home is None:
             return
         if Tier.DEVICE in chunk.replicas and chunk.home.take_written():
+            self.before_demand()
             self.store.mark_written(chunk, Tier.DEVICE)
         for position, value in chunk.home.take_written_away():
+            self.before_demand()
             tier = chunk.newest_tier()
             assert tier is not None
             with runtime_mode():
@@ -122,6 +197,7 @@ class DemandExecutor:
 
     def _bring(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
         self._require_open(reader)
+        self.before_demand()
         self.notice_writes(chunk)
         source = chunk.newest_tier()
         assert source is not None, f"{chunk.label} has no content"

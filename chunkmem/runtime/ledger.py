@@ -28,11 +28,25 @@ class Ledger:
     peak_nbytes: int = 0
     low_nbytes: int = 0
     """Lowest `total_nbytes` since the caller last set it."""
+    chunk_peak_nbytes: int = 0
+    """Highest sum over all roles but the cache since `restart_peak`."""
+    role_peak: dict[str, int] = field(default_factory=dict)
+    """Each role's own highest since then."""
     on_change: Callable[[], None] | None = None
 
     @property
     def free_nbytes(self) -> int:
         return self.cap_nbytes - self.total_nbytes
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of all roles but the cache."""
+        return self.total_nbytes - self.now.get(CACHE, 0)
+
+    def restart_peak(self) -> None:
+        """Begin `chunk_peak_nbytes` and `role_peak` anew from what is there."""
+        self.chunk_peak_nbytes = self.chunk_nbytes
+        self.role_peak = {role: nbytes for role, nbytes in self.now.items() if role != CACHE and nbytes}
 
     def charge(self, role: str, nbytes: int) -> None:
         """Count `nbytes` more for `role`."""
@@ -41,6 +55,9 @@ class Ledger:
         self.peak_nbytes = max(self.peak_nbytes, self.total_nbytes)
         self.now[role] = self.now.get(role, 0) + nbytes
         self.peak[role] = max(self.peak.get(role, 0), self.now[role])
+        if role != CACHE:
+            self.role_peak[role] = max(self.role_peak.get(role, 0), self.now[role])
+            self.chunk_peak_nbytes = max(self.chunk_peak_nbytes, self.chunk_nbytes)
         if self.on_change is not None:
             self.on_change()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import mmap
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from chunkmem.runtime.device import ComputeDevice, runtime_mode
+from chunkmem.runtime.device import ComputeDevice, prefer_large_pages, runtime_mode
+from chunkmem.runtime.events import Event
 from chunkmem.runtime.ledger import CACHE, Ledger
 
 _SEGMENT_NBYTES = 256 << 20
@@ -28,6 +29,14 @@ class Slab:
     start: int = 0
     """Offset in the arena it was cut from; 0 where each slab is an allocation of its own."""
     segment: int = 0
+    busy: Event | None = None
+    """The last copy that reads or writes it; it may be given back before that is over, but not to the system."""
+
+    def rest(self) -> None:
+        """Wait until no copy is at work on it."""
+        if self.busy is not None:
+            self.busy.wait()
+            self.busy = None
 
     def flat(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the slab as 1-D elements of `dtype`."""
@@ -57,7 +66,8 @@ class SlabPool(Protocol):
 class DevicePool:
     """Slabs of DEVICE: an allocation each, of which the last few freed are kept, `capacity` at most.
 
-    A kept slab serves a request of exactly its size and no other; when room is needed, kept slabs go first.
+    A kept slab serves a request of exactly its size and no other, the one freed last first; when room is needed, kept
+    slabs go before anything else. [Note: What a plan means] relies on that order.
     """
 
     def __init__(self, ledger: Ledger, compute: ComputeDevice, *, capacity: int) -> None:
@@ -65,6 +75,8 @@ class DevicePool:
         self.poison = False
         self._device = compute.device
         self._capacity = capacity
+        self.keeps_all = False
+        """Keep every freed slab as long as the cap allows: a plan is followed, and takes each of them again."""
         self._kept: deque[Slab] = deque()
 
     def alloc(self, role: str, nbytes: int) -> Slab:
@@ -78,18 +90,21 @@ class DevicePool:
             self._discard(self._kept.popleft())
         with runtime_mode():
             slab = Slab(nbytes, torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+            if self._device.type == "cpu":
+                prefer_large_pages(slab.bytes.data_ptr(), nbytes)
         self.ledger.charge(role, nbytes)
         return slab
 
     def free(self, role: str, slab: Slab) -> None:
         if self.poison:
-            with runtime_mode():
-                slab.bytes.fill_(_POISON)
+            _poison(slab)
         self.ledger.release(role, slab.nbytes)
-        if self._capacity == 0:
-            return
-        if len(self._kept) == self._capacity:
-            self._discard(self._kept.popleft())
+        if not self.keeps_all:
+            if self._capacity == 0:
+                slab.rest()
+                return
+            while len(self._kept) >= self._capacity:
+                self._discard(self._kept.popleft())
         self.ledger.charge(CACHE, slab.nbytes)
         self._kept.append(slab)
 
@@ -98,7 +113,15 @@ class DevicePool:
             self._discard(self._kept.popleft())
 
     def _discard(self, slab: Slab) -> None:
+        slab.rest()
         self.ledger.release(CACHE, slab.nbytes)
+
+
+def _poison(slab: Slab) -> None:
+    """Fill a freed slab with NaN, unless a copy still reads it."""
+    if slab.busy is None or slab.busy.done():
+        with runtime_mode():
+            slab.bytes.fill_(_POISON)
 
 
 @dataclass(eq=False, slots=True)
@@ -114,6 +137,9 @@ class _Segment:
 class HostArena:
     """Slabs of HOST, cut first-fit from a few mappings of exact size.
 
+    A freed slab stays as it was cut and serves a request of exactly its size, the one freed last first; it is joined
+    to its neighbours when another size finds no room.
+
     torch's pinned allocator rounds each request up to a power of two; a mapping registered as a whole costs what it
     holds. The mappings stay out of forked children: a data loader's workers neither copy their page tables nor touch
     them.
@@ -124,6 +150,8 @@ class HostArena:
         self.poison = False
         self._compute = compute
         self._segments: list[_Segment] = []
+        self._idle: dict[int, list[Slab]] = defaultdict(list)
+        """Freed slabs by size, the last one last."""
         self._expected_nbytes = 0
 
     @property
@@ -144,12 +172,18 @@ class HostArena:
             region.madvise(mmap.MADV_DONTFORK)
         with runtime_mode():
             view = torch.frombuffer(region, dtype=torch.uint8)
+        prefer_large_pages(view.data_ptr(), nbytes)
         pinned = self._compute.pin(region, view.data_ptr())
         self._segments.append(_Segment(region, view, pinned, {0: nbytes}))
         self._expected_nbytes = max(0, self._expected_nbytes - nbytes)
 
     def alloc(self, role: str, nbytes: int) -> Slab:
+        if self._idle[nbytes]:
+            self.ledger.charge(role, nbytes)
+            return self._idle[nbytes].pop()
         slab = self._cut(nbytes)
+        if slab is None and self._join_idle():
+            slab = self._cut(nbytes)
         if slab is None:
             # What was announced may go to DEVICE in part: no more than the cap is mapped ahead.
             ahead = min(self._expected_nbytes, self.ledger.cap_nbytes - self.reserved_nbytes)
@@ -161,8 +195,20 @@ class HostArena:
 
     def free(self, role: str, slab: Slab) -> None:
         if self.poison:
-            with runtime_mode():
-                slab.bytes.fill_(_POISON)
+            _poison(slab)
+        self._idle[slab.nbytes].append(slab)
+        self.ledger.release(role, slab.nbytes)
+
+    def _join_idle(self) -> bool:
+        """Make runs of the freed slabs; tell whether there were any."""
+        idle = [slab for slabs in self._idle.values() for slab in slabs]
+        self._idle.clear()
+        for slab in idle:
+            slab.rest()
+            self._join(slab)
+        return bool(idle)
+
+    def _join(self, slab: Slab) -> None:
         free = self._segments[slab.segment].free
         start, length = slab.start, slab.nbytes
         if start + length in free:
@@ -172,7 +218,6 @@ class HostArena:
             length += free.pop(before)
             start = before
         free[start] = length
-        self.ledger.release(role, slab.nbytes)
 
     def close(self) -> None:
         for segment in self._segments:
@@ -180,6 +225,7 @@ class HostArena:
                 self._compute.unpin(segment.bytes.data_ptr())
         # The mappings go with the last tensor over them: closing them under a live view would crash its reader.
         self._segments.clear()
+        self._idle.clear()
 
     def _cut(self, nbytes: int) -> Slab | None:
         for index, segment in enumerate(self._segments):

@@ -35,15 +35,21 @@ def memory_report(tiers: Tiers, executor: DemandExecutor, *, padding_nbytes: int
 
 
 @contextmanager
-def recording(tiers: Tiers, *, label: Callable[[], str]) -> Iterator[MemoryHistory]:
-    """Sample both ledgers after every change of either, until the block ends."""
+def recording(tiers: Tiers, *, label: Callable[[], str], moment: Callable[[], int | None]) -> Iterator[MemoryHistory]:
+    """Sample both ledgers after every change of either, until the block ends.
+
+    Args:
+        tiers: whose ledgers are read.
+        label: names the phase of the step at a sample.
+        moment: tells the moment of the plan that is followed.
+    """
     ledgers = (tiers.device, tiers.host)
     history = MemoryHistory({ledger.tier: ledger.limit_nbytes for ledger in ledgers})
     start = time.perf_counter()
 
     def sample() -> None:
         nbytes = {ledger.tier: dict(ledger.now) for ledger in ledgers}
-        history.samples.append(MemorySample(time.perf_counter() - start, label(), nbytes))
+        history.samples.append(MemorySample(time.perf_counter() - start, label(), nbytes, moment()))
 
     before = [ledger.on_change for ledger in ledgers]
 

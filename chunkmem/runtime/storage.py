@@ -20,11 +20,11 @@ class StorageBackend(Protocol):
     """One way to exchange the memory of two storages, one of which is empty."""
 
     name: str
+    moves_contents: bool
+    """The memory stays where it is and only changes hands; else what is copied has to be over before."""
 
     def exchange(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
         """Give `a` the memory of `b` and the other way round; one of them holds 0 bytes.
-
-        The contents are defined afterwards only if the back end says so (`SwapBackend` and `NativeBackend` do).
 
         Raises:
             StateError: both hold memory; nothing has been changed.
@@ -40,6 +40,7 @@ class SwapBackend:
     """torch's own exchange of data pointers, torch 2.12 and later. Contents move along."""
 
     name = "swap"
+    moves_contents = True
 
     def exchange(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
         if a.nbytes() != 0 and b.nbytes() != 0:  # of equal sizes, torch would exchange them
@@ -55,6 +56,7 @@ class NativeBackend:
     """The same in a few lines of C++ over torch's c10 headers, for torch 2.11. Contents move along."""
 
     name = "native"
+    moves_contents = True
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._exchange = library.chunkmem_exchange_storages
@@ -70,6 +72,7 @@ class ResizeBackend:
     """`resize_` of both: works everywhere, but pays the allocator each time and leaves the contents undefined."""
 
     name = "resize"
+    moves_contents = False
 
     def exchange(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
         a_nbytes, b_nbytes = a.nbytes(), b.nbytes()

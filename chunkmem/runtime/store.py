@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +20,9 @@ NO_CONTENT = -1
 
 class ChunkHome(Protocol):
     """What a PARAM chunk's slab becomes part of on DEVICE: the storage its parameters are views of."""
+
+    is_bound: bool
+    """The parameters point into the slab."""
 
     def attach(self, slab: Slab) -> torch.Tensor:
         """Take the slab's memory; return the chunk as 1-D elements, contents undefined."""
@@ -85,6 +89,10 @@ class Chunk:
         """A tier that holds the newest version, DEVICE first; None if the chunk has no content."""
         return next((tier for tier in (Tier.DEVICE, Tier.HOST) if self.ready(tier)), None)
 
+    def newest_besides(self, tier: Tier) -> Tier | None:
+        """A tier other than `tier` that holds the newest version."""
+        return next((other for other in self.replicas if other is not tier and self.ready(other)), None)
+
 
 @dataclass(slots=True)
 class MovedBytes:
@@ -102,6 +110,8 @@ class ChunkStore:
         self.chunks: dict[ChunkId, Chunk] = {}
         self.resident: dict[Tier, dict[ChunkId, Chunk]] = {tier: {} for tier in pools}
         self.moved = MovedBytes()
+        self.on_copy: Callable[[Chunk, Tier, float], None] = lambda chunk, target, started_s: None
+        """Called after each copy that was waited for: the chunk, where to, and when it began (`time.perf_counter`)."""
 
     def add(self, chunk: Chunk) -> None:
         """Register a chunk; it has no content yet."""
@@ -133,13 +143,19 @@ class ChunkStore:
         return replica
 
     def copy(self, chunk: Chunk, source: Tier, target: Tier) -> None:
-        """Bring the newest version from `source` to `target`, which has a slab for it."""
+        """Bring the newest version from `source` to `target`, which has a slab for it, and wait for it."""
         to, origin = chunk.replicas[target], chunk.replicas[source]
+        started_s = time.perf_counter()
         with runtime_mode():
             to.flat.copy_(origin.flat)
-            to.version = origin.version
             if target is Tier.DEVICE and chunk.home is not None:
                 chunk.home.bind()
+        self.note_copy(chunk, source, target)
+        self.on_copy(chunk, target, started_s)
+
+    def note_copy(self, chunk: Chunk, source: Tier, target: Tier) -> None:
+        """The newest version is on its way from `source` to `target`; whoever reads it there waits for it."""
+        chunk.replicas[target].version = chunk.replicas[source].version
         if target is Tier.DEVICE:
             self.moved.h2d_nbytes += chunk.nbytes
         else:

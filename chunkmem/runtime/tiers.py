@@ -64,6 +64,17 @@ class Tiers:
         self._non_model_peak_nbytes = max(self._non_model_peak_nbytes, peak)
         self.device.cap_nbytes = max(self.device.total_nbytes, self.device.limit_nbytes - self._non_model_peak_nbytes)
 
+    def plan_decides(self) -> None:
+        """A plan is followed: it leaves room for activations by itself, moment by moment, up to the whole cap."""
+        self.device.cap_nbytes = self.device.limit_nbytes
+        self.device_pool.keeps_all = not self.compute.is_accelerator
+
+    def overshoot_nbytes(self) -> int:
+        """Return the bytes by which chunks and activations together passed the cap since the last call; or 0."""
+        if not self.compute.is_accelerator:
+            return 0
+        return max(0, self.compute.take_peak_nbytes() - self.device.limit_nbytes)
+
     def non_model_nbytes(self) -> int:
         """Return the bytes beside the chunks: allocated on an accelerator, or resident in this process."""
         chunks = self.device.total_nbytes

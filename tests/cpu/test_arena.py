@@ -79,14 +79,15 @@ def test_no_more_than_the_cap_is_mapped_ahead() -> None:
         assert arena.reserved_nbytes == 3 * SLAB
 
 
-def test_the_arena_gives_out_the_first_run_that_fits(arena: HostArena) -> None:
-    # |a|b|c|d|e|  free b, c and e; one slab goes where b was, two go nowhere before a is freed as well
+def test_the_arena_gives_out_the_slab_freed_last_then_the_first_run_that_fits(arena: HostArena) -> None:
+    # |a|b|c|d|e|  free b, c and e
     arena.expect(5 * SLAB)
     slabs = [arena.alloc(PARAM, SLAB) for _ in range(5)]
     for index in (4, 1, 2):
         arena.free(PARAM, slabs[index])
-    assert starts([arena.alloc(PARAM, SLAB)]) == [(0, 1)]
-    assert starts([arena.alloc(PARAM, SLAB)]) == [(0, 2)]
+    assert arena.alloc(PARAM, SLAB) is slabs[2]
+    arena.free(PARAM, slabs[2])
+    assert starts([arena.alloc(PARAM, 2 * SLAB)]) == [(0, 1)]  # b and c have become a run
     assert starts([arena.alloc(PARAM, SLAB)]) == [(0, 4)]
 
 
@@ -118,9 +119,11 @@ def test_a_closed_arena_holds_nothing(arena: HostArena) -> None:
 
 
 def check_arena(arena: HostArena, live: list[tuple[int, Slab]]) -> None:
-    """No two live slabs overlap, their contents are their own, free runs and live slabs fill the segments exactly."""
+    """No two slabs overlap, contents are their own, and free runs, freed and live slabs fill the segments exactly."""
+    freed = [slab for slabs in arena._idle.values() for slab in slabs]
     for index, segment in enumerate(arena._segments):
-        runs = [(slab.start, slab.nbytes) for _, slab in live if slab.segment == index]
+        slabs = [*(slab for _, slab in live), *freed]
+        runs = [(slab.start, slab.nbytes) for slab in slabs if slab.segment == index]
         at = 0
         for start, nbytes in sorted([*runs, *segment.free.items()]):
             assert start == at
@@ -147,6 +150,7 @@ def run_arena(actions: list[tuple[int, bool, int]], announced: int) -> None:
         check_arena(arena, live)
     while live:
         arena.free(PARAM, live.pop()[1])
+    arena._join_idle()
     assert all(segment.free == {0: len(segment.region)} for segment in arena._segments)
     assert arena.ledger.total_nbytes == 0
 

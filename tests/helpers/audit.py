@@ -8,15 +8,19 @@ import torch
 
 from chunkmem import ChunkManager
 from chunkmem.nn.binding import BoundChunk
+from chunkmem.plan.model import Lane
+from chunkmem.plan.simulate import simulate
+from chunkmem.plan.timeline import Timeline, differences
 from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.store import NO_CONTENT
-from chunkmem.types import Tier
+from chunkmem.types import ChunkId, Tier
 
 
 def audit(manager: ChunkManager) -> None:
     """Assert: no pins, ledgers equal live replicas and stay in their caps, evicted chunks hold nothing, pads are 0."""
     audit_pins(manager)
     audit_ledgers(manager)
+    manager._executor.drain()  # what a plan has prefetched may be under way
     for chunk in manager._store.chunks.values():
         for replica in chunk.replicas.values():
             if replica.version == chunk.version != NO_CONTENT:
@@ -52,11 +56,31 @@ def audit_ledgers(manager: ChunkManager) -> None:
 
 
 def audit_binding(home: BoundChunk, *, present: bool, nbytes: int) -> None:
-    """Assert that parameters stand in their chunk, or on placeholders while it holds no memory at all."""
+    """Assert that parameters stand in their chunk, or on placeholders while it holds no memory, or is prefetched."""
     assert home._storage.storage.nbytes() == (nbytes if present else 0)
+    assert present or not home.is_bound
     for managed in home.parameters:
         assert managed.param.grad is None
-        if present:
+        if home.is_bound:
             assert managed.param.untyped_storage()._cdata == home.storage_id
         else:
             assert torch.isnan(managed.param).all() or not managed.param.is_floating_point()
+
+
+def assert_as_predicted(manager: ChunkManager) -> None:
+    """Assert that the last step followed its plan to the end, and moved and held what the simulator predicts."""
+    plan, trace, happened = manager.plan, manager.trace, manager.timeline()
+    assert plan is not None
+    assert trace is not None
+    assert happened is not None
+    assert happened.departures == 0
+    assert len(happened.device_nbytes) == len(trace.moments), "the step ended before the plan did"
+    predicted = simulate(plan, trace, laps=1)
+    assert differences(predicted, happened) == []
+    assert happened.device_nbytes == predicted.device_nbytes
+    assert copies_of(happened) == copies_of(predicted)
+
+
+def copies_of(timeline: Timeline) -> Counter[tuple[int, Lane, ChunkId | None]]:
+    """What was moved: (the moment it was issued in, over which link, the chunk)."""
+    return Counter((span.moment, span.lane, span.chunk) for span in timeline.spans if span.nbytes)

@@ -20,9 +20,11 @@ LAYERS = (
     ("schema",),
     ("config", "layout", "trace", "memory"),
     ("plan",),
-    ("runtime", "comm", "tracing"),
+    ("runtime", "comm"),
+    ("tracing",),
     ("nn",),
     ("optim", "checkpoint", "report", "plot"),
+    ("steps",),
     ("manager",),
     ("engine",),
     ("cli",),
@@ -34,7 +36,7 @@ LAYERS = (
 STDLIB_ONLY = LAYERS[: LAYERS.index(("plan",)) + 1]
 
 HOMES = {
-    "torch.cuda": {"runtime.device", "tracing.probe"},
+    "torch.cuda": {"runtime.device", "runtime.streams", "tracing.probe"},
     "torch.distributed": {"comm"},
     "os.environ": {"config"},
     "os.environb": {"config"},

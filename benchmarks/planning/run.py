@@ -1,0 +1,193 @@
+"""How long does planning take, and following a plan? The README beside this file tells the method."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+if not __package__:  # Run as a file: find the other modules where `python -m` finds them.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.overhead.run import surroundings
+from benchmarks.overhead.table import write_readme
+from benchmarks.planning.overhead import measure as measure_overhead
+from benchmarks.stats import median_interval
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.planner import make_plan
+from chunkmem.trace.model import Trace
+from tests.helpers.traces import training_trace
+
+HERE = Path(__file__).parent
+CHUNK_NBYTES = 1 << 20
+LINK_BPS = 1e9
+"""A block's forward takes 1 ms and its chunk 1 ms on the link: copies take about half of the computing."""
+SIZES = (10, 100, 1_000, 10_000, 100_000)
+MOMENTS_A_BLOCK = 7
+"""HOLD and RELEASE forward; HOLD, CREATE and RELEASE backward; UPDATE and CONSUME."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the machine to plan it for."""
+
+    title: str
+    num_groups: int
+    modules_per_group: int = 1
+    cap_share: float = 0.5
+    """Of the PARAM bytes."""
+    link_Bps: float = LINK_BPS
+
+    def trace(self) -> Trace:
+        return training_trace(self.num_groups, CHUNK_NBYTES, modules_per_group=self.modules_per_group)
+
+    def machine(self) -> Machine:
+        chunks = max(2, int(self.cap_share * self.num_groups))  # weights and gradients of one block have to fit
+        return Machine(chunks * CHUNK_NBYTES, 1 << 50, self.link_Bps, self.link_Bps)
+
+
+def of_size(num_moments: int, title: str, **options: float) -> Case:
+    """A chunk for each block."""
+    return Case(title, max(1, round(num_moments / MOMENTS_A_BLOCK)), **options)  # type: ignore[arg-type]
+
+
+SERIES = tuple(of_size(size, f"{size}") for size in SIZES)
+OTHERS = (
+    of_size(10_000, "90 % of PARAM bytes", cap_share=0.9),
+    of_size(10_000, "150 % of PARAM bytes", cap_share=1.5),
+    of_size(10_000, "90 % of model data", cap_share=3.6),
+    of_size(10_000, "a link ten times slower", link_Bps=LINK_BPS / 10),
+    of_size(10_000, "a link ten times faster", link_Bps=LINK_BPS * 10),
+    Case("16 chunks of 125 blocks each", 16, modules_per_group=125),
+)
+
+
+def measure(case: Case, repeats: int) -> dict[str, Any]:
+    """Plan `case` several times for the clocks, and once more under the allocator's eye, which slows it down."""
+    trace, machine = case.trace(), case.machine()
+    wall_s, cpu_s = [], []
+    for _ in range(repeats):
+        fresh = Trace(trace.mode, trace.layout, trace.chunk_nbytes, trace.moments)  # nothing cached
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        plan = make_plan(fresh, machine)
+        wall_s.append(time.perf_counter() - began_s)
+        cpu_s.append(time.process_time() - began_cpu_s)
+    tracemalloc.start()
+    make_plan(trace, machine)
+    _, peak_nbytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return {
+        **asdict(case),
+        "num_moments": len(trace.moments),
+        "plan": plan.name,
+        "num_actions": sum(map(len, plan.actions)),
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "peak_nbytes": peak_nbytes,
+    }
+
+
+def tables(results: Mapping[str, Any]) -> str:
+    """Return the Markdown of `results`."""
+    hardware, versions, overhead = results["hardware"], results["versions"], results["overhead"]
+    interval = median_interval(overhead["us_per_moment"])
+    lines = [
+        f"`{results['command']}`",
+        "",
+        f"{hardware['cpu']}, {hardware['num_cpus']} cores, {hardware['memory_nbytes'] / 2**30:.0f} GiB; Python "
+        f"{versions['python']}, torch {versions['torch']}, {versions['os']}. Load average before and after: "
+        f"{', '.join(f'{load:.1f}' for load in results['load_average_1min'])}.",
+        "",
+        "| moments | planning, median s | fastest – slowest | processor, s | ns / (n log₂ n) | peak, MiB |",
+        "|---" * 6 + "|",
+        *("| " + " | ".join([f"{row['num_moments']}", *_numbers(row)]) + " |" for row in results["series"]),
+        "",
+        "| about 10 000 moments | moments | planning, median s | fastest – slowest | processor, s | ns / (n log₂ n) | "
+        "peak, MiB |",
+        "|---" * 7 + "|",
+        *(
+            "| " + " | ".join([row["title"], f"{row['num_moments']}", *_numbers(row)]) + " |"
+            for row in results["others"]
+        ),
+        "",
+        f"Following a plan in which nothing moves costs {interval.median:.2f} µs a moment ({interval.low:.2f} – "
+        f"{interval.high:.2f}), over {len(overhead['us_per_moment'])} steps of {overhead['num_moments']} moments.",
+    ]
+    return "\n".join(lines)
+
+
+def _numbers(row: Mapping[str, Any]) -> Iterator[str]:
+    n = row["num_moments"]
+    cpu_s = statistics.median(row["cpu_s"])
+    yield f"{statistics.median(row['wall_s']):.4f}"
+    yield f"{min(row['wall_s']):.4f} – {max(row['wall_s']):.4f}"
+    yield f"{cpu_s:.4f}"
+    yield f"{1e9 * cpu_s / (n * math.log2(n)):.0f}"
+    yield f"{row['peak_nbytes'] / 2**20:.1f}"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Time and memory of planning, and the cost of following a plan.")
+    parser.add_argument("--repeats", type=int, default=5, help="plans of each case (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="steps followed (default: %(default)s)")
+    parser.add_argument("--max-moments", type=int, default=SIZES[-1], help="leave out longer traces")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="write every time and the surroundings here")
+    parser.add_argument("--show", type=Path, metavar="JSON", help="measure nothing, show an earlier --out")
+    parser.add_argument("--readme", action="store_true", help="put the tables into the README beside this script")
+    arguments = parser.parse_args()
+    if arguments.repeats < 1 or arguments.steps < 2:
+        parser.error("--repeats must be at least 1 and --steps at least 2")
+    if arguments.out and not arguments.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {arguments.out.parent}")
+    return arguments
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure what the command line asks for and return it with all that is needed to repeat it."""
+    limit = 1.1 * arguments.max_moments
+    series = [case for case in SERIES if MOMENTS_A_BLOCK * case.num_groups <= limit]
+    others = OTHERS if arguments.max_moments >= 10_000 else ()
+    before = os.getloadavg()[0]
+    overhead = measure_overhead(arguments.steps)
+    rows = [measure(case, arguments.repeats) for case in tqdm([*series, *others], unit="case", disable=None)]
+    return {
+        "command": shlex.join(["python", "-m", "benchmarks.planning.run", *sys.argv[1:]]),
+        **surroundings(),
+        "load_average_1min": [before, os.getloadavg()[0]],
+        "series": rows[: len(series)],
+        "others": rows[len(series) :],
+        "overhead": overhead,
+    }
+
+
+def main() -> int:
+    """Run, save and show; return the exit status."""
+    arguments = parse_arguments()
+    try:
+        results = json.loads(arguments.show.read_text()) if arguments.show else run(arguments)
+    except (OSError, json.JSONDecodeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if arguments.out:
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(tables(results))
+    if arguments.readme:
+        write_readme(HERE / "README.md", tables(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""When chunks are needed on DEVICE, and the gaps between those uses: what there is to decide in a plan. Pure.
+
+A use is a run of moments in which a chunk has to be on DEVICE. Between two uses it may stay (the gap is *kept*: it
+takes room in every moment of the gap) or leave (its bytes come back later, and if DEVICE alone has the newest version
+they are written to HOST first). A step is a loop body, so the gap after a chunk's last use reaches into the next lap.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from chunkmem.errors import CapacityError, PlanError
+from chunkmem.plan.machine import Machine
+from chunkmem.trace.model import Kind, Trace
+from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.units import format_nbytes
+
+
+class After(enum.Enum):
+    """What becomes of a chunk's content in the gap after a use."""
+
+    LIVES = "lives"
+    """The next use reads it: keeping it saves a copy."""
+    RENEWED = "renewed"
+    """HOST makes a new version of it, which has to be fetched: keeping it saves nothing."""
+    DIES = "dies"
+    """The next use begins new content."""
+
+    __hash__ = object.__hash__
+
+
+@dataclass(slots=True)
+class Use:
+    """Moments `[start, stop)` in which a chunk is on DEVICE."""
+
+    start: int
+    stop: int
+    creates: bool = False
+    """It begins new content."""
+    writes: bool = False
+    """It changes the content, so HOST's copy is no longer the newest."""
+
+
+@dataclass(slots=True)
+class Gap:
+    """What lies between a use of a chunk and its next one."""
+
+    chunk: int
+    """Index into `Problem.chunks`."""
+    use: int
+    """Index of the use before it, among the chunk's."""
+    start: int
+    stop: int
+    """Moments `[start, stop)`; `start` lies in the trace, `stop` past its end if the gap reaches into the next lap."""
+    after: After
+    ready: int
+    """First moment in whose list a fetch for the next use may stand."""
+    hosted_by: int | None
+    """HOST needs the content at this moment: the update of a gradient there, or that it is used up without one."""
+    epoch: int
+    """Gaps of one content version of a chunk share it; -1 if HOST always has the newest version."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A trace with the tier of each update, and what is free to decide."""
+
+    trace: Trace
+    update_tiers: Mapping[int, Tier]
+    chunks: tuple[ChunkId, ...]
+    nbytes: tuple[int, ...]
+    uses: tuple[tuple[Use, ...], ...]
+    """By chunk, in order; empty for chunks that DEVICE never needs."""
+    gaps: tuple[Gap, ...]
+    """Those of a chunk follow each other, one after each use."""
+    first_gap: tuple[int, ...]
+    """By chunk: the index of its first gap."""
+    required: tuple[int, ...]
+    """By moment: bytes of the chunks in use."""
+
+    def fetch_nbytes(self, gap: Gap) -> int:
+        """Bytes that come back if the gap is not kept."""
+        return 0 if gap.after is After.DIES else self.nbytes[gap.chunk]
+
+
+def budgets(trace: Trace, machine: Machine, *, static_nbytes: int | None = None) -> list[int]:
+    """Return the bytes that chunks may take on DEVICE in each moment.
+
+    `static_nbytes` is a fixed share instead of what the moment leaves; the largest moment has to fit all the same.
+    Without HOST it has no meaning: nothing could go elsewhere.
+    """
+    if not machine.charges_non_model:
+        return [machine.device_nbytes] * len(trace.moments)
+    left = [machine.device_nbytes - moment.non_model_peak_nbytes for moment in trace.moments]
+    if static_nbytes is not None and machine.host_nbytes:
+        share = max(static_nbytes, max(_held_nbytes(trace), default=0))
+        left = [min(share, nbytes) for nbytes in left]
+    return left
+
+
+def _held_nbytes(trace: Trace) -> list[int]:
+    total = 0
+    held = []
+    for moment in trace.moments:
+        nbytes = trace.chunk_nbytes[moment.chunk]
+        total += nbytes if moment.kind is Kind.HOLD else -nbytes if moment.kind is Kind.RELEASE else 0
+        momentary = nbytes if moment.kind in (Kind.CREATE, Kind.WRITE) else 0
+        held.append(total + momentary)
+    return held
+
+
+def require_fit(problem: Problem, budget: Sequence[int], machine: Machine) -> None:
+    """Check that every moment has room for the chunks in use; without HOST, also for those that live between uses.
+
+    Raises:
+        CapacityError: one has not; with the smallest cap on DEVICE that all have.
+    """
+    needed_nbytes = _living(problem) if machine.host_nbytes == 0 else problem.required
+    short = [need - have for need, have in zip(needed_nbytes, budget, strict=True)]
+    worst = max(range(len(short)), key=lambda i: (short[i], -i), default=None)
+    if worst is None or short[worst] <= 0:
+        return
+    needed = machine.device_nbytes + short[worst]
+    moment = problem.trace.moments[worst]
+    beside = moment.non_model_peak_nbytes if machine.charges_non_model else 0
+    raise CapacityError(
+        f"moment {worst} ({moment}): {format_nbytes(needed_nbytes[worst])} of chunks are in use at once"
+        + (", or there is no HOST to keep them," if needed_nbytes is not problem.required else "")
+        + (f" beside {format_nbytes(beside)} of activations" if beside else "")
+        + f", and DEVICE may hold {format_nbytes(machine.device_nbytes)}; raise memory.device to at least "
+        f"{format_nbytes(needed)} ({needed} bytes), or lower default_chunk_size",
+        needed_nbytes=needed,
+        cap_nbytes=machine.device_nbytes,
+    )
+
+
+def _living(problem: Problem) -> list[int]:
+    """Return the bytes of chunks that are in use in each moment, or have content for a later use."""
+    n = len(problem.required)
+    living = list(problem.required)
+    for gap in problem.gaps:
+        if gap.after is After.LIVES:
+            for moment in range(gap.start, gap.stop):
+                living[moment % n] += problem.nbytes[gap.chunk]
+    return living
+
+
+def find_gaps(trace: Trace, update_tiers: Mapping[int, Tier], *, one_tier: bool = False) -> Problem:
+    """Read uses and gaps off a trace.
+
+    With `one_tier` there is no HOST, so chunks that nothing uses are on DEVICE all the time.
+
+    Raises:
+        PlanError: the trace updates a group that `update_tiers` has no tier for.
+    """
+    chunks = tuple(sorted(trace.chunk_nbytes, key=lambda chunk: (chunk.group, chunk.role.value)))
+    index = {chunk: at for at, chunk in enumerate(chunks)}
+    nbytes = tuple(trace.chunk_nbytes[chunk] for chunk in chunks)
+    uses: list[list[Use]] = [[] for _ in chunks]
+    renewed: list[list[int]] = [[] for _ in chunks]
+    """Moments at which HOST writes a new version."""
+    hosted: list[list[int]] = [[] for _ in chunks]
+    """Moments at which HOST has what DEVICE wrote."""
+    for at, moment in enumerate(trace.moments):
+        own = index[moment.chunk]
+        if moment.kind is Kind.HOLD:
+            uses[own].append(Use(at, -1))
+        elif moment.kind is Kind.RELEASE:
+            uses[own][-1].stop = at
+        elif moment.kind in (Kind.CREATE, Kind.WRITE):
+            uses[own].append(Use(at, at + 1, creates=moment.kind is Kind.CREATE, writes=True))
+        elif moment.kind is Kind.UPDATE:
+            group = moment.chunk.group
+            if group not in update_tiers:
+                raise PlanError(f"moment {at} ({moment}): no tier is given for the update of group {group}")
+            for chunk in trace.update_chunks(group):
+                reads_only = chunk.role is Role.GRAD
+                if update_tiers[group] is Tier.DEVICE:
+                    uses[index[chunk]].append(Use(at, at + 1, writes=not reads_only))
+                else:
+                    (hosted if reads_only else renewed)[index[chunk]].append(at)
+        elif moment.kind is Kind.CONSUME:
+            # Until then the content is there, on DEVICE where the update was there, else on HOST.
+            last = uses[own][-1] if uses[own] else None
+            if last is not None and (one_tier or trace.moments[last.start].kind is Kind.UPDATE):
+                last.stop = at + 1
+            else:
+                hosted[own].append(at)
+    for chain in uses if one_tier else ():
+        if not chain:
+            chain.append(Use(0, len(trace.moments)))
+    gaps: list[Gap] = []
+    first_gap = []
+    for own, chain in enumerate(uses):
+        first_gap.append(len(gaps))
+        gaps += _gaps_of(own, chain, renewed[own], hosted[own], len(trace.moments))
+    return Problem(
+        trace, update_tiers, chunks, nbytes, tuple(map(tuple, uses)), tuple(gaps), tuple(first_gap),
+        _required(len(trace.moments), nbytes, uses),
+    )  # fmt: skip
+
+
+def _gaps_of(chunk: int, chain: Sequence[Use], renewed: Sequence[int], hosted: Sequence[int], n: int) -> list[Gap]:
+    found = []
+    # The version a gap carries begins with the last write at or before the use; before the first, in the last lap.
+    epoch = next((at for at in range(len(chain) - 1, -1, -1) if chain[at].writes), -1)
+    for at, use in enumerate(chain):
+        following = chain[(at + 1) % len(chain)]
+        stop = following.start + (n if at + 1 == len(chain) else 0)
+        inside = [m + lap for m in renewed for lap in (0, n) if use.stop <= m + lap < stop]
+        hosted_by = next((m + lap for lap in (0, n) for m in hosted if use.stop <= m + lap < stop), None)
+        after = After.DIES if following.creates else After.RENEWED if inside else After.LIVES
+        if use.writes:
+            epoch = at
+        ready = max([use.stop, *inside]) + 1
+        if use.stop == n:  # it lies in the next lap as a whole
+            gap = Gap(chunk, at, 0, stop - n, after, ready - n, None if hosted_by is None else hosted_by - n, epoch)
+        else:
+            gap = Gap(chunk, at, use.stop, stop, after, ready, hosted_by, epoch)
+        found.append(gap)
+    return found
+
+
+def _required(n: int, nbytes: Sequence[int], uses: Sequence[Sequence[Use]]) -> tuple[int, ...]:
+    change = [0] * (n + 1)
+    for size, chain in zip(nbytes, uses, strict=True):
+        for use in chain:
+            change[use.start] += size
+            change[use.stop] -= size
+    total = 0
+    required = []
+    for step in change[:n]:
+        total += step
+        required.append(total)
+    return tuple(required)

@@ -1,0 +1,257 @@
+"""Run a program's operations on lanes, lap after lap: what comes before what, and when each one runs.
+
+[Note: What comes before what] Every operation has a number on its lane, counted from the first lap on. A lane *has
+seen* operation n of another if a Wait, or a Wait of an operation waited for, makes whatever is issued on it next start
+after that one's end. A slab remembers its last write and, lane by lane, its last read. A read has to have seen the
+write, a write the write and all those reads; who has seen a write has seen what came before it, too. Neither the order
+in which a host issues operations nor the times computed here count: a plan must be right at any speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from chunkmem.errors import PlanError
+from chunkmem.plan.model import Lane
+from chunkmem.plan.timeline import Span
+from chunkmem.trace.model import Moment
+from chunkmem.types import ChunkId, Tier
+
+LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST_UPDATE)
+"""The lanes of one rank without a disk. In a program a lane is an index into these."""
+COMPUTE, H2D, D2H, HOST_UPDATE = range(4)
+_ALL = 2**63
+"""More operations than there will ever be."""
+
+
+class Take(NamedTuple):
+    """A replica gets the slab of its size that was given last on its tier, or a new one."""
+
+    replica: int
+
+
+class Give(NamedTuple):
+    """A replica's slab becomes idle."""
+
+    replica: int
+
+
+class Unhold(NamedTuple):
+    """Every operation on COMPUTE until now has read the replica: it was held."""
+
+    replica: int
+
+
+class Await(NamedTuple):
+    """What is issued on `lane` from now on starts after operation `number` of this lap on `on`."""
+
+    lane: int
+    on: int
+    number: int
+
+
+class Operation(NamedTuple):
+    """What takes time on a lane, and the replicas it touches; one that is read and written is among the writes."""
+
+    lane: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    duration_s: float
+    moment: int
+    chunk: ChunkId
+    nbytes: int
+    """Moved by it."""
+
+
+Entry = Take | Give | Unhold | Await | Operation
+
+
+@dataclass(frozen=True)
+class Program:
+    """A lap with all choices spelled out. A replica is an index into `replicas`, whether it has a slab or not."""
+
+    entries: Sequence[Entry]
+    replicas: Sequence[tuple[ChunkId, Tier]]
+    nbytes: Sequence[int]
+    """Of each replica's slab."""
+    start: Sequence[int]
+    """The replicas that have a slab when a lap begins, and again when it ends."""
+    moments: Sequence[Moment]
+
+
+@dataclass
+class Lap:
+    """The times of one lap. A lap begins when all computing of the one before has ended."""
+
+    began_s: float
+    """Since the first lap began."""
+    spans: list[Span] = field(default_factory=list)
+    """Relative to the lap's begin; a host that runs ahead issues copies before it."""
+    step_s: float = 0.0
+    late: int = 0
+    """Copies to DEVICE that were still under way when COMPUTE was ready for what needs them."""
+
+
+class _Slab:
+    """Memory, and the operations that touched it last."""
+
+    __slots__ = ("reads", "writer", "written")
+
+    def __init__(self) -> None:
+        self.writer = COMPUTE
+        self.written = 0
+        self.reads = [0, 0, 0, 0]
+
+
+class Lanes:
+    """The lanes of one machine, over any number of laps of one program.
+
+    With `one_processor` the host that issues operations is the one that computes, so both go at one pace. Otherwise
+    the host runs ahead of COMPUTE, and only updates on it hold it up.
+    """
+
+    def __init__(self, program: Program, *, one_processor: bool) -> None:
+        self._program = program
+        self._one_processor = one_processor
+        idle: dict[tuple[Tier, int], list[_Slab]] = {}
+        self._idle = [
+            idle.setdefault((tier, n), []) for (_, tier), n in zip(program.replicas, program.nbytes, strict=True)
+        ]
+        self._slabs: list[_Slab | None] = [None] * len(program.replicas)
+        for replica in program.start:
+            self._slabs[replica] = _Slab()
+        # Of each lane: how far it has seen every lane (itself: all the way), the same at each of its operations, and
+        # the ends of those. Operations count from 1.
+        self._seen: list[tuple[int, ...]] = [tuple(_ALL if a == b else 0 for b in range(4)) for a in range(4)]
+        self._seen_at: list[list[tuple[int, ...]]] = [[seen] for seen in self._seen]
+        self._ends: list[list[float]] = [[0.0] for _ in LANES]
+        self._base = [0, 0, 0, 0]
+        self._held_until = [0.0, 0.0, 0.0, 0.0]
+        self._host_s = 0.0
+        self._arrived = 0
+
+    def run_lap(self, *, record: bool) -> Lap:
+        """Run the program once more, from where the last lap left the lanes; spans are made only if asked for.
+
+        Raises:
+            PlanError: two operations touch a slab, one of them writes it, and nothing orders them.
+        """
+        began_s = self._now_s()
+        lap = Lap(began_s)
+        self._base = [len(ends) - 1 for ends in self._ends]
+        slabs, idle = self._slabs, self._idle
+        for entry in self._program.entries:
+            if isinstance(entry, Operation):
+                self._check(entry)
+                ready_s, start_s, end_s = self._time(entry, lap)
+                if record:
+                    self._record(entry, lap, ready_s, start_s, end_s)
+            elif isinstance(entry, Await):
+                self._await(entry)
+            elif isinstance(entry, Take):
+                stack = idle[entry.replica]
+                slabs[entry.replica] = stack.pop() if stack else _Slab()
+            elif isinstance(entry, Give):
+                idle[entry.replica].append(self._slab(entry.replica))
+                slabs[entry.replica] = None
+            else:
+                self._slab(entry.replica).reads[COMPUTE] = len(self._ends[COMPUTE]) - 1
+        lap.step_s = self._now_s() - began_s
+        return lap
+
+    def _now_s(self) -> float:
+        return max(self._ends[COMPUTE][-1], self._host_s)
+
+    def _slab(self, replica: int) -> _Slab:
+        slab = self._slabs[replica]
+        assert slab is not None
+        return slab
+
+    def _await(self, wait: Await) -> None:
+        lane, on, number = wait
+        number += self._base[on]
+        seen = self._seen[lane]
+        # What a lane has seen has ended before what it runs next: a Wait implied by others changes nothing.
+        if number <= seen[on]:
+            return
+        merged = [a if a > b else b for a, b in zip(seen, self._seen_at[on][number], strict=True)]
+        merged[on] = number
+        merged[lane] = _ALL
+        self._seen[lane] = tuple(merged)
+        if self._ends[on][number] > self._held_until[lane]:
+            self._held_until[lane] = self._ends[on][number]
+
+    def _check(self, operation: Operation) -> None:
+        """Refuse the operation where [Note: What comes before what] does, then remember it."""
+        lane = operation.lane
+        seen = self._seen[lane]
+        number = len(self._ends[lane])
+        for replica in operation.reads:
+            slab = self._slab(replica)
+            if slab.written > seen[slab.writer]:
+                raise self._conflict(operation, "reads", replica, slab.writer, slab.written, "write")
+            slab.reads[lane] = number
+        for replica in operation.writes:
+            slab = self._slab(replica)
+            if slab.written > seen[slab.writer]:
+                raise self._conflict(operation, "writes", replica, slab.writer, slab.written, "write")
+            for reader, read in enumerate(slab.reads):
+                if read > seen[reader]:
+                    raise self._conflict(operation, "writes", replica, reader, read, "read")
+            slab.writer = lane
+            slab.written = number
+        self._seen_at[lane].append(seen)
+
+    def _time(self, operation: Operation, lap: Lap) -> tuple[float, float, float]:
+        """Return when the operation could start but for Waits, when it starts, and when it ends."""
+        lane = operation.lane
+        ends = self._ends[lane]
+        ready_s, held_s = ends[-1], self._held_until[lane]
+        if self._host_s > ready_s:
+            ready_s = self._host_s
+        start_s = held_s if held_s > ready_s else ready_s
+        end_s = start_s + operation.duration_s
+        ends.append(end_s)
+        if lane == COMPUTE:
+            if (seen := self._seen[COMPUTE][H2D]) > self._arrived:
+                lap.late += sum(arrival_s > ready_s for arrival_s in self._ends[H2D][self._arrived + 1 : seen + 1])
+                self._arrived = seen
+            if self._one_processor:
+                self._host_s = end_s
+        elif lane == HOST_UPDATE:
+            self._host_s = end_s
+        return ready_s, start_s, end_s
+
+    def _record(self, operation: Operation, lap: Lap, ready_s: float, start_s: float, end_s: float) -> None:
+        lane, moment, chunk = operation.lane, operation.moment, operation.chunk
+        if end_s == ready_s and not operation.nbytes:
+            return
+        ready_s, start_s, end_s = ready_s - lap.began_s, start_s - lap.began_s, end_s - lap.began_s
+        label = str(chunk) if operation.nbytes else str(self._program.moments[moment])
+        # On one processor an update on the host that waits keeps COMPUTE waiting.
+        if start_s > ready_s and (lane == COMPUTE or (lane == HOST_UPDATE and self._one_processor)):
+            lap.spans.append(Span(Lane.COMPUTE, label, ready_s, start_s, moment, chunk, is_stall=True))
+        if end_s > start_s or operation.nbytes:
+            lap.spans.append(Span(LANES[lane], label, start_s, end_s, moment, chunk, operation.nbytes))
+
+    def _conflict(self, operation: Operation, does: str, replica: int, lane: int, number: int, did: str) -> PlanError:
+        moments = self._program.moments
+        chunk, tier = self._program.replicas[replica]
+        doing = {
+            COMPUTE: f"computing the {moments[operation.moment].kind.value}",
+            H2D: f"Copy {operation.chunk} to DEVICE",
+            D2H: f"Copy {operation.chunk} to HOST",
+            HOST_UPDATE: f"Update group {operation.chunk.group} on HOST",
+        }[operation.lane]
+        # Counts reach one lap back; to wait for something older, the first operation of the lap before will do.
+        count = max(number - self._base[lane], 1 - self._num_operations(lane))
+        return PlanError(
+            f"moment {operation.moment} ({moments[operation.moment]}): {doing}: it {does} the slab of {chunk} on "
+            f"{tier.name}, which an operation on {LANES[lane].name} may still {did}; a Wait of "
+            f"{LANES[operation.lane].name} on {LANES[lane].name}, count {count} or more, is missing"
+        )
+
+    def _num_operations(self, lane: int) -> int:
+        return sum(isinstance(entry, Operation) and entry.lane == lane for entry in self._program.entries)

@@ -1,0 +1,261 @@
+"""Keep the gaps that save the most traffic: a search over what is kept when room is short. Pure.
+
+Belady's rule is not the best once evictions may cost a write-back. Here several ways to make room are followed side by
+side, as states (what is kept, whose version is on HOST already). All of them while they are few, so small problems are
+solved exactly; else the cheapest `width` at each moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from chunkmem.plan.choose import free_to_choose, furthest_next_use, sweep, traffic_nbytes
+from chunkmem.plan.gaps import After, Gap, Problem
+
+State = tuple[int, int]
+"""Bit masks over chunks: kept at present; the present version is on HOST."""
+Trail = tuple[int, "Trail"] | None
+"""Gaps let go of, the last first."""
+
+_ALL_STARTS = 1000
+"""Up to this many states that a lap may begin with, each is tried."""
+_ALL_CROSSING = 16
+"""No more chunks than this can live across a lap's end for that."""
+_ALL_VICTIMS = 8
+"""Among up to this many chunks, each is tried as the one to leave; among more, the likely ones."""
+
+
+def least_traffic(problem: Problem, room: Sequence[int], *, width: int) -> frozenset[int]:
+    """Return the gaps to keep so that least is moved; exact where no more than `width` states have to be followed.
+
+    Never worse than Belady's rule.
+    """
+    best = sweep(problem, room, furthest_next_use)
+    best_nbytes = sum(traffic_nbytes(problem, best))
+    candidates = frozenset(free_to_choose(problem))
+    fixed_nbytes = sum(traffic_nbytes(problem, candidates))
+    if best == candidates:
+        return best
+    search = _Search(problem, room, width)
+    for start in search.starts(best):
+        found = search.run(start, best_nbytes - fixed_nbytes)
+        if found is not None:
+            nbytes, let_go = found
+            best, best_nbytes = candidates - let_go, nbytes + fixed_nbytes
+    return best
+
+
+class _Search:
+    """What happens at each moment, as masks over chunks, and the states followed through them."""
+
+    def __init__(self, problem: Problem, room: Sequence[int], width: int) -> None:
+        self.problem = problem
+        self.room = room
+        self.width = width
+        n = self.n = len(room)
+        self.ends = [0] * (n + 1)
+        self.starts_at: list[list[int]] = [[] for _ in range(n)]
+        """Gaps that begin, by moment."""
+        self.new_versions: list[tuple[int, int]] = [(0, 0)] * n
+        """Chunks written on DEVICE, by moment: those whose version goes to HOST in any case, and the others."""
+        self.crossing: dict[int, int] = {}
+        """By chunk, the gap that reaches into the next lap."""
+        gaps = problem.gaps
+        for at in free_to_choose(problem):
+            gap = gaps[at]
+            self.starts_at[gap.start].append(at)
+            self.ends[gap.stop if gap.stop <= n else gap.stop - n] |= 1 << gap.chunk
+            if gap.stop > n:
+                self.crossing[gap.chunk] = at
+        hosted = {(gap.chunk, gap.epoch) for gap in gaps if gap.hosted_by is not None}
+        for chunk, chain in enumerate(problem.uses):
+            for index, use in enumerate(chain):
+                if use.writes:
+                    on_host, not_yet = self.new_versions[use.start]
+                    if (chunk, index) in hosted:
+                        on_host |= 1 << chunk
+                    else:
+                        not_yet |= 1 << chunk
+                    self.new_versions[use.start] = on_host, not_yet
+        self.dirty = sum(1 << gap.chunk for gap in {g.chunk: g for g in gaps if g.epoch >= 0}.values())
+        self.carried = {chunk: gap.epoch for chunk, gap in self._last_gaps() if gap.after is After.LIVES}
+        """By chunk whose content lives across a lap's end, its version then; those in use at that point included."""
+        self._loads: dict[int, int] = {0: 0}
+
+    def _last_gaps(self) -> Iterator[tuple[int, Gap]]:
+        for chunk, chain in enumerate(self.problem.uses):
+            if chain:
+                yield chunk, self.problem.gaps[self.problem.first_gap[chunk] + len(chain) - 1]
+
+    def starts(self, known: frozenset[int]) -> Iterator[State]:
+        """Yield states a lap may begin with: every one where there are few, else that of a known solution."""
+        undecided = sorted({*self.crossing, *(c for c in self.carried if self.dirty >> c & 1)})
+        if len(undecided) <= _ALL_CROSSING:
+            limit = min(_ALL_STARTS, 200_000 // self.n)
+            found = list(islice(self._possible_starts(undecided, (0, 0)), limit + 1))
+            if len(found) <= limit:
+                yield from found
+                return
+        kept = sum(1 << c for c, at in self.crossing.items() if at in known)
+        yield kept, self._on_host_at_end(known)
+
+    def _possible_starts(self, undecided: Sequence[int], state: State) -> Iterator[State]:
+        if not undecided:
+            yield state
+            return
+        (kept, on_host), bit, others = state, 1 << undecided[0], undecided[1:]
+        may_leave = undecided[0] in self.crossing
+        if may_leave:  # what left has its newest version on HOST
+            yield from self._possible_starts(others, (kept, on_host | self.dirty & bit))
+            kept |= bit
+        if self.load(kept & ~self.ends[0]) <= self.room[0]:
+            yield from self._possible_starts(others, (kept, on_host))
+            if self.dirty & bit:
+                yield from self._possible_starts(others, (kept, on_host | bit))
+
+    def _on_host_at_end(self, known: frozenset[int]) -> int:
+        """Chunks whose last version of a lap has been written to HOST by its end."""
+        gaps = self.problem.gaps
+        mask = 0
+        for at in range(len(gaps)):
+            gap = gaps[at]
+            if gap.epoch >= 0 and self.carried.get(gap.chunk) == gap.epoch and gap.start < gap.stop:
+                # Else the version is of the lap before, or leaves in the next.
+                begun = gap.use >= gap.epoch and gap.start > 0
+                if begun and (at not in known or gap.hosted_by is not None):
+                    mask |= 1 << gap.chunk
+        return mask
+
+    def load(self, mask: int) -> int:
+        """Bytes of the chunks in a mask."""
+        found = self._loads.get(mask)
+        if found is None:
+            lowest = mask & -mask
+            found = self._loads[mask] = self.load(mask ^ lowest) + self.problem.nbytes[lowest.bit_length() - 1]
+        return found
+
+    def run(self, start: State, limit_nbytes: int) -> tuple[int, frozenset[int]] | None:
+        """Follow one lap from `start` back to `start`; None if none moves fewer than `limit_nbytes`.
+
+        Returns:
+            The bytes moved for gaps let go of, and these gaps.
+        """
+        gaps = self.problem.gaps
+        kept_at_start = locked = start[0]  # what crosses the boundary is settled by `start`
+        open_gap = {c: at for c, at in self.crossing.items() if kept_at_start >> c & 1}
+        states: dict[State, tuple[int, Trail]] = {start: (0, None)}
+        for moment in range(self.n):
+            ends = self.ends[moment]
+            on_host, not_yet = self.new_versions[moment]
+            starts = 0
+            for at in self.starts_at[moment]:
+                chunk = gaps[at].chunk
+                open_gap[chunk] = at
+                starts |= 1 << chunk
+            if ends or on_host or not_yet or starts:
+                locked &= ~ends
+                states = self._advance(states, ~ends, on_host, ~not_yet, starts)
+                for at in self.starts_at[moment]:
+                    if gaps[at].stop > self.n:
+                        bit = 1 << gaps[at].chunk
+                        if kept_at_start & bit:
+                            locked |= bit
+                        else:
+                            states = self._drop(states, at)
+            states = self._make_room(states, moment, locked, open_gap, limit_nbytes)
+            if not states:
+                return None
+        ends = ~self.ends[self.n]
+        carried = sum(1 << c for c in self.carried) & self.dirty
+        finals = [
+            (nbytes, trail)
+            for (kept, paid), (nbytes, trail) in states.items()
+            if kept & ends == kept_at_start and paid & carried == start[1] & carried
+        ]
+        if not finals:
+            return None
+        nbytes, trail = min(finals, key=lambda final: final[0])
+        let_go = set()
+        while trail is not None:
+            at, trail = trail
+            let_go.add(at)
+        return nbytes, frozenset(let_go)
+
+    @staticmethod
+    def _advance(
+        states: dict[State, tuple[int, Trail]], ends: int, on_host: int, not_yet: int, starts: int
+    ) -> dict[State, tuple[int, Trail]]:
+        moved: dict[State, tuple[int, Trail]] = {}
+        for (kept, paid), way in states.items():
+            state = kept & ends | starts, (paid | on_host) & not_yet
+            if state not in moved or way[0] < moved[state][0]:
+                moved[state] = way
+        return moved
+
+    def _leave(self, state: State, way: tuple[int, Trail], at: int) -> tuple[State, tuple[int, Trail]]:
+        kept, paid = state
+        chunk = self.problem.gaps[at].chunk
+        bit, nbytes = 1 << chunk, self.problem.nbytes[chunk]
+        cost = nbytes
+        if self.dirty & bit and not paid & bit:
+            cost += nbytes
+            paid |= bit
+        return (kept & ~bit, paid), (way[0] + cost, (at, way[1]))
+
+    def _drop(self, states: dict[State, tuple[int, Trail]], at: int) -> dict[State, tuple[int, Trail]]:
+        dropped: dict[State, tuple[int, Trail]] = {}
+        for state, way in states.items():
+            after, longer = self._leave(state, way, at)
+            if after not in dropped or longer[0] < dropped[after][0]:
+                dropped[after] = longer
+        return dropped
+
+    def _make_room(
+        self,
+        states: dict[State, tuple[int, Trail]],
+        moment: int,
+        locked: int,
+        open_gap: dict[int, int],
+        limit_nbytes: int,
+    ) -> dict[State, tuple[int, Trail]]:
+        room = self.room[moment]
+        fitting: dict[State, tuple[int, Trail]] = {}
+        while states:
+            beyond: dict[State, tuple[int, Trail]] = {}
+            for state, way in states.items():
+                if way[0] >= limit_nbytes:
+                    continue
+                if self.load(state[0]) <= room:
+                    if state not in fitting or way[0] < fitting[state][0]:
+                        fitting[state] = way
+                    continue
+                for at in self._victims(state, locked, open_gap):
+                    after, longer = self._leave(state, way, at)
+                    if after not in beyond or longer[0] < beyond[after][0]:
+                        beyond[after] = longer
+            states = self._cheapest(beyond)
+        return self._cheapest(fitting)
+
+    def _cheapest(self, states: dict[State, tuple[int, Trail]]) -> dict[State, tuple[int, Trail]]:
+        if len(states) <= self.width:
+            return states
+        order = sorted(states, key=lambda state: (states[state][0], state))
+        return {state: states[state] for state in order[: self.width]}
+
+    def _victims(self, state: State, locked: int, open_gap: dict[int, int]) -> list[int]:
+        kept, paid = state
+        free = kept & ~locked
+        found = []
+        while free:
+            lowest = free & -free
+            found.append(open_gap[lowest.bit_length() - 1])
+            free ^= lowest
+        if len(found) <= _ALL_VICTIMS:
+            return found
+        gaps = self.problem.gaps
+        now = min(gaps[at].start for at in found)
+        later = {at: gaps[at].stop + (self.n if gaps[at].stop <= now else 0) for at in found}
+        found.sort(key=lambda at: (-later[at], at))
+        clean = [at for at in found if (paid | ~self.dirty) >> gaps[at].chunk & 1]
+        return clean[:3] + [at for at in found if at not in clean][:3]

@@ -1,0 +1,255 @@
+"""Interpreter 1 of plans: verify one against its trace, and time it. Knows nothing of how plans are made.
+
+First one lap in program order, for everything that is book-keeping: residency, versions, caps. It is the same in
+every lap, for a lap ends as it begins. Then some laps on lanes, for what runs beside what, and when.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from chunkmem.errors import PlanError
+from chunkmem.plan.hazards import (
+    COMPUTE,
+    D2H,
+    H2D,
+    HOST_UPDATE,
+    LANES,
+    Await,
+    Entry,
+    Give,
+    Lanes,
+    Operation,
+    Program,
+    Take,
+    Unhold,
+)
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
+from chunkmem.plan.residency import ABSENT, EMPTY, NEWEST, TIERS, Position, Residency
+from chunkmem.plan.timeline import Timeline
+from chunkmem.trace.model import Kind, Moment, Trace
+from chunkmem.types import ChunkId, Role, Tier
+
+
+def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, laps: int = 3) -> Timeline:
+    """Verify `plan` against `trace` and return the last of `laps` laps as a machine of these speeds would run it.
+
+    Args:
+        machine: caps and speeds to judge by, if not those that the plan was made for.
+        laps: 2 to see every conflict between one lap and the next; each further one brings the times closer to the
+            steady state.
+
+    Raises:
+        CapacityError: a tier's cap is passed.
+        PlanError: the plan does not belong to the trace, or would read or lose something wrong; the message names the
+            moment, the action, and what is missing.
+    """
+    if laps < 1:
+        raise PlanError(f"{laps} laps cannot be simulated; give 1 or more")
+    if plan.trace_digest != trace.digest:
+        raise PlanError(f"the plan was made from trace {plan.trace_digest}, this one is {trace.digest}; plan anew")
+    if len(plan.actions) != len(trace.moments):
+        raise PlanError(
+            f"the plan has actions for {len(plan.actions)} moments, the trace has {len(trace.moments)}; plan anew"
+        )
+    machine = plan.machine if machine is None else machine
+    reader = _Reader(plan, trace, machine)
+    lanes = Lanes(reader.read(), one_processor=machine.one_processor)
+    for _ in range(laps - 1):
+        lanes.run_lap(record=False)
+    lap = lanes.run_lap(record=True)
+    residency, fetched = reader.residency, reader.num_issued[H2D]
+    return Timeline(
+        spans=tuple(lap.spans),
+        step_s=lap.step_s,
+        peak_nbytes=dict(zip(TIERS, residency.peak_nbytes, strict=True)),
+        role_peak_nbytes={key: nbytes for key, nbytes in residency.role_peak_nbytes.items() if nbytes},
+        cap_nbytes={Tier.DEVICE: machine.device_nbytes, Tier.HOST: machine.host_nbytes},
+        device_nbytes=tuple(reader.device_nbytes),
+        prefetched=fetched - lap.late,
+        fetched=fetched,
+    )
+
+
+class _Reader:
+    """Reads a plan once, in program order, as the lanes' program; refuses what the order alone shows to be wrong."""
+
+    def __init__(self, plan: Plan, trace: Trace, machine: Machine) -> None:
+        self._plan, self._trace, self._machine = plan, trace, machine
+        self._position = Position(trace)
+        self.residency = Residency(plan, trace, machine, self._position)
+        self.num_issued = [0] * len(LANES)
+        self.device_nbytes: list[int] = []
+        self._entries: list[Entry] = []
+        self._held: set[int] = set()
+        self._far_waits: list[tuple[int, Wait]] = []
+        self._is_updated = False
+
+    def read(self) -> Program:
+        """Go through one lap. A lap ends as it begins, so this holds for all of them."""
+        residency, position = self.residency, self._position
+        for actions, moment in zip(self._plan.actions, self._trace.moments, strict=True):
+            position.index += 1
+            residency.charge_nbytes = moment.non_model_peak_nbytes if self._machine.charges_non_model else 0
+            self._is_updated = False
+            if moment.kind is Kind.RELEASE:
+                # Before the actions, so that they may free the chunk.
+                released = residency.replica(moment.chunk, Tier.DEVICE)
+                self._held.remove(released)
+                self._entries.append(Unhold(released))
+            for action in actions:
+                position.action = action
+                self._act(action)
+            position.action = None
+            residency.check_cap(0)
+            self.device_nbytes.append(residency.used_nbytes[0])
+            self._begin(moment)
+        self._check_far_waits()
+        residency.check_end()
+        return Program(self._entries, residency.replicas, residency.nbytes, residency.start, self._trace.moments)
+
+    def _act(self, action: Action) -> None:
+        if isinstance(action, Wait):
+            self._wait(action)
+        elif isinstance(action, Alloc):
+            replica = self.residency.replica(action.chunk, action.tier)
+            self.residency.add(replica)
+            self._entries.append(Take(replica))
+        elif isinstance(action, Free):
+            self._free(action)
+        elif isinstance(action, Copy):
+            self._copy(action)
+        elif isinstance(action, Update):
+            self._update(action)
+        else:
+            self._position.fail("there is one rank, and nothing to exchange")
+
+    def _wait(self, wait: Wait) -> None:
+        for lane in (wait.lane, wait.on):
+            if lane not in LANES:
+                self._position.fail(f"nothing is ever issued on {lane.name}")
+        if wait.lane is wait.on:
+            self._position.fail("a lane is in order by itself")
+        on = LANES.index(wait.on)
+        if wait.count > self.num_issued[on]:
+            self._position.fail(f"{wait.on.name} has only been issued {self.num_issued[on]} operations in this lap")
+        if wait.count <= 0:
+            self._far_waits.append((self._position.index, wait))
+        self._entries.append(Await(LANES.index(wait.lane), on, wait.count))
+
+    def _free(self, free: Free) -> None:
+        replica, states = self.residency.replica(free.chunk, free.tier), self.residency.states
+        if states[replica] == ABSENT:
+            self._position.fail("the chunk has no slab there")
+        if replica in self._held:
+            self._position.fail("the chunk is held")
+        if states[replica] == NEWEST and states[replica ^ 1] != NEWEST:
+            self._position.fail("it is the only replica of the newest version")
+        self._drop(replica)
+
+    def _drop(self, replica: int) -> None:
+        self.residency.drop(replica)
+        self._entries.append(Give(replica))
+
+    def _copy(self, copy: Copy) -> None:
+        residency, machine = self.residency, self._machine
+        source, target = residency.replica(copy.chunk, copy.source), residency.replica(copy.chunk, copy.target)
+        residency.need_newest(source)
+        if residency.states[target] == NEWEST:
+            self._position.fail(f"{copy.target.name} holds the newest version already")
+        residency.need_slab(target)
+        residency.states[target] = NEWEST
+        nbytes = residency.nbytes[source]
+        lane, Bps = (H2D, machine.h2d_Bps) if copy.lane is Lane.H2D else (D2H, machine.d2h_Bps)
+        self._issue(lane, (source,), (target,), machine.latency_s + nbytes / Bps, copy.chunk, nbytes)
+
+    def _update(self, update: Update) -> None:
+        moment = self._trace.moments[self._position.index]
+        if moment.kind is not Kind.UPDATE:
+            self._position.fail("this moment updates nothing")
+        if update.group != moment.chunk.group:
+            self._position.fail(f"this moment updates group {moment.chunk.group}")
+        if self._is_updated:
+            self._position.fail("the group is updated twice")
+        tier = self._plan.update_tiers.get(update.group)
+        if update.tier is not tier:
+            self._position.fail(f"update_tiers says {tier.name if tier else 'nothing of this group'}")
+        self._is_updated = True
+        if update.tier is not Tier.DEVICE:
+            self._issue_update(moment, update.tier)
+
+    def _issue_update(self, moment: Moment, tier: Tier) -> None:
+        residency, machine = self.residency, self._machine
+        chunks = self._trace.update_chunks(moment.chunk.group)
+        reads: list[int] = []
+        writes: list[int] = []
+        for chunk in chunks:
+            replica = residency.replica(chunk, tier)
+            residency.need_newest(replica)
+            if chunk.role is not Role.GRAD:
+                residency.need_alone(replica)
+            (reads if chunk.role is Role.GRAD else writes).append(replica)
+        on_device = tier is Tier.DEVICE
+        lane, Bps = (COMPUTE, machine.device_update_Bps) if on_device else (HOST_UPDATE, machine.host_update_Bps)
+        nbytes = sum(self._trace.chunk_nbytes[chunk] for chunk in chunks)
+        duration_s = nbytes / Bps if isfinite(Bps) else moment.duration_s
+        self._issue(lane, tuple(reads), tuple(writes), duration_s, moment.chunk)
+
+    def _begin(self, moment: Moment) -> None:
+        """Run the moment itself."""
+        residency, kind = self.residency, moment.kind
+        device = residency.replica(moment.chunk, Tier.DEVICE)
+        reads: tuple[int, ...] = ()
+        writes: tuple[int, ...] = ()
+        duration_s = moment.duration_s
+        if kind is Kind.HOLD:
+            residency.need_newest(device)
+            self._held.add(device)
+            reads = (device,)
+        elif kind is Kind.CREATE:
+            residency.need_slab(device)
+            residency.need_alone(device)
+            residency.states[device] = NEWEST
+            writes = (device,)
+        elif kind is Kind.WRITE:
+            residency.need_newest(device)
+            residency.need_alone(device)
+            writes = (device,)
+        elif kind is Kind.CONSUME:
+            self._consume(device)
+        elif kind is Kind.UPDATE:
+            if not self._is_updated:
+                self._position.fail(f"an Update of group {moment.chunk.group} is missing")
+            if self._plan.update_tiers[moment.chunk.group] is Tier.DEVICE:
+                self._issue_update(moment, Tier.DEVICE)
+                return
+            # The update was issued among the actions; COMPUTE only passes the moment.
+            duration_s = 0.0
+        self._issue(COMPUTE, reads, writes, duration_s, moment.chunk)
+
+    def _consume(self, device: int) -> None:
+        states = self.residency.states
+        if states[device] != ABSENT:
+            states[device] = EMPTY
+        if states[device ^ 1] != ABSENT:
+            self._drop(device ^ 1)
+
+    def _issue(
+        self,
+        lane: int,
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+        duration_s: float,
+        chunk: ChunkId,
+        nbytes: int = 0,
+    ) -> None:
+        self.num_issued[lane] += 1
+        self._entries.append(Operation(lane, reads, writes, duration_s, self._position.index, chunk, nbytes))
+
+    def _check_far_waits(self) -> None:
+        for index, wait in self._far_waits:
+            num = self.num_issued[LANES.index(wait.on)]
+            if wait.count <= -num:
+                self._position.index, self._position.action = index, wait
+                self._position.fail(f"counts reach one lap back, in which {wait.on.name} has {num} operations")

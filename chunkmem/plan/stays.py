@@ -1,0 +1,225 @@
+"""From kept gaps to stays: from when to when each chunk is on DEVICE and on HOST, and how early it is fetched. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from chunkmem.plan.gaps import After, Gap, Problem
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.room import Room
+
+
+@dataclass(slots=True)
+class Stay:
+    """One stay of a chunk on DEVICE: uses joined by gaps that are kept."""
+
+    chunk: int
+    start: int
+    """First moment of its first use, within the trace."""
+    stop: int
+    """The moment in whose list it may be freed, and a copy to HOST stands; past the trace's end if it lasts into the
+    next lap."""
+    fetched: bool
+    """Its content is copied from HOST; else the first use begins new content, in a slab that is taken then."""
+    earliest: int
+    """First moment in whose list the copy may stand; below 0 if that is in the lap before."""
+    to_host: bool
+    """When it ends, its content goes to HOST: HOST has not the newest version, and somebody will read it."""
+    issued: int = 0
+    """The moment in whose list its slab is taken; below 0 if that is in the lap before."""
+    freed: int = 0
+    """The moment in whose list it is freed: `stop`, or later so that nobody takes a slab that is still copied from."""
+
+
+@dataclass(frozen=True)
+class Stays:
+    """Where chunks are on DEVICE. Chunks without an entry in either are not, ever."""
+
+    passing: tuple[Stay, ...]
+    """In the order of their first use."""
+    resident: frozenset[int]
+    """Chunks that never leave."""
+
+
+def find_stays(problem: Problem, kept: frozenset[int]) -> Stays:
+    """Join uses over the gaps in `kept` and over empty ones."""
+    passing: list[Stay] = []
+    resident = set()
+    for chunk, chain in enumerate(problem.uses):
+        if not chain:
+            continue
+        first = problem.first_gap[chunk]
+        gaps = problem.gaps[first : first + len(chain)]
+        joined = [first + at in kept or gap.start == gap.stop for at, gap in enumerate(gaps)]
+        if all(joined):
+            resident.add(chunk)
+        else:
+            passing += _chain_of_stays(problem, chunk, gaps, joined)
+    return Stays(tuple(sorted(passing, key=lambda stay: (stay.start, stay.chunk))), frozenset(resident))
+
+
+def _chain_of_stays(problem: Problem, chunk: int, gaps: Sequence[Gap], joined: Sequence[bool]) -> Iterable[Stay]:
+    n = len(problem.trace.moments)
+    chain = problem.uses[chunk]
+    count = len(chain)
+    breaks = [at for at in range(count) if not joined[at]]
+    written: set[int] = set()
+    """Epochs that are on HOST already, walking through a lap."""
+    for _ in range(2):  # the second time round, what was written late in the lap before is known
+        found = []
+        for index, last in enumerate(breaks):
+            previous = breaks[index - 1]
+            first = (previous + 1) % count
+            for use in _between(first, last, count):
+                if chain[use].writes:
+                    written.discard(use)
+            gap = gaps[last]
+            dirty = gap.epoch >= 0 and gap.epoch not in written
+            to_host = dirty and (gap.after is After.LIVES or gap.hosted_by is not None)
+            if to_host:
+                written.add(gap.epoch)
+            start = chain[first].start
+            stop = chain[last].stop + (n if last < first else 0)
+            before = gaps[previous]
+            ready = before.ready - (n if before.stop > start else 0)
+            found.append(Stay(chunk, start, stop, not chain[first].creates, ready, to_host, start, stop))
+    return found
+
+
+def _between(first: int, last: int, count: int) -> Iterable[int]:
+    return range(first, last + 1) if first <= last else (*range(first, count), *range(last + 1))
+
+
+def occupancy(problem: Problem, stays: Stays) -> list[int]:
+    """Return the chunk bytes on DEVICE in each moment, each stay from its first use on."""
+    n = len(problem.trace.moments)
+    change = [0] * (n + 1)
+    for stay in stays.passing:
+        _add(change, stay.start, stay.stop, problem.nbytes[stay.chunk], n)
+    base = sum(problem.nbytes[chunk] for chunk in stays.resident)
+    return [base + nbytes for nbytes in accumulate(change[:n])]
+
+
+def _add(change: list[int], start: int, stop: int, nbytes: int, n: int) -> None:
+    if stop <= n:
+        change[start] += nbytes
+        change[stop] -= nbytes
+    else:
+        change[start] += nbytes
+        change[n] -= nbytes
+        change[0] += nbytes
+        change[stop - n] -= nbytes
+
+
+def prefetch(problem: Problem, stays: Stays, budget: Sequence[int], machine: Machine, *, lead: float) -> None:
+    """Set when each fetch is issued: early enough to arrive in time, as far as there is room. Changes `stays`.
+
+    Walking backward through the step, each copy gets the latest start at which it, and all copies needed after it,
+    arrive in time if copies on the link follow each other; `lead` multiplies the time it takes, against jitter. Room
+    is then given in the order of need.
+
+    Args:
+        problem: the trace and its chunks.
+        stays: whose `issued` is set.
+        budget: bytes that chunks may take on DEVICE, by moment.
+        machine: the speed of the link.
+        lead: 0 to fetch at the moment of need.
+    """
+    fetches = [stay for stay in stays.passing if stay.fetched]
+    if lead <= 0 or not fetches:
+        return
+    n = len(problem.trace.moments)
+    begins = [0.0, *accumulate(moment.duration_s for moment in problem.trace.moments)]
+    free = Room([have - taken for have, taken in zip(budget, occupancy(problem, stays), strict=True)])
+    wanted = _latest_starts(problem, fetches, begins, machine, lead)
+    last_issued = -n
+    for stay, start_s in zip(fetches, wanted, strict=True):
+        nbytes = problem.nbytes[stay.chunk]
+        floor = max(stay.earliest, last_issued, stay.start - n + 1, _moment_at(begins, start_s, stay.start))
+        short = free.last_short(floor, stay.start, nbytes)
+        at = min(stay.start, floor if short is None else short + 1)
+        free.take(at, stay.start, nbytes)
+        stay.issued = last_issued = at
+
+
+def linger(problem: Problem, stays: Stays, budget: Sequence[int], machine: Machine) -> None:
+    """Free what is copied to HOST when the copy is over, where there is room for so long. Changes `stays`.
+
+    A slab freed sooner is the next to be taken, and computing would wait for the copy.
+    """
+    n = len(problem.trace.moments)
+    begins = [0.0, *accumulate(moment.duration_s for moment in problem.trace.moments)]
+    free = free_room(problem, stays, budget)
+    limits = _last_frees(problem, stays)
+    over_s = 0.0
+    for stay in sorted((stay for stay in stays.passing if stay.to_host), key=lambda stay: stay.stop % n):
+        stop = stay.stop % n
+        nbytes = problem.nbytes[stay.chunk]
+        over_s = max(over_s, begins[stop]) + machine.latency_s + nbytes / machine.d2h_Bps
+        freed = min(bisect_left(begins, over_s, hi=n), limits[stay.chunk, stay.start] - stay.stop + stop)
+        if stop < freed and free.last_short(stop, freed, nbytes) is None:
+            free.take(stop, freed, nbytes)
+            stay.freed = stay.stop + freed - stop
+
+
+def free_room(problem: Problem, stays: Stays, budget: Sequence[int]) -> Room:
+    """Return the bytes that stays leave, from when their slabs are taken to when they are freed."""
+    free = Room([have - taken for have, taken in zip(budget, occupancy(problem, stays), strict=True)])
+    for stay in stays.passing:
+        free.take(stay.issued, stay.start, problem.nbytes[stay.chunk])
+        free.take(stay.stop, stay.freed, problem.nbytes[stay.chunk])
+    return free
+
+
+def _last_frees(problem: Problem, stays: Stays) -> dict[tuple[int, int], int]:
+    """By (chunk, start) of a stay: the last moment it may be freed in; HOST writes or another stay begins after it."""
+    n = len(problem.trace.moments)
+    chains: dict[int, list[Stay]] = {}
+    for stay in stays.passing:
+        chains.setdefault(stay.chunk, []).append(stay)
+    by_use = {}
+    for gap in problem.gaps:
+        by_use[gap.chunk, gap.start % n] = gap
+    last = {}
+    for chunk, chain in chains.items():
+        for at, stay in enumerate(chain):
+            following = chain[(at + 1) % len(chain)]
+            begins = following.issued if following.fetched else following.start
+            while begins < stay.stop:
+                begins += n
+            gap = by_use[chunk, stay.stop % n]
+            if gap.after is After.RENEWED:
+                begins = min(begins, gap.ready - 1 - gap.start + stay.stop)
+            if gap.hosted_by is not None:
+                begins = min(begins, gap.hosted_by - gap.start + stay.stop)
+            last[chunk, stay.start] = begins
+    return last
+
+
+def _moment_at(begins: Sequence[float], at_s: float, last: int) -> int:
+    """Return the last moment up to `last` that begins at `at_s` or before, below 0 if it lies in the lap before."""
+    n = len(begins) - 1
+    found = bisect_right(begins, at_s, hi=last + 1) - 1
+    if found >= 0:
+        return found
+    return bisect_right(begins, at_s, hi=n, key=lambda begin_s: begin_s - begins[-1]) - 1 - n
+
+
+def _latest_starts(
+    problem: Problem, fetches: Sequence[Stay], begins: Sequence[float], machine: Machine, lead: float
+) -> list[float]:
+    lap_s = begins[-1]
+    starts = [0.0] * len(fetches)
+    # The first copies of the next lap queue behind the last ones of this: go round twice.
+    limit_s = float("inf")
+    for lap in (1, 0):
+        for at in range(len(fetches) - 1, -1, -1):
+            stay = fetches[at]
+            takes_s = machine.latency_s + problem.nbytes[stay.chunk] / machine.h2d_Bps
+            limit_s = min(begins[stay.start] + lap * lap_s, limit_s) - lead * takes_s
+            limit_s = max(limit_s, (lap - 1) * lap_s)  # a link that cannot keep up does not push need back for ever
+            starts[at] = limit_s - lap * lap_s
+    return starts

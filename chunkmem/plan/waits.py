@@ -1,0 +1,169 @@
+"""Put into a program the waits it needs, and no others. Pure.
+
+Operations on one lane run in order; everything else that has to come after something gets a `Wait`: what reads a slab
+comes after its last write, what writes one comes after its last write and all reads since. A wait that others imply is
+left out; vector clocks (for each lane, how far it knows the others to be) tell.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Update, Wait
+from chunkmem.trace.model import Kind, Moment, Trace
+from chunkmem.types import ChunkId, Role, Tier
+
+_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST_UPDATE)
+_INDEX = {lane: at for at, lane in enumerate(_LANES)}
+_COMPUTE, _HOST_UPDATE = _INDEX[Lane.COMPUTE], _INDEX[Lane.HOST_UPDATE]
+_MAX_LAPS = 5
+
+Clock = tuple[int, ...]
+"""How many operations of each lane are known to be over."""
+
+
+class _Slab:
+    """The operations that may still be at work on a slab."""
+
+    __slots__ = ("reads", "written")
+
+    def __init__(self) -> None:
+        self.written: tuple[int, int] | None = None
+        """(lane, its count)"""
+        self.reads: dict[int, int] = {}
+        """By lane, the count of the last read since."""
+
+
+def add_waits(
+    trace: Trace, start: Iterable[Placed], program: Sequence[Sequence[Action]]
+) -> tuple[tuple[Action, ...], ...]:
+    """Return the program with its waits.
+
+    It is followed lap after lap until two laps wait for the same: from then on all do.
+    """
+    follower = _Follower(trace, start)
+    lap = follower.lap(program)
+    for _ in range(_MAX_LAPS):
+        following = follower.lap(program)
+        if following == lap:
+            break
+        lap = following
+    return lap
+
+
+class _Follower:
+    def __init__(self, trace: Trace, start: Iterable[Placed]) -> None:
+        self.trace = trace
+        self.slabs = {(placed.chunk, placed.tier): _Slab() for placed in start}
+        self.idle: dict[tuple[Tier, int], list[_Slab]] = defaultdict(list)
+        self.done = [0, 0, 0, 0]
+        """Operations issued on each lane, since the first lap began."""
+        self.lap_start = [0, 0, 0, 0]
+        self.lap_length = [0, 0, 0, 0]
+        self.known: list[Clock] = [(0, 0, 0, 0)] * 4
+        """By lane: how far it knows the others to be."""
+        self.knew: list[list[Clock]] = [[], [], [], []]
+        """By lane: the same at each of its operations."""
+        self.out: list[Action] = []
+        self.sizes = trace.chunk_nbytes
+
+    def lap(self, program: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
+        self.lap_start = list(self.done)
+        lists = []
+        for moment, actions in zip(self.trace.moments, program, strict=True):
+            self.out = []
+            update = None
+            if (
+                moment.kind is Kind.RELEASE
+            ):  # it was in use until the moment before, and may be freed in this one's list
+                self.slabs[moment.chunk, Tier.DEVICE].reads[_COMPUTE] = self.done[_COMPUTE]
+            for action in actions:
+                if isinstance(action, Update):
+                    update = action
+                else:
+                    self._act(action)
+            self._moment(moment, update)
+            lists.append(tuple(self.out))
+        return tuple(lists)
+
+    def _act(self, action: Action) -> None:
+        if isinstance(action, Alloc):
+            idle = self.idle[action.tier, self.sizes[action.chunk]]
+            self.slabs[action.chunk, action.tier] = idle.pop() if idle else _Slab()
+        elif isinstance(action, Free):
+            self._free(action.chunk, action.tier)
+        elif isinstance(action, Copy):
+            lane = _INDEX[action.lane]
+            source = self.slabs[action.chunk, action.source]
+            target = self.slabs[action.chunk, action.target]
+            self._operate(lane, reads=(source,), writes=(target,))
+        self.out.append(action)
+
+    def _free(self, chunk: ChunkId, tier: Tier) -> None:
+        self.idle[tier, self.sizes[chunk]].append(self.slabs.pop((chunk, tier)))
+
+    def _moment(self, moment: Moment, update: Update | None) -> None:
+        device = Tier.DEVICE
+        key = (moment.chunk, device)
+        reads: tuple[_Slab, ...] = ()
+        writes: tuple[_Slab, ...] = ()
+        if moment.kind is Kind.HOLD:
+            reads = (self.slabs[key],)
+        elif moment.kind in (Kind.CREATE, Kind.WRITE):
+            writes = (self.slabs[key],)
+        if update is not None:
+            chunks = self.trace.update_chunks(update.group)
+            tier = update.tier
+            reads = tuple(self.slabs[c, tier] for c in chunks if c.role is Role.GRAD)
+            writes = tuple(self.slabs[c, tier] for c in chunks if c.role is not Role.GRAD)
+            if tier is Tier.HOST:
+                self._operate(_HOST_UPDATE, reads, writes)
+                reads = writes = ()
+        self._operate(_COMPUTE, reads, writes)
+        if update is not None:
+            self.out.append(update)
+        if moment.kind is Kind.CONSUME and (moment.chunk, Tier.HOST) in self.slabs:
+            self._free(moment.chunk, Tier.HOST)
+
+    def _operate(self, lane: int, reads: Sequence[_Slab], writes: Sequence[_Slab]) -> None:
+        known = self.known[lane]
+        needs: dict[int, int] = {}
+        for slabs in (reads, writes):
+            for slab in slabs:
+                if slab.written is not None:
+                    other, count = slab.written
+                    if count > known[other] and count > needs.get(other, 0):
+                        needs[other] = count
+        for slab in writes:
+            for other, count in slab.reads.items():
+                if count > known[other] and count > needs.get(other, 0):
+                    needs[other] = count
+        needs.pop(lane, None)
+        if needs:
+            self._wait(lane, needs)
+        self.done[lane] += 1
+        count = self.done[lane]
+        self.knew[lane].append(self.known[lane])
+        for slab in reads:
+            slab.reads[lane] = count
+        for slab in writes:
+            slab.written = (lane, count)
+            slab.reads.clear()
+
+    def _wait(self, lane: int, open_needs: dict[int, int]) -> None:
+        """Add the waits of an operation for what its lane does not know to be over: a count of each other lane."""
+        known = self.known[lane]
+        for other in list(open_needs) if len(open_needs) > 1 else ():
+            if any(
+                self.knew[third][count - 1][other] >= open_needs[other]
+                for third, count in open_needs.items()
+                if third != other
+            ):
+                del open_needs[other]
+        for other, count in sorted(open_needs.items()):
+            self.out.append(Wait(_LANES[lane], _LANES[other], count - self.lap_start[other]))
+            merged = [a if a > b else b for a, b in zip(known, self.knew[other][count - 1], strict=True)]
+            merged[other] = max(merged[other], count)
+            known = tuple(merged)
+        self.known[lane] = known

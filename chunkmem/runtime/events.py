@@ -1,0 +1,129 @@
+"""What every kind of lane has in common: events, and the rules for a copy.
+
+[Note: Memory under a copy] A copy works on the addresses that its tensors have when it is issued. Their storages may be
+emptied before it runs: that is how a slab is taken from one chunk for the next while it is still being read. Holding
+the tensors keeps the memory of all others alive, but not of those. So whoever issues a copy keeps the memory allocated
+until its event is done, and has whatever touches that memory in conflict with it wait for the event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+
+from chunkmem.errors import StateError
+from chunkmem.plan.model import Lane
+from chunkmem.runtime.device import runtime_mode
+
+COPY_LANES = (Lane.H2D, Lane.D2H)
+"""The lanes that copy between DEVICE and HOST."""
+
+
+class Event(Protocol):
+    """Something issued on a lane. Times are of `time.perf_counter()`, and valid once it is done."""
+
+    @property
+    def started_s(self) -> float: ...
+
+    @property
+    def ended_s(self) -> float: ...
+
+    def done(self) -> bool:
+        """Tell, without waiting, whether it is over: done or failed."""
+        ...
+
+    def wait(self) -> None:
+        """Block the calling thread until it is done; raise what it raised."""
+        ...
+
+
+class Lanes(Protocol):
+    """Copies run one after the other on each lane; between lanes nothing is ordered but by events."""
+
+    def copy(
+        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, *, after: Sequence[Event], label: str
+    ) -> Event:
+        """Issue a copy that runs after everything issued on `lane` before, and after `after`.
+
+        Args:
+            lane: one of `COPY_LANES`.
+            target, source: 1-D, contiguous, of equal nbytes; see [Note: Memory under a copy].
+            after: events of these lanes.
+            label: what is copied, for messages and profiles.
+
+        Raises:
+            StateError: the lanes are closed, or `lane` or the tensors are not as above.
+        """
+        ...
+
+    def compute_event(self) -> Event:
+        """Return the end of everything issued on COMPUTE so far: by this thread, or on its current stream."""
+        ...
+
+    def compute_waits(self, event: Event) -> float:
+        """Have what is computed from now on come after `event`; return the seconds this thread stood still for it."""
+        ...
+
+    def drain(self) -> None:
+        """Block until every copy is done; raise what one of them raised since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was issued and give threads and streams back. The second time, do nothing."""
+        ...
+
+
+def require_copyable(lane: Lane, target: torch.Tensor, source: torch.Tensor, label: str) -> None:
+    """Refuse what would overwrite other memory than the target's, and a lane that does not copy.
+
+    Raises:
+        StateError: the tensors are not 1-D, contiguous and of equal nbytes, or `lane` is none of `COPY_LANES`.
+    """
+    if lane not in COPY_LANES:
+        raise StateError(f"{label}: lane {lane.value} does not copy between tiers")
+    for tensor in (target, source):
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise StateError(f"{label}: only 1-D contiguous tensors are copied, not one of shape {list(tensor.shape)}")
+    if target.nbytes != source.nbytes:
+        raise StateError(f"{label}: {source.nbytes} bytes cannot be copied to {target.nbytes}")
+
+
+def closed_error(label: str) -> StateError:
+    """Return what `copy` raises after `close`."""
+    return StateError(f"{label}: the lanes are closed; nothing can be copied any more")
+
+
+@contextlib.contextmanager
+def _profiled(lane: Lane, label: str) -> Iterator[None]:
+    with runtime_mode(), torch.profiler.record_function(f"chunkmem {lane.value} {label}"):
+        yield
+
+
+def named_range(lane: Lane, label: str) -> contextlib.AbstractContextManager[None]:
+    """Return the range that a profile shows for a copy; without a profiler, one that does nothing."""
+    return _profiled(lane, label) if torch.autograd.profiler._is_profiler_enabled else contextlib.nullcontext()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DoneEvent:
+    """What was over before it could be waited for."""
+
+    started_s: float
+    ended_s: float
+
+    @classmethod
+    def now(cls) -> Self:
+        """Return the event of something that ends as it is asked for."""
+        now_s = time.perf_counter()
+        return cls(now_s, now_s)
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None

@@ -1,0 +1,124 @@
+"""What happens in one step, written down as it does, and made a `Timeline` of when somebody asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from chunkmem.plan.model import Lane
+from chunkmem.plan.timeline import Span, Timeline
+from chunkmem.runtime.events import Event
+from chunkmem.runtime.store import Chunk
+from chunkmem.trace.model import Trace
+from chunkmem.types import Tier
+
+
+class Journal:
+    """Entries of one lap, as cheap to make as possible."""
+
+    def __init__(self) -> None:
+        self.began: list[tuple[int, float]] = []
+        """(moment, time)"""
+        self.stalls: list[tuple[Lane, int, float, float]] = []
+        """(lane waited for, moment, start, seconds), also those of 0 seconds"""
+        self.copies: list[tuple[Lane, int, Chunk, Event | tuple[float, float]]] = []
+        """(lane, moment, chunk, event or times)"""
+        self.device_nbytes: list[int] = []
+        self.ended_s: float | None = None
+        self.departures = 0
+        """Accesses that were not foreseen."""
+
+    def begin(self, moment: int) -> None:
+        """A moment begins; its actions come next."""
+        self.began.append((moment, time.perf_counter()))
+
+    def waited(self, lane: Lane, started_s: float, stall_s: float) -> None:
+        """COMPUTE or the host has waited for a copy on `lane`."""
+        self.stalls.append((lane, self._moment, started_s, stall_s))
+
+    def copied(self, lane: Lane, chunk: Chunk, event: Event) -> None:
+        """A copy has been issued."""
+        self.copies.append((lane, self._moment, chunk, event))
+
+    def served(self, chunk: Chunk, target: Tier, started_s: float) -> None:
+        """A copy was made on demand, and waited for."""
+        lane = Lane.H2D if target is Tier.DEVICE else Lane.D2H
+        now_s = time.perf_counter()
+        self.copies.append((lane, self._moment, chunk, (started_s, now_s)))
+        self.stalls.append((lane, self._moment, started_s, now_s - started_s))
+
+    def end(self) -> None:
+        """The last moment is over."""
+        self.ended_s = time.perf_counter()
+
+    @property
+    def _moment(self) -> int:
+        return self.began[-1][0] if self.began else -1
+
+    def durations(self) -> dict[int, float]:
+        """Return the seconds each moment took, waiting for copies not included."""
+        waited: dict[int, float] = {}
+        for _, moment, _, stall_s in self.stalls:
+            waited[moment] = waited.get(moment, 0.0) + stall_s
+        found = {}
+        ends = [at for _, at in self.began[1:]] + [self.ended_s or (self.began[-1][1] if self.began else 0.0)]
+        for (moment, began_s), ended_s in zip(self.began, ends, strict=True):
+            found[moment] = max(0.0, ended_s - began_s - waited.get(moment, 0.0))
+        return found
+
+    def timeline(
+        self,
+        trace: Trace | None,
+        peaks: Mapping[Tier, tuple[int, Mapping[str, int]]],
+        cap_nbytes: Mapping[Tier, int],
+    ) -> Timeline:
+        """Return the step as a timeline; its first moment is at 0 s.
+
+        Args:
+            trace: for the names of moments.
+            peaks: by tier, the highest sum over chunks and each role's own, in bytes.
+            cap_nbytes: by tier.
+        """
+        first_s = self.began[0][1] if self.began else 0.0
+        last_s = self.ended_s or (self.began[-1][1] if self.began else 0.0)
+        spans = self._moment_spans(trace, first_s, last_s)
+        for lane, moment, chunk, event in self.copies:
+            start_s, end_s = _times(event, otherwise_s=last_s)
+            label = f"{chunk.id} to {'DEVICE' if lane is Lane.H2D else 'HOST'}"
+            spans.append(Span(lane, label, start_s - first_s, end_s - first_s, moment, chunk.id, chunk.nbytes))
+        for lane, moment, start_s, stall_s in self.stalls:
+            if stall_s > 0:
+                start_s -= first_s
+                spans.append(
+                    Span(Lane.COMPUTE, f"waits for {lane.value}", start_s, start_s + stall_s, moment, is_stall=True)
+                )
+        fetched = sum(lane is Lane.H2D for lane, *_ in self.copies)
+        late = sum(lane is Lane.H2D and stall_s > 0 for lane, _, _, stall_s in self.stalls)
+        return Timeline(
+            spans=tuple(sorted(spans, key=lambda span: span.start_s)),
+            step_s=last_s - first_s,
+            peak_nbytes={tier: nbytes for tier, (nbytes, _) in peaks.items()},
+            role_peak_nbytes={(tier, role): n for tier, (_, roles) in peaks.items() for role, n in roles.items()},
+            cap_nbytes=cap_nbytes,
+            device_nbytes=tuple(self.device_nbytes),
+            departures=self.departures,
+            prefetched=fetched - min(late, fetched),
+            fetched=fetched,
+        )
+
+    def _moment_spans(self, trace: Trace | None, first_s: float, last_s: float) -> list[Span]:
+        ends = [at for _, at in self.began[1:]] + [last_s]
+        spans = []
+        for (moment, began_s), ended_s in zip(self.began, ends, strict=True):
+            event = None if trace is None else trace.moments[moment]
+            label = "" if event is None else str(event)
+            chunk = None if event is None else event.chunk
+            spans.append(Span(Lane.COMPUTE, label, began_s - first_s, ended_s - first_s, moment, chunk))
+        return spans
+
+
+def _times(event: Event | tuple[float, float], *, otherwise_s: float) -> tuple[float, float]:
+    """Return when a copy began and ended; one that is under way still, for the next step, has no times yet."""
+    if isinstance(event, tuple):
+        return event
+    return (event.started_s, event.ended_s) if event.done() else (otherwise_s, otherwise_s)

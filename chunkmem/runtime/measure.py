@@ -1,0 +1,260 @@
+"""Measure how fast this machine copies and updates, and keep what was found for the next run."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import queue
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chunkmem.plan.machine import Machine
+from chunkmem.runtime.device import ComputeDevice, runtime_mode
+from chunkmem.runtime.tiers import TierCaps
+
+_COPY_NBYTES = 8 * 2**20
+_NUM_COPIES = 8
+"""Copied one after the other, so that a copy does not find its bytes in a cache."""
+_SMALL_NBYTES = 64
+_UPDATE_NUMEL = {"cuda": 2**24, "cpu": 2**22}
+_UPDATE_NBYTES_PER_ELEMENT = 16
+"""PARAM, GRAD and two states in float32."""
+_MIN_REPEATS, _MAX_REPEATS = 3, 32
+_NUM_MEASURED = 5
+
+
+def measure_machine(compute: ComputeDevice, caps: TierCaps, *, budget_s: float = 2.0) -> Machine:
+    """Measure the speeds of this machine; `budget_s` bounds the repetitions, of which each speed gets at least 3.
+
+    Without an accelerator both directions are one and the same copy in RAM, and updates keep `inf`: they run on the
+    cores that traced them. On an accelerator this resets its peak counter.
+
+    Raises:
+        PlanError: a speed came out as 0.
+    """
+    return _measure(compute, budget_s / _NUM_MEASURED).machine(compute, caps)
+
+
+def cached_machine(compute: ComputeDevice, caps: TierCaps, *, path: Path | None = None) -> Machine:
+    """Return the speeds kept at `path`, or measure them and keep them there; the caps are always the given ones.
+
+    The default is a file of the user's cache folder, another one for each device, processor, torch version and number
+    of threads. A file that cannot be used is replaced; where none can be written, nothing is kept.
+
+    Raises:
+        PlanError: a speed was measured as 0.
+    """
+    made_of = _identity(compute)
+    if path is None:
+        with contextlib.suppress(RuntimeError):  # no home folder
+            digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
+            path = Path.home() / ".cache" / "chunkmem" / f"machine-{digest}.json"
+    speeds = None if path is None else _read(path, made_of)
+    if speeds is not None:
+        return speeds.machine(compute, caps)
+    machine = measure_machine(compute, caps)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            _write(path, made_of, _Speeds(**{field.name: getattr(machine, field.name) for field in fields(_Speeds)}))
+    return machine
+
+
+@dataclass(frozen=True)
+class _Speeds:
+    """What is measured of a `Machine`, under the same names."""
+
+    h2d_Bps: float
+    d2h_Bps: float
+    latency_s: float
+    device_update_Bps: float = inf
+    host_update_Bps: float = inf
+
+    def machine(self, compute: ComputeDevice, caps: TierCaps) -> Machine:
+        return Machine(
+            device_nbytes=caps.device_nbytes,
+            host_nbytes=caps.host_nbytes,
+            h2d_Bps=self.h2d_Bps,
+            d2h_Bps=self.d2h_Bps,
+            latency_s=self.latency_s,
+            device_update_Bps=self.device_update_Bps,
+            host_update_Bps=self.host_update_Bps,
+            charges_non_model=compute.is_accelerator,
+            one_processor=not compute.is_accelerator,
+        )
+
+
+# Measuring.
+
+
+def _measure(compute: ComputeDevice, budget_s: float) -> _Speeds:
+    """Spend about `budget_s` on each of the `_NUM_MEASURED` speeds."""
+    with runtime_mode():
+        if not compute.is_accelerator:
+            copy_Bps = _COPY_NBYTES / _median_s(_ram_copies(compute), budget_s)
+            return _Speeds(copy_Bps, copy_Bps, _hand_over_s(budget_s))
+        cpu = ComputeDevice(torch.device("cpu"))
+        speeds = _Speeds(
+            h2d_Bps=_COPY_NBYTES / _median_s(_link_copies(compute, _COPY_NBYTES, to_device=True), budget_s),
+            d2h_Bps=_COPY_NBYTES / _median_s(_link_copies(compute, _COPY_NBYTES, to_device=False), budget_s),
+            latency_s=_median_s(_link_copies(compute, _SMALL_NBYTES, to_device=True), budget_s),
+            device_update_Bps=_update_Bps(compute, budget_s),
+            host_update_Bps=_update_Bps(cpu, budget_s),
+        )
+        # What this took must not look like activations of the model.
+        compute.take_peak_nbytes()
+        return speeds
+
+
+def _median_s(measure: Callable[[], float], budget_s: float) -> float:
+    """Return the median of what `measure` returns, without its first time; never 0."""
+    measure()
+    found: list[float] = []
+    end_s = time.perf_counter() + budget_s
+    while len(found) < _MIN_REPEATS or (len(found) < _MAX_REPEATS and time.perf_counter() < end_s):
+        found.append(measure())
+    # A clock too coarse for what it measures may say 0.
+    return max(statistics.median(found), 1e-9)
+
+
+def _ram_copies(compute: ComputeDevice) -> Callable[[], float]:
+    """Return what copies the next 8 MiB within RAM, as the lanes do it, and how long that took."""
+    source, target = (torch.ones(_NUM_COPIES * _COPY_NBYTES, dtype=torch.uint8) for _ in range(2))
+    position = 0
+
+    def measure() -> float:
+        nonlocal position
+        position = (position + 1) % _NUM_COPIES
+        to, of = (memory.data_ptr() + position * _COPY_NBYTES for memory in (target, source))
+        return compute.time_s(lambda: ctypes.memmove(to, of, _COPY_NBYTES))
+
+    return measure
+
+
+def _link_copies(compute: ComputeDevice, nbytes: int, *, to_device: bool) -> Callable[[], float]:
+    """Return what copies between pinned memory and the accelerator, and how long that took."""
+    host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.ones(nbytes, dtype=torch.uint8, device=compute.device)
+    target, source = (device, host) if to_device else (host, device)
+    return lambda: compute.time_s(lambda: target.copy_(source, non_blocking=True))
+
+
+def _hand_over_s(budget_s: float) -> float:
+    """Return the seconds from handing a copy of 64 bytes to another thread until it is known to be done."""
+    tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+    done: queue.SimpleQueue[None] = queue.SimpleQueue()
+    source, target = (ctypes.create_string_buffer(_SMALL_NBYTES) for _ in range(2))
+
+    def serve() -> None:
+        while (task := tasks.get()) is not None:
+            task()
+            done.put(None)
+
+    def measure() -> float:
+        begin_s = time.perf_counter()
+        tasks.put(lambda: ctypes.memmove(target, source, _SMALL_NBYTES))
+        done.get()
+        return time.perf_counter() - begin_s
+
+    thread = threading.Thread(target=serve, name="chunkmem measure", daemon=True)
+    thread.start()
+    try:
+        return _median_s(measure, budget_s)
+    finally:
+        tasks.put(None)
+        thread.join()
+
+
+def _update_Bps(compute: ComputeDevice, budget_s: float) -> float:
+    numel = _UPDATE_NUMEL[compute.device.type]
+    param, grad, exp_avg, exp_avg_sq = (torch.ones(numel, dtype=torch.float32, device=compute.device) for _ in range(4))
+    step = torch.ones((), dtype=torch.float32, device=compute.device)
+
+    def update() -> None:
+        torch._fused_adamw_(
+            [param],
+            [grad],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [step],
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.01,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    return numel * _UPDATE_NBYTES_PER_ELEMENT / _median_s(lambda: compute.time_s(update), budget_s)
+
+
+# Keeping.
+
+
+def _identity(compute: ComputeDevice) -> list[str]:
+    """Return what the speeds depend on."""
+    return [
+        compute.name(),
+        _processor(),
+        f"{len(os.sched_getaffinity(0))} cores" if hasattr(os, "sched_getaffinity") else f"{os.cpu_count()} cores",
+        f"torch {torch.__version__}",
+        f"{torch.get_num_threads()} threads",
+    ]
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _read(path: Path, made_of: list[str]) -> _Speeds | None:
+    """Return the speeds in a file; None if it is not there, damaged, or of another machine."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["machine"] != made_of:
+            return None
+        found = {name: inf if value is None else value for name, value in content["speeds"].items()}
+        speeds = _Speeds(**found)
+        return speeds if _is_sound(speeds) else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
+def _is_sound(speeds: _Speeds) -> bool:
+    values: dict[str, Any] = asdict(speeds)
+    if not all(type(value) in (int, float) and value > 0 for value in values.values()):
+        return False
+    return all(isfinite(values[name]) for name in ("h2d_Bps", "d2h_Bps", "latency_s"))
+
+
+def _write(path: Path, made_of: list[str], speeds: _Speeds) -> None:
+    """Put a whole file in place at once, so that another process never reads half of one."""
+    known = {name: value if isfinite(value) else None for name, value in asdict(speeds).items()}
+    text = json.dumps({"machine": made_of, "speeds": known}, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,138 @@
+"""Lanes on CUDA: a stream each, ordered by events alone. Nothing here waits for the device as a whole.
+
+[Note: Device time] CUDA measures between two of its events, in single precision and by its own clock. So every event
+is measured from an anchor: an event whose host time is known, as it was recorded on a stream with nothing else on it.
+Anchors are renewed, because within an hour the rounding is a quarter of a millisecond and the clocks drift by more.
+
+Source of the rules: CUDA Runtime API, "Event Management" (cudaEventElapsedTime) and "Stream synchronization behavior".
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from chunkmem.plan.model import Lane
+from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.events import COPY_LANES, Event, closed_error, named_range, require_copyable
+
+_ANCHOR_LIFE_S = 30.0
+"""At this distance the rounding is 2 microseconds."""
+
+
+class _Anchor:
+    """A point in the time of the device whose time on the host is known."""
+
+    def __init__(self, idle: torch.cuda.Stream) -> None:
+        self._event = _record(idle)
+        self._event.synchronize()
+        self.host_s = time.perf_counter()
+
+    def host_time_s(self, event: torch.cuda.Event) -> float:
+        """Return when `event`, which is over and was recorded later, came to pass."""
+        return self.host_s + 1e-3 * float(self._event.elapsed_time(event))
+
+
+def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+@dataclass(eq=False, slots=True)
+class StreamEvent:
+    """What a stream does between two of its events."""
+
+    anchor: _Anchor
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+    @property
+    def started_s(self) -> float:
+        return self.anchor.host_time_s(self.start)
+
+    @property
+    def ended_s(self) -> float:
+        return self.anchor.host_time_s(self.end)
+
+    def done(self) -> bool:
+        return bool(self.end.query())
+
+    def wait(self) -> None:
+        self.end.synchronize()
+
+
+class StreamClock:
+    """Makes events of a device that know their time on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle = torch.cuda.Stream(device)
+        self._anchor = _Anchor(self._idle)
+
+    def anchor(self) -> _Anchor:
+        """Return an anchor for what is issued next; a new one holds the host up for the time of one event."""
+        if time.perf_counter() - self._anchor.host_s > _ANCHOR_LIFE_S:
+            self._anchor = _Anchor(self._idle)
+        return self._anchor
+
+    def computed(self) -> StreamEvent:
+        """Return the end of what is on the calling thread's current stream."""
+        anchor = self.anchor()
+        end = _record(torch.cuda.current_stream(self._device))
+        return StreamEvent(anchor, end, end)
+
+
+class StreamLanes:
+    """One stream a lane, for as long as the lanes are open. Host memory has to be pinned for copies to overlap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._clock = StreamClock(device)
+        self._streams = {lane: torch.cuda.Stream(device) for lane in COPY_LANES}
+        self._last: dict[Lane, StreamEvent] = {}
+        self._pid = os.getpid()
+        self._closed = False
+
+    def copy(
+        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, *, after: Sequence[Event], label: str
+    ) -> Event:
+        if self._closed:
+            raise closed_error(label)
+        stream, anchor = self._streams[lane], self._clock.anchor()
+        with runtime_mode(), torch.cuda.stream(stream), named_range(lane, label):
+            require_copyable(lane, target, source, label)
+            for event in after:
+                _hold_back(stream, event)
+            start = _record(stream)
+            target.view(torch.uint8).copy_(source.view(torch.uint8), non_blocking=True)
+            copied = self._last[lane] = StreamEvent(anchor, start, _record(stream))
+        return copied
+
+    def compute_event(self) -> Event:
+        return self._clock.computed()
+
+    def compute_waits(self, event: Event) -> float:
+        _hold_back(torch.cuda.current_stream(self._device), event)
+        return 0.0
+
+    def drain(self) -> None:
+        for event in self._last.values():
+            event.wait()
+        self._last.clear()
+
+    def close(self) -> None:
+        self._closed = True
+        if os.getpid() == self._pid:  # CUDA does not survive a fork
+            self.drain()
+
+
+def _hold_back(stream: torch.cuda.Stream, event: Event) -> None:
+    if isinstance(event, StreamEvent):
+        stream.wait_event(event.end)
+    else:
+        event.wait()

@@ -1,0 +1,154 @@
+"""Lanes that behave badly on purpose, in RAM: one as late as its events allow, one as slow as a given link.
+
+[Note: Held-back copies] A race shows only in the rare run in which a copy is late. Here copies are late as a rule:
+nothing runs until something waits for it or the dice say so, and the bytes that a copy may overwrite are overwritten
+with NaN from the moment it may begin. Whatever reads or writes too early, for want of a wait, meets NaN or old
+contents, in the same way each time for the same seed.
+
+Computing is done by the caller, in order, and is never late. So a copy that should have come after something computed
+does: that wait can be left out and nothing shows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from chunkmem.errors import StateError
+from chunkmem.plan.model import Lane
+from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, closed_error
+from chunkmem.runtime.lanes import HostCopy, ThreadLanes
+
+_POISON = 0xFF
+"""Repeated, this byte is NaN in every floating dtype."""
+_EAGERNESS = (0.0, 0.1, 0.5, 0.9)
+"""How likely a copy that could run does, when nothing waits for it. Each lane draws its own: one far behind another
+shows most."""
+
+
+@dataclass(eq=False, slots=True)
+class _HeldCopy(HostCopy):
+    """A copy that runs when the dice or a wait say so."""
+
+    lanes: AdversarialLanes = field(init=False)
+    poisoned: bool = field(default=False, init=False)
+    over: bool = field(default=False, init=False)
+
+    def done(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        self.lanes.run_until(self)
+
+
+class AdversarialLanes:
+    """Copies held back, and run in any order that the events allow; without threads, the same for the same seed.
+
+    See [Note: Held-back copies].
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._queues: dict[Lane, deque[_HeldCopy]] = {lane: deque() for lane in COPY_LANES}
+        self._eagerness = {lane: self._random.choice(_EAGERNESS) for lane in COPY_LANES}
+        self._closed = False
+
+    def copy(
+        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, *, after: Sequence[Event], label: str
+    ) -> Event:
+        if self._closed:
+            raise closed_error(label)
+        copy = _HeldCopy.of(lane, target, source, after, label)
+        copy.lanes = self
+        self._queues[lane].append(copy)
+        self._poison_targets()
+        self._run_some()
+        return copy
+
+    def compute_event(self) -> Event:
+        self._run_some()
+        return DoneEvent.now()
+
+    def compute_waits(self, event: Event) -> float:
+        started_s = time.perf_counter()
+        self.run_until(event)
+        return time.perf_counter() - started_s
+
+    def run_until(self, event: Event) -> None:
+        """Run what `event` comes after, and whatever else the dice say, until it is done.
+
+        Raises:
+            StateError: it comes after an event of other lanes that is not done.
+        """
+        self._run_some()
+        while not event.done():
+            self._run(self._next_for(event))
+            self._run_some()
+
+    def drain(self) -> None:
+        while any(self._queues.values()):
+            queued = self._random.choice([queue for queue in self._queues.values() if queue])
+            self.run_until(queued[0])
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.drain()
+
+    def _runnable(self) -> list[_HeldCopy]:
+        heads = [queue[0] for queue in self._queues.values() if queue]
+        return [head for head in heads if all(event.done() for event in head.after)]
+
+    def _run_some(self) -> None:
+        while willing := [copy for copy in self._runnable() if self._random.random() < self._eagerness[copy.lane]]:
+            self._run(self._random.choice(willing))
+
+    def _next_for(self, event: Event) -> _HeldCopy:
+        """Return a copy that can run, and has to before `event` is done."""
+        # Each turn goes to something issued earlier, so this ends.
+        while isinstance(event, _HeldCopy) and event in self._queues[event.lane]:
+            head = self._queues[event.lane][0]
+            pending = [before for before in head.after if not before.done()]
+            if not pending:
+                return head
+            event = self._random.choice(pending)
+        raise StateError("waiting for an event that is not done and not of these lanes: nothing here would end that")
+
+    def _run(self, copy: _HeldCopy) -> None:
+        self._queues[copy.lane].popleft()
+        copy.run(ctypes.memmove)
+        copy.over = True
+        copy.let_go()
+        self._poison_targets()
+
+    def _poison_targets(self) -> None:
+        # Not before it can run: until then, what it comes after may still need the target's old contents.
+        for copy in self._runnable():
+            if not copy.poisoned:
+                ctypes.memset(copy.target, _POISON, copy.nbytes)
+                copy.poisoned = True
+
+
+class ThrottledLanes(ThreadLanes):
+    """Threads that copy no faster than a link of `bytes_per_s`, in both directions at once, with a latency a copy.
+
+    Raises:
+        StateError: `bytes_per_s` is not positive, or `latency_s` negative.
+    """
+
+    def __init__(self, bytes_per_s: float, *, latency_s: float = 0.0) -> None:
+        if not (bytes_per_s > 0 and latency_s >= 0):
+            raise StateError(f"no copy would end on a link of {bytes_per_s} bytes/s and {latency_s} s latency")
+
+        def move(target: int, source: int, nbytes: int) -> None:
+            end_s = time.perf_counter() + latency_s + nbytes / bytes_per_s
+            ctypes.memmove(target, source, nbytes)
+            time.sleep(max(0.0, end_s - time.perf_counter()))
+
+        super().__init__(move)

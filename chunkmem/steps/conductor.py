@@ -1,0 +1,274 @@
+"""Decide before each step: record it, have a plan followed, or serve on demand.
+
+A lap is one training step (from the first call of a model to the end of the optimizer's step, however many
+micro-batches) or one evaluation (a call of a model without gradients, between steps). Between laps nothing is recorded
+or followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chunkmem.errors import PlanError, TraceError
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.model import Plan
+from chunkmem.plan.planner import PlanOptions
+from chunkmem.plan.timeline import Timeline
+from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.executor import DemandExecutor, Listener
+from chunkmem.runtime.journal import Journal
+from chunkmem.runtime.performer import Performer
+from chunkmem.runtime.store import Chunk
+from chunkmem.runtime.tiers import Tiers
+from chunkmem.steps.course import Course, check_adoptable
+from chunkmem.trace.model import Kind, Mode, Trace
+from chunkmem.tracing.recorder import Recorder
+from chunkmem.tracing.watch import Watch
+from chunkmem.types import Tier
+
+
+def _ignore(kind: Kind, chunk: Chunk, reader: object) -> None:
+    return None
+
+
+class Conductor:
+    """Hears when models are called and steps end, and tells the executor whom to announce its events to."""
+
+    def __init__(
+        self,
+        executor: DemandExecutor,
+        tiers: Tiers,
+        lanes: Lanes,
+        *,
+        machine: Callable[[], Machine],
+        options: PlanOptions,
+        layout: Callable[[], str],
+        watch: Callable[[], Watch],
+    ) -> None:
+        """Begin with nothing known.
+
+        Args:
+            executor: whose events are heard.
+            tiers: of its store.
+            lanes: what copies when a plan is followed.
+            machine: returns what plans are made for; called when the first one is.
+            options: of the planner.
+            layout: returns the digest of everything packed.
+            watch: begins to watch memory, for a step that is recorded.
+        """
+        self._executor = executor
+        self._tiers = tiers
+        self._lanes = lanes
+        self._make_machine = machine
+        self._machine: Machine | None = None
+        self._layout = layout
+        self._make_watch = watch
+        self._courses = {
+            mode: Course(
+                mode,
+                machine=self._own_machine,
+                options=options,
+                perform=lambda plan, trace: Performer(plan, trace, executor, lanes, tiers),
+                bystanders_nbytes=self._bystanders_nbytes,
+            )
+            for mode in Mode
+        }
+        self._mode: Mode | None = None
+        """Of the lap that runs, or ran last."""
+        self._is_running = False
+        self._recorder: Recorder | None = None
+        self._watch: Watch | None = None
+        self._performer: Performer | None = None
+        """Follows the lap that runs, or ran last; None if that is recorded or served on demand."""
+        self._journal: Journal | None = None
+        """Of the lap that runs, or ran last."""
+        self._in_lap: Listener = _ignore
+        """Hears of events within the lap."""
+        self._last: Callable[[], Timeline] | None = None
+        self._ledgers = (tiers.device, tiers.host)
+
+    # What a user asks for.
+
+    @property
+    def trace(self) -> Trace | None:
+        """The trace of training."""
+        return self._courses[Mode.TRAIN].trace
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of training."""
+        return self._courses[Mode.TRAIN].plan
+
+    def timeline(self) -> Timeline | None:
+        """Return what happened in the last lap that is over; None before the first."""
+        return None if self._last is None else self._last()
+
+    @property
+    def moment(self) -> int | None:
+        """The moment of the plan that is followed; None if none is."""
+        return None if self._performer is None else self._performer.moment
+
+    def predicted_nbytes(self) -> tuple[int, ...]:
+        """Return the chunk bytes on DEVICE that the plan being followed has in each moment; empty if none is."""
+        return () if self._performer is None else self._performer.predicted.device_nbytes
+
+    def adopt_trace(self, trace: Trace) -> None:
+        """Use a trace of an earlier run instead of recording one.
+
+        Raises:
+            TraceError: it is of another model or layout.
+        """
+        own = self._layout()
+        if trace.layout != own:
+            raise TraceError(
+                f"the trace is of a model with layout {trace.layout}, and this manager's is {own}; build the same "
+                "model with the same default_chunk_size, or train one step to record a trace"
+            )
+        self._courses[trace.mode].adopt(trace)
+
+    def adopt_plan(self, plan: Plan) -> None:
+        """Use a plan of an earlier run. Its trace has to be there: adopt or record that first.
+
+        Raises:
+            PlanError: it was made from another trace, for another machine, or it is not sound.
+        """
+        if self.trace is None:
+            raise PlanError("a plan needs the trace it was made from; set manager.trace first, or train one step")
+        check_adoptable(plan, self.trace, self._own_machine())
+        self._courses[Mode.TRAIN].adopt(self.trace, plan)
+
+    # Laps.
+
+    @property
+    def is_recording(self) -> bool:
+        return self._recorder is not None and self._is_running
+
+    @property
+    def watch(self) -> Watch | None:
+        """Watches memory in a step that is recorded."""
+        return self._watch
+
+    def begin_root(self, *, grad_enabled: bool) -> None:
+        """A model is called from outside: maybe a lap begins.
+
+        Raises:
+            CapacityError: a moment of the step cannot fit; nothing of it has run.
+        """
+        if self._is_running and self._mode is Mode.TRAIN:
+            return
+        self._end_lap()
+        self._begin_lap(Mode.TRAIN if grad_enabled else Mode.EVAL)
+
+    def end_step(self) -> None:
+        """The optimizer has stepped: the lap is over but for other optimizers of the same step."""
+        if self._mode is not Mode.TRAIN:
+            return
+        if self._is_running:
+            self._is_running = False
+            self._in_lap, self._executor.on_event = self._executor.on_event, self._between_laps
+        if self._journal is not None:
+            self._journal.end()
+        self._keep_timeline()
+        if self._watch is not None:
+            self._watch.end_sampling()
+        if self._recorder is None and (over_nbytes := self._tiers.overshoot_nbytes()):
+            self._courses[Mode.TRAIN].charge_more(over_nbytes)
+
+    def forget(self) -> None:
+        """There is more to manage than was recorded: record anew."""
+        self._recorder = None
+        self._stop_watch()
+        for course in self._courses.values():
+            course.forget()
+        self._serve_on_demand()
+
+    def close(self) -> None:
+        """Join the sampling thread and the lanes."""
+        self.forget()
+        self._lanes.close()
+
+    def _begin_lap(self, mode: Mode) -> None:
+        for other, course in self._courses.items():
+            if other is not mode:
+                course.stop()
+        performer = self._courses[mode].prepare()
+        self._mode, self._is_running = mode, True
+        for ledger in self._ledgers:
+            ledger.restart_peak()
+        if performer is not None:
+            self._follow(performer)
+        elif self._courses[mode].wants_record:
+            self._record(mode)
+        else:
+            self._serve_on_demand()
+
+    def _end_lap(self) -> None:
+        """The lap before is over for good: learn from it."""
+        mode, recorder = self._mode, self._recorder
+        if mode is Mode.EVAL:
+            self._keep_timeline()
+        self._mode, self._recorder, self._is_running = None, None, False
+        if recorder is not None:
+            recorder.end()
+            self._stop_watch()
+            self._courses[recorder.mode].recorded(lambda: recorder.trace(self._layout(), self._executor.store.chunks))
+        elif mode is not None and self._performer is self._courses[mode].performer:
+            self._courses[mode].learn()
+
+    def _keep_timeline(self) -> None:
+        """Keep what a timeline of this lap is made of: the journal, and peaks that the next lap begins anew."""
+        if self._journal is None:
+            return
+        journal, trace = self._journal, None if self._performer is None else self._performer.trace
+        peaks = {ledger.tier: (ledger.chunk_peak_nbytes, dict(ledger.role_peak)) for ledger in self._ledgers}
+        caps = {ledger.tier: ledger.limit_nbytes for ledger in self._ledgers}
+        self._last = lambda: journal.timeline(trace, peaks, caps)
+
+    def _between_laps(self, kind: Kind, chunk: Chunk, reader: object) -> None:
+        """A second optimizer's updates belong to the lap that is over; a read outside of it only has to be safe."""
+        if kind is Kind.HOLD:
+            self._executor.drain()
+        else:
+            self._in_lap(kind, chunk, reader)
+
+    def _record(self, mode: Mode) -> None:
+        self._serve_on_demand()
+        self._watch = self._make_watch()
+        self._recorder = Recorder(mode, take_peaks=self._watch.take_peaks)
+        self._journal = self._recorder.journal
+        self._executor.on_event = self._recorder.event
+        self._executor.store.on_copy = self._journal.served
+
+    def _follow(self, performer: Performer) -> None:
+        executor = self._executor
+        self._performer = performer
+        performer.begin_lap()
+        self._journal = performer.journal
+        executor.on_event = performer.event
+        executor.before_demand = performer.depart
+        executor.drain = performer.drain
+        executor.update_tier = performer.update_tier
+        executor.store.on_copy = performer.journal.served
+
+    def _serve_on_demand(self) -> None:
+        executor = self._executor
+        self._lanes.drain()
+        self._journal = self._performer = None
+        executor.on_event = self._in_lap = _ignore
+        executor.before_demand = executor.drain = lambda: None
+        executor.update_tier = lambda group: None
+        executor.store.on_copy = lambda chunk, target, started_s: None
+
+    def _stop_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+
+    def _own_machine(self) -> Machine:
+        if self._machine is None:
+            self._machine = self._make_machine()
+        return self._machine
+
+    def _bystanders_nbytes(self, trace: Trace) -> int:
+        resident = self._executor.store.resident[Tier.DEVICE].values()
+        return sum(chunk.nbytes for chunk in resident if chunk.id not in trace.chunk_nbytes)

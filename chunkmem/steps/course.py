@@ -1,0 +1,185 @@
+"""What is known of one kind of step, training or evaluation: its trace, its plan, and whether they still hold."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from chunkmem.errors import CapacityError, PlanError, TraceError
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.model import Plan
+from chunkmem.plan.planner import PlanOptions, make_plan
+from chunkmem.plan.simulate import simulate
+from chunkmem.runtime.performer import Performer
+from chunkmem.trace.model import Mode, Trace
+
+_MAX_FAILED_RECORDS = 3
+
+
+class Course:
+    """A trace, the plan made from it, and the performer that follows the plan; each None until there is one."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        *,
+        machine: Callable[[], Machine],
+        options: PlanOptions,
+        perform: Callable[[Plan, Trace], Performer],
+        bystanders_nbytes: Callable[[Trace], int],
+    ) -> None:
+        """Begin with nothing known.
+
+        Args:
+            mode: training or evaluation.
+            machine: returns what plans are made for; called when the first one is.
+            options: of the planner.
+            perform: makes a performer.
+            bystanders_nbytes: returns the bytes on DEVICE of chunks that a trace does not touch.
+        """
+        self.mode = mode
+        self.trace: Trace | None = None
+        self.plan: Plan | None = None
+        self.performer: Performer | None = None
+        self._machine = machine
+        self._options = options
+        self._perform = perform
+        self._bystanders_nbytes = bystanders_nbytes
+        self._is_refined = False
+        """The trace's durations are those of a step that followed a plan."""
+        self._departed = 0
+        """Steps in a row that departed from the plan."""
+        self._patience = 2
+        """How many of them make the trace worthless; doubled each time, so that steps that never repeat are not
+        recorded again and again."""
+        self._failed_records = 0
+        self._is_hopeless = False
+
+    @property
+    def wants_record(self) -> bool:
+        """The next step is to be recorded."""
+        return self.trace is None and not self._is_hopeless
+
+    def adopt(self, trace: Trace, plan: Plan | None = None) -> None:
+        """Take a trace, and perhaps a plan, of an earlier run; both have been checked."""
+        self.forget()
+        self.trace, self.plan, self._is_refined = trace, plan, True
+
+    def forget(self) -> None:
+        """Let go of everything."""
+        self.stop()
+        self.trace = self.plan = self.performer = None
+        self._is_refined = self._is_hopeless = False
+        self._departed = self._failed_records = 0
+
+    def stop(self) -> None:
+        """Follow the plan no further, until the next lap begins."""
+        if self.performer is not None:
+            self.performer.close()
+
+    def recorded(self, record: Callable[[], Trace]) -> None:
+        """A step has been recorded; `record` returns its trace."""
+        try:
+            self.trace = record()
+        except TraceError:
+            # It was torn down in the middle, and the next one is whole. Or every step is like this.
+            self._failed_records += 1
+            self._is_hopeless = self._failed_records >= _MAX_FAILED_RECORDS
+
+    def prepare(self) -> Performer | None:
+        """Return what the next step follows; None if it is to be recorded or served on demand.
+
+        Raises:
+            CapacityError: a moment of the step does not fit; with the smallest cap that works.
+        """
+        if self.trace is None or self._is_hopeless:
+            return None
+        if self.plan is None:
+            try:
+                self.plan = self._make_plan(self.trace)
+            except CapacityError:
+                raise
+            except PlanError as error:
+                warnings.warn(f"no plan is followed, every access is served on demand: {error}", stacklevel=2)
+                self._is_hopeless = True
+                return None
+        if self.performer is None:
+            self.performer = self._perform(self.plan, self.trace)
+        return self.performer
+
+    def learn(self) -> None:
+        """A step is over: keep the plan, make it anew with better times, or give it up."""
+        performer = self.performer
+        if performer is None:
+            return
+        if performer.journal.departures or not performer.is_at_end:
+            self._departed += 1
+            if self._departed >= self._patience:
+                patience = 2 * self._patience
+                self.forget()
+                self._patience = patience
+            return
+        self._departed = 0
+        if not self._is_refined:
+            self._refine(performer)
+
+    def charge_more(self, nbytes: int) -> None:
+        """Activations took `nbytes` more than traced: plan with more room for them."""
+        if self.trace is not None:
+            trace, patience = self.trace, self._patience
+            moments = tuple(
+                replace(moment, non_model_peak_nbytes=moment.non_model_peak_nbytes + nbytes) for moment in trace.moments
+            )
+            self.adopt(replace(trace, moments=moments))
+            self._patience = patience
+
+    def _make_plan(self, trace: Trace) -> Plan:
+        machine = self._machine()
+        if self.mode is Mode.EVAL:
+            # What the evaluation does not touch stays where training left it, if that is possible.
+            left_nbytes = max(0, machine.device_nbytes - self._bystanders_nbytes(trace))
+            with suppress(CapacityError):
+                return make_plan(trace, replace(machine, device_nbytes=left_nbytes), options=self._options)
+        return make_plan(trace, machine, options=self._options)
+
+    def _refine(self, performer: Performer) -> None:
+        """Plan again with the times of a step that was neither the first nor watched."""
+        assert self.trace is not None
+        assert self.plan is not None
+        durations = performer.journal.durations()
+        moments = tuple(
+            replace(moment, duration_s=durations.get(at, moment.duration_s))
+            for at, moment in enumerate(self.trace.moments)
+        )
+        self.trace = replace(self.trace, moments=moments)
+        self._is_refined = True
+        before, self.plan = self.plan, self._make_plan(self.trace)
+        if (self.plan.actions, self.plan.start) != (before.actions, before.start):
+            self.stop()
+            self.performer = None
+
+
+def check_adoptable(plan: Plan, trace: Trace, machine: Machine) -> None:
+    """Check that a plan of an earlier run can be followed here.
+
+    Raises:
+        PlanError: it was made from another trace, for another machine, or it is not sound.
+    """
+    if plan.trace_digest != trace.digest:
+        raise PlanError(
+            f"the plan was made from trace {plan.trace_digest}, and this manager's is {trace.digest}; load the trace "
+            "that was saved with it, or let the manager make a plan"
+        )
+    for name, key in (("device_nbytes", "memory.device"), ("host_nbytes", "memory.host")):
+        was, now = getattr(plan.machine, name), getattr(machine, name)
+        if was != now:
+            raise PlanError(
+                f"the plan was made for a {key} of {was} bytes, and here it is {now}; set it back, or let the manager "
+                "make a plan"
+            )
+    for name in ("charges_non_model", "one_processor"):
+        if getattr(plan.machine, name) != getattr(machine, name):
+            raise PlanError("the plan was made for a machine of another kind; let the manager make a plan")
+    simulate(plan, trace)

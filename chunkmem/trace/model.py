@@ -1,0 +1,178 @@
+"""What one step does to memory, as plain data: the moments of a trace."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from chunkmem.errors import TraceError
+from chunkmem.schema import integer
+from chunkmem.trace.reader import COUNT, SECONDS, TEXT, Format, item_of, member_of
+from chunkmem.types import ChunkId, Role
+
+
+class Kind(enum.Enum):
+    """What begins a moment."""
+
+    HOLD = "hold"
+    """A chunk is read on DEVICE and stays in use until its RELEASE: a module is entered, its backward begins."""
+    RELEASE = "release"
+    """Nothing uses the chunk any more."""
+    CREATE = "create"
+    """New content of a chunk begins on DEVICE; nothing of the old is read. In use for this moment only."""
+    WRITE = "write"
+    """A chunk is read and written on DEVICE, for this moment only: a further gradient lands in it."""
+    UPDATE = "update"
+    """The optimizer updates a group: reads GRAD, reads and writes PARAM and the states, all on one tier."""
+    CONSUME = "consume"
+    """A chunk's content is used up: gradients after the update. A slab on DEVICE stays, empty."""
+
+    __hash__ = object.__hash__
+
+
+class Mode(enum.Enum):
+    """Training and evaluation have traces of their own."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The interval from one event to the next."""
+
+    kind: Kind
+    chunk: ChunkId
+    """The chunk concerned; of an UPDATE, the group's PARAM chunk."""
+    label: str = ""
+    """Who: "blocks.3.mlp forward"."""
+    duration_s: float = 0.0
+    """Time computed in it, waiting for copies not included."""
+    non_model_peak_nbytes: int = 0
+    """Highest bytes on DEVICE beside the chunks: activations, gradients under way, temporaries."""
+    sampled_peak_nbytes: int = 0
+    """The same as the sampling thread saw it; 0 if none ran."""
+
+    def __str__(self) -> str:
+        return self.label or f"{self.kind.value} {self.chunk}"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The moments of one step, which is the body of a loop: after the last comes the first again."""
+
+    mode: Mode
+    layout: str
+    """Digest of the layout the chunks belong to; see `layout_digest`."""
+    chunk_nbytes: Mapping[ChunkId, int]
+    """Every chunk that a moment touches or an update needs."""
+    moments: tuple[Moment, ...]
+
+    def __post_init__(self) -> None:
+        held: set[ChunkId] = set()
+        for index, moment in enumerate(self.moments):
+            if moment.chunk not in self.chunk_nbytes:
+                raise TraceError(f"moment {index} ({moment}) names {moment.chunk}, which the trace has no size of")
+            if moment.kind is Kind.HOLD:
+                if moment.chunk in held:
+                    raise TraceError(f"moment {index} ({moment}) holds {moment.chunk}, which is held already")
+                held.add(moment.chunk)
+            elif moment.kind is Kind.RELEASE:
+                if moment.chunk not in held:
+                    raise TraceError(f"moment {index} ({moment}) releases {moment.chunk}, which is not held")
+                held.remove(moment.chunk)
+            elif moment.chunk in held:
+                raise TraceError(f"moment {index} ({moment}): {moment.kind.value} of {moment.chunk} while it is held")
+            if moment.duration_s < 0 or moment.non_model_peak_nbytes < 0:
+                raise TraceError(f"moment {index} ({moment}): durations and bytes are 0 or more")
+        if held:
+            raise TraceError(f"{min(held, key=str)} is still held at the trace's end")
+        if any(nbytes <= 0 for nbytes in self.chunk_nbytes.values()):
+            raise TraceError("a chunk of the trace has no bytes")
+
+    @cached_property
+    def compute_s(self) -> float:
+        """Time computed in all moments."""
+        return sum(moment.duration_s for moment in self.moments)
+
+    def update_chunks(self, group: int) -> tuple[ChunkId, ...]:
+        """Return the chunks that an update of `group` needs, PARAM first, GRAD second, then the states it has."""
+        roles = (Role.PARAM, Role.GRAD, Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
+        return tuple(chunk for role in roles if (chunk := ChunkId(role, group)) in self.chunk_nbytes)
+
+    @cached_property
+    def digest(self) -> str:
+        """Identity of the sequence of events; durations and peaks do not enter."""
+        events = [(m.kind.value, m.chunk.role.value, m.chunk.group) for m in self.moments]
+        sizes = sorted((c.role.value, c.group, n) for c, n in self.chunk_nbytes.items())
+        text = json.dumps([self.mode.value, self.layout, sizes, events], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace to a file. A file that is there is replaced as a whole; no directory is created.
+
+        Raises:
+            TraceError: the file cannot be written, or the trace has a value, such as NaN, that no trace should have.
+        """
+        _FORMAT.save(self.to_dict(), path, self.from_dict)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Trace:
+        """Return the trace that `save` wrote.
+
+        Raises:
+            TraceError: it cannot be read, or is no trace, or one of a newer version, or a damaged one; names the file.
+        """
+        return _FORMAT.load(path, cls.from_dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the trace as JSON-serialisable data.
+
+        Chunks are ``[role, group, nbytes]``; moments are ``[kind, index of the chunk, index of the label, duration_s,
+        non_model_peak_nbytes, sampled_peak_nbytes]``.
+        """
+        chunks = {chunk: index for index, chunk in enumerate(self.chunk_nbytes)}
+        labels: dict[str, int] = {}
+        moments = [
+            [
+                moment.kind.value,
+                chunks[moment.chunk],
+                labels.setdefault(moment.label, len(labels)),
+                moment.duration_s,
+                moment.non_model_peak_nbytes,
+                moment.sampled_peak_nbytes,
+            ]
+            for moment in self.moments
+        ]
+        table = [[chunk.role.value, chunk.group, nbytes] for chunk, nbytes in self.chunk_nbytes.items()]
+        return _FORMAT.document(self.mode.value, self.layout, table, list(labels), moments)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Trace:
+        """Make a trace from what `to_dict` gave.
+
+        Raises:
+            TraceError: a key is missing or unknown, or a value is not allowed; says where it is.
+        """
+        fields = _FORMAT.fields(values)
+        sizes = {ChunkId(*names): nbytes for names, nbytes in fields.table("chunks", _ROLE, COUNT, integer(1)).items()}
+        chunk = item_of("chunks", list(sizes))
+        label = item_of("labels", fields.column("labels", TEXT))
+        moments = tuple(Moment(*row) for row in fields.rows("moments", _KIND, chunk, label, SECONDS, COUNT, COUNT))
+        return cls(fields.one("mode", _MODE), fields.one("layout", TEXT), sizes, moments)
+
+
+_FORMAT = Format(
+    name="chunkmem trace", version=1, keys=("mode", "layout", "chunks", "labels", "moments"), error=TraceError
+)
+_MODE = member_of(Mode)
+_ROLE = member_of(Role)
+_KIND = member_of(Kind)

@@ -1,0 +1,179 @@
+"""Bytes on DEVICE beside the chunks: activations, temporaries, gradients under way; seen at operator boundaries."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from chunkmem.runtime.device import ComputeDevice
+
+
+class NonModelProbe(Protocol):
+    """Tells how high the bytes beside the chunks have been."""
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Return what has to be put around code that uses memory: a root's forward, a backward."""
+
+    def take_peak_nbytes(self) -> int:
+        """Return the highest bytes since the last call, or the start; a new interval begins at the present level."""
+
+    def stop(self) -> None:
+        """Forget everything and count nothing from now on. May be called again, and while `watching`."""
+
+
+class AllocatorProbe:
+    """Asks the accelerator's allocator, which knows the peak without being watched.
+
+    The allocator counts chunks too, and its peak does not say how much of it they were. The fewest chunk bytes, of the
+    interval's begin and its end, are taken off: the peak may come out too high by what chunks grew in the interval,
+    but not too low. So take the peak once more after chunks were moved and before computing goes on.
+    """
+
+    def __init__(self, compute: ComputeDevice, chunk_nbytes: Callable[[], int]) -> None:
+        """Begin to measure; `chunk_nbytes` tells the bytes of slabs on the device, kept ones included."""
+        self._compute = compute
+        self._chunk_nbytes = chunk_nbytes
+        self._stopped = False
+        self._begin_nbytes = chunk_nbytes()
+        compute.take_peak_nbytes()
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Return a context that does nothing: the allocator always counts."""
+        return nullcontext()
+
+    def take_peak_nbytes(self) -> int:
+        """Return the allocator's peak since the last call, less the chunks; 0 once stopped. Resets its counter."""
+        if self._stopped:
+            return 0
+        begin_nbytes, self._begin_nbytes = self._begin_nbytes, self._chunk_nbytes()
+        return max(0, self._compute.take_peak_nbytes() - min(begin_nbytes, self._begin_nbytes))
+
+    def stop(self) -> None:
+        """Leave the allocator's counter alone from now on."""
+        self._stopped = True
+        # What the caller gave may hold a whole model.
+        self._chunk_nbytes = int
+
+
+class LiveStorageProbe:
+    """Counts the storages that operators have made and that are still alive.
+
+    A storage counts once, however many views it has, from the end of the operator that returned it to its release in
+    C++; autograd may hold it without any Python object. Not counted: what was there before the operator (parameters,
+    batches, and views of them), what an operator makes and drops within itself, what lies within a sparse tensor that
+    it returns, and memory that no operator made, as in `torch.tensor` of Python numbers. A storage counts with the
+    size it had when it was first seen. Under `torch.inference_mode` whole compositions are one operator: `linear`,
+    `cross_entropy`. Compiled code is seen as far as it calls operators.
+    """
+
+    def __init__(self, is_chunk: Callable[[int], bool]) -> None:
+        """Count nothing yet; `is_chunk` tells by a storage's `_cdata` which ones belong to chunks."""
+        self._is_chunk = is_chunk
+        self._stopped = False
+        self._live: dict[int, _Sighting] = {}
+        self._dead: deque[weakref.ref[torch.UntypedStorage]] = deque()
+        """Where the references of released storages land, from any thread; a C function is all that runs then."""
+        self._now_nbytes = 0
+        self._peak_nbytes = 0
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Return a dispatch mode that counts what operators return, in forward and in backward."""
+        return nullcontext() if self._stopped else _Watch(self)
+
+    def take_peak_nbytes(self) -> int:
+        """Return the highest sum of live storages since the last call; 0 once stopped."""
+        if self._stopped:
+            return 0
+        self._bury()
+        peak, self._peak_nbytes = self._peak_nbytes, self._now_nbytes
+        return peak
+
+    def stop(self) -> None:
+        """Forget all storages and count no more."""
+        self._stopped = True
+        # What the caller gave may hold a whole model.
+        self._is_chunk = bool
+        # References that are gone themselves call nobody back.
+        self._live.clear()
+        self._dead.clear()
+
+    def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator and count the storages it has made."""
+        result = operator(*args, **kwargs)
+        given: set[int] | None = None
+        for storage in _storages(result) if not self._stopped else ():
+            key = int(storage._cdata)
+            sighting = self._live.get(key)
+            # The address may be that of an earlier storage which died unnoticed; the Python object tells them apart.
+            if sighting is not None and sighting() is storage:
+                continue
+            if given is None:
+                given = {int(old._cdata) for old in _storages((args, kwargs))}
+            # Whether an operator returns a view or a new tensor is not always in its schema: reshape may do either.
+            if key not in given and not self._is_chunk(key):
+                self._count(key, storage)
+        self._peak_nbytes = max(self._peak_nbytes, self._now_nbytes)
+        return result
+
+    def _count(self, key: int, storage: torch.UntypedStorage) -> None:
+        self._bury()
+        sighting = _Sighting(storage, self._dead.append)
+        sighting.key, sighting.nbytes = key, storage.nbytes()
+        self._live[key] = sighting
+        self._now_nbytes += sighting.nbytes
+
+    def _bury(self) -> None:
+        while self._dead:
+            sighting = self._dead.popleft()
+            if isinstance(sighting, _Sighting):
+                self._now_nbytes -= sighting.nbytes
+                if self._live.get(sighting.key) is sighting:
+                    del self._live[sighting.key]
+
+
+class _Sighting(weakref.ref[torch.UntypedStorage]):
+    """A storage that counts. torch keeps one Python object for a storage as long as the storage itself lives."""
+
+    __slots__ = ("key", "nbytes")
+    key: int
+    nbytes: int
+
+
+class _Watch(TorchDispatchMode):
+    """Hands every operator to a probe."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run compiled: else torch would run it eagerly, to other bits, as long as this watches."""
+        return True
+
+    def __init__(self, probe: LiveStorageProbe) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._probe = probe
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._probe.run(func, args, kwargs or {})
+
+
+def _storages(value: object) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of the tensors that an operator takes or returns; some have none: sparse, wrapped, meta."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided and not value.is_meta:
+            try:
+                yield value.untyped_storage()
+            except (NotImplementedError, RuntimeError):
+                return
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _storages(item)
+    elif isinstance(value, dict):
+        yield from _storages(tuple(value.values()))

@@ -1,0 +1,68 @@
+"""Write the events of a step down as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from chunkmem.runtime.journal import Journal
+from chunkmem.runtime.performer import label_of
+from chunkmem.runtime.store import NO_CONTENT, Chunk
+from chunkmem.trace.model import Kind, Mode, Moment, Trace
+from chunkmem.types import ChunkId
+
+
+class Recorder:
+    """Takes the events of one step, which is served on demand."""
+
+    def __init__(self, mode: Mode, *, take_peaks: Callable[[], tuple[int, int]]) -> None:
+        """Begin a record.
+
+        Args:
+            mode: of the step.
+            take_peaks: returns the highest bytes beside the chunks since the last call; as sampled, too.
+        """
+        self.mode = mode
+        self.journal = Journal()
+        self._take_peaks = take_peaks
+        self._events: list[tuple[Kind, ChunkId, str]] = []
+        self._peaks: list[tuple[int, int]] = []
+
+    def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
+        """Something happens: the moment before is over."""
+        self._close_moment()
+        self._events.append((kind, chunk.id, label_of(kind, chunk.id, reader)))
+        self.journal.begin(len(self._events) - 1)
+
+    def end(self) -> None:
+        """The step is over."""
+        self.journal.end()
+        self._close_moment()
+
+    def _close_moment(self) -> None:
+        peaks = self._take_peaks()
+        if len(self._peaks) < len(self._events):
+            self._peaks.append(peaks)
+
+    def trace(self, layout: str, chunks: Mapping[ChunkId, Chunk]) -> Trace:
+        """Return the trace.
+
+        A training trace has every chunk with content, used or not, so that a plan knows where all of them are. An
+        evaluation has what it touches: the rest may stay where the training left it.
+
+        Raises:
+            TraceError: the step was not whole: something is still held.
+        """
+        durations = self.journal.durations()
+        moments = tuple(
+            Moment(kind, chunk, label, durations[at], peak, sampled)
+            for at, ((kind, chunk, label), (peak, sampled)) in enumerate(zip(self._events, self._peaks, strict=True))
+        )
+        wanted = {moment.chunk for moment in moments}
+        if self.mode is Mode.TRAIN:
+            wanted |= {key for key, chunk in chunks.items() if chunk.version != NO_CONTENT}
+        return Trace(
+            self.mode,
+            layout,
+            {key: chunks[key].nbytes for key in sorted(wanted, key=lambda key: (key.group, key.role.value))},
+            moments,
+        )

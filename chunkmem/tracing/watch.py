@@ -1,0 +1,61 @@
+"""The probes of one recorded step, begun and ended together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from chunkmem.runtime.tiers import Tiers
+from chunkmem.tracing.probe import AllocatorProbe, LiveStorageProbe, NonModelProbe
+from chunkmem.tracing.sampler import SamplingThread, reader_for
+
+
+class Watch:
+    """Bytes on DEVICE beside the chunks: at operator boundaries, and by a sampling thread if one is wanted."""
+
+    def __init__(self, tiers: Tiers, *, is_chunk: Callable[[int], bool], sample: bool) -> None:
+        """Begin to watch.
+
+        Args:
+            tiers: whose chunks do not count.
+            is_chunk: tells whether a storage, by its `_cdata`, is chunk memory.
+            sample: run a thread, too.
+        """
+        self._probe: NonModelProbe
+        if tiers.compute.is_accelerator:
+            self._probe = AllocatorProbe(tiers.compute, lambda: tiers.device.total_nbytes)
+        else:
+            self._probe = LiveStorageProbe(is_chunk)
+        self._sampler: SamplingThread | None = None
+        self._base_nbytes = 0
+        self._sampled_nbytes = 0
+        """What the thread had seen last when it was ended."""
+        if sample:
+            read_nbytes = reader_for(tiers.compute)
+            self._base_nbytes = read_nbytes()
+            self._sampler = SamplingThread(read_nbytes)
+            self._sampler.start()
+
+    @property
+    def run_operator(self) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None:
+        """Calls an operator and counts its memory; None where the allocator counts by itself."""
+        return self._probe.run if isinstance(self._probe, LiveStorageProbe) else None
+
+    def take_peaks(self) -> tuple[int, int]:
+        """Return the highest bytes since the last call: at operator boundaries, and as sampled above the start."""
+        sampled, self._sampled_nbytes = self._sampled_nbytes, 0
+        if self._sampler is not None:
+            sampled = max(0, self._sampler.take_peak_nbytes() - self._base_nbytes)
+        return self._probe.take_peak_nbytes(), sampled
+
+    def end_sampling(self) -> None:
+        """End the thread, if there is one; what it has seen is in the next `take_peaks`."""
+        sampler, self._sampler = self._sampler, None
+        if sampler is not None:
+            self._sampled_nbytes = max(0, sampler.take_peak_nbytes() - self._base_nbytes)
+            sampler.stop()
+
+    def stop(self) -> None:
+        """End the thread, if there is one, and count no more. May be called again."""
+        self._probe.stop()
+        self.end_sampling()

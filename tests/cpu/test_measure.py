@@ -1,0 +1,283 @@
+"""Speeds of this machine: measured in time, and kept in a file that is never trusted further than it can be checked."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import threading
+import time
+from dataclasses import replace
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunkmem.errors import PlanError
+from chunkmem.plan.machine import Machine
+from chunkmem.runtime import measure
+from chunkmem.runtime.device import ComputeDevice, runtime_mode
+from chunkmem.runtime.measure import cached_machine, measure_machine
+from chunkmem.runtime.tiers import TierCaps
+
+CPU = ComputeDevice(torch.device("cpu"))
+CAPS = TierCaps(1000, 2000, shared=False)
+SPEEDS = {"h2d_Bps": 1e9, "d2h_Bps": 2e9, "latency_s": 3e-6, "device_update_Bps": None, "host_update_Bps": 4e9}
+MACHINE = Machine(1000, 2000, 1e9, 2e9, 3e-6, inf, 4e9, charges_non_model=False, one_processor=True)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Measuring finds `SPEEDS`; the list says how often it was done."""
+    calls: list[float] = []
+
+    def find(compute: ComputeDevice, budget_s: float) -> measure._Speeds:
+        calls.append(budget_s)
+        return measure._Speeds(1e9, 2e9, 3e-6, inf, 4e9)
+
+    monkeypatch.setattr(measure, "_measure", find)
+    return calls
+
+
+# Measuring.
+
+
+def test_in_time_and_with_the_caps_given() -> None:
+    begin = time.perf_counter()
+    machine = measure_machine(CPU, CAPS)
+    assert time.perf_counter() - begin < 2
+    assert machine == Machine(
+        device_nbytes=1000,
+        host_nbytes=2000,
+        h2d_Bps=machine.h2d_Bps,
+        d2h_Bps=machine.h2d_Bps,
+        latency_s=machine.latency_s,
+        device_update_Bps=inf,
+        host_update_Bps=inf,
+        charges_non_model=False,
+        one_processor=True,
+    )
+    assert 0 < machine.latency_s < 1
+    assert isfinite(machine.h2d_Bps)
+
+
+def test_the_speed_is_that_of_a_copy() -> None:
+    # Within a factor of 4 on a machine that others use too; the best of both, as those only ever make it slower.
+    source, target = (torch.ones(64 * 2**20, dtype=torch.uint8) for _ in range(2))
+
+    def copy_s() -> float:
+        begin = time.perf_counter()
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        return time.perf_counter() - begin
+
+    expected = source.nbytes / min(copy_s() for _ in range(5))
+    found = max(measure_machine(CPU, CAPS).h2d_Bps for _ in range(3))
+    assert expected / 4 <= found <= expected * 4
+
+
+def test_the_median_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    # First time: memory is touched, code is loaded. Then one of many is disturbed.
+    times = iter([100.0, 1.0, 50.0, *[1.0] * 100])
+    assert measure._median_s(lambda: next(times), 10) == 1.0
+
+
+@pytest.mark.parametrize("budget_s", [0, -1])
+def test_without_time_there_are_three_of_each(budget_s: float) -> None:
+    count = 0
+
+    def step() -> float:
+        nonlocal count
+        count += 1
+        return float(count)
+
+    assert measure._median_s(step, budget_s) == 3  # 2, 3, 4
+    assert count == 4
+
+
+def test_a_coarse_clock_is_not_an_infinite_speed() -> None:
+    assert measure._median_s(lambda: 0.0, 0) > 0
+
+
+def test_a_speed_of_0_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measure, "_measure", lambda compute, budget_s: measure._Speeds(0.0, 1e9, 1e-6))
+    with pytest.raises(PlanError, match="h2d_Bps is 0"):
+        measure_machine(CPU, CAPS)
+    with pytest.raises(PlanError, match="h2d_Bps is 0"):
+        cached_machine(CPU, CAPS, path=tmp_path / "machine.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_no_thread_is_left(monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+    def interrupt(measure: Any, budget_s: float) -> float:
+        measure()
+        raise KeyboardInterrupt
+
+    before = threading.active_count()
+    if interrupted:
+        monkeypatch.setattr(measure, "_median_s", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            measure._hand_over_s(0.1)
+    else:
+        assert 0 < measure._hand_over_s(0.01) < 1
+    assert threading.active_count() == before
+
+
+def test_updates_are_of_16_bytes_an_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What an accelerator's host is measured by; here on few elements.
+    monkeypatch.setattr(measure, "_UPDATE_NUMEL", {"cpu": 1000})
+    monkeypatch.setattr(measure, "_median_s", lambda work, budget_s: (work(), 2.0)[1])
+    assert measure._update_Bps(CPU, 0.1) == 1000 * 16 / 2
+
+
+def test_modes_and_defaults_of_the_user_do_not_reach_it() -> None:
+    class Refuses(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Refuses(), torch.device("meta"), torch.inference_mode():
+            assert measure_machine(CPU, CAPS, budget_s=0).h2d_Bps > 0
+            with runtime_mode():
+                assert measure._update_Bps(CPU, 0) > 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# Keeping.
+
+
+def test_measured_once(measured: list[float], tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "machine.json"
+    assert cached_machine(CPU, CAPS, path=path) == MACHINE
+    assert cached_machine(CPU, CAPS, path=path) == MACHINE
+    assert len(measured) == 1
+    assert json.loads(path.read_text())["speeds"] == SPEEDS
+    assert [file.name for file in path.parent.iterdir()] == ["machine.json"], "nothing temporary is left"
+
+
+def test_caps_come_from_the_caller_and_never_from_the_file(measured: list[float], tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    cached_machine(CPU, CAPS, path=path)
+    other = cached_machine(CPU, TierCaps(7, 0, shared=True), path=path)
+    assert other == replace(MACHINE, device_nbytes=7, host_nbytes=0)
+    assert len(measured) == 1
+
+
+def test_speeds_given_in_the_file_are_used(measured: list[float], tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    cached_machine(CPU, CAPS, path=path)
+    content = json.loads(path.read_text())
+    content["speeds"]["h2d_Bps"] = 5
+    path.write_text(json.dumps(content))
+    assert cached_machine(CPU, CAPS, path=path) == replace(MACHINE, h2d_Bps=5)
+
+
+def damaged(content: dict[str, Any]) -> dict[str, str | bytes]:
+    """Texts that are not what was written, by what is wrong with them."""
+    speeds = content["speeds"]
+
+    def with_speeds(**changed: Any) -> str:
+        return json.dumps({**content, "speeds": {**speeds, **changed}})
+
+    missing = {name: value for name, value in speeds.items() if name != "d2h_Bps"}
+    whole = json.dumps(content)
+    return {
+        "empty": "",
+        "cut off": whole[: len(whole) // 2],
+        "not text": b"\xff\xfe\x00",
+        "a list": "[]",
+        "a number": "1",
+        "null": "null",
+        "nested too deep": "[" * 100_000,
+        "speeds are a list": json.dumps({**content, "speeds": [1]}),
+        "no machine": json.dumps({"speeds": speeds}),
+        "another machine": json.dumps({**content, "machine": ["TPU"]}),
+        "one missing": json.dumps({**content, "speeds": missing}),
+        "one too many": with_speeds(more=1.0),
+        "0": with_speeds(h2d_Bps=0),
+        "negative": with_speeds(d2h_Bps=-1.0),
+        "text": with_speeds(latency_s="1"),
+        "true": with_speeds(h2d_Bps=True),
+        "not a number": with_speeds(h2d_Bps=float("nan")),
+        "infinite link": with_speeds(h2d_Bps=None),
+        "infinite latency": with_speeds(latency_s=None),
+        "no update at all": with_speeds(host_update_Bps=0.0),
+        "too large for a float": with_speeds(h2d_Bps=10**400),
+    }
+
+
+CONTENT = {"machine": measure._identity(CPU), "speeds": SPEEDS}
+
+
+@pytest.mark.parametrize("wrong", damaged(CONTENT))
+def test_a_file_that_cannot_be_used_is_replaced(measured: list[float], tmp_path: Path, wrong: str) -> None:
+    path = tmp_path / "machine.json"
+    cached_machine(CPU, CAPS, path=path)
+    sound = path.read_bytes()
+    text = damaged(json.loads(sound))[wrong]
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert cached_machine(CPU, CAPS, path=path) == MACHINE
+    assert len(measured) == 2
+    assert path.read_bytes() == sound
+
+
+@pytest.mark.parametrize("where", ["below a file", "a folder", "refused"])
+def test_where_nothing_can_be_written_nothing_is_kept(
+    measured: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    path = tmp_path / "machine.json"
+    if where == "below a file":
+        path.write_text("")
+        path = path / "machine.json"
+    elif where == "a folder":
+        path.mkdir()
+    else:
+        monkeypatch.setattr(os, "replace", refuse)
+    before = sorted(tmp_path.rglob("*"))
+    assert cached_machine(CPU, CAPS, path=path) == MACHINE
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def refuse(source: object, target: object) -> None:
+    raise PermissionError("read-only")
+
+
+def test_an_interrupted_write_leaves_the_old_file(
+    measured: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(source: object, target: object) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "machine.json"
+    path.write_text("old")
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cached_machine(CPU, CAPS, path=path)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+def test_the_users_folder(measured: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", classmethod(lambda cls: tmp_path))
+    cached_machine(CPU, CAPS)
+    cached_machine(CPU, CAPS)
+    assert len(measured) == 1
+    (found,) = (tmp_path / ".cache" / "chunkmem").iterdir()
+    assert found.name.startswith("machine-")
+    assert found.suffix == ".json"
+    torch.set_num_threads(2)
+    cached_machine(CPU, CAPS)
+    assert len(measured) == 2, "speeds depend on the number of threads"
+    assert len(list(found.parent.iterdir())) == 2
+
+
+def test_no_home_folder(measured: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(cls: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", classmethod(no_home))
+    assert cached_machine(CPU, CAPS) == MACHINE

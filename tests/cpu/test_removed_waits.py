@@ -1,0 +1,284 @@
+"""Every Wait of a plan is there for a reason: without it, training goes wrong, however little of it runs at once.
+
+The simulator is kept out of this: it would not let such plans through. Copies come late ([Note: Held-back copies]) or
+early ([Note: Copies that come too early]), by the dice, in any order that what is left of the plan allows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+import chunkmem
+from chunkmem.plan.model import Lane, Plan, Wait
+from chunkmem.plan.planner import make_plan
+from chunkmem.plan.simulate import simulate
+from chunkmem.runtime.events import COPY_LANES
+from chunkmem.trace.model import Kind, Mode, Trace
+from tests.helpers.backdate import HastyLanes, HastyPerformer
+from tests.helpers.orders import Race, Reading
+from tests.helpers.rehearsal import cap_nbytes, plans, rehearsed
+from tests.helpers.training import (
+    STEPS,
+    VARIANTS,
+    Chunked,
+    Trainer,
+    assert_same,
+    capped,
+    compute_device,
+    train_plain,
+)
+from tests.helpers.zoo import ZOO
+
+pytestmark = pytest.mark.skipif(compute_device().type != "cpu", reason="copies are late or early at will in RAM only")
+
+SEEDS = 200
+"""Within these a missing Wait shows."""
+SEEDS_EXPLAINED = 30
+"""The same where there is a reason to believe that it cannot: all would take long, and say no more."""
+LAPS = STEPS - 1
+"""The first step makes the optimizer states; the plan is followed from start to end after that."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A model, how it is trained, and a cap that makes its plan what it is."""
+
+    model: str
+    way: str
+    share: float
+    """The cap, as a share of the PARAM bytes."""
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.way}-{self.share}"
+
+    @functools.cached_property
+    def case(self) -> Any:
+        return next(case for case in ZOO if case.name == self.model)
+
+    @functools.cached_property
+    def variant(self) -> Any:
+        return next(variant for variant in VARIANTS if variant.name == self.way)
+
+    @functools.cached_property
+    def device_nbytes(self) -> int:
+        return cap_nbytes(self.case, self.variant, self.share)
+
+    @functools.cached_property
+    def trace(self) -> Trace:
+        return rehearsed(self.case, self.variant, self.device_nbytes)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The one that the planner likes best."""
+        machine = plans(self.case, self.variant, self.device_nbytes)[0].machine
+        return make_plan(self.trace, machine)
+
+    @functools.cached_property
+    def reading(self) -> Reading:
+        return Reading(self.plan, self.trace, laps=LAPS)
+
+    @functools.cached_property
+    def slots(self) -> dict[str, tuple[int, int, int]]:
+        """By parameter: its group, and where in the group's chunks it begins and ends."""
+        with chunkmem.ChunkManager(capped(self.case, self.device_nbytes)) as manager:
+            Trainer(self.case, self.variant, Chunked(manager))
+            groups = {chunk.id.group: chunk.group for chunk in manager._store.chunks.values()}
+            found = {}
+            for managed in manager._registry.parameters:
+                slot = groups[managed.group].slots[managed.position]
+                found[managed.name] = managed.group, slot.offset, slot.offset + slot.numel
+            return found
+
+    def waits(self) -> Iterator[tuple[str, Plan]]:
+        """Yield every Wait by name, and the plan without it."""
+        for at, actions in enumerate(self.plan.actions):
+            for index, action in enumerate(actions):
+                if isinstance(action, Wait):
+                    lists = list(self.plan.actions)
+                    lists[at] = (*actions[:index], *actions[index + 1 :])
+                    name = f"{at} {self.trace.moments[at]}: {action.lane.value} on {action.on.value}"
+                    yield name, replace(self.plan, actions=tuple(lists))
+
+
+SCENES = [
+    Scene("loose", "plain", 0.4),
+    Scene("loose", "micro_batches", 3.6),
+    Scene("cnn", "plain", 1.6),
+    Scene("cnn", "plain", 3.6),
+]
+"""One tight cap, and roomier ones; the two widest with some of the groups updated on DEVICE."""
+IN_FULL = [
+    Scene("cnn", "plain", 0.4),
+    Scene("direct", "plain", 0.4),
+    Scene("sliced", "plain", 0.4),
+    Scene("lstm", "plain", 1.6),
+    Scene("t5", "plain", 1.6),
+    Scene("gpt", "plain", 1.6),
+    Scene("cnn", "micro_batches", 1.6),
+    Scene("loose", "micro_batches", 1.6),
+]
+
+
+def scenes() -> list[Any]:
+    full = [pytest.param(scene, id=str(scene), marks=pytest.mark.full) for scene in IN_FULL]
+    return [pytest.param(scene, id=str(scene)) for scene in SCENES] + full
+
+
+class Undisturbed(Chunked):
+    """Without an audit, which would wait for all copies."""
+
+    def after_step(self) -> None:
+        pass
+
+
+def unread_until_covered(scene: Scene, races: list[Race]) -> bool:
+    """The module waits for further chunks before it computes anything, and that Wait covers this one.
+
+    HOLDs of one module follow one another as it reads its parameters; computing starts behind the last.
+    """
+    moments = scene.trace.moments
+    late = [race.second for race in races]
+    return all(
+        operation.lane is Lane.COMPUTE
+        and moments[operation.moment].kind is Kind.HOLD
+        and moments[operation.moment + 1].kind is Kind.HOLD
+        and moments[operation.moment].label == moments[operation.moment + 1].label
+        for operation in late
+    )
+
+
+def brings_back_the_same_bytes(scene: Scene, races: list[Race]) -> bool:
+    """The chunk was in this very slab, and only read there; the copy is too early, and changes nothing."""
+    reading = scene.reading
+    for race in races:
+        copy, before = race.second, race.first
+        if copy.lane is not Lane.H2D or before.lane is not Lane.COMPUTE or before.writes & copy.writes:
+            return False
+        between = reading.operations[before.order : copy.order]
+        writers = [operation for operation in between if operation.lane not in COPY_LANES]
+        if any(before.tenants[slab] != copy.chunk for slab in before.reads & copy.writes) or any(
+            operation.tenants[slab] == copy.chunk for operation in writers for slab in operation.writes
+        ):
+            return False
+    return True
+
+
+def writes_beside(scene: Scene, races: list[Race]) -> bool:
+    """What is computed meanwhile goes to other slots of the slab than the copy reads."""
+    ends = {group: max(stop for g, _, stop in scene.slots.values() if g == group) for group, *_ in scene.slots.values()}
+    for race in races:
+        moment = scene.trace.moments[race.second.moment]
+        name = moment.label.removesuffix(" gradient")
+        if race.first.lane is not Lane.D2H or name not in scene.slots:
+            return False
+        group, start, _ = scene.slots[name]
+        # Beginning a chunk zeroes its pads too, which are behind all slots.
+        if start < ends[race.first.chunk.group] or ends[group] < ends[race.first.chunk.group]:
+            return False
+    return True
+
+
+def is_the_first_layer(scene: Scene, races: list[Race]) -> bool:
+    """The backward of the first layer holds its weights, and reads nothing of them: images want no gradient."""
+    label = scene.trace.moments[min(race.second.moment for race in races)].label
+    return (scene.model, label) == ("cnn", "stem backward")
+
+
+REASONS: tuple[Callable[[Scene, list[Race]], bool], ...] = (
+    unread_until_covered,
+    brings_back_the_same_bytes,
+    writes_beside,
+    is_the_first_layer,
+)
+"""Why a race between two operations can have no effect."""
+
+
+def is_right(scene: Scene, plan: Plan, reading: Reading, seed: int) -> bool:
+    """Train by a plan that no simulator has seen; tell whether everything is as in plain PyTorch."""
+    expected = train_plain(scene.case, scene.variant)  # first: both draw their dropout from one generator
+    predicted = simulate(scene.plan, scene.trace)
+    perform = functools.partial(HastyPerformer, reading=reading, seed=seed)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        chunkmem.ChunkManager(
+            capped(scene.case, scene.device_nbytes), machine=plan.machine, make_lanes=lambda _: HastyLanes(seed)
+        ) as manager,
+    ):
+        patch.setattr("chunkmem.steps.conductor.Performer", perform)
+        patch.setattr("chunkmem.runtime.performer.simulate", lambda plan, trace: predicted)
+        trainer = Trainer(scene.case, scene.variant, Undisturbed(manager))
+        manager._conductor._courses[Mode.TRAIN].adopt(scene.trace, plan)
+        try:
+            for _ in range(STEPS):
+                trainer.step()
+                if tuple(trainer.losses) != expected.losses[: len(trainer.losses)]:
+                    return False
+        except (chunkmem.ChunkmemError, RuntimeError):
+            return False
+        outcome = trainer.outcome()
+        timeline = manager.timeline()
+    assert timeline is not None
+    assert timeline.departures == 0
+    try:
+        assert_same(outcome, expected)
+    except AssertionError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of the Waits of a plan, each removed in turn."""
+
+    shown: list[str]
+    explained: dict[str, list[str]]
+    """Those that did not show, and why they cannot."""
+    unexplained: list[str]
+
+
+@functools.cache
+def removed_in_turn(scene: Scene) -> Result:
+    result = Result([], {}, [])
+    for name, plan in scene.waits():
+        reading = Reading(plan, scene.trace, laps=LAPS)
+        why = [reason.__name__ for reason in REASONS if reason(scene, reading.races)]
+        if not all(is_right(scene, plan, reading, seed) for seed in range(SEEDS_EXPLAINED if why else SEEDS)):
+            result.shown.append(name)
+        elif why:
+            result.explained[name] = why
+        else:
+            result.unexplained.append(name)
+    return result
+
+
+@pytest.mark.parametrize("scene", scenes())
+def test_with_every_wait_nothing_shows(scene: Scene) -> None:
+    """What the other tests see is the missing Wait, and not how they look for it."""
+    assert scene.reading.races == []
+    for seed in range(8):
+        assert is_right(scene, scene.plan, scene.reading, seed), seed
+
+
+@pytest.mark.parametrize("scene", scenes())
+def test_every_wait_is_needed(scene: Scene) -> None:
+    """Without it two operations on the same memory have no order: no Wait is implied by others."""
+    assert [name for name, plan in scene.waits() if not Reading(plan, scene.trace, laps=LAPS).races] == []
+
+
+@pytest.mark.parametrize("scene", scenes())
+def test_a_missing_wait_shows(scene: Scene) -> None:
+    """Results are wrong without it, unless there is a reason why they cannot be."""
+    assert removed_in_turn(scene).unexplained == []
+
+
+@pytest.mark.parametrize("chosen", [SCENES, pytest.param(SCENES + IN_FULL, marks=pytest.mark.full)], ids=len)
+def test_nearly_all_waits_show(chosen: list[Scene]) -> None:
+    results = [removed_in_turn(scene) for scene in chosen]
+    shown = sum(len(result.shown) for result in results)
+    assert shown >= 60
+    assert shown >= 0.95 * (shown + sum(len(result.explained) for result in results))

@@ -1,0 +1,334 @@
+"""The sampling thread: sees what lives within one operator, and is gone on every way out."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from chunkmem.errors import StateError
+from chunkmem.runtime.device import ComputeDevice
+from chunkmem.tracing.sampler import ResidentMemory, SamplingThread, reader_for
+
+MIB = 2**20
+NAME = "chunkmem memory sampler"
+
+
+def samplers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert samplers() == []
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """For what another thread will do soon; a busy machine may take its time."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened for a minute"
+        time.sleep(0.001)
+
+
+# What it sees.
+
+
+def temporary_within_one_operator(nbytes: int) -> Callable[[], None]:
+    """An operator of >= 20 ms, in torch and without the GIL, that makes and drops a temporary."""
+    x = torch.zeros(8, 1)
+    rows = nbytes // 4
+
+    @torch.library.custom_op("chunkmem_test::temporary", mutates_args=())
+    def temporary(x: torch.Tensor) -> torch.Tensor:
+        big = torch.ones(rows, 1)
+        for _ in range(10):
+            big.sin_()
+        return x + big[0]
+
+    return lambda: temporary(x)
+
+
+def test_sees_a_temporary_within_one_operator() -> None:
+    nbytes = 200 * MIB
+    work = temporary_within_one_operator(nbytes)
+    read = reader_for(ComputeDevice(torch.device("cpu")))
+    with SamplingThread(read) as sampler:
+        before = sampler.take_peak_nbytes()
+        begin = time.perf_counter()
+        work()
+        assert time.perf_counter() - begin >= 0.02
+        peak, after = sampler.take_peak_nbytes(), sampler.take_peak_nbytes()
+    assert peak - before >= 0.95 * nbytes
+    assert after - before <= 0.5 * nbytes, "the temporary is gone: without the thread nobody would have seen it"
+
+
+def test_the_highest_of_each_interval() -> None:
+    # level     1  9  2        3
+    #              ^sampled    ^taken by the caller
+    level, calls = 1, 0
+
+    def read() -> int:
+        nonlocal calls
+        calls += 1
+        return level
+
+    with SamplingThread(read) as sampler:
+        level, at = 9, calls
+        wait_until(lambda: calls > at + 1)
+        level = 2
+        assert sampler.take_peak_nbytes() == 9
+        assert sampler.take_peak_nbytes() == 2
+        at = calls
+        wait_until(lambda: calls > at + 1)
+        level = 3
+        assert sampler.take_peak_nbytes() == 3
+        level = 1
+        assert sampler.take_peak_nbytes() == 3, "the interval began with it"
+        assert sampler.take_peak_nbytes() == 1
+
+
+def test_the_callers_own_sample_needs_no_thread() -> None:
+    values = iter([5, 7, 6, 4])
+    sampler = SamplingThread(lambda: next(values), period_s=3600)
+    with sampler:  # reads 5
+        assert sampler.take_peak_nbytes() == 7
+    assert sampler.take_peak_nbytes() == 7  # reads 6; the interval began with 7
+    assert sampler.take_peak_nbytes() == 6  # reads 4
+
+
+def test_many_threads_may_take() -> None:
+    # Each value is read once, counting up, so whatever is taken is the newest: no thread may see them go down.
+    count = 0
+
+    def read() -> int:
+        nonlocal count
+        now = count + 1
+        time.sleep(0)  # invites another thread in between: without the lock, values would repeat
+        count = now
+        return now
+
+    taken: dict[int, list[int]] = {index: [] for index in range(4)}
+    with SamplingThread(read, period_s=1e-5) as sampler:
+        threads = [
+            threading.Thread(target=lambda own=own: own.extend(sampler.take_peak_nbytes() for _ in range(200)))
+            for own in taken.values()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    together = [value for own in taken.values() for value in own]
+    assert len(set(together)) == len(together) == 800
+    assert all(own == sorted(own) for own in taken.values())
+
+
+# The ways out.
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_joined_after_an_exception(error: type[BaseException]) -> None:
+    with pytest.raises(error), SamplingThread(lambda: 1):
+        assert len(samplers()) == 1
+        assert samplers()[0].daemon
+        raise error
+    assert samplers() == []
+
+
+def test_stop_is_prompt_and_may_be_repeated() -> None:
+    sampler = SamplingThread(lambda: 1, period_s=3600)
+    sampler.stop()
+    sampler.start()
+    sampler.stop()
+    sampler.stop()
+    assert samplers() == []
+
+
+def test_may_be_started_again() -> None:
+    level = 9
+    sampler = SamplingThread(lambda: level)
+    with sampler:
+        pass
+    level = 1
+    with sampler:
+        assert sampler.take_peak_nbytes() == 1, "what was before does not count"
+        with pytest.raises(StateError, match="runs already"):
+            sampler.start()
+        assert len(samplers()) == 1
+
+
+def failing_after(samples: int) -> Callable[[], int]:
+    """Fails in the thread only: the caller's own samples are fine."""
+
+    def read() -> int:
+        if threading.current_thread().name == NAME:
+            calls.append(1)
+            if len(calls) > samples:
+                raise OSError("cannot read")
+        return 1
+
+    calls: list[int] = []
+    return read
+
+
+@pytest.mark.parametrize("by", ["take_peak_nbytes", "stop"])
+def test_an_error_of_the_reader_is_raised_once(by: str) -> None:
+    sampler = SamplingThread(failing_after(3))
+    sampler.start()
+    wait_until(lambda: samplers() == [])
+    with pytest.raises(OSError, match="cannot read"):
+        getattr(sampler, by)()
+    assert sampler.take_peak_nbytes() == 1
+    sampler.stop()
+
+
+def test_an_error_of_the_reader_comes_out_of_the_block() -> None:
+    with pytest.raises(OSError, match="cannot read"), SamplingThread(failing_after(0)):
+        wait_until(lambda: samplers() == [])
+
+
+def test_an_error_of_the_block_is_not_replaced() -> None:
+    with pytest.raises(KeyError, match="mine"), SamplingThread(failing_after(0)):
+        wait_until(lambda: samplers() == [])
+        raise KeyError("mine")
+
+
+def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    sampler = SamplingThread(lambda: 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            sampler.start()
+    sampler.stop()
+    with sampler:
+        assert len(samplers()) == 1
+
+
+@pytest.mark.parametrize("period_s", [0, -1, float("nan"), float("inf")])
+def test_a_period_that_is_none(period_s: float) -> None:
+    with pytest.raises(ValueError, match="period"):
+        SamplingThread(lambda: 1, period_s)
+
+
+def test_a_dropped_sampler_ends_its_thread() -> None:
+    sampler = SamplingThread(lambda: 1)
+    sampler.start()
+    gone = weakref.ref(sampler)
+    del sampler
+    gc.collect()
+    assert gone() is None
+    wait_until(lambda: samplers() == [])
+
+
+def in_child(work: Callable[[], Any]) -> int:
+    """The exit code of a forked child that runs `work`: 0 in order, 1 after an error, 2 if it took too long."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_process_neither_waits_nor_hangs() -> None:
+    # The parent's thread is in the middle of a sample, holding the lock, when the child is made; the child has no
+    # such thread that could ever release it.
+    inside, go_on = threading.Event(), threading.Event()
+
+    def read() -> int:
+        if threading.current_thread().name == NAME:
+            inside.set()
+            go_on.wait(60)
+        return 3
+
+    def child() -> None:
+        assert sampler.take_peak_nbytes() == 3
+        sampler.stop()
+        sampler.stop()
+        fresh = SamplingThread(lambda: 1)
+        with fresh:
+            assert fresh.take_peak_nbytes() == 1
+
+    def child_that_starts_again() -> None:
+        go_on.set()
+        sampler.start()
+        assert len(samplers()) == 1
+        assert sampler.take_peak_nbytes() == 3
+        sampler.stop()
+        assert samplers() == []
+
+    with SamplingThread(read) as sampler:
+        assert inside.wait(60)
+        codes = [in_child(child), in_child(child_that_starts_again)]
+        go_on.set()
+    assert codes == [0, 0]
+
+
+# The readers.
+
+
+def test_resident_memory_follows_what_is_touched() -> None:
+    read = ResidentMemory()
+    before = read()
+    region = mmap.mmap(-1, 64 * MIB)
+    for page in range(0, len(region), mmap.PAGESIZE):
+        region[page] = 1
+    full = read()
+    region.close()
+    # The kernel sums its counters per processor now and then, so a few pages may be missing.
+    assert full - before == pytest.approx(64 * MIB, abs=4 * MIB)
+    assert read() - before <= 4 * MIB
+    assert full == pytest.approx(psutil.Process().memory_info().rss + 64 * MIB, abs=8 * MIB)
+
+
+def test_resident_memory_without_proc(tmp_path: Path) -> None:
+    read = ResidentMemory(str(tmp_path / "statm"))
+    assert read() == pytest.approx(psutil.Process().memory_info().rss, abs=8 * MIB)
+    read.close()
+
+
+@pytest.mark.parametrize("way", ["close", "drop"])
+def test_resident_memory_gives_its_file_back(way: str) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    read = ResidentMemory()
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    if way == "close":
+        read.close()
+        read.close()
+        assert read() > 0
+    else:
+        del read
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_reader_of_each_device() -> None:
+    assert isinstance(reader_for(ComputeDevice(torch.device("cpu"))), ResidentMemory)
+    accelerator: Any = SimpleNamespace(is_accelerator=True, used_nbytes=lambda: 42)
+    assert reader_for(accelerator)() == 42

@@ -1,0 +1,294 @@
+"""Which steps are recorded, which follow a plan, and what happens when one goes another way."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chunkmem
+from chunkmem.plan.machine import Machine
+from chunkmem.trace.model import Kind, Mode
+from tests.helpers.audit import assert_as_predicted, audit
+
+WIDTH, NUM_BLOCKS = 32, 6
+PARAM_NBYTES = 4 * (WIDTH * WIDTH + WIDTH)
+"""Of a block."""
+SLAB_NUMEL = WIDTH * WIDTH + WIDTH
+FAST = Machine(device_nbytes=0, host_nbytes=0, h2d_Bps=1e10, d2h_Bps=1e10)
+
+
+class Blocks(nn.Module):
+    """Blocks in a row; `detour` leaves some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
+        self.detour = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if not (self.detour and index in (2, 3)):
+                x = torch.tanh(block(x))
+        return x
+
+
+class Training:
+    """A model in plain PyTorch or in chunks, trained step by step."""
+
+    def __init__(self, manager: chunkmem.ChunkManager | None) -> None:
+        torch.manual_seed(0)
+        self.manager = manager
+        with nullcontext() if manager is None else manager.init():
+            self.model = Blocks()
+        params: Any = self.model.parameters()
+        if manager is None:
+            self.optimizer: Any = torch.optim.AdamW(params, lr=1e-2, fused=True)
+        else:
+            self.optimizer = chunkmem.AdamW(params, manager=manager, lr=1e-2)
+        self.seed = 0
+        self.losses: list[float] = []
+
+    def batch(self) -> Tensor:
+        self.seed += 1
+        return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(self.seed))
+
+    def step(self) -> None:
+        loss = self.model(self.batch()).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+        if self.manager is not None:
+            audit(self.manager)
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        self.losses.append(self.model(self.batch()).square().mean().item())
+
+    def departures(self) -> int:
+        assert self.manager is not None
+        timeline = self.manager.timeline()
+        assert timeline is not None
+        return timeline.departures
+
+
+def manager_with(num_chunks: float, **options: Any) -> chunkmem.ChunkManager:
+    """A manager with room for so many chunks on DEVICE."""
+    values = {
+        "memory": {"device": int(num_chunks * PARAM_NBYTES), "host": 16 << 20},
+        "default_chunk_size": SLAB_NUMEL,
+        **options,
+    }
+    return chunkmem.ChunkManager(chunkmem.Config.from_dict(values), machine=FAST)
+
+
+def same(num_chunks: float, scenario: Any) -> Training:
+    """Run a scenario in plain PyTorch and in chunks and compare the losses; return the training in chunks."""
+    plain = Training(None)
+    scenario(plain)
+    manager = manager_with(num_chunks)
+    chunked = Training(manager)
+    scenario(chunked)
+    assert chunked.losses == plain.losses
+    state = manager.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in plain.model.state_dict().items())
+    return chunked
+
+
+def test_the_first_step_is_recorded_and_the_second_follows() -> None:
+    with manager_with(4) as manager:
+        training = Training(manager)
+        assert manager.trace is None
+        training.step()
+        first = manager.timeline()
+        assert first is not None
+        training.step()
+        assert manager.trace is not None
+        assert manager.plan is not None
+        assert_as_predicted(manager)
+        kinds = [moment.kind for moment in manager.trace.moments]
+        assert kinds.count(Kind.UPDATE) == kinds.count(Kind.CONSUME) == kinds.count(Kind.CREATE) == NUM_BLOCKS
+        assert kinds.count(Kind.HOLD) == kinds.count(Kind.RELEASE) == 2 * NUM_BLOCKS
+        assert {m.label for m in manager.trace.moments} >= {
+            "blocks.3 forward",
+            "blocks.3 backward",
+            "update of group 3",
+        }
+        for _ in range(3):
+            training.step()
+            assert_as_predicted(manager)
+
+
+def test_evaluations_have_a_plan_of_their_own() -> None:
+    def scenario(training: Training) -> None:
+        for _ in range(3):
+            training.step()
+            for _ in range(3):
+                training.evaluate()
+                if training.manager is not None and training.seed > 6:
+                    assert training.departures() == 0
+        training.step()
+        training.step()
+
+    training = same(4, scenario)
+    assert training.manager is not None
+    assert training.departures() == 0
+    evaluation = training.manager._conductor._courses[Mode.EVAL]
+    assert evaluation.trace is not None
+    assert evaluation.plan is not None
+    assert {moment.kind for moment in evaluation.trace.moments} == {Kind.HOLD, Kind.RELEASE}
+    assert_as_predicted(training.manager)
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_where_everything_fits_evaluations_move_no_more_than_weights_to_the_device(hybrid: bool) -> None:
+    """And those only if HOST has made new ones, so that the next step would have fetched them."""
+    with manager_with(8 * NUM_BLOCKS, optimizer={"params": {"use_hybrid_adam": hybrid}}) as manager:
+        training = Training(manager)
+        for _ in range(3):
+            training.step()
+        training.evaluate()
+        training.step()
+        moved = []
+        for _ in range(3):
+            before = manager.memory().moved
+            training.evaluate()
+            after = manager.memory().moved
+            moved.append((after.h2d_nbytes - before.h2d_nbytes, after.d2h_nbytes - before.d2h_nbytes))
+            training.step()
+            assert training.departures() == 0
+        assert all(d2h == 0 for _, d2h in moved)
+        assert all(h2d == 0 if hybrid else h2d <= NUM_BLOCKS * PARAM_NBYTES for h2d, _ in moved)
+
+
+def test_a_step_that_leaves_modules_out_departs_and_the_next_follows_again() -> None:
+    def scenario(training: Training) -> None:
+        for index in range(6):
+            training.model.detour = index == 3
+            training.step()
+            if training.manager is not None and index in (2, 4, 5):
+                assert training.departures() == 0
+            if training.manager is not None and index == 3:
+                assert training.departures() > 0
+
+    training = same(4, scenario)
+    assert training.manager is not None
+    assert_as_predicted(training.manager)
+
+
+def test_steps_that_go_on_differently_are_recorded_anew() -> None:
+    def scenario(training: Training) -> None:
+        for index in range(9):
+            training.model.detour = index >= 3
+            training.step()
+
+    training = same(4, scenario)
+    assert training.manager is not None
+    assert training.departures() == 0
+    assert training.manager.trace is not None
+    kinds = [moment.kind for moment in training.manager.trace.moments]
+    assert kinds.count(Kind.UPDATE) == NUM_BLOCKS - 2
+    assert_as_predicted(training.manager)
+
+
+def test_reading_and_loading_between_steps_is_allowed() -> None:
+    def scenario(training: Training) -> None:
+        for index in range(6):
+            training.step()
+            manager = training.manager
+            if index == 2:
+                state = training.model.state_dict() if manager is None else manager.state_dict()
+                state = {key: value.clone() * 0.5 for key, value in state.items()}
+                training.model.load_state_dict(state)
+            if index == 3:
+                with nullcontext() if manager is None else manager.gather(training.model.blocks[1]), torch.no_grad():
+                    training.model.blocks[1].weight.mul_(2)
+
+    training = same(4, scenario)
+    assert training.departures() == 0
+
+
+def test_weights_changed_in_the_middle_are_kept() -> None:
+    """`no_grad` writes to weights that are present: what the plan wanted to drop is now the newest."""
+
+    def scenario(training: Training) -> None:
+        for _ in range(5):
+            out = training.model.blocks[0](training.batch())
+            with torch.no_grad():
+                training.model.blocks[0].bias.add_(0.25)
+            training.losses.append(out.sum().item())
+            training.step()
+
+    same(6, scenario)
+
+
+def test_without_async_move_it_is_the_same_plan() -> None:
+    moved = []
+    losses = []
+    for async_move in (True, False):
+        with manager_with(4, client={"opts": {"with_async_move": async_move}}) as manager:
+            training = Training(manager)
+            for _ in range(4):
+                training.step()
+                if manager.plan is not None:
+                    assert_as_predicted(manager)
+            timeline = manager.timeline()
+            assert timeline is not None
+            moved.append(dict(timeline.moved_nbytes))
+            losses.append(training.losses)
+    assert moved[0] == moved[1]
+    assert losses[0] == losses[1]
+
+
+def test_a_second_model_is_recorded_too() -> None:
+    with manager_with(6) as manager:
+        training = Training(manager)
+        training.step()
+        training.step()
+        assert manager.plan is not None
+        with manager.init():
+            other = nn.Linear(WIDTH, WIDTH)
+        assert manager.plan is None
+        optimizer = chunkmem.AdamW(other.parameters(), manager=manager, lr=1e-2)
+        for _ in range(3):
+            training.step()
+        assert training.departures() == 0
+        other(training.batch()).sum().backward()
+        optimizer.step()
+        audit(manager)
+
+
+def test_larger_activations_than_traced_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with manager_with(6) as manager:
+        training = Training(manager)
+        for _ in range(3):
+            training.step()
+        assert manager.trace is not None
+        before = [moment.non_model_peak_nbytes for moment in manager.trace.moments]
+        monkeypatch.setattr(manager._tiers, "overshoot_nbytes", lambda: 4096)
+        training.step()
+        monkeypatch.undo()
+        after = [moment.non_model_peak_nbytes for moment in manager.trace.moments]
+        assert after == [nbytes + 4096 for nbytes in before]
+        training.step()
+        assert manager.plan is not None
+        assert_as_predicted(manager)
+
+
+def test_an_interrupted_step_leaves_nothing_behind() -> None:
+    with manager_with(4) as manager:
+        training = Training(manager)
+        for _ in range(3):
+            training.step()
+        handle = training.model.blocks[3].register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            training.step()
+        handle.remove()
+        training.step()
+        training.step()
+        assert training.departures() == 0
+        assert_as_predicted(manager)

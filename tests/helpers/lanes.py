@@ -1,0 +1,63 @@
+"""Unruly lanes for a manager: what its `make_lanes` takes. They work in RAM: on an accelerator the test is skipped.
+
+A test file gets the fixture with ``from tests.helpers.lanes import unruly_lanes_fixture  # noqa: F401``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.unruly import AdversarialLanes, ThrottledLanes
+
+MakeLanes = Callable[[ComputeDevice], Lanes]
+
+
+def _in_ram(make: Callable[[], Lanes]) -> MakeLanes:
+    def make_lanes(compute: ComputeDevice) -> Lanes:
+        if compute.is_accelerator:
+            pytest.skip("lanes misbehave in RAM only")
+        return make()
+
+    return make_lanes
+
+
+def adversarial(seed: int) -> MakeLanes:
+    """Copies as late, and in as odd an order, as their events allow."""
+    return _in_ram(lambda: AdversarialLanes(seed))
+
+
+def throttled(bytes_per_s: float, *, latency_s: float = 0.0) -> MakeLanes:
+    """Copies as slow as a link of `bytes_per_s` each way."""
+    return _in_ram(lambda: ThrottledLanes(bytes_per_s, latency_s=latency_s))
+
+
+FACTORIES: dict[str, Callable[..., MakeLanes]] = {"adversarial": adversarial, "throttled": throttled}
+
+
+@pytest.fixture(name="unruly_lanes")
+def unruly_lanes_fixture() -> Iterator[Callable[..., MakeLanes]]:
+    """``unruly_lanes("adversarial", 3)`` or ``unruly_lanes("throttled", 1e9)``; closed when the test ends."""
+    opened: list[Lanes] = []
+
+    def by_name(name: str, *args: float, **options: float) -> MakeLanes:
+        make = FACTORIES[name](*args, **options)
+
+        def make_lanes(compute: ComputeDevice) -> Lanes:
+            opened.append(make(compute))
+            return opened[-1]
+
+        return make_lanes
+
+    yield by_name
+    for lanes in opened:
+        lanes.close()
+
+
+def lane_threads() -> set[str]:
+    """The names of the threads of lanes that are alive."""
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("chunkmem ")}
