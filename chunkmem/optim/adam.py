@@ -14,6 +14,7 @@ from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.checks import STATE_KEYS, STATE_ROLES, check_number, check_options, check_state
 from chunkmem.optim.ops import AdamTensors, fused_adam_, global_norm
+from chunkmem.optim.order import in_order_of_update
 from chunkmem.runtime.device import runtime_mode
 
 if TYPE_CHECKING:
@@ -216,7 +217,8 @@ class Adam(torch.optim.Optimizer):
                 if managed is not None and managed in waiting:
                     item = by_group.setdefault(managed.group, {}).setdefault(index, (options, []))
                     item[1].append((managed, self._steps[managed] + 1))
-        for group, items in sorted(by_group.items()):
+        for group in in_order_of_update(list(by_group), landing=list(self._updater.gradients.landed)):
+            items = by_group[group]
             self._updater.update(group, items)
             done = {managed: step for _, pairs in items.values() for managed, step in pairs}
             self._steps.update(done)

@@ -118,7 +118,7 @@ def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Itera
 def _placements(
     trace: Trace, machine: Machine, budget: Sequence[int], margin_use_ratio: float
 ) -> Iterator[dict[int, Tier]]:
-    """Yield tiers for the updates: as many on DEVICE as allowed, half of them, none."""
+    """Yield tiers for the updates: as many on DEVICE as allowed, half of them (not for large traces), none."""
     groups = sorted({moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE})
     if machine.host_nbytes == 0:
         yield dict.fromkeys(groups, Tier.DEVICE)
@@ -127,7 +127,8 @@ def _placements(
     others = sum(n for chunk, n in trace.chunk_nbytes.items() if chunk.group not in groups)
     allowed = place_states(sizes, cap_nbytes=min(budget, default=0) - others, margin_use_ratio=margin_use_ratio)
     tried = []
-    for count in (len(allowed), len(allowed) // 2, 0):
+    small = len(trace.moments) <= _LARGE
+    for count in (len(allowed), len(allowed) // 2, 0) if small else (len(allowed), 0):
         on_device = set(sorted(allowed)[:count])
         if on_device not in tried:
             tried.append(on_device)
