@@ -1,0 +1,82 @@
+"""The command line: parse, run one command, print its answer or one line that says what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from chunkmem import __version__
+from chunkmem.cli import build, chunk_size, estimate, info, plan, report
+from chunkmem.cli.answer import Answer
+from chunkmem.errors import ChunkmemError
+
+BAD_INPUT = 2
+DOES_NOT_FIT = 1
+
+_COMMANDS = (estimate, plan, report, chunk_size, info, build)
+_DESCRIPTION = """\
+Train models larger than the accelerator's memory. These commands answer questions before and after training; training
+itself is a Python program: see docs/getting-started.md."""
+_EPILOG = """\
+exit status: 0 answered, 1 it does not fit, 2 bad input (one line on stderr says what is wrong)"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message} (--help explains)\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = _Parser(prog="chunkmem", description=_DESCRIPTION, epilog=_EPILOG,
+                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"chunkmem {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in _COMMANDS:
+        command = commands.add_parser(
+            module.NAME,
+            help=module.SUMMARY,
+            description=module.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status."""
+    options = make_parser().parse_args(arguments)
+    try:
+        return _print(options.run(options), as_json=options.json)
+    except (ChunkmemError, OSError) as error:
+        print(f"chunkmem: {one_line(error)}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("chunkmem: interrupted", file=sys.stderr)
+        return 130
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _print(answer: Answer, *, as_json: bool) -> int:
+    text = json.dumps(answer.data, allow_nan=False) if as_json else answer.text
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `chunkmem ... | head`: what was asked for has been read
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0 if answer.fits else DOES_NOT_FIT
+
+
+Run = Callable[[argparse.Namespace], Answer]
+"""What each command's module has as `run`, beside `NAME`, `SUMMARY`, `DESCRIPTION` and `add_arguments`."""
