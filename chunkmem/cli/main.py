@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from chunkmem import __version__
 from chunkmem.cli import build, chunk_size, estimate, info, plan, report
 from chunkmem.cli.answer import Answer
 from chunkmem.errors import ChunkmemError
@@ -36,7 +35,6 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     parser = _Parser(prog="chunkmem", description=_DESCRIPTION, epilog=_EPILOG,
                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--version", action="version", version=f"chunkmem {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in _COMMANDS:
         command = commands.add_parser(

@@ -24,6 +24,8 @@ TIE_PADDING_SHARE = 0.01
 CHUNK_WEIGHT = 0.15
 """What a chunk's share of the model counts for, against padding: a cap leaves part of a chunk unused on average."""
 
+_FP32_NBYTES = 4
+
 # Bounds on the search: about 80 packings, whatever the model; some 230 if it has to look below the floor.
 _PROBES_PER_OCTAVE = 12
 _SIZES_PER_OCTAVE = 24
@@ -84,6 +86,27 @@ def pack(tensors: Sequence[TensorSpec], *, slab_nbytes: int, first_group: int = 
         numel = num_slabs[group] * slab_nbytes // first.itemsize
         groups.append(Group(first_group + group, first.dtype, first.itemsize, num_slabs[group], numel, tuple(members)))
     return Layout(slab_nbytes, tuple(tensors), tuple(groups))
+
+
+def choose_slab_nbytes(tensors: Sequence[TensorSpec], *, chunk_numel: int | None, device_cap_nbytes: int) -> int:
+    """Return the slab size that a configuration means: that of `default_chunk_size` fp32 elements, or the searched one.
+
+    A chunk never exceeds the bytes of the largest dtype class.
+
+    Args:
+        tensors: what is to be packed.
+        chunk_numel: `default_chunk_size`; None searches.
+        device_cap_nbytes: see `search_slab_nbytes`.
+
+    Raises:
+        LayoutError: see `search_slab_nbytes`.
+    """
+    if chunk_numel is None:
+        return search_slab_nbytes(tensors, device_cap_nbytes=device_cap_nbytes)
+    by_dtype = Counter[str]()
+    for dtype, nbytes in _items(tensors):
+        by_dtype[dtype] += nbytes
+    return min(_align(chunk_numel * _FP32_NBYTES), max(ALIGN_NBYTES, *by_dtype.values()))
 
 
 def search_slab_nbytes(tensors: Sequence[TensorSpec], *, device_cap_nbytes: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,17 +9,11 @@ import torch
 from torch import nn
 
 from chunkmem.errors import CheckpointError, StateError
-from chunkmem.layout.pack import search_slab_nbytes
+from chunkmem.layout.pack import choose_slab_nbytes
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.packing import PackedModel, Packer, check_separate, named_parameters_of, tensor_specs
 from chunkmem.runtime.device import runtime_mode
-
-_FP32_NBYTES = 4
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
 
 
 class ModelRegistry:
@@ -142,13 +135,9 @@ class ModelRegistry:
             raise errors[0]
 
     def _choose_slab_nbytes(self, named: Sequence[tuple[str, nn.Parameter]]) -> int:
-        specs = tensor_specs(named)
-        if self._chunk_numel is None:
-            return search_slab_nbytes(specs, device_cap_nbytes=self._device_cap_nbytes)
-        by_dtype = Counter[str]()
-        for spec in specs:
-            by_dtype[spec.dtype] += _aligned(spec.nbytes)
-        return min(_aligned(self._chunk_numel * _FP32_NBYTES), max(ALIGN_NBYTES, *by_dtype.values()))
+        return choose_slab_nbytes(
+            tensor_specs(named), chunk_numel=self._chunk_numel, device_cap_nbytes=self._device_cap_nbytes
+        )
 
 
 def check_fits(state: Mapping[str, Any], expected: Mapping[str, Any], *, strict: bool) -> None:

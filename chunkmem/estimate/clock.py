@@ -1,0 +1,64 @@
+"""How long operators would take: each the time of its arithmetic or of its bytes, whichever is longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from chunkmem.nn.values import storage_id
+
+_aten = torch.ops.aten
+# The CPU's attention is counted as the accelerators' is.
+_SAME_AS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+class OperatorClock:
+    """Adds up the time that operators would take on a device of the given speeds.
+
+    torch's own table of formulas says what an operator computes; one without a formula is as fast as its bytes.
+    """
+
+    def __init__(self, *, flop_per_s: float, memory_Bps: float) -> None:
+        self._flop_per_s = flop_per_s
+        self._memory_Bps = memory_Bps
+        self._elapsed_s = 0.0
+        self.flop = 0
+        """Floating-point operations so far."""
+
+    def count(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Count one operator that was called."""
+        packet = getattr(operator, "_overloadpacket", None)
+        formula = None if packet is None else flop_registry.get(_SAME_AS.get(packet, packet))
+        flop = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+        self.flop += flop
+        nbytes = _moved_nbytes((args, kwargs), result)
+        self._elapsed_s += max(flop / self._flop_per_s, nbytes / self._memory_Bps)
+
+    def take_s(self) -> float:
+        """Return the seconds since the last call."""
+        elapsed_s, self._elapsed_s = self._elapsed_s, 0.0
+        return elapsed_s
+
+
+def _moved_nbytes(given: Any, result: Any) -> int:
+    """Return the bytes an operator reads and writes; 0 for a view, which moves nothing."""
+    read = {storage_id(tensor): tensor.nbytes for tensor in _tensors(given)}
+    written = {storage_id(tensor): tensor.nbytes for tensor in _tensors(result)}
+    new = sum(nbytes for key, nbytes in written.items() if key not in read)
+    return sum(read.values()) + new if new else 0
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))

@@ -1,0 +1,258 @@
+"""Run one training step without memory and without hardware, and write down the trace it would leave.
+
+The model runs under torch's fake tensors, and everything that listens to it is what listens in training: the same
+hooks, the same frames, the same executor, the same recorder. Only chunks have no memory, copies are none, and
+operators take the time that a clock says. So the moments are those that `manager.trace` would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunkmem.errors import LayoutError, TraceError
+from chunkmem.estimate.clock import OperatorClock
+from chunkmem.estimate.model import Model, checkpointed, in_precision
+from chunkmem.estimate.weightless import ParameterHome, WeightlessStore
+from chunkmem.estimate.workspace import with_workspace
+from chunkmem.layout.pack import choose_slab_nbytes, pack
+from chunkmem.layout.spec import Group, Layout, digest
+from chunkmem.nn.access import AccessTracker
+from chunkmem.nn.backward import BackwardTracker
+from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.nn.gradients import GradientBook
+from chunkmem.nn.hooks import ModuleHooks
+from chunkmem.nn.packing import tensor_specs
+from chunkmem.optim.order import in_order_of_update
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.store import Chunk
+from chunkmem.trace.model import Kind, Mode, Trace
+from chunkmem.tracing.probe import LiveStorageProbe
+from chunkmem.tracing.recorder import Recorder
+from chunkmem.types import ChunkId, Role, Tier
+
+_UNKNOWABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+_FP32_NBYTES = 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the model would be trained."""
+
+    dtype: torch.dtype = torch.float32
+    """Of weights and gradients; other than float32, a float32 master copy of the weights comes with the states."""
+    checkpointing: bool = False
+    """Recompute each block in backward."""
+    chunk_numel: int | None = None
+    """`default_chunk_size`, in elements; None searches the size that wastes least."""
+    device_nbytes: int = 2**40
+    """Cap on DEVICE; the search for a chunk size looks at it."""
+    flop_per_s: float = 1e12
+    memory_Bps: float = 1e11
+    """Of DEVICE, for operators whose bytes take longer than their arithmetic."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One step that was not run."""
+
+    trace: Trace
+    layout: Layout
+    num_params: int
+    """Elements of distinct parameters."""
+    flop: int
+    """Floating-point operations of forward and backward, recomputation included."""
+    tokens: int
+
+    @property
+    def activation_nbytes(self) -> int:
+        """The highest bytes beside the chunks: activations, gradients under way, temporaries."""
+        return max((moment.non_model_peak_nbytes for moment in self.trace.moments), default=0)
+
+    @property
+    def role_nbytes(self) -> Mapping[Role, int]:
+        """Bytes of the chunks in each role, pads included."""
+        found: dict[Role, int] = {}
+        for chunk, nbytes in self.trace.chunk_nbytes.items():
+            found[chunk.role] = found.get(chunk.role, 0) + nbytes
+        return found
+
+
+def rehearse(model: Model, setting: Setting) -> Rehearsal:
+    """Return the trace, the layout and the arithmetic of one training step of `model`.
+
+    Raises:
+        LayoutError: the model has no parameters, or none that can be packed.
+        TraceError: the step needs values, which fake tensors do not have; names the module and the operator.
+    """
+    clock = OperatorClock(flop_per_s=setting.flop_per_s, memory_Bps=setting.memory_Bps)
+    fake = FakeTensorMode()
+    with fake:
+        module = model.build()
+        module.train()
+        if setting.dtype is not torch.float32:
+            in_precision(module, setting.dtype)
+        if setting.checkpointing and not checkpointed(module):
+            raise LayoutError(
+                f"{model.name} has no nn.ModuleList or nn.Sequential, whose children could be recomputed; leave out "
+                "checkpointing, or call torch.utils.checkpoint in the model"
+            )
+    stage = _Stage(module, setting, clock)
+    with fake, stage.watching():
+        loss = model.loss(module)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise TraceError(f"the step of {model.name} returned {_shape_of(loss)} instead of a loss of one element")
+        loss.backward()
+        del loss
+    stage.step()
+    return Rehearsal(
+        stage.trace(),
+        stage.layout,
+        num_params=sum(param.numel() for param in module.parameters()),
+        flop=clock.flop,
+        tokens=model.tokens,
+    )
+
+
+def _shape_of(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+class _Stage:
+    """A model fitted with the hooks of training, over chunks without memory."""
+
+    def __init__(self, module: nn.Module, setting: Setting, clock: OperatorClock) -> None:
+        self._module = module
+        self._clock = clock
+        self._executor = DemandExecutor(WeightlessStore())
+        self._access = AccessTracker(self._executor)
+        self._backward = BackwardTracker(self._executor, self._access)
+        self._gradients = GradientBook(self._executor, settles=lambda _: False, then=self._backward.landed)
+        named = list(module.named_parameters())
+        self.layout = _lay_out(named, setting)
+        self._managed = self._pack(named, mastered=setting.dtype is not torch.float32)
+        self._gradients.add(self._managed)
+        hooks = ModuleHooks(self._access, self._backward, on_root=self._begin_root, make_guard=lambda: None)
+        hooks.fit(module, {id(managed.param): managed for managed in self._managed})
+        self._gradients.watch(self._managed)
+        weights = {managed.bound.storage_id for managed in self._managed}
+        self._probe = LiveStorageProbe(weights.__contains__)
+        self._recorder = Recorder(
+            Mode.TRAIN, take_peaks=lambda: (self._probe.take_peak_nbytes(), 0), sampling_interval_s=lambda: 0.0
+        )
+        self._durations_s: list[float] = []
+        self._executor.on_event = self._on_event
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Return what has to be around the step: it counts the memory and the time of operators."""
+        return _Watch(self._probe, self._clock, lambda: str(self._access.stack[-1]) if self._access.stack else "")
+
+    def step(self) -> None:
+        """What `optimizer.step()` does: drop leftovers, then update each group and use its gradients up."""
+        self._access.reset(step=True)
+        self._backward.reset(step=True)
+        store, landed = self._executor.store, self._gradients.landed
+        states = [role for role in (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ) if ChunkId(role, 0) in store.chunks]
+        for group in landed:
+            for role in states:
+                chunk = store.chunks[ChunkId(role, group)]
+                self._executor.create(chunk, Tier.DEVICE, reader="states", zero=True, elastic=True)
+        for group in in_order_of_update(landed, landing=list(landed)):
+            chunks = [store.chunks[ChunkId(role, group)] for role in (Role.PARAM, Role.GRAD, *states)]
+            with self._executor.updating(chunks, reader="optimizer step"):
+                pass
+            self._gradients.discard(set(landed[group]))
+        self._recorder.end()
+        self._durations_s.append(self._clock.take_s())
+
+    def trace(self) -> Trace:
+        """Return the trace; each moment takes what the clock said."""
+        trace = self._recorder.trace(digest([self.layout]), self._executor.store.chunks)
+        # What passed before the first event is forward's own beginning.
+        first_s, *durations_s = self._durations_s
+        durations_s[0] += first_s
+        moments = zip(trace.moments, durations_s, strict=True)
+        return replace(trace, moments=tuple(replace(moment, duration_s=s) for moment, s in moments))
+
+    def _on_event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
+        self._durations_s.append(self._clock.take_s())
+        self._recorder.event(kind, chunk, reader)
+
+    def _begin_root(self) -> None:
+        self._access.reset(step=False)
+        self._backward.reset(step=False)
+
+    def _pack(self, named: list[tuple[str, nn.Parameter]], *, mastered: bool) -> list[ManagedParameter]:
+        store = self._executor.store
+        managed = []
+        for group in self.layout.groups:
+            in_fp32 = replace(group, dtype="float32", itemsize=_FP32_NBYTES)
+            roles: dict[Role, Group] = {Role.PARAM: group, Role.GRAD: group}
+            if mastered and group.dtype != "float32":
+                roles[Role.MASTER] = in_fp32
+            roles |= {Role.EXP_AVG: in_fp32, Role.EXP_AVG_SQ: in_fp32}
+            for role, form in roles.items():
+                store.add(Chunk(ChunkId(role, group.id), form, torch.float32, str(ChunkId(role, group.id)), ()))
+            chunk = store.chunks[ChunkId(Role.PARAM, group.id)]
+            store.create(chunk, Tier.DEVICE, zero=False)
+            self._access.chunks[group.id] = chunk
+            for position, slot in enumerate(group.slots):
+                name, param = named[slot.tensor]
+                home = cast(BoundChunk, ParameterHome(param))
+                managed.append(ManagedParameter(param, name, slot, position, home))
+        return managed
+
+
+def _lay_out(named: list[tuple[str, nn.Parameter]], setting: Setting) -> Layout:
+    specs = tensor_specs(named)
+    if not specs:
+        raise LayoutError("the model has no parameters, so there is nothing to train")
+    slab_nbytes = choose_slab_nbytes(specs, chunk_numel=setting.chunk_numel, device_cap_nbytes=setting.device_nbytes)
+    return pack(specs, slab_nbytes=slab_nbytes)
+
+
+class _Watch(TorchDispatchMode):
+    """Shows every operator to the probe and to the clock."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, probe: LiveStorageProbe, clock: OperatorClock, where: Callable[[], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._probe = probe
+        self._clock = clock
+        self._where = where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            result = self._probe.run(_with_workspaces(func), args, kwargs)
+        except _UNKNOWABLE:
+            where = self._where() or "the step, outside of any module"
+            raise TraceError(
+                f"{where}: operator {func} needs values, which an estimate does not have; train one step under "
+                "manager.record(DIR), then ask chunkmem plan DIR"
+            ) from None
+        self._clock.count(func, args, kwargs, result)
+        return result
+
+
+def _with_workspaces(operator: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: with_workspace(operator, args, operator(*args, **kwargs))
