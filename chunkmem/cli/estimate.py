@@ -1,21 +1,159 @@
-"""`chunkmem estimate`: before anything is built: does it fit, and how fast will a step be."""
+"""`chunkmem estimate`: before anything is built, does it fit, and how fast will a step be."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from chunkmem.cli.answer import Answer
-from chunkmem.errors import ConfigError
+from chunkmem.cli.estimate_answer import DTYPES
+from chunkmem.errors import CapacityError, ConfigError, LayoutError
+from chunkmem.units import parse_nbytes
+
+if TYPE_CHECKING:
+    from chunkmem.estimate.hardware import Hardware
+    from chunkmem.estimate.question import Question
+    from chunkmem.estimate.rehearse import Rehearsal
 
 NAME = "estimate"
 SUMMARY = "before anything is built: does it fit, and how fast will a step be"
-DESCRIPTION = SUMMARY
+DESCRIPTION = """\
+Run one training step of a model without memory and without a GPU, plan it, and say whether it fits, which limit binds,
+the smallest change that makes it fit, and how long a step will take.
+
+  chunkmem estimate gpt:7b --device 24GiB --host 128GiB --precision bf16 --batch 4
+  chunkmem estimate path/to/config.json --hardware h200 --checkpointing
+  chunkmem estimate mypackage.train:make --device 8GiB
+
+MODEL is a preset (gpt:125m to gpt:1t), a config.json of transformers, or module:function: a function that returns
+(model, step), where step(model) is the loss or step is what the model is called with to return it. It is given those
+of `batch` and `seq` that it takes. Caps are those of one rank. Speeds come from --hardware unless given."""
+
+_HARDWARE = ("v100", "a100", "h100", "h200", "rtx4090")
+_DEVICE_SHARE = 0.8
+"""`overall_gpu_mem_ratio`, where no cap is given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="gpt:7b, a config.json, or module:function")
+    add("--device", metavar="SIZE", help="cap on DEVICE, such as 80GiB; default: 80 %% of the accelerator")
+    add("--host", metavar="SIZE", help="cap on HOST; default: as much as it takes")
+    add("--batch", type=_count, default=1, metavar="N", help="samples a step and rank (default: 1)")
+    add("--seq", type=_count, metavar="N", help="positions a sample (default: 2048)")
+    add("--precision", choices=DTYPES, default="fp32", help="of weights and gradients (default: fp32)")
+    add("--checkpointing", action="store_true", help="recompute each block in backward")
+    add("--world", type=_count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
+    add("--chunk-size", type=_count, metavar="NUMEL", help="default_chunk_size, in elements; default: searched")
+    add("--hardware", choices=_HARDWARE, default="h100", help="whose speeds to assume (default: h100)")
+    add("--link", metavar="SIZE", help="bytes a second between HOST and DEVICE, each way, such as 25GB")
+    add("--host-memory", metavar="SIZE", help="bytes a second of HOST's memory, such as 100GB")
+    add("--tflops", type=_positive, metavar="X", help="10^12 operations a second that large matrix products reach")
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Answer."""
-    raise ConfigError("not built yet")
+    """Answer whether it fits.
+
+    Raises:
+        ChunkmemError: the model cannot be built, or its step depends on values.
+    """
+    from tqdm import tqdm
+
+    from chunkmem.cli.estimate_answer import no, yes
+    from chunkmem.estimate.beside import beside
+    from chunkmem.estimate.changes import smallest_changes
+    from chunkmem.estimate.question import device_need, find
+
+    question = _question(options)
+    known: dict[Question, Rehearsal] = {}
+    other_way = beside(lambda: _other_way(question))
+    with tqdm(desc="rehearsing", unit=" steps", disable=None, leave=False) as bar:
+
+        def rehearse(asked: Question) -> Rehearsal:
+            if asked not in known:
+                known[asked] = asked.rehearse()
+                bar.update()
+            return known[asked]
+
+        rehearsal = rehearse(question)
+        other = other_way()
+        if other is not None:
+            known[replace(question, checkpointing=not question.checkpointing)] = other
+        need = device_need(question, rehearsal)
+        try:
+            finding = find(question, rehearsal)
+        except CapacityError as error:
+            changes = smallest_changes(question, rehearsal, rehearse=rehearse)
+            return no(question, rehearsal, other, need, error, changes)
+    return yes(question, rehearsal, other, need, finding)
+
+
+def _question(options: argparse.Namespace) -> Question:
+    import torch
+
+    from chunkmem.estimate.hardware import HARDWARE
+    from chunkmem.estimate.models import resolve_model
+    from chunkmem.estimate.question import Question
+
+    hardware = HARDWARE[options.hardware]
+    if options.link is not None:
+        hardware = replace(hardware, link_Bps=_size("--link", options.link))
+    if options.host_memory is not None:
+        hardware = replace(hardware, host_memory_Bps=_size("--host-memory", options.host_memory))
+    if options.tflops is not None:
+        hardware = replace(hardware, flop_per_s=1e12 * options.tflops, fp32_flop_per_s=1e12 * options.tflops)
+    resolve_model(options.model, batch=1, seq=options.seq)  # what is wrong with it is said before anything takes time
+    return Question(
+        model=lambda batch: resolve_model(options.model, batch=batch, seq=options.seq),
+        batch=options.batch,
+        hardware=hardware,
+        device_nbytes=_device_nbytes(options, hardware),
+        host_nbytes=None if options.host is None else _size("--host", options.host),
+        dtype=getattr(torch, DTYPES[options.precision]),
+        checkpointing=options.checkpointing,
+        world=options.world,
+        chunk_numel=options.chunk_size,
+    )
+
+
+def _device_nbytes(options: argparse.Namespace, hardware: Hardware) -> int:
+    if options.device is not None:
+        return _size("--device", options.device)
+    return int(_DEVICE_SHARE * hardware.device_nbytes)
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        nbytes = parse_nbytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+    if nbytes == 0:
+        raise ConfigError(f"{option}: nothing works with 0 bytes; give at least 1")
+    return nbytes
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 2**31 - 1")
+    return value
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _other_way(question: Question) -> Rehearsal | None:
+    """Rehearse with checkpointing if it was asked without, and the other way round; None for a model without blocks."""
+    try:
+        return replace(question, checkpointing=not question.checkpointing).rehearse()
+    except LayoutError:
+        return None

@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
@@ -34,6 +35,7 @@ from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.gradients import GradientBook
+from chunkmem.nn.guard import only_makes_a_view
 from chunkmem.nn.hooks import ModuleHooks
 from chunkmem.nn.packing import tensor_specs
 from chunkmem.optim.order import in_order_of_update
@@ -44,6 +46,7 @@ from chunkmem.tracing.probe import LiveStorageProbe
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import ChunkId, Role, Tier
 
+_DEVICE = torch.ops.prim.device.default
 _UNKNOWABLE = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -234,6 +237,11 @@ class _Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare every operator a wrapper that keeps torch's compiler out, which never comes here."""
+        return False
+
     def __init__(self, probe: LiveStorageProbe, clock: OperatorClock, where: Callable[[], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._probe = probe
@@ -241,7 +249,11 @@ class _Watch(TorchDispatchMode):
         self._where = where
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # three of four calls, all from torch itself
+            return args[0].fake_device
         kwargs = kwargs or {}
+        if only_makes_a_view(func):
+            return func(*args, **kwargs)
         try:
             result = self._probe.run(_with_workspaces(func), args, kwargs)
         except _UNKNOWABLE:

@@ -76,7 +76,7 @@ class AccessGuard(TorchDispatchMode):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._disarmed and not _only_makes_a_view(func):
+        if not self._disarmed and not only_makes_a_view(func):
             for value in (*args, *(kwargs or {}).values()):
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(tensor, torch.Tensor):
@@ -95,7 +95,7 @@ class AccessGuard(TorchDispatchMode):
             )
 
 
-def _only_makes_a_view(func: Any) -> bool:
-    """Views and detaches hand memory on without touching it."""
+def only_makes_a_view(func: Any) -> bool:
+    """Tell whether an operator hands memory on without touching it, as views and detaches do."""
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)

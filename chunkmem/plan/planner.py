@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from chunkmem.errors import CapacityError, PlanError
+from chunkmem.errors import CapacityError
 from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recently_used, sweep
 from chunkmem.plan.gaps import After, Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.machine import Machine
@@ -58,8 +58,8 @@ def make_plan(trace: Trace, machine: Machine, *, options: PlanOptions | None = N
     """Return the candidate that simulates fastest; of equals the one that moves least, then the first.
 
     Raises:
-        CapacityError: a moment does not fit DEVICE; with the smallest cap that works.
-        PlanError: what has to be on HOST does not fit there.
+        CapacityError: a moment does not fit DEVICE, or what has to be on HOST does not fit there; with the smallest
+            cap that works.
     """
     found = list(candidates(trace, machine, options=options or PlanOptions()))
     fastest_s = min(candidate.timeline.step_s for candidate in found)
@@ -71,7 +71,7 @@ def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Itera
     """Yield every candidate that fits.
 
     Raises:
-        PlanError: none does; see `make_plan`.
+        CapacityError: none does; see `make_plan`.
     """
     budget = budgets(trace, machine, static_nbytes=options.static_nbytes)
     found = False
@@ -108,10 +108,12 @@ def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Itera
         # The last placement has all updates on HOST, which needs least of DEVICE.
         assert shortage is not None
         raise shortage
-    raise PlanError(
+    raise CapacityError(
         f"a plan would have {format_nbytes(least_host_nbytes)} on HOST, which may hold "
         f"{format_nbytes(machine.host_nbytes)}; raise memory.host to at least "
-        f"{format_nbytes(least_host_nbytes)} ({least_host_nbytes} bytes)"
+        f"{format_nbytes(least_host_nbytes)} ({least_host_nbytes} bytes)",
+        needed_nbytes=least_host_nbytes,
+        cap_nbytes=machine.host_nbytes,
     )
 
 

@@ -1,0 +1,167 @@
+"""What `chunkmem estimate` says: one answer where it fits, another where it does not."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from chunkmem.cli.answer import Answer, table
+from chunkmem.types import Tier
+from chunkmem.units import format_nbytes
+
+if TYPE_CHECKING:
+    from chunkmem.errors import CapacityError
+    from chunkmem.estimate.question import Change, Finding, Need, Question
+    from chunkmem.estimate.rehearse import Rehearsal
+
+DTYPES = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
+"""Names of torch's dtypes by the precision a user asks for."""
+_ROLES = MappingProxyType(
+    {"param": "weights", "grad": "gradients", "master": "master weights", "exp_avg": "exp_avg",
+     "exp_avg_sq": "exp_avg_sq"}
+)  # fmt: skip
+
+
+def yes(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: Need, finding: Finding) -> Answer:
+    """Say that it fits, and what a step takes; `other` is the same step with or without checkpointing."""
+    peaks = {tier: finding.timeline.peak_nbytes.get(tier, 0) for tier in (Tier.DEVICE, Tier.HOST)}
+    with_activations = max(
+        chunks + moment.non_model_peak_nbytes
+        for chunks, moment in zip(finding.timeline.device_nbytes, finding.trace.moments, strict=True)
+    )
+    step_s = max(finding.timeline.step_s, finding.floors.network_s)
+    floors, tokens = finding.floors, rehearsal.tokens
+    data = _subject(question, rehearsal, other, need) | {
+        "fits": True,
+        "limit": None,
+        "step_s": step_s,
+        "tokens_per_s": tokens / step_s if tokens and step_s else None,
+        "stall_s": finding.timeline.stall_s,
+        "floors": {"compute_s": floors.compute_s, "link_s": floors.link_s, "host_memory_s": floors.host_memory_s,
+                   "network_s": floors.network_s, "binding": floors.binding},
+        "moved_nbytes": {lane.value: nbytes for lane, nbytes in finding.timeline.moved_nbytes.items()},
+        "device": {"peak_nbytes": with_activations, "chunk_peak_nbytes": peaks[Tier.DEVICE],
+                   "cap_nbytes": question.device_nbytes},
+        "host": {"peak_nbytes": peaks[Tier.HOST], "cap_nbytes": question.host_nbytes},
+        "updated_on_device": sum(tier is Tier.DEVICE for tier in finding.plan.update_tiers.values()),
+        "updated_on_host": sum(tier is Tier.HOST for tier in finding.plan.update_tiers.values()),
+    }  # fmt: skip
+    host_cap = "" if question.host_nbytes is None else f" of {format_nbytes(question.host_nbytes)}"
+    speed = f", {data['tokens_per_s']:,.0f} tokens/s a rank" if data["tokens_per_s"] else ""
+    lines = [
+        f"fits: DEVICE peaks at {format_nbytes(with_activations)} of {format_nbytes(question.device_nbytes)} "
+        f"(at least {format_nbytes(need.nbytes)} is needed), "
+        f"HOST at {format_nbytes(peaks[Tier.HOST])}{host_cap}",
+        f"a step takes {step_s:.3g} s{speed}, of which computing waits {finding.timeline.stall_s:.3g} s for copies",
+        f"floors: compute {floors.compute_s:.3g} s, link {floors.link_s:.3g} s, "
+        f"host memory {floors.host_memory_s:.3g} s"
+        + (f", network {floors.network_s:.3g} s" if question.world > 1 else "")
+        + f"; {floors.binding} binds",
+    ]
+    return Answer(data, "\n".join([_subject_text(question, rehearsal, other), "", *lines]))
+
+
+def no(
+    question: Question,
+    rehearsal: Rehearsal,
+    other: Rehearsal | None,
+    need: Need,
+    shortage: CapacityError,
+    changes: list[Change],
+) -> Answer:
+    """Say that it does not fit, which limit binds, and what to change."""
+    limit = "device" if need.nbytes > question.device_nbytes else "host"
+    needed_nbytes = need.nbytes if limit == "device" else shortage.needed_nbytes
+    described = [{"what": change.what, "options": list(change.options)} for change in changes]
+    data = _subject(question, rehearsal, other, need) | {
+        "fits": False,
+        "limit": limit,
+        "needed_nbytes": needed_nbytes,
+        "cap_nbytes": shortage.cap_nbytes,
+        "change": described[0],
+        "changes": described,
+        "device": {"cap_nbytes": question.device_nbytes},
+        "host": {"cap_nbytes": question.host_nbytes},
+    }
+    where = f" (most at {need.moment})" if limit == "device" else ""
+    lines = [
+        f"does not fit: {limit.upper()} needs {format_nbytes(needed_nbytes)}{where}, "
+        f"and has {format_nbytes(shortage.cap_nbytes)}",
+        f"smallest change that fits: {_shown(changes[0])}",
+    ]
+    if len(changes) > 1:
+        lines.append(f"or one of: {'; '.join(map(_shown, changes[1:]))}")
+    return Answer(data, "\n".join([_subject_text(question, rehearsal, other), "", *lines]), fits=False)
+
+
+def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: Need) -> dict[str, Any]:
+    return {
+        "model": question.model(question.batch).name,
+        "parameters": rehearsal.num_params,
+        "batch": question.batch,
+        "tokens": rehearsal.tokens,
+        "precision": next(name for name, dtype in DTYPES.items() if str(question.dtype) == f"torch.{dtype}"),
+        "checkpointing": question.checkpointing,
+        "world": question.world,
+        "role_nbytes": {role.value: nbytes for role, nbytes in rehearsal.role_nbytes.items()},
+        "parameter_nbytes": rehearsal.layout.payload_nbytes,
+        "slab_nbytes": rehearsal.layout.slab_nbytes,
+        "activation_nbytes": rehearsal.activation_nbytes,
+        "activation_nbytes_by_checkpointing": {
+            str(way).lower(): found.activation_nbytes
+            for way, found in ((question.checkpointing, rehearsal), (not question.checkpointing, other))
+            if found is not None
+        },
+        "flop": rehearsal.flop,
+        "need": {"device_nbytes": need.nbytes, "moment": need.moment},
+        "assumed": {"flop_per_s": question.hardware.flop_rate(question.dtype), "link_Bps": question.hardware.link_Bps,
+                    "host_memory_Bps": question.hardware.host_memory_Bps, "memory_Bps": question.hardware.memory_Bps},
+    }  # fmt: skip
+
+
+def _subject_text(question: Question, rehearsal: Rehearsal, other: Rehearsal | None) -> str:
+    subject = _subject_line(question, rehearsal)
+    params = max(1, rehearsal.num_params)
+    rows = [
+        (_ROLES[role.value], format_nbytes(nbytes), f"{nbytes / params:.2f}")
+        for role, nbytes in rehearsal.role_nbytes.items()
+    ]
+    total = sum(rehearsal.role_nbytes.values())
+    rows.append(("model data", format_nbytes(total), f"{total / params:.2f}"))
+    rows.append(("activations", format_nbytes(rehearsal.activation_nbytes), ""))
+    if other is not None:
+        way = "without" if question.checkpointing else "with"
+        rows.append((f"  {way} checkpointing", format_nbytes(other.activation_nbytes), ""))
+    hardware = question.hardware
+    assumed = (
+        f"assumed: {hardware.flop_rate(question.dtype) / 1e12:.0f} TFLOP/s, link {hardware.link_Bps / 1e9:.0f} GB/s "
+        f"each way, host memory {hardware.host_memory_Bps / 1e9:.0f} GB/s"
+    )
+    scope = "over all ranks" if question.world > 1 else ""
+    return f"{subject}\n{assumed}\n\n{table((scope, 'bytes', 'a parameter'), rows)}"
+
+
+def _subject_line(question: Question, rehearsal: Rehearsal) -> str:
+    name = question.model(question.batch).name
+    batch = f"{rehearsal.tokens:,} tokens" if rehearsal.tokens else f"a batch of {question.batch}"
+    ranks = f", {question.world} ranks" if question.world > 1 else ""
+    recomputing = ", recomputing blocks" if question.checkpointing else ""
+    return (
+        f"{name}: {_billions(rehearsal.num_params)} parameters in {len(rehearsal.layout.groups)} chunk groups, {batch} "
+        f"a step{ranks}, {str(question.dtype).removeprefix('torch.')}{recomputing}"
+    )
+
+
+def _billions(count: int) -> str:
+    for scale, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= scale:
+            return f"{count / scale:.3g} {name}"
+    return str(count)
+
+
+def _shown(change: Change) -> str:
+    """Return the options to add or change, sizes also for people."""
+    words = []
+    for word in change.options:
+        words.append(f"{word} ({format_nbytes(int(word))})" if word.isdigit() and int(word) > 2**20 else word)
+    return " ".join(words)

@@ -1,0 +1,146 @@
+"""The smallest changes after which a step fits; each is tried before it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from chunkmem.errors import CapacityError, LayoutError
+from chunkmem.estimate.question import Change, Question, device_need, fits, host_need
+from chunkmem.estimate.rehearse import Rehearsal
+from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
+
+_MAX_WORLD = 2**20
+_NEAR = 1.1
+"""A cap that is short by less than this factor is the first thing to change."""
+
+Rehearse = Callable[[Question], Rehearsal]
+
+
+def smallest_changes(question: Question, rehearsal: Rehearsal, *, rehearse: Rehearse) -> list[Change]:
+    """Return changes that each suffice, the least intrusive first. Not empty: caps that are large enough always do.
+
+    Args:
+        question: one to which the answer is no.
+        rehearsal: of `question`.
+        rehearse: returns the rehearsal of another question; takes seconds for a large model.
+    """
+    caps = raised_caps(question, rehearsal, rehearse)
+    found = [*_alone(question, rehearsal, rehearse)]
+    if not any(change.what != "world" for change in found):
+        found += _together(question, rehearse)
+    return [caps, *found] if _is_near(question, caps.question) else [*found, caps]
+
+
+def raised_caps(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Change:
+    """Return the change of `device_nbytes` and `host_nbytes` to the smallest that work."""
+    raised = question
+    while True:
+        enough = replace(raised, device_nbytes=max(raised.device_nbytes, device_need(raised, rehearsal).nbytes))
+        if _slab_floor(enough) == _slab_floor(raised):
+            break
+        raised, rehearsal = enough, rehearse(enough)  # the chunk size is searched for the cap
+    raised = enough
+    if raised.host_nbytes is not None and not fits(raised, rehearsal):
+        raised = replace(raised, host_nbytes=host_need(raised, rehearsal))
+    parts: dict[str, tuple[str, ...]] = {}
+    if raised.device_nbytes > question.device_nbytes:
+        parts["device"] = ("--device", str(raised.device_nbytes))
+    if raised.host_nbytes is not None and raised.host_nbytes != question.host_nbytes:
+        parts["host"] = ("--host", str(raised.host_nbytes))
+    return _joined(parts, raised)
+
+
+def _joined(parts: Mapping[str, tuple[str, ...]], question: Question) -> Change:
+    return Change(" + ".join(parts), tuple(word for words in parts.values() for word in words), question)
+
+
+def _slab_floor(question: Question) -> int:
+    if question.chunk_numel is not None:
+        return 0
+    return min(SLAB_FLOOR_NBYTES, question.device_nbytes // SLABS_PER_CAP)
+
+
+def _is_near(question: Question, raised: Question) -> bool:
+    host, raised_host = question.host_nbytes or 1, raised.host_nbytes or 1
+    return raised.device_nbytes <= _NEAR * question.device_nbytes and raised_host <= _NEAR * host
+
+
+def _alone(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Change]:
+    if not question.checkpointing:
+        yield from _tried(replace(question, checkpointing=True), "checkpointing", ("--checkpointing",), rehearse)
+    yield from _smaller_batch(question, rehearse)
+    if question.dtype is torch.float32:
+        yield from _tried(replace(question, dtype=torch.bfloat16), "precision", ("--precision", "bf16"), rehearse)
+    yield from _more_ranks(question, rehearsal)
+
+
+def _together(question: Question, rehearse: Rehearse) -> Iterator[Change]:
+    both = replace(question, checkpointing=True, dtype=torch.bfloat16)
+    for change in _smaller_batch(both, rehearse, and_same=True):
+        parts = {
+            "checkpointing": () if question.checkpointing else ("--checkpointing",),
+            "precision": ("--precision", "bf16") if question.dtype is torch.float32 else (),
+            "batch": change.options if change.question.batch != question.batch else (),
+        }
+        used = {what: options for what, options in parts.items() if options}
+        if len(used) > 1:
+            yield _joined(used, change.question)
+        return
+
+
+def _tried(changed: Question, what: str, options: tuple[str, ...], rehearse: Rehearse) -> Iterator[Change]:
+    try:
+        rehearsal = rehearse(changed)
+    except LayoutError:  # there are no blocks to recompute
+        return
+    if fits(changed, rehearsal):
+        yield Change(what, options, changed)
+
+
+def _smaller_batch(question: Question, rehearse: Rehearse, *, and_same: bool = False) -> Iterator[Change]:
+    """Find the largest batch that fits.
+
+    What a moment needs grows by the same bytes with each sample, so the largest over moments is convex: on a straight
+    line between two batches it is not underestimated.
+    """
+    if question.batch == 1 and not and_same:
+        return
+    one = replace(question, batch=1)
+    try:
+        of_one = rehearse(one)
+    except LayoutError:
+        return
+    if not fits(one, of_one):
+        return
+    low, low_needs = 1, device_need(one, of_one).nbytes
+    high = question.batch
+    high_needs = device_need(question, rehearse(question)).nbytes if high > 1 else low_needs
+    share = (question.device_nbytes - low_needs) / max(1, high_needs - low_needs)
+    batch = max(1, min(high if and_same else high - 1, low + int((high - low) * share)))
+    while batch > 1 and not fits(replace(question, batch=batch), rehearse(replace(question, batch=batch))):
+        batch -= 1
+    yield Change("batch", ("--batch", str(batch)), replace(question, batch=batch))
+
+
+def _more_ranks(question: Question, rehearsal: Rehearsal) -> Iterator[Change]:
+    """Find the fewest ranks, each with the same batch; a batch that is too large for one stays too large."""
+
+    def enough(world: int) -> bool:
+        try:
+            return fits(replace(question, world=world), rehearsal)
+        except CapacityError:
+            return False
+
+    high = question.world
+    while not enough(high):
+        high *= 2
+        if high > _MAX_WORLD:
+            return
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    yield Change("world", ("--world", str(high)), replace(question, world=high))

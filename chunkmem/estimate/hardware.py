@@ -1,0 +1,72 @@
+"""What is assumed of a machine that is not at hand: capacities and speeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from chunkmem.plan.machine import Machine
+
+_UPDATE_MOVES_PER_BYTE = 28 / 16
+"""An Adam update reads and writes 28 bytes a parameter; `Machine` counts the 16 of PARAM, GRAD and states."""
+_LATENCY_S = 10e-6
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One accelerator, its host and what connects them. Speeds are those that programs reach."""
+
+    device_nbytes: int
+    """Memory of the accelerator."""
+    flop_per_s: float
+    """Of large matrix products in bf16 and fp16."""
+    fp32_flop_per_s: float
+    memory_Bps: float
+    """Of the accelerator's memory."""
+    link_Bps: float
+    """Between host and accelerator, each way."""
+    host_memory_Bps: float
+    network_Bps: float
+    """Between ranks, for each of them."""
+
+    def flop_rate(self, dtype: torch.dtype) -> float:
+        """Return the operations a second in `dtype`."""
+        return self.fp32_flop_per_s if dtype is torch.float32 else self.flop_per_s
+
+    def machine(self, device_nbytes: int, host_nbytes: int) -> Machine:
+        """Return what plans are made for, under these caps."""
+        return Machine(
+            device_nbytes=device_nbytes,
+            host_nbytes=host_nbytes,
+            h2d_Bps=self.link_Bps,
+            d2h_Bps=self.link_Bps,
+            latency_s=_LATENCY_S,
+            device_update_Bps=self.memory_Bps / _UPDATE_MOVES_PER_BYTE,
+            host_update_Bps=self.host_memory_Bps / _UPDATE_MOVES_PER_BYTE,
+            charges_non_model=True,
+            one_processor=False,
+        )
+
+
+def _of(
+    gib: int, teraflops: float, fp32_teraflops: float, memory_GBps: float, link_GBps: float, host_GBps: float
+) -> Hardware:
+    # Data sheets name peaks; matrix products reach about 60 % of them, streams 80 %.
+    return Hardware(
+        gib << 30, 0.6e12 * teraflops, 0.6e12 * fp32_teraflops, 0.8e9 * memory_GBps, 1e9 * link_GBps, 1e9 * host_GBps,
+        network_Bps=25e9,
+    )  # fmt: skip
+
+
+HARDWARE = MappingProxyType(
+    {
+        "v100": _of(32, 125, 15.7, 900, 12, 80),
+        "a100": _of(80, 312, 19.5, 2039, 25, 100),
+        "h100": _of(80, 989, 67, 3350, 55, 200),
+        "h200": _of(141, 989, 67, 4800, 55, 200),
+        "rtx4090": _of(24, 165, 82.6, 1008, 25, 60),
+    }
+)
+"""By name; peaks from NVIDIA's data sheets, links and host memory as such machines usually have them."""

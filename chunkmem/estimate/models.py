@@ -1,0 +1,122 @@
+"""What a user may name as MODEL: a preset, a `config.json` of transformers, or a function of their own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.errors import ConfigError
+from chunkmem.estimate.gpt import GPT, SHAPES, VOCAB
+from chunkmem.estimate.model import Model
+
+DEFAULT_SEQ = 2048
+KINDS = f"a preset ({', '.join(f'gpt:{name}' for name in SHAPES)}), a config.json of transformers, or module:function"
+
+
+def resolve_model(text: str, *, batch: int, seq: int | None = None) -> Model:
+    """Return the model that `text` names, with a batch of `batch` samples of `seq` positions.
+
+    Args:
+        text: ``gpt:7b``; a path that ends in ``.json``; or ``module:function``, see `from_function`.
+        batch: samples a step.
+        seq: positions a sample; None is 2048, or what the function takes by itself.
+
+    Raises:
+        ConfigError: it names none of these; says what is allowed.
+    """
+    if text.startswith("gpt:"):
+        return _preset(text, batch=batch, seq=seq or DEFAULT_SEQ)
+    if text.endswith(".json"):
+        from chunkmem.estimate.huggingface import from_config
+
+        return from_config(Path(text), batch=batch, seq=seq or DEFAULT_SEQ)
+    if ":" in text:
+        return from_function(text, batch=batch, seq=seq)
+    raise ConfigError(f"MODEL {text!r} is not known; allowed: {KINDS}")
+
+
+def _preset(text: str, *, batch: int, seq: int) -> Model:
+    shape = SHAPES.get(text.removeprefix("gpt:").lower())
+    if shape is None:
+        raise ConfigError(f"MODEL {text!r} is not a preset; there are {', '.join(f'gpt:{name}' for name in SHAPES)}")
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        result: torch.Tensor = model(torch.randint(VOCAB, (batch, seq)))
+        return result
+
+    return Model(text, lambda: GPT(shape, seq=seq), loss, tokens=batch * seq)
+
+
+def from_function(text: str, *, batch: int, seq: int | None) -> Model:
+    """Return what the user's function makes.
+
+    It is called with those of ``batch`` and ``seq`` that it takes, and returns ``(model, step)``: a module, and either
+    a function of the module that returns the loss, or what the module is called with to return it (a tensor, a tuple
+    of positional arguments, a dict of keyword arguments). Under fake tensors, so nothing is allocated.
+
+    Raises:
+        ConfigError: there is no such function, or it returns something else.
+    """
+    make = _function(text)
+    taken = {"batch": batch, "seq": seq} if seq is not None else {"batch": batch}
+    parameters = inspect.signature(make).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    given = {name: value for name, value in taken.items() if takes_all or name in {p.name for p in parameters}}
+    step: list[Any] = []
+
+    def build() -> nn.Module:
+        made = make(**given)
+        if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+            raise ConfigError(
+                f"{text} returned a {type(made).__name__}; return (model, step), where step(model) is the loss or step "
+                "is what the model is called with to return it"
+            )
+        step[:] = [made[1]]
+        return made[0]
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return _loss_of(step[0](model) if callable(step[0]) else _call(model, step[0]))
+
+    return Model(text, build, loss, tokens=batch * (seq or 0))
+
+
+def _function(text: str) -> Callable[..., Any]:
+    module_name, _, name = text.partition(":")
+    here = str(Path.cwd())
+    added = here not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"MODEL {text!r} cannot be loaded: {error}; allowed: {KINDS}") from None
+    finally:
+        if added:
+            sys.path.remove(here)
+    if not callable(found):
+        raise ConfigError(f"MODEL {text!r} is a {type(found).__name__}, not a function")
+    made: Callable[..., Any] = found
+    return made
+
+
+def _call(model: nn.Module, given: Any) -> Any:
+    if isinstance(given, dict):
+        return model(**given)
+    return model(*given) if isinstance(given, (tuple, list)) else model(given)
+
+
+def _loss_of(result: Any) -> torch.Tensor:
+    """Return the loss in what a model returned: itself, its `.loss`, or its `"loss"`."""
+    if isinstance(result, dict) and "loss" in result:
+        result = result["loss"]
+    loss: torch.Tensor = getattr(result, "loss", result)
+    return loss
