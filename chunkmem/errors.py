@@ -29,10 +29,12 @@ class CapacityError(PlanError):
     Attributes:
         needed_nbytes: the smallest cap known to be needed on the tier, in bytes.
         cap_nbytes: the cap that was in force, in bytes.
+        on_host: it is HOST that is too small for a plan; accesses can still be served on demand.
     """
 
-    def __init__(self, message: str, *, needed_nbytes: int, cap_nbytes: int) -> None:
+    def __init__(self, message: str, *, needed_nbytes: int, cap_nbytes: int, on_host: bool = False) -> None:
         super().__init__(message)
+        self.on_host = on_host
         self.needed_nbytes = needed_nbytes
         self.cap_nbytes = cap_nbytes
 

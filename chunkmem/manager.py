@@ -296,7 +296,7 @@ class ChunkManager:
         return self._conductor.timeline()
 
     def record(self, directory: str | os.PathLike[str]) -> None:
-        """Write a run directory: `trace.json`, `plan.json`, and the last step as `timeline.json`.
+        """Write a run directory: `trace.json`, `plan.json`, and the last training step as `timeline.json`.
 
         The directory is made if it is not there; files of an earlier run are replaced, each as a whole.
 
@@ -305,7 +305,7 @@ class ChunkManager:
             TraceError, PlanError: a file cannot be written.
         """
         self._require_open()
-        trace, plan, timeline = self.trace, self.plan, self.timeline()
+        trace, plan, timeline = self.trace, self.plan, self._conductor.training_timeline()
         if trace is None or plan is None or timeline is None:
             raise StateError("there is nothing to record yet: the first step is traced and the second one planned")
         folder = Path(directory)

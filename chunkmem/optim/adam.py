@@ -133,8 +133,8 @@ class Adam(torch.optim.Optimizer):
         pending = self._pending()
         with runtime_mode():
             for managed in pending:
-                self._updater.gradient(managed).zero_()
-        self._updater.gradients_written({managed.group for managed in pending})
+                for slot in self._updater.gradient_replicas(managed):
+                    slot.zero_()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -202,9 +202,10 @@ class Adam(torch.optim.Optimizer):
         with runtime_mode():
             norm = global_norm(grads)
             coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-            for grad in grads.values():
-                grad.mul_(coefficient.to(grad.device))
-        self._updater.gradients_written({managed.group for managed in pending.values()})
+            for param, grad in grads.items():
+                replicas = self._updater.gradient_replicas(pending[param]) if param in pending else [grad]
+                for replica in replicas:
+                    replica.mul_(coefficient.to(replica.device))
         return norm
 
     def _update_managed(self, pending: list[ManagedParameter]) -> None:

@@ -191,13 +191,14 @@ class GroupUpdater:
         assert tier is not None
         return self._store.views(chunk, tier)[managed.position]
 
-    def gradients_written(self, groups: Iterable[int]) -> None:
-        """Note that the gradients of `groups` were changed in place."""
-        for group in groups:
-            chunk = self._chunk(Role.GRAD, group)
-            tier = chunk.newest_tier()
-            assert tier is not None
-            self._store.mark_written(chunk, tier)
+    def gradient_replicas(self, managed: ManagedParameter) -> list[torch.Tensor]:
+        """Return the slot of a gradient that has landed on every tier that has it; not copies.
+
+        Whoever changes it changes it in all of them: then they stay what a plan takes them for.
+        """
+        self._executor.drain()
+        chunk = self._chunk(Role.GRAD, managed.group)
+        return [self._store.views(chunk, tier)[managed.position] for tier in chunk.replicas if chunk.ready(tier)]
 
     def _chunk(self, role: Role, group: int) -> Chunk:
         return self._store.chunks[ChunkId(role, group)]

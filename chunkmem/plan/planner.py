@@ -114,6 +114,7 @@ def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Itera
         f"{format_nbytes(least_host_nbytes)} ({least_host_nbytes} bytes)",
         needed_nbytes=least_host_nbytes,
         cap_nbytes=machine.host_nbytes,
+        on_host=True,
     )
 
 

@@ -85,6 +85,7 @@ class Conductor:
         self._in_lap: Listener = _ignore
         """Hears of events within the lap."""
         self._last: Callable[[], Timeline] | None = None
+        self._last_training: Callable[[], Timeline] | None = None
         self._ledgers = (tiers.device, tiers.host)
 
     # What a user asks for.
@@ -102,6 +103,10 @@ class Conductor:
     def timeline(self) -> Timeline | None:
         """Return what happened in the last lap that is over; None before the first."""
         return None if self._last is None else self._last()
+
+    def training_timeline(self) -> Timeline | None:
+        """Return what happened in the last training step, whatever has been evaluated since; None before the first."""
+        return None if self._last_training is None else self._last_training()
 
     @property
     def moment(self) -> int | None:
@@ -223,6 +228,8 @@ class Conductor:
         peaks = {ledger.tier: (ledger.chunk_peak_nbytes, dict(ledger.role_peak)) for ledger in self._ledgers}
         caps = {ledger.tier: ledger.limit_nbytes for ledger in self._ledgers}
         self._last = lambda: journal.timeline(trace, peaks, caps)
+        if self._mode is Mode.TRAIN:
+            self._last_training = self._last
 
     def _between_laps(self, kind: Kind, chunk: Chunk, reader: object) -> None:
         """A second optimizer's updates belong to the lap that is over; a read outside of it only has to be safe."""
@@ -233,8 +240,10 @@ class Conductor:
 
     def _record(self, mode: Mode) -> None:
         self._serve_on_demand()
-        self._watch = self._make_watch()
-        self._recorder = Recorder(mode, take_peaks=self._watch.take_peaks)
+        watch = self._watch = self._make_watch()
+        self._recorder = Recorder(
+            mode, take_peaks=watch.take_peaks, sampling_interval_s=lambda: watch.sampling_interval_s
+        )
         self._journal = self._recorder.journal
         self._executor.on_event = self._recorder.event
         self._executor.store.on_copy = self._journal.served

@@ -99,9 +99,9 @@ class Course:
         if self.plan is None:
             try:
                 self.plan = self._make_plan(self.trace)
-            except CapacityError:
-                raise
             except PlanError as error:
+                if isinstance(error, CapacityError) and not error.on_host:
+                    raise
                 warnings.warn(f"no plan is followed, every access is served on demand: {error}", stacklevel=2)
                 self._is_hopeless = True
                 return None

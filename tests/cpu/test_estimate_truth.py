@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections import Counter
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.plan.simulate import simulate
 from chunkmem.trace.model import Trace
 from chunkmem.tracing.probe import LiveStorageProbe
-from chunkmem.types import Role, Tier
+from chunkmem.types import Tier
 from tests.helpers.training import VARIANTS, WIDTH, Chunked, Trainer, Variant, capped, footprint
 from tests.helpers.zoo import ZOO, ZooModel
 
@@ -68,7 +68,9 @@ def recorded(case: ZooModel, variant: Variant) -> tuple[Trace, dict[str, int], i
             del loss
         peak = probe.take_peak_nbytes()
         trainer.optimizer.step()
-        roles = {role: now for role, (now, _) in manager.memory().device.by_role.items()}
+        roles = Counter[str]()
+        for chunk in manager._store.chunks.values():
+            roles[chunk.id.role.value] += chunk.nbytes if chunk.replicas else 0
         trainer.evaluate()  # which ends the record
         trace = manager.trace
     assert trace is not None
@@ -85,6 +87,35 @@ def test_the_moments_are_those_of_the_step(case: ZooModel, variant: Variant) -> 
 
 
 @pytest.mark.parametrize(("case", "variant"), CASES)
+def test_bytes_by_role(case: ZooModel, variant: Variant) -> None:
+    _, roles, _ = recorded(case, variant)
+    predicted = {role.value: nbytes for role, nbytes in estimated(case, variant).role_nbytes.items()}
+    assert {role: roles[role] for role in predicted} == predicted
+
+
+@pytest.mark.parametrize(("case", "variant"), CASES)
+def test_a_plan_of_the_estimate_is_followed_and_peaks_as_predicted(case: ZooModel, variant: Variant) -> None:
+    sizes = footprint(case, variant)
+    cap = max(sizes.required_nbytes, sizes.param_nbytes // 2)
+    with chunkmem.ChunkManager(capped(case, cap)) as manager:
+        trainer = Trainer(case, variant, Chunked(manager))
+        manager.trace = estimated(case, variant).trace  # nothing is recorded: the first step has a plan already
+        trainer.step()
+        trainer.step()  # the first one has no optimizer states yet
+        plan, happened = manager.plan, manager.timeline()
+    assert plan is not None
+    assert happened is not None
+    assert happened.departures == 0
+    assert happened.peak_nbytes[Tier.DEVICE] == simulate(plan, estimated(case, variant).trace).peak_nbytes[Tier.DEVICE]
+
+
+@pytest.mark.parametrize(("case", "variant"), CASES)
 def test_activations(case: ZooModel, variant: Variant) -> None:
     _, _, peak = recorded(case, variant)
     assert estimated(case, variant).activation_nbytes == pytest.approx(peak, rel=0.03)
+
+
+def test_what_depends_on_values_is_named() -> None:
+    moe = next(case for case in ZOO if case.name == "moe")
+    with pytest.raises(TraceError, match=r"(?s)blocks\.0.* forward: operator aten\..* needs values, which an estimate"):
+        rehearse(as_model(moe, ONE_BATCH[0]), Setting(chunk_numel=moe.chunk_numel))

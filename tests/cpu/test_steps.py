@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 import chunkmem
 from chunkmem.plan.machine import Machine
-from chunkmem.trace.model import Kind, Mode
+from chunkmem.plan.timeline import Timeline
+from chunkmem.trace.model import Kind, Mode, Trace
 from tests.helpers.audit import assert_as_predicted, audit
 
 WIDTH, NUM_BLOCKS = 32, 6
@@ -121,6 +123,42 @@ def test_the_first_step_is_recorded_and_the_second_follows() -> None:
         for _ in range(3):
             training.step()
             assert_as_predicted(manager)
+
+
+@pytest.mark.parametrize("num_chunks", [3, 5, 8])
+def test_clipping_follows_the_plan(num_chunks: float) -> None:
+    """A gradient may be on both tiers when it is scaled: both stay what the plan takes them for."""
+    with manager_with(num_chunks, gradient_clipping=0.01) as manager:
+        training = Training(manager)
+        training.step()
+        for _ in range(4):
+            training.step()
+            assert_as_predicted(manager)
+
+
+def test_gradients_set_to_zero_follow_the_plan_too() -> None:
+    with manager_with(3) as manager:
+        training = Training(manager)
+        for _ in range(4):
+            training.model(training.batch()).square().mean().backward()
+            training.optimizer.zero_grad(set_to_none=False)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        assert_as_predicted(manager)
+
+
+def test_what_is_recorded_after_an_evaluation_is_the_training(tmp_path: Path) -> None:
+    with manager_with(4) as manager:
+        training = Training(manager)
+        training.step()
+        training.step()
+        happened = manager.timeline()
+        training.evaluate()
+        manager.record(tmp_path)
+    written = Timeline.load(tmp_path / "timeline.json")
+    assert happened is not None
+    assert written.moved_nbytes == happened.moved_nbytes
+    assert len(written.device_nbytes) == len(Trace.load(tmp_path / "trace.json").moments)
 
 
 def test_evaluations_have_a_plan_of_their_own() -> None:
