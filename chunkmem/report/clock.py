@@ -1,0 +1,59 @@
+"""When each moment of a step begins, and which part of the step it belongs to."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from chunkmem.plan.model import Lane
+from chunkmem.plan.timeline import Timeline
+from chunkmem.trace.model import Kind, Moment, Trace
+
+FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
+
+
+def moment_starts_s(timeline: Timeline, num_moments: int) -> list[float]:
+    """Return when each moment begins, and at the end when the last one is over; never decreasing.
+
+    A moment that took no time, or never came, begins where the one before it ends.
+    """
+    begins: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    # The host that makes updates may run ahead of COMPUTE, so COMPUTE says when a moment begins, if it says anything.
+    for lane in (Lane.COMPUTE, Lane.HOST_UPDATE):
+        spans = [span for span in timeline.spans if span.lane is lane and span.moment not in begins]
+        for span in spans:
+            begins[span.moment] = min(span.start_s, begins.get(span.moment, span.start_s))
+            ends[span.moment] = max(span.end_s, ends.get(span.moment, span.end_s))
+    starts_s = []
+    now_s = over_s = 0.0
+    for moment in range(num_moments):
+        now_s = max(now_s, begins.get(moment, over_s))
+        over_s = max(over_s, ends.get(moment, over_s))
+        starts_s.append(now_s)
+    return [*starts_s, max(now_s, over_s, timeline.step_s)]
+
+
+def phases(trace: Trace) -> list[tuple[str, int, int]]:
+    """Return (name, first moment, one past the last) of the parts of a step.
+
+    Micro-batches make forward and backward alternate; a recomputation belongs to the backward that needs it.
+    """
+    names: list[str] = []
+    for moment in trace.moments:
+        names.append(_phase(moment) or (names[-1] if names else FORWARD))
+    found, start = [], 0
+    for name, run in groupby(names):
+        stop = start + len(list(run))
+        found.append((name, start, stop))
+        start = stop
+    return found
+
+
+def _phase(moment: Moment) -> str:
+    """Return the phase that a moment shows it is in; empty if it shows nothing, as most releases do not."""
+    if moment.kind in (Kind.UPDATE, Kind.CONSUME):
+        return STEP
+    words = moment.label.split()
+    if moment.kind in (Kind.CREATE, Kind.WRITE) or "backward" in words or "recomputation" in words:
+        return BACKWARD
+    return FORWARD if "forward" in words else ""

@@ -1,0 +1,51 @@
+"""Files that are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+from chunkmem.errors import PlanError
+
+
+def make_directory(path: Path) -> None:
+    """Make sure that results can be written to a directory; it and its parents are made if they are missing.
+
+    Raises:
+        PlanError: it cannot be made, cannot be written to, or is something else.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise PlanError(f"{path} is not a directory, so nothing can be written into it; name another one") from None
+    except OSError as error:
+        raise PlanError(f"{path} cannot be made: {error.strerror}; name another directory") from None
+    if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise PlanError(f"{path} cannot be written to; name another directory with --out")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, which is replaced as a whole or, after an error, as it was.
+
+    Raises:
+        PlanError: it cannot be written.
+    """
+    target = Path(os.path.realpath(path))  # A symbolic link stays one.
+    partial = target.with_name(f".chunkmem-{secrets.token_hex(8)}.part")
+    try:
+        # Renaming over a device file or a directory would destroy it, or fail late.
+        if target.exists() and not target.is_file():
+            raise OSError(0, "it is not a regular file")
+        with partial.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except OSError as error:
+        raise PlanError(f"{path} cannot be written: {error.strerror}; name another directory with --out") from None
+    finally:
+        # Only after an error is it still there.
+        with contextlib.suppress(OSError):
+            partial.unlink()

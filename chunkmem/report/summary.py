@@ -1,0 +1,90 @@
+"""The figures of a run: as JSON-serialisable data, from which the tables are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from chunkmem.plan.model import Lane
+from chunkmem.plan.timeline import Timeline, differences
+from chunkmem.report.run import Run
+from chunkmem.trace.model import Moment
+from chunkmem.types import Role, Tier
+
+LINKS = (Lane.H2D, Lane.D2H)
+
+
+def summarize(run: Run) -> dict[str, Any]:
+    """Return everything that is told of a run; bytes and seconds are plain numbers."""
+    return {
+        "run": str(run.path),
+        "mode": run.trace.mode.value,
+        "plan": run.plan.name,
+        "num_moments": len(run.trace.moments),
+        "num_chunks": len(run.trace.chunk_nbytes),
+        "compute_s": run.trace.compute_s,
+        "cap_nbytes": {tier.value: nbytes for tier, nbytes in run.happened.cap_nbytes.items()},
+        "predicted": _figures(run.predicted),
+        "happened": _figures(run.happened),
+        "differences": differences(run.predicted, run.happened),
+        "non_model": _non_model(run),
+    }
+
+
+def _figures(timeline: Timeline) -> dict[str, Any]:
+    links = {*LINKS, *timeline.moved_nbytes}
+    roles: dict[str, dict[str, int]] = {}
+    for tier, role in sorted(timeline.role_peak_nbytes, key=_by_tier_and_role):
+        roles.setdefault(tier.value, {})[role] = timeline.role_peak_nbytes[tier, role]
+    return {
+        "step_s": timeline.step_s,
+        "stall_s": timeline.stall_s,
+        "num_stalls": sum(span.is_stall for span in timeline.spans),
+        "moved_nbytes": {lane.value: timeline.moved_nbytes.get(lane, 0) for lane in sorted(links, key=_by_lane)},
+        "peak_nbytes": {tier.value: nbytes for tier, nbytes in timeline.peak_nbytes.items()},
+        "role_peak_nbytes": roles,
+        "departures": timeline.departures,
+        "prefetched": timeline.prefetched,
+        "fetched": timeline.fetched,
+    }
+
+
+def _by_lane(lane: Lane) -> int:
+    return list(Lane).index(lane)
+
+
+def _by_tier_and_role(key: tuple[Tier, str]) -> tuple[int, int, str]:
+    tier, role = key
+    # "cache" and the like are no chunks' roles, and come last.
+    return list(Tier).index(tier), [*(member.value for member in Role), role].index(role), role
+
+
+def _non_model(run: Run) -> dict[str, Any]:
+    """Return the bytes beside the chunks on DEVICE, by both ways of measuring."""
+    moments = run.trace.moments
+    was_sampled = any(moment.sampled_peak_nbytes for moment in moments)
+    return {
+        "is_charged": run.plan.machine.charges_non_model,
+        "cap_nbytes": run.plan.machine.device_nbytes,
+        "chunk_peak_nbytes": run.happened.peak_nbytes[Tier.DEVICE],
+        "probe": _highest(run, lambda moment: moment.non_model_peak_nbytes),
+        "sampled": _highest(run, lambda moment: moment.sampled_peak_nbytes) if was_sampled else None,
+        "differ_most": _highest(run, _difference_nbytes) if was_sampled else None,
+    }
+
+
+def _difference_nbytes(moment: Moment) -> int:
+    return abs(moment.sampled_peak_nbytes - moment.non_model_peak_nbytes)
+
+
+def _highest(run: Run, nbytes_of: Callable[[Moment], int]) -> Mapping[str, Any]:
+    """Return the moment with the most of some bytes, the first of several."""
+    nbytes, index = max((nbytes_of(moment), -index) for index, moment in enumerate(run.trace.moments))
+    moment = run.trace.moments[-index]
+    return {
+        "nbytes": nbytes,
+        "moment": -index,
+        "label": str(moment),
+        "probe_nbytes": moment.non_model_peak_nbytes,
+        "sampled_nbytes": moment.sampled_peak_nbytes,
+    }

@@ -1,0 +1,79 @@
+"""Lines for people, from what `summarize` returned. Tables are rows; whoever prints them aligns the columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from chunkmem.units import format_nbytes
+
+Row = tuple[str, ...]
+_LINKS = {"h2d": "moved to DEVICE", "d2h": "moved to HOST"}
+
+
+def format_s(seconds: float) -> str:
+    """Return a time for people: ``"3.21 s"``, ``"45.6 ms"``, ``"789 us"``."""
+    if abs(seconds) >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.1f} ms" if abs(seconds) >= 1e-3 or seconds == 0 else f"{1e6 * seconds:.0f} us"
+
+
+def departures(number: int) -> str:
+    """Return how often a step departed from its plan, to begin a sentence with; empty for never."""
+    if not number:
+        return ""
+    return "once" if number == 1 else f"{number} times"
+
+
+def step_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield (what, predicted, happened, cap)."""
+    views = predicted, happened = summary["predicted"], summary["happened"]
+    caps = summary["cap_nbytes"]
+    yield ("step time", *(format_s(view["step_s"]) for view in views), "")
+    yield ("stalls", *(f"{format_s(view['stall_s'])} in {view['num_stalls']}" for view in views), "")
+    for lane in dict.fromkeys([*predicted["moved_nbytes"], *happened["moved_nbytes"]]):
+        moved = (format_nbytes(view["moved_nbytes"].get(lane, 0)) for view in views)
+        yield (_LINKS.get(lane, f"moved on {lane}"), *moved, "")
+    for tier in dict.fromkeys([*predicted["peak_nbytes"], *happened["peak_nbytes"]]):
+        peaks = (format_nbytes(view["peak_nbytes"].get(tier, 0)) for view in views)
+        yield (f"peak on {tier.upper()}", *peaks, format_nbytes(caps[tier]) if tier in caps else "")
+    yield ("copies in time", *(f"{view['prefetched']} of {view['fetched']}" for view in views), "")
+    yield ("departures", *(str(view["departures"]) for view in views), "")
+
+
+def role_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield (tier and role, predicted, happened) for each role's own peak."""
+    views = [summary[name]["role_peak_nbytes"] for name in ("predicted", "happened")]
+    for tier in dict.fromkeys([*views[0], *views[1]]):
+        for role in dict.fromkeys([*views[0].get(tier, {}), *views[1].get(tier, {})]):
+            peaks = [view.get(tier, {}).get(role, 0) for view in views]
+            if any(peaks):
+                yield (f"{tier.upper()} {role}", *map(format_nbytes, peaks))
+
+
+def difference_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what was not as predicted, and why that may be."""
+    yield from summary["differences"] or ["bytes on each link and the peak of each tier are as predicted"]
+    if times := departures(summary["happened"]["departures"]):
+        yield f"{times} the step departed from its plan, and was served on demand until it fitted again"
+
+
+def non_model_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the bytes beside the chunks: activations, gradients under way, temporaries."""
+    found = summary["non_model"]
+    yield f"highest at operator boundaries: {_at(found['probe'])}"
+    if found["sampled"] is None:
+        yield "the sampling thread did not run, or saw nothing (client.mem_tracer.use_async_mem_monitor)"
+    else:
+        yield f"highest by the sampling thread: {_at(found['sampled'])}"
+        most = found["differ_most"]
+        yield (
+            f"they differ most in moment {most['moment']}, {most['label']}: {format_nbytes(most['probe_nbytes'])} at "
+            f"boundaries, {format_nbytes(most['sampled_nbytes'])} sampled"
+        )
+    covers = "covers them, too" if found["is_charged"] else "does not cover them"
+    yield f"the cap of {format_nbytes(found['cap_nbytes'])} on DEVICE {covers}"
+
+
+def _at(peak: Mapping[str, Any]) -> str:
+    return f"{format_nbytes(peak['nbytes'])} in moment {peak['moment']}, {peak['label']}"
