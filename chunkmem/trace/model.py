@@ -75,6 +75,8 @@ class Trace:
     chunk_nbytes: Mapping[ChunkId, int]
     """Every chunk that a moment touches or an update needs."""
     moments: tuple[Moment, ...]
+    sampling_interval_s: float = 0.0
+    """Longest time between two looks of the sampling thread: what lives shorter may be missed; 0: none ran."""
 
     def __post_init__(self) -> None:
         held: set[ChunkId] = set()
@@ -97,6 +99,8 @@ class Trace:
             raise TraceError(f"{min(held, key=str)} is still held at the trace's end")
         if any(nbytes <= 0 for nbytes in self.chunk_nbytes.values()):
             raise TraceError("a chunk of the trace has no bytes")
+        if self.sampling_interval_s < 0:
+            raise TraceError(f"sampling_interval_s is {self.sampling_interval_s}; seconds are 0 or more")
 
     @cached_property
     def compute_s(self) -> float:
@@ -110,7 +114,7 @@ class Trace:
 
     @cached_property
     def digest(self) -> str:
-        """Identity of the sequence of events; durations and peaks do not enter."""
+        """Identity of the sequence of events; durations, peaks and how they were measured do not enter."""
         events = [(m.kind.value, m.chunk.role.value, m.chunk.group) for m in self.moments]
         sizes = sorted((c.role.value, c.group, n) for c, n in self.chunk_nbytes.items())
         text = json.dumps([self.mode.value, self.layout, sizes, events], separators=(",", ":"))
@@ -153,7 +157,7 @@ class Trace:
             for moment in self.moments
         ]
         table = [[chunk.role.value, chunk.group, nbytes] for chunk, nbytes in self.chunk_nbytes.items()]
-        return _FORMAT.document(self.mode.value, self.layout, table, list(labels), moments)
+        return _FORMAT.document(self.mode.value, self.layout, table, list(labels), moments, self.sampling_interval_s)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Trace:
@@ -167,11 +171,17 @@ class Trace:
         chunk = item_of("chunks", list(sizes))
         label = item_of("labels", fields.column("labels", TEXT))
         moments = tuple(Moment(*row) for row in fields.rows("moments", _KIND, chunk, label, SECONDS, COUNT, COUNT))
-        return cls(fields.one("mode", _MODE), fields.one("layout", TEXT), sizes, moments)
+        mode, layout = fields.one("mode", _MODE), fields.one("layout", TEXT)
+        return cls(mode, layout, sizes, moments, fields.one("sampling_interval_s", SECONDS))
 
 
 _FORMAT = Format(
-    name="chunkmem trace", version=1, keys=("mode", "layout", "chunks", "labels", "moments"), error=TraceError
+    name="chunkmem trace",
+    version=1,
+    keys=("mode", "layout", "chunks", "labels", "moments"),
+    error=TraceError,
+    # Came later: traces of before are read as if no thread had run, which says nothing of what it missed.
+    added={"sampling_interval_s": 0.0},
 )
 _MODE = member_of(Mode)
 _ROLE = member_of(Role)

@@ -9,7 +9,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,10 +121,13 @@ class Format:
     keys: tuple[str, ...]
     error: type[ChunkmemError]
     """Raised for everything that is wrong with such a file."""
+    added: Mapping[str, object] = field(default_factory=dict)
+    """Keys that came later than the version, with what they mean where they are missing; always written."""
 
     def document(self, *values: object) -> dict[str, Any]:
-        """Return the whole object, from the values of `keys` in their order."""
-        return {"format": self.name, "version": self.version, **dict(zip(self.keys, values, strict=True))}
+        """Return the whole object, from the values of `keys` and `added` in their order."""
+        keys = (*self.keys, *self.added)
+        return {"format": self.name, "version": self.version, **dict(zip(keys, values, strict=True))}
 
     def fields(self, values: object, *, at: str = "") -> Fields:
         """Return the values of a whole object, which is found at the path `at` in another one.
@@ -142,13 +145,14 @@ class Format:
             found = shown(values["format"])
             raise self.error(f'{at or "this"} has the format {found}, but a "{self.name}" is needed here')
         self._check_version(values["version"], f"{prefix}version")
-        known = ("format", "version", *self.keys)
-        if missing := [key for key in known if key not in values]:
+        needed = ("format", "version", *self.keys)
+        known = (*needed, *self.added)
+        if missing := [key for key in needed if key not in values]:
             raise self.error(f"{prefix}{missing[0]} is missing, which every {self.name} has")
         if unknown := [key for key in values if key not in known]:
             has = f"{at or 'this'} has a key {shown(unknown[0])}"
             raise self.error(f"{has}, which no {self.name} has; allowed: {', '.join(known)}")
-        return Fields(values, prefix, self.error)
+        return Fields({**self.added, **values}, prefix, self.error)
 
     def _check_version(self, version: object, path: str) -> None:
         if isinstance(version, bool) or not isinstance(version, int) or version < 1:

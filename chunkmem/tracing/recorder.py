@@ -14,16 +14,26 @@ from chunkmem.types import ChunkId
 class Recorder:
     """Takes the events of one step, which is served on demand."""
 
-    def __init__(self, mode: Mode, *, take_peaks: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        mode: Mode,
+        *,
+        take_peaks: Callable[[], tuple[int, int]],
+        sampling_interval_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         """Begin a record.
 
         Args:
             mode: of the step.
             take_peaks: returns the highest bytes beside the chunks since the last call; as sampled, too.
+            sampling_interval_s: returns the longest time between two samples so far; asked when the step is over. By
+                default nothing is sampled.
         """
         self.mode = mode
         self.journal = Journal()
         self._take_peaks = take_peaks
+        self._ask_interval_s = sampling_interval_s
+        self._sampling_interval_s = 0.0
         self._events: list[tuple[Kind, ChunkId, str]] = []
         self._peaks: list[tuple[int, int]] = []
 
@@ -37,6 +47,7 @@ class Recorder:
         """The step is over."""
         self.journal.end()
         self._close_moment()
+        self._sampling_interval_s = self._ask_interval_s()
 
     def _close_moment(self) -> None:
         peaks = self._take_peaks()
@@ -65,4 +76,5 @@ class Recorder:
             layout,
             {key: chunks[key].nbytes for key in sorted(wanted, key=lambda key: (key.group, key.role.value))},
             moments,
+            self._sampling_interval_s,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -97,6 +98,14 @@ class SamplingThread:
         self._samples.raise_error()
         return self._samples.take_peak_nbytes()
 
+    @property
+    def longest_interval_s(self) -> float:
+        """Longest time without a sample since the last `start`, in seconds; 0 before there are two samples.
+
+        It is the shortest lifetime that is sure to be seen: whatever was there for as long was there in some sample.
+        """
+        return self._samples.longest_interval_s
+
     def stop(self) -> None:
         """End the thread and wait for it. May be called again."""
         self._end()
@@ -132,6 +141,8 @@ class _Samples:
         self._running = threading.Lock()
         self._running.acquire()
         self._peak_nbytes = 0
+        self._last_began_s: float | None = None
+        self.longest_interval_s = 0.0
         self._error: BaseException | None = None
 
     def is_mine(self) -> bool:
@@ -143,7 +154,7 @@ class _Samples:
         try:
             while not self._running.acquire(timeout=period_s):
                 with self._lock:
-                    self._peak_nbytes = max(self._peak_nbytes, self._read_nbytes())
+                    self._peak_nbytes = max(self._peak_nbytes, self._read())
         except BaseException as error:
             self._error = error
 
@@ -155,9 +166,19 @@ class _Samples:
     def take_peak_nbytes(self) -> int:
         # Reading under the lock: else a sample read before this one could be stored after it, in the next interval.
         with self._lock:
-            now = self._read_nbytes()
+            now = self._read()
             peak, self._peak_nbytes = max(self._peak_nbytes, now), now
         return peak
+
+    def _read(self) -> int:
+        """Take a sample, under the lock."""
+        began_s = time.perf_counter()
+        nbytes = self._read_nbytes()
+        # A sample is of some instant while it is read, so from one to the next it is at most from begin to end.
+        if self._last_began_s is not None:
+            self.longest_interval_s = max(self.longest_interval_s, time.perf_counter() - self._last_began_s)
+        self._last_began_s = began_s
+        return nbytes
 
     def raise_error(self) -> None:
         """Raise what ended the thread, if something did and nobody was told."""

@@ -30,6 +30,8 @@ class Watch:
         self._base_nbytes = 0
         self._sampled_nbytes = 0
         """What the thread had seen last when it was ended."""
+        self._sampling_interval_s = 0.0
+        """The longest interval that it had by then."""
         if sample:
             read_nbytes = reader_for(tiers.compute)
             self._base_nbytes = read_nbytes()
@@ -40,6 +42,11 @@ class Watch:
     def run_operator(self) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None:
         """Calls an operator and counts its memory; None where the allocator counts by itself."""
         return self._probe.run if isinstance(self._probe, LiveStorageProbe) else None
+
+    @property
+    def sampling_interval_s(self) -> float:
+        """Longest time between two looks of the sampling thread, in seconds; 0 if none ran. Stays after `stop`."""
+        return self._sampling_interval_s if self._sampler is None else self._sampler.longest_interval_s
 
     def take_peaks(self) -> tuple[int, int]:
         """Return the highest bytes since the last call: at operator boundaries, and as sampled above the start."""
@@ -53,6 +60,7 @@ class Watch:
         sampler, self._sampler = self._sampler, None
         if sampler is not None:
             self._sampled_nbytes = max(0, sampler.take_peak_nbytes() - self._base_nbytes)
+            self._sampling_interval_s = sampler.longest_interval_s
             sampler.stop()
 
     def stop(self) -> None:

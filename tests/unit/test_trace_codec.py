@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,14 @@ SMALL = Trace(
         Moment(Kind.UPDATE, PARAM, "update 0", 2.5),
         Moment(Kind.CONSUME, GRAD),
     ),
+    sampling_interval_s=0.002,
 )
 
 SMALL_TEXT = (
     '{"format":"chunkmem trace","version":1,"mode":"train","layout":"5f0c",'
     '"chunks":[["param",0,4096],["grad",0,2048]],"labels":["fc forward","fc backward","update 0",""],'
     '"moments":[["hold",0,0,0.1,300,280],["create",1,1,1e-07,500,0],["release",0,0,0.0,0,0],["update",0,2,2.5,0,0],'
-    '["consume",1,3,0.0,0,0]]}'
+    '["consume",1,3,0.0,0,0]],"sampling_interval_s":0.002}'
 )
 
 
@@ -66,7 +68,7 @@ def traces(draw: st.DrawFn) -> Trace:
         chosen.append((kind, chunk))
     chosen += [(Kind.RELEASE, chunk) for chunk in sorted(held, key=str)]
     moments = tuple(Moment(*event, *draw(st.tuples(st.text(), seconds, nbytes, nbytes))) for event in chosen)
-    return Trace(draw(st.sampled_from(Mode)), draw(st.text()), sizes, moments)
+    return Trace(draw(st.sampled_from(Mode)), draw(st.text()), sizes, moments, draw(seconds))
 
 
 def long_trace(num_moments: int) -> Trace:
@@ -116,6 +118,15 @@ def test_every_trace_survives(trace: Trace) -> None:
     assert list(read.chunk_nbytes) == list(trace.chunk_nbytes)
     assert read.digest == trace.digest
     assert all(type(moment.duration_s) is float for moment in read.moments)
+
+
+def test_a_trace_of_before_the_sampling_interval_was_kept() -> None:
+    values = trace_to_dict(SMALL)
+    del values["sampling_interval_s"]
+    read = trace_from_dict(values)
+    assert read == replace(SMALL, sampling_interval_s=0.0)
+    assert read.digest == SMALL.digest, "plans made from it still fit"
+    assert "sampling_interval_s" not in values, "what is given is only read"
 
 
 def test_an_editor_may_add_a_byte_order_mark_and_spaces(tmp_path: Path) -> None:
@@ -373,7 +384,17 @@ def test_a_message_is_one_line_whatever_is_in_labels_and_paths(tmp_path: Path) -
             ("lanes",),
             [],
             "this has a key 'lanes', which no chunkmem trace has; allowed: format, version, mode, layout, chunks, "
-            "labels, moments",
+            "labels, moments, sampling_interval_s",
+        ),
+        (
+            ("sampling_interval_s",),
+            -0.001,
+            "sampling_interval_s is -0.001, but must be a finite number of seconds, 0 or more",
+        ),
+        (
+            ("sampling_interval_s",),
+            None,
+            "sampling_interval_s is None, but must be a finite number of seconds, 0 or more",
         ),
     ],
 )
@@ -381,11 +402,16 @@ def test_values_that_no_trace_has(path: tuple[Any, ...], value: object, says: st
     assert raised_by(lambda: trace_from_dict(changed(path, value))) == says
 
 
-@pytest.mark.parametrize("key", sorted(trace_to_dict(SMALL)))
-def test_every_key_is_needed(key: str) -> None:
+@pytest.mark.parametrize("key", sorted({*trace_to_dict(SMALL)} - {"sampling_interval_s"}))
+def test_every_key_of_the_first_day_is_needed(key: str) -> None:
     values = trace_to_dict(SMALL)
     del values[key]
     assert raised_by(lambda: trace_from_dict(values)) == f"{key} is missing, which every chunkmem trace has"
+
+
+def test_a_negative_interval() -> None:
+    says = "sampling_interval_s is -1; seconds are 0 or more"
+    assert raised_by(lambda: replace(SMALL, sampling_interval_s=-1)) == says
 
 
 def test_chunks_of_two_roles_held_to_the_end() -> None:
