@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import random
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,9 +20,8 @@ if not __package__:  # Run as a file: find the other modules where `python -m` f
 
 from benchmarks.hiding.table import tables
 from benchmarks.hiding.variants import FULL, NO_OFFLOAD, QUICK, VARIANTS, Step, Summary, Variant, link_for, serve
-from benchmarks.overhead.run import BenchmarkError, surroundings
-from benchmarks.overhead.table import write_readme
 from benchmarks.overhead.variants import Failure, Shape, num_params
+from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
 
 HERE = Path(__file__).parent
 NUM_WARMUP_STEPS = 5
@@ -150,14 +147,9 @@ def parse_arguments() -> argparse.Namespace:
     names = [variant.name for variant in VARIANTS if variant is not NO_OFFLOAD]
     parser.add_argument("--variants", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="a small model: tries the harness, measures nothing")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="write every step and the surroundings here")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="measure nothing, show an earlier --out")
-    parser.add_argument("--readme", action="store_true", help="put the tables into the README beside this script")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if arguments.rounds < 1 or arguments.steps_per_turn < 1 or not arguments.load > 0:
         parser.error("--rounds and --steps-per-turn must be at least 1, --load above 0")
-    if arguments.out and not arguments.out.parent.is_dir():
-        parser.error(f"--out: there is no folder {arguments.out.parent}")
     return arguments
 
 
@@ -167,7 +159,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     variants = [variant for variant in VARIANTS if variant is NO_OFFLOAD or variant.name in arguments.variants]
     link_Bps = find_link(shape, arguments.load)
     return {
-        "command": shlex.join(["python", "-m", "benchmarks.hiding.run", *sys.argv[1:]]),
+        "command": command("hiding"),
         **surroundings(),
         "shape": {**asdict(shape), "num_params": num_params(shape)},
         "num_warmup_steps": NUM_WARMUP_STEPS,
@@ -179,18 +171,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Run, save and show; return the exit status."""
-    arguments = parse_arguments()
-    try:
-        results = json.loads(arguments.show.read_text()) if arguments.show else run(arguments)
-    except (BenchmarkError, OSError, json.JSONDecodeError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(tables(results))
-    if arguments.readme:
-        write_readme(HERE / "README.md", tables(results))
-    return 0
+    return carry_out(parse_arguments(), run, tables, readme=HERE / "README.md")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 import chunkmem
-from benchmarks.overhead.run import BenchmarkError, surroundings
+from benchmarks.program import BenchmarkError, surroundings
 from chunkmem.layout.pack import search_slab_nbytes
 from chunkmem.layout.spec import TensorSpec
 from chunkmem.trace.model import Trace

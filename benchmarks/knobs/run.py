@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,9 +16,7 @@ if not __package__:  # Run as a file: find the other modules where `python -m` f
 from benchmarks.knobs.pictures import MIB, Row, by_cap, draw_all
 from benchmarks.knobs.record import BASE_NUMEL, NUM_SEQUENCES, NUM_TOKENS, auto_numel, load_all, record_all
 from benchmarks.knobs.sweeps import setting_of, turn_all
-from benchmarks.overhead.run import BenchmarkError
-from benchmarks.overhead.table import write_readme
-from chunkmem.errors import ChunkmemError
+from benchmarks.program import carry_out, command, parse
 
 HERE = Path(__file__).parent
 IMAGES = HERE.parents[1] / "docs" / "images"
@@ -35,7 +31,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     base = setting_of(traces, BASE_NUMEL, numel=numel)
     turns = turn_all(traces, numel=numel, auto_numel=auto_numel)
     return {
-        "command": shlex.join(["python", "-m", "benchmarks.knobs.run", *sys.argv[1:]]),
+        "command": command("knobs"),
         "recorded": recorded,
         "compute_s": base.compute_s,
         "activations_nbytes": base.peak_nbytes,
@@ -102,34 +98,23 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Simulated step, traffic and peak over the knobs of planning.")
     parser.add_argument("--record", action="store_true", help="record the traces anew instead of using those kept here")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="write every row and the surroundings here")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="plan nothing, show an earlier --out")
-    parser.add_argument("--readme", action="store_true", help="put the table into the README beside this script")
     parser.add_argument("--pictures", type=Path, nargs="?", const=IMAGES, metavar="FOLDER",
                         help="draw the pictures (default: into docs/images)")  # fmt: skip
-    arguments = parser.parse_args()
-    for option, folder in (("--out", arguments.out and arguments.out.parent), ("--pictures", arguments.pictures)):
-        if folder is not None and not folder.is_dir():
-            parser.error(f"{option}: there is no folder {folder}")
+    arguments = parse(parser)
+    if arguments.pictures is not None and not arguments.pictures.is_dir():
+        parser.error(f"--pictures: there is no folder {arguments.pictures}")
     return arguments
 
 
 def main() -> int:
     """Run, save, show and draw; return the exit status."""
     arguments = parse_arguments()
-    try:
-        results = json.loads(arguments.show.read_text()) if arguments.show else run(arguments)
-    except (BenchmarkError, ChunkmemError, OSError, json.JSONDecodeError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(tables(results))
-    if arguments.readme:
-        write_readme(HERE / "README.md", tables(results))
-    if arguments.pictures:
-        draw_all(results, arguments.pictures)
-    return 0
+
+    def draw(results: dict[str, Any]) -> None:
+        if arguments.pictures:
+            draw_all(results, arguments.pictures)
+
+    return carry_out(arguments, run, tables, readme=HERE / "README.md", then=draw)
 
 
 if __name__ == "__main__":

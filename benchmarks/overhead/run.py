@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import platform
 import random
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,23 +13,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
-import torch
 from tqdm import tqdm
 
 if not __package__:  # Run as a file: find the other modules where `python -m` finds them.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.overhead.table import table, write_readme
+from benchmarks.overhead.table import table
 from benchmarks.overhead.variants import FULL, QUICK, VARIANTS, Account, Failure, Shape, Variant, num_params, serve
+from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
 
 HERE = Path(__file__).parent
 NUM_WARMUP_STEPS = 3
 PLAIN = VARIANTS[0]
-
-
-class BenchmarkError(Exception):
-    """A variant failed or computed something else than plain PyTorch, so its time means nothing."""
 
 
 class Worker:
@@ -151,33 +143,6 @@ def bytes_used(first: Account, last: Account, *, num_steps: int) -> dict[str, fl
     }
 
 
-def surroundings() -> dict[str, Any]:
-    """Return the machine, the versions and the settings that step times depend on."""
-    prefixes = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
-    return {
-        "hardware": {
-            "cpu": cpu_name(),
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "num_cpus": os.cpu_count(),
-            "memory_nbytes": psutil.virtual_memory().total,
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "os": " ".join((platform.system(), *platform.libc_ver())),
-        },
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)},
-    }
-
-
-def cpu_name() -> str:
-    """Return the processor's model where the system tells it, else its architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Step time of chunkmem against plain PyTorch and FSDP2, on CPU.")
@@ -186,14 +151,9 @@ def parse_arguments() -> argparse.Namespace:
     names = [variant.name for variant in VARIANTS if variant is not PLAIN]
     parser.add_argument("--variants", nargs="+", choices=names, default=names, metavar="NAME", help="beside plain")
     parser.add_argument("--quick", action="store_true", help="a small model: tries the harness, measures nothing")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="write every step time and the surroundings here")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="measure nothing, show an earlier --out")
-    parser.add_argument("--readme", action="store_true", help="put the table into the README beside this script")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if arguments.rounds < 1 or arguments.steps_per_round < 2:
         parser.error("--rounds must be at least 1 and --steps-per-round at least 2")
-    if arguments.out and not arguments.out.parent.is_dir():
-        parser.error(f"--out: there is no folder {arguments.out.parent}")
     return arguments
 
 
@@ -202,7 +162,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     shape = QUICK if arguments.quick else FULL
     variants = [variant for variant in VARIANTS if variant is PLAIN or variant.name in arguments.variants]
     return {
-        "command": shlex.join(["python", "-m", "benchmarks.overhead.run", *sys.argv[1:]]),
+        "command": command("overhead"),
         **surroundings(),
         "shape": {**asdict(shape), "num_params": num_params(shape)},
         "num_warmup_steps": NUM_WARMUP_STEPS,
@@ -212,18 +172,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Run, save and show; return the exit status."""
-    arguments = parse_arguments()
-    try:
-        results = json.loads(arguments.show.read_text()) if arguments.show else run(arguments)
-    except (BenchmarkError, OSError, json.JSONDecodeError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
-    if arguments.readme:
-        write_readme(HERE / "README.md", table(results))
-    return 0
+    return carry_out(parse_arguments(), run, table, readme=HERE / "README.md")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from benchmarks.stats import median_interval, paired_ratios
 
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 HEADER = (
     "variant",
     "step, median s",
@@ -31,13 +29,6 @@ def table(results: Mapping[str, Any]) -> str:
     for row in rows.values():
         lines.append("| " + " | ".join([row["title"], *_times(row, plain_s), *_bytes(row)]) + " |")
     return "\n".join([*_surroundings(results), "", *lines, "", _spread(rows["plain"]["step_s"])])
-
-
-def write_readme(path: Path, text: str) -> None:
-    """Replace what stands between the table's two marks in the file at `path`."""
-    before, rest = path.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
 def _times(row: Mapping[str, Any], plain_s: list[float]) -> list[str]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -21,9 +19,8 @@ from tqdm import tqdm
 if not __package__:  # Run as a file: find the other modules where `python -m` finds them.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.overhead.run import surroundings
-from benchmarks.overhead.table import write_readme
 from benchmarks.planning.overhead import measure as measure_overhead
+from benchmarks.program import carry_out, command, parse, surroundings
 from benchmarks.stats import median_interval
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.planner import make_plan
@@ -144,14 +141,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="plans of each case (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="steps followed (default: %(default)s)")
     parser.add_argument("--max-moments", type=int, default=SIZES[-1], help="leave out longer traces")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="write every time and the surroundings here")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="measure nothing, show an earlier --out")
-    parser.add_argument("--readme", action="store_true", help="put the tables into the README beside this script")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if arguments.repeats < 1 or arguments.steps < 2:
         parser.error("--repeats must be at least 1 and --steps at least 2")
-    if arguments.out and not arguments.out.parent.is_dir():
-        parser.error(f"--out: there is no folder {arguments.out.parent}")
     return arguments
 
 
@@ -164,7 +156,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     overhead = measure_overhead(arguments.steps)
     rows = [measure(case, arguments.repeats) for case in tqdm([*series, *others], unit="case", disable=None)]
     return {
-        "command": shlex.join(["python", "-m", "benchmarks.planning.run", *sys.argv[1:]]),
+        "command": command("planning"),
         **surroundings(),
         "load_average_1min": [before, os.getloadavg()[0]],
         "series": rows[: len(series)],
@@ -175,18 +167,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Run, save and show; return the exit status."""
-    arguments = parse_arguments()
-    try:
-        results = json.loads(arguments.show.read_text()) if arguments.show else run(arguments)
-    except (OSError, json.JSONDecodeError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(tables(results))
-    if arguments.readme:
-        write_readme(HERE / "README.md", tables(results))
-    return 0
+    return carry_out(parse_arguments(), run, tables, readme=HERE / "README.md")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,8 +17,7 @@ if not __package__:  # Run as a file: find the other modules where `python -m` f
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import chunkmem
-from benchmarks.overhead.run import BenchmarkError, surroundings
-from benchmarks.overhead.table import write_readme
+from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
 from benchmarks.sampling.operators import KINDS, Caller, Operator
 from chunkmem.trace.model import Kind, Trace
 
@@ -150,14 +147,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Share of a temporary within an operator that each probe sees.")
     parser.add_argument("--repeats", type=int, default=20, help="steps of each row (default: %(default)s)")
     parser.add_argument("--lives", type=int, nargs="+", default=LIVES_MS, metavar="MS", help="lifetimes to try")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="write every repeat and the surroundings here")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="measure nothing, show an earlier --out")
-    parser.add_argument("--readme", action="store_true", help="put the table into the README beside this script")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if arguments.repeats < 1 or min(arguments.lives) < 1:
         parser.error("--repeats and --lives must be at least 1")
-    if arguments.out and not arguments.out.parent.is_dir():
-        parser.error(f"--out: there is no folder {arguments.out.parent}")
     return arguments
 
 
@@ -166,7 +158,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     before = os.getloadavg()[0]
     rows = measure(arguments.lives, arguments.repeats)
     return {
-        "command": shlex.join(["python", "-m", "benchmarks.sampling.run", *sys.argv[1:]]),
+        "command": command("sampling"),
         **surroundings(),
         "threads": torch.get_num_threads(),
         "load_average_1min": [before, os.getloadavg()[0]],
@@ -177,18 +169,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Run, save and show; return the exit status."""
-    arguments = parse_arguments()
-    try:
-        results = json.loads(arguments.show.read_text()) if arguments.show else run(arguments)
-    except (BenchmarkError, OSError, json.JSONDecodeError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
-    if arguments.readme:
-        write_readme(HERE / "README.md", table(results))
-    return 0
+    return carry_out(parse_arguments(), run, table, readme=HERE / "README.md")
 
 
 if __name__ == "__main__":

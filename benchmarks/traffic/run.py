@@ -6,8 +6,6 @@ Needs scipy (the `test` extra). What is moved is arithmetic; only which plan is 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +20,7 @@ if not __package__:  # Run as a file: find the other modules where `python -m` f
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import chunkmem
-from benchmarks.overhead.run import surroundings
+from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
 from benchmarks.traffic.bound import traffic_bound
 from benchmarks.traffic.gaps import device_budgets
 from benchmarks.traffic.policies import POLICIES, page
@@ -43,10 +41,6 @@ FASTEST_AIM, LEAST_AIM = 1.05, 1.02
 SLACK = 1e-6
 """What HiGHS may be off by, relatively."""
 HEADER = ("model", "step", "cap", "groups updated on DEVICE", "LP bound, KiB", "certain", "integer optimum")
-
-
-class BenchmarkError(Exception):
-    """Something moved less than the bound, or the integer optimum did: one of the two is wrong."""
 
 
 def record(case: ZooModel, variant: Variant) -> tuple[Trace, Machine]:
@@ -199,13 +193,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--integer-s", type=float, default=30.0, metavar="S", help="for each integer optimum (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, metavar="JSON", help="write all bytes and the surroundings here")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="plan nothing, show an earlier --out")
-    arguments = parser.parse_args()
+    arguments = parse(parser, has_table=False)
     if arguments.integer_s <= 0:
         parser.error("--integer-s must be above 0")
-    if arguments.out and not arguments.out.parent.is_dir():
-        parser.error(f"--out: there is no folder {arguments.out.parent}")
     return arguments
 
 
@@ -220,7 +210,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         bar.set_postfix_str(f"{case.name} {variant.name}")
         rows += measure(case, variant, integer_within_s=arguments.integer_s)
     return {
-        "command": shlex.join(["python", "-m", "benchmarks.traffic.run", *sys.argv[1:]]),
+        "command": command("traffic"),
         **around,
         "rows": rows,
     }
@@ -228,16 +218,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Run, save and show; return the exit status."""
-    arguments = parse_arguments()
-    try:
-        results = json.loads(arguments.show.read_text()) if arguments.show else run(arguments)
-    except (BenchmarkError, OSError, json.JSONDecodeError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
-    return 0
+    return carry_out(parse_arguments(), run, table, readme=Path(__file__).with_name("README.md"))
 
 
 if __name__ == "__main__":

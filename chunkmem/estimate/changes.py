@@ -101,28 +101,33 @@ def _tried(changed: Question, what: str, options: tuple[str, ...], rehearse: Reh
 
 
 def _smaller_batch(question: Question, rehearse: Rehearse, *, and_same: bool = False) -> Iterator[Change]:
-    """Find the largest batch that fits.
+    """Find the largest batch that fits; `and_same` tries the question's own, too."""
+    high = question.batch + 1 if and_same else question.batch
 
-    What a moment needs grows by the same bytes with each sample, so the largest over moments is convex: on a straight
-    line between two batches it is not underestimated.
-    """
-    if question.batch == 1 and not and_same:
-        return
-    one = replace(question, batch=1)
+    def need(batch: int) -> int:
+        asked = replace(question, batch=batch)
+        return device_need(asked, rehearse(asked)).nbytes
+
+    def enough(batch: int) -> bool:
+        asked = replace(question, batch=batch)
+        return fits(asked, rehearse(asked))
+
+    low = 1
     try:
-        of_one = rehearse(one)
-    except LayoutError:
+        if high <= low or not enough(low):
+            return
+    except LayoutError:  # there are no blocks to recompute
         return
-    if not fits(one, of_one):
-        return
-    low, low_needs = 1, device_need(one, of_one).nbytes
-    high = question.batch
-    high_needs = device_need(question, rehearse(question)).nbytes if high > 1 else low_needs
-    share = (question.device_nbytes - low_needs) / max(1, high_needs - low_needs)
-    batch = max(1, min(high if and_same else high - 1, low + int((high - low) * share)))
-    while batch > 1 and not fits(replace(question, batch=batch), rehearse(replace(question, batch=batch))):
-        batch -= 1
-    yield Change("batch", ("--batch", str(batch)), replace(question, batch=batch))
+    # Each sample adds about the same bytes, so a straight line soon finds the place.
+    low_need, high_need = need(low), need(high - 1 if and_same else high)
+    while high - low > 1:
+        share = (question.device_nbytes - low_need) / max(1, high_need - low_need)
+        guess = max(low + 1, min(high - 1, low + int((high - low) * share)))
+        if enough(guess):
+            low, low_need = guess, need(guess)
+        else:
+            high, high_need = guess, need(guess)
+    yield Change("batch", ("--batch", str(low)), replace(question, batch=low))
 
 
 def _more_ranks(question: Question, rehearsal: Rehearsal) -> Iterator[Change]:

@@ -55,7 +55,7 @@ def _read(path: Path, transformers: Any) -> tuple[Any, Any]:
     names = values.get("architectures") or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
-        kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
+        kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
         raise ConfigError(
             f"{path}: transformers {transformers.__version__} has no language model for {model_type!r}; write a "

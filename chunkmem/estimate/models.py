@@ -97,8 +97,10 @@ def _function(text: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"MODEL {text!r} cannot be loaded: {error}; allowed: {KINDS}") from None
+    except Exception as error:  # the user's module may raise anything
+        raise ConfigError(
+            f"MODEL {text!r} cannot be loaded: {type(error).__name__}: {error}; allowed: {KINDS}"
+        ) from error
     finally:
         if added:
             sys.path.remove(here)

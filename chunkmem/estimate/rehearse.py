@@ -7,6 +7,7 @@ operators take the time that a clock says. So the moments are those that `manage
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkmem.errors import LayoutError, TraceError
+from chunkmem.errors import ChunkmemError, LayoutError, TraceError
 from chunkmem.estimate.clock import OperatorClock
 from chunkmem.estimate.model import Model, checkpointed, in_precision
 from chunkmem.estimate.weightless import ParameterHome, WeightlessStore
@@ -104,27 +105,27 @@ def rehearse(model: Model, setting: Setting) -> Rehearsal:
 
     Raises:
         LayoutError: the model has no parameters, or none that can be packed.
-        TraceError: the step needs values, which fake tensors do not have; names the module and the operator.
+        TraceError: the step needs values, which fake tensors do not have; names the module and the operator. Or the
+            model's own code raised something.
     """
     clock = OperatorClock(flop_per_s=setting.flop_per_s, memory_Bps=setting.memory_Bps)
     fake = FakeTensorMode()
-    with fake:
-        module = model.build()
-        module.train()
-        if setting.dtype is not torch.float32:
-            in_precision(module, setting.dtype)
-        if setting.checkpointing and not checkpointed(module):
-            raise LayoutError(
-                f"{model.name} has no nn.ModuleList or nn.Sequential, whose children could be recomputed; leave out "
-                "checkpointing, or call torch.utils.checkpoint in the model"
-            )
-    stage = _Stage(module, setting, clock)
-    with fake, stage.watching():
-        loss = model.loss(module)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise TraceError(f"the step of {model.name} returned {_shape_of(loss)} instead of a loss of one element")
-        loss.backward()
-        del loss
+    try:
+        with fake:
+            module = _build(model, setting)
+        stage = _Stage(module, setting, clock)
+        with fake, stage.watching():
+            loss = model.loss(module)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                raise TraceError(
+                    f"the step of {model.name} returned {_shape_of(loss)} instead of a loss of one element"
+                )
+            loss.backward()
+            del loss
+    except (ChunkmemError, MemoryError):
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise TraceError(f"{model.name} raised {type(error).__name__}: {error} ({_place_of(error)})") from error
     stage.step()
     return Rehearsal(
         stage.trace(),
@@ -133,6 +134,25 @@ def rehearse(model: Model, setting: Setting) -> Rehearsal:
         flop=clock.flop,
         tokens=model.tokens,
     )
+
+
+def _build(model: Model, setting: Setting) -> nn.Module:
+    module = model.build()
+    module.train()
+    if setting.dtype is not torch.float32:
+        in_precision(module, setting.dtype)
+    if setting.checkpointing and not checkpointed(module):
+        raise LayoutError(
+            f"{model.name} has no nn.ModuleList or nn.Sequential, whose children could be recomputed; leave out "
+            "checkpointing, or call torch.utils.checkpoint in the model"
+        )
+    return module
+
+
+def _place_of(error: Exception) -> str:
+    """Return the file and line where an error was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
 
 
 def _shape_of(value: object) -> str:

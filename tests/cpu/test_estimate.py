@@ -1,0 +1,288 @@
+"""The answers of `chunkmem estimate`."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chunkmem.cli.main import main
+from chunkmem.estimate.changes import smallest_changes
+from chunkmem.estimate.gpt import GPT, SHAPES
+from chunkmem.estimate.hardware import HARDWARE
+from chunkmem.estimate.models import resolve_model
+from chunkmem.estimate.question import Question, device_need, find, fits
+from chunkmem.estimate.ranks import share_of
+from chunkmem.types import Role, Tier
+
+MLP = "tests.helpers.estimated:mlp"
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> Any:
+    """Ask on the command line; return the JSON object."""
+    assert main(["estimate", *words, "--json"]) == status
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+def question(name: str = MLP, **changes: Any) -> Question:
+    start = Question(
+        model=lambda batch: resolve_model(f"tests.helpers.estimated:{name}" if ":" not in name else name, batch=batch),
+        batch=64,
+        hardware=HARDWARE["h100"],
+        device_nbytes=1 << 20,
+        chunk_numel=4160,
+    )
+    return replace(start, **changes)
+
+
+# What is said where it fits.
+
+
+def test_a_model_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    said = asked(capsys, MLP, "--device", "1MiB", "--batch", "16", "--chunk-size", "4160")
+    numel = 6 * (64 * 64 + 64)
+    assert said["fits"] is True
+    assert said["parameters"] == numel
+    assert said["parameter_nbytes"] == 4 * numel
+    assert said["role_nbytes"] == dict.fromkeys(("exp_avg", "exp_avg_sq", "grad", "param"), 4 * numel)
+    # Each block keeps what its Tanh returned, the first also the batch; gradients pass beside them.
+    assert 7 * 16 * 64 * 4 <= said["activation_nbytes"] <= 14 * 16 * 64 * 4
+    assert set(said["activation_nbytes_by_checkpointing"]) == {"true", "false"}
+    assert said["device"]["peak_nbytes"] <= said["device"]["cap_nbytes"] == 1 << 20
+    assert said["floors"]["binding"] in ("compute", "link", "host memory", "network")
+    assert said["step_s"] >= max(said["floors"][key] for key in ("compute_s", "link_s", "host_memory_s", "network_s"))
+
+
+def test_a_step_without_memory_to_spare_takes_longer_than_its_floors() -> None:
+    tight = question()
+    rehearsal = tight.rehearse()
+    tight = replace(tight, device_nbytes=device_need(tight, rehearsal).nbytes)
+    finding = find(tight, rehearsal)
+    assert finding.timeline.step_s >= finding.floors.step_s
+    assert finding.timeline.peak_nbytes[Tier.HOST] > 0
+
+
+@pytest.mark.parametrize("name", ["without_blocks", "positional"])
+def test_functions_may_return_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = asked(capsys, f"tests.helpers.estimated:{name}", "--seq", "4")
+    assert said["parameters"] == 64 * 64
+    assert list(said["activation_nbytes_by_checkpointing"]) == ["false"]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("125m", 0.124), ("1.3b", 1.31), ("7b", 6.65), ("175b", 174.6), ("1t", 1008)]
+)
+def test_presets_have_the_parameters_they_are_named_for(name: str, billions: float) -> None:
+    with torch.device("meta"):
+        model = GPT(SHAPES[name], seq=2048)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_mixed_precision_has_a_master_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    said = asked(capsys, MLP, "--precision", "bf16", "--chunk-size", "8320")
+    numel = 6 * (64 * 64 + 64)
+    by_role = {"param": 2, "grad": 2, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}
+    # Chunks of one block each; their ends are pads.
+    assert {role: nbytes // by_role[role] for role, nbytes in said["role_nbytes"].items()}.keys() == by_role.keys()
+    assert said["parameter_nbytes"] == 2 * numel
+    for role, nbytes in by_role.items():
+        assert said["role_nbytes"][role] * 2 == said["role_nbytes"]["param"] * nbytes
+
+
+def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=320
+    )
+    path = tmp_path / "config.json"
+    path.write_text(config.to_json_string())
+    said = asked(capsys, str(path), "--seq", "32", "--batch", "2")
+    plain = transformers.LlamaForCausalLM(config)
+    assert said["parameters"] == sum(p.numel() for p in plain.parameters())
+    assert said["activation_nbytes_by_checkpointing"]["true"] < said["activation_nbytes_by_checkpointing"]["false"]
+
+
+# What is said where it does not.
+
+
+def test_the_limit_that_binds(capsys: pytest.CaptureFixture[str]) -> None:
+    said = asked(capsys, MLP, "--device", "64KiB", "--batch", "64", status=1)
+    assert said["limit"] == "device"
+    assert said["needed_nbytes"] > said["cap_nbytes"] == 64 << 10
+    said = asked(capsys, MLP, "--device", "150KiB", "--host", "64KiB", "--batch", "4", status=1)
+    assert said["limit"] == "host"
+    assert said["needed_nbytes"] > said["cap_nbytes"] == 64 << 10
+
+
+GRID = [
+    pytest.param(
+        name, share, host_share, batch, checkpointing, id=f"{name}-{share}-{host_share}-{batch}-{checkpointing}"
+    )
+    for name in ("mlp", "without_blocks")
+    for share in (0.35, 0.7, 0.97)
+    for host_share in (None, 0.6)
+    for batch in (1, 64)
+    for checkpointing in ((False, True) if name == "mlp" else (False,))
+]
+
+
+@pytest.mark.parametrize(("name", "share", "host_share", "batch", "checkpointing"), GRID)
+def test_every_change_that_is_named_makes_it_fit(
+    name: str, share: float, host_share: float | None, batch: int, checkpointing: bool
+) -> None:
+    start = question(name, batch=batch, checkpointing=checkpointing)
+    rehearsal = start.rehearse()
+    need = device_need(start, rehearsal).nbytes
+    host = None if host_share is None else int(host_share * sum(rehearsal.trace.chunk_nbytes.values()))
+    start = replace(start, device_nbytes=int(share * need), host_nbytes=host)
+    assert not fits(start, rehearsal)
+    changes = smallest_changes(start, rehearsal, rehearse=Question.rehearse)
+    assert changes
+    for change in changes:
+        assert fits(change.question, change.question.rehearse()), change.what
+        assert change.options, change.what
+
+
+def test_the_caps_that_are_named_are_the_smallest() -> None:
+    start = question(device_nbytes=1 << 16, host_nbytes=1 << 16)
+    rehearsal = start.rehearse()
+    (caps,) = (c for c in smallest_changes(start, rehearsal, rehearse=Question.rehearse) if c.what == "device + host")
+    raised = caps.question
+    assert raised.host_nbytes is not None
+    assert fits(raised, rehearsal)
+    assert not fits(replace(raised, device_nbytes=raised.device_nbytes - 1), rehearsal)
+    assert not fits(replace(raised, host_nbytes=raised.host_nbytes - 1), rehearsal)
+
+
+def test_the_batch_that_is_named_is_the_largest() -> None:
+    start = question(batch=64)
+    need = device_need(start, start.rehearse()).nbytes
+    start = replace(start, device_nbytes=need // 2)
+    (batch,) = (c for c in smallest_changes(start, start.rehearse(), rehearse=Question.rehearse) if c.what == "batch")
+    more = replace(start, batch=batch.question.batch + 1)
+    assert 1 < batch.question.batch < 64
+    assert not fits(more, more.rehearse())
+
+
+def test_the_options_that_are_printed_work(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--device", "96KiB", "--batch", "64", "--chunk-size", "4160"]
+    said = asked(capsys, MLP, *words, status=1)
+    assert {change["what"] for change in said["changes"]} >= {"batch", "device"}
+    for change in said["changes"]:
+        assert asked(capsys, MLP, *words, *change["options"])["fits"] is True
+
+
+# Several ranks.
+
+
+def test_ranks_share_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = asked(capsys, MLP, "--device", "300KiB", "--chunk-size", "4160")
+    shared = asked(capsys, MLP, "--device", "300KiB", "--chunk-size", "4160", "--world", "3")
+    assert shared["role_nbytes"] == alone["role_nbytes"]
+    held = {name: said["device"]["chunk_peak_nbytes"] + said["host"]["peak_nbytes"] for name, said in
+            (("alone", alone), ("shared", shared))}  # fmt: skip
+    assert held["shared"] <= held["alone"] / 2
+    assert shared["floors"]["network_s"] > 0 == alone["floors"]["network_s"]
+
+
+def test_what_is_held_is_whole_on_every_rank() -> None:
+    rehearsal = question().rehearse()
+    trace = share_of(rehearsal.trace, 6, slab_nbytes=rehearsal.layout.slab_nbytes)
+    slab = rehearsal.layout.slab_nbytes
+    assert set(trace.chunk_nbytes.values()) == {-(-slab // 6 // 64) * 64}
+    beside = [
+        after.non_model_peak_nbytes - before.non_model_peak_nbytes
+        for before, after in zip(rehearsal.trace.moments, trace.moments, strict=True)
+    ]
+    # One block's weights, whole, and in backward its gradient beside them; nothing while groups are updated.
+    assert max(beside) == 2 * (slab - max(trace.chunk_nbytes.values()))
+    assert beside[-1] == 0
+    assert {m.chunk.role for m in trace.moments} == {Role.PARAM, Role.GRAD}
+
+
+# Bad input.
+
+WRONG = {
+    "no such preset": (["gpt:8k"], r"MODEL 'gpt:8k' is not a preset; there are gpt:125m"),
+    "no kind of model": (["llama"], r"MODEL 'llama' is not known; allowed: a preset"),
+    "no module": (["nowhere.at.all:f"], r"cannot be loaded: ModuleNotFoundError: No module named"),
+    "no function": (["tests.helpers.estimated:nothing"], r"cannot be loaded: .*nothing"),
+    "not a function": (["tests.helpers.estimated:NOT_A_FUNCTION"], r"is a int, not a function"),
+    "no step": (["tests.helpers.estimated:without_step"], r"returned a Head; return \(model, step\)"),
+    "no loss": (["tests.helpers.estimated:without_loss"], r"a tensor of shape \(1, 64\) instead of a loss"),
+    "the user's own error": (
+        ["tests.helpers.estimated:failing"],
+        r"raised KeyError: 'no such layer' \(.*estimated.py:\d+\)",
+    ),
+    "nothing to train": (["tests.helpers.estimated:empty"], r"no parameters"),
+    "values are needed": (
+        ["tests.helpers.estimated:branching"],
+        r"Branching forward: operator aten\._local_scalar_dense",
+    ),
+    "nothing to recompute": (["tests.helpers.estimated:without_blocks", "--checkpointing"], r"no nn\.ModuleList"),
+    "no file": (["nowhere/config.json"], r"nowhere/config.json cannot be read: No such file"),
+    "a size in words": ([MLP, "--device", "much"], r"--device: 'much' is not a size in bytes"),
+    "no bytes": ([MLP, "--host", "0"], r"--host: nothing works with 0 bytes"),
+    "no speed": ([MLP, "--link", "fast"], r"--link: 'fast' is not a size"),
+}
+REFUSED = {
+    "no model": [],
+    "half a sample": [MLP, "--batch", "0.5"],
+    "no samples": [MLP, "--batch", "0"],
+    "too many ranks": [MLP, "--world", str(2**40)],
+    "unknown hardware": [MLP, "--hardware", "abacus"],
+    "unknown precision": [MLP, "--precision", "int3"],
+    "no arithmetic": [MLP, "--tflops", "nan"],
+    "an option in doubt": [MLP, "--ba"],
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_one_line(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, message = WRONG[case]
+    assert main(["estimate", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("chunkmem: ")
+    assert err.count("\n") == 1
+    assert re.search(message, err), err
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_command_line_is_one_line(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["estimate", *REFUSED[case]])
+    assert left.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("chunkmem estimate: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", 'has no "model_type"'),
+        ('{"model_type": "abacus"}', "abacus"),
+        ('{"model_type": "vit"}', "vit"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert main(["estimate", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
