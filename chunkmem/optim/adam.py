@@ -189,7 +189,7 @@ class Adam(torch.optim.Optimizer):
         return managed.name if (managed := self._manager._lookup(param)) is not None else f"parameter {index}"
 
     def _clip(self, max_norm: float) -> torch.Tensor:
-        pending = {managed.param: managed for managed in self._pending()}
+        pending: dict[torch.Tensor, ManagedParameter] = {managed.param: managed for managed in self._pending()}
         grads: dict[torch.Tensor, torch.Tensor] = {}
         for group in self.param_groups:
             for param in group["params"]:
@@ -203,7 +203,8 @@ class Adam(torch.optim.Optimizer):
             norm = global_norm(grads)
             coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
             for param, grad in grads.items():
-                replicas = self._updater.gradient_replicas(pending[param]) if param in pending else [grad]
+                managed = pending.get(param)
+                replicas = [grad] if managed is None else self._updater.gradient_replicas(managed)
                 for replica in replicas:
                     replica.mul_(coefficient.to(replica.device))
         return norm

@@ -16,6 +16,9 @@ from chunkmem.runtime.performer import Performer
 from chunkmem.trace.model import Mode, Trace
 
 _MAX_FAILED_RECORDS = 3
+_MAX_REFINEMENTS = 3
+_CLOSE = 0.05
+"""Durations this close, as a share of the step, do not ask for another plan."""
 
 
 class Course:
@@ -47,8 +50,8 @@ class Course:
         self._options = options
         self._perform = perform
         self._bystanders_nbytes = bystanders_nbytes
-        self._is_refined = False
-        """The trace's durations are those of a step that followed a plan."""
+        self._num_refinements = 0
+        """How often the trace got the durations of a step that followed a plan."""
         self._departed = 0
         """Steps in a row that departed from the plan."""
         self._patience = 2
@@ -65,14 +68,15 @@ class Course:
     def adopt(self, trace: Trace, plan: Plan | None = None) -> None:
         """Take a trace, and perhaps a plan, of an earlier run; both have been checked."""
         self.forget()
-        self.trace, self.plan, self._is_refined = trace, plan, True
+        self.trace, self.plan = trace, plan
+        self._num_refinements = _MAX_REFINEMENTS  # what the user gave stays as it is
 
     def forget(self) -> None:
         """Let go of everything."""
         self.stop()
         self.trace = self.plan = self.performer = None
-        self._is_refined = self._is_hopeless = False
-        self._departed = self._failed_records = 0
+        self._is_hopeless = False
+        self._num_refinements = self._departed = self._failed_records = 0
 
     def stop(self) -> None:
         """Follow the plan no further, until the next lap begins."""
@@ -122,7 +126,7 @@ class Course:
                 self._patience = patience
             return
         self._departed = 0
-        if not self._is_refined:
+        if self._num_refinements < _MAX_REFINEMENTS:
             self._refine(performer)
 
     def charge_more(self, nbytes: int) -> None:
@@ -145,16 +149,23 @@ class Course:
         return make_plan(trace, machine, options=self._options)
 
     def _refine(self, performer: Performer) -> None:
-        """Plan again with the times of a step that was neither the first nor watched."""
+        """Plan again with the times of a step that followed a plan, if they are not those the plan was made for.
+
+        The recorded step was watched, and the first ones touch their memory for the first time.
+        """
         assert self.trace is not None
         assert self.plan is not None
         durations = performer.journal.durations()
+        measured_s = sum(durations.values())
+        if self._num_refinements and abs(measured_s - self.trace.compute_s) <= _CLOSE * self.trace.compute_s:
+            self._num_refinements = _MAX_REFINEMENTS
+            return
         moments = tuple(
             replace(moment, duration_s=durations.get(at, moment.duration_s))
             for at, moment in enumerate(self.trace.moments)
         )
         self.trace = replace(self.trace, moments=moments)
-        self._is_refined = True
+        self._num_refinements += 1
         before, self.plan = self.plan, self._make_plan(self.trace)
         if (self.plan.actions, self.plan.start) != (before.actions, before.start):
             self.stop()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from chunkmem.types import Tier
 from tests.helpers.training import VARIANTS, WIDTH, Chunked, Trainer, Variant, capped, footprint
 from tests.helpers.zoo import ZOO, ZooModel
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 ONE_BATCH = tuple(variant for variant in VARIANTS if variant.micro_batches == 1 and not variant.evaluate)
 CASES = [
     pytest.param(case, variant, id=f"{case.name}-{variant.name}")
@@ -119,3 +122,41 @@ def test_what_depends_on_values_is_named() -> None:
     moe = next(case for case in ZOO if case.name == "moe")
     with pytest.raises(TraceError, match=r"(?s)blocks\.0.* forward: operator aten\..* needs values, which an estimate"):
         rehearse(as_model(moe, ONE_BATCH[0]), Setting(chunk_numel=moe.chunk_numel))
+
+
+def test_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model, batch and configuration: the same moments, bytes of activations and chunk peak."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    gpt = importlib.import_module("gpt")
+    config = chunkmem.Config.from_json(EXAMPLES / "chunkmem.json")
+
+    def build() -> nn.Module:
+        model: nn.Module = gpt.GPT(gpt.PRESETS["2m"], 64)
+        return model
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        tokens = torch.zeros(16, 64, dtype=torch.long)
+        value: torch.Tensor = model(tokens, tokens)
+        return value
+
+    cap = sum(p.nbytes for p in build().parameters()) // 3
+    predicted = rehearse(Model("demo", build, loss), Setting(device_nbytes=cap))
+    settings = config.to_dict() | {"memory": {"device": cap, "host": 1 << 30, "disk": None}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(settings)) as manager:
+        with manager.init():
+            model = build()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+        for _ in range(3):
+            manager.backward(loss(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        trace, plan, happened = manager.trace, manager.plan, manager.timeline()
+    assert trace is not None
+    assert plan is not None
+    assert happened is not None
+    assert predicted.trace.digest == trace.digest
+    assert predicted.activation_nbytes == pytest.approx(
+        max(moment.non_model_peak_nbytes for moment in trace.moments), rel=0.03
+    )
+    assert happened.departures == 0
+    assert happened.peak_nbytes[Tier.DEVICE] == simulate(plan, predicted.trace).peak_nbytes[Tier.DEVICE]
