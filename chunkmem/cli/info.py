@@ -1,21 +1,229 @@
-"""`chunkmem info`: what this machine has."""
+"""`chunkmem info`: what this machine has, and what it lacks."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import os
+import platform
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from chunkmem.cli.answer import Answer
-from chunkmem.errors import ConfigError
+from chunkmem.cli.answer import Answer, table
+from chunkmem.units import format_nbytes
+
+if TYPE_CHECKING:
+    from chunkmem.runtime.device import ComputeDevice
 
 NAME = "info"
 SUMMARY = "what this machine has"
-DESCRIPTION = SUMMARY
+DESCRIPTION = """\
+Show the tiers and their capacities, how fast this machine copies and updates, how chunks change their memory, and the
+versions of everything. Speeds are measured once, in some seconds, and kept for later runs. What is missing is said, and
+is no error.
+
+  chunkmem info
+  chunkmem info --json | jq .speeds.h2d_Bps"""
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_PACKAGES = ("torch", "numpy", "ninja", "matplotlib", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declare the arguments: there are none."""
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Answer."""
-    raise ConfigError("not built yet")
+    """Answer what is there."""
+    missing: list[str] = []
+
+    def found(what: str, look: Callable[[], Any]) -> Any:
+        try:
+            return look()
+        except _AbsentError as absent:
+            missing.append(f"{what}: {absent}")
+            return None
+        except Exception as error:  # part of the answer: this command is for machines where something goes wrong
+            missing.append(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}")
+            return None
+
+    data = {
+        "chunkmem": found("chunkmem", _own_version),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": {name: found(name, partial(_version, name)) for name in _PACKAGES},
+        "cores": found("cores", _num_cores),
+        "threads": found("threads", _num_threads),
+        "cuda": found("CUDA of torch", _cuda),
+        "driver": found("NVIDIA driver", _driver),
+        "accelerator": found("accelerator", _accelerator),
+        "ram": found("RAM", _ram),
+        "tiers": found("tiers", _tiers),
+        "storage": found("storage back end", _storage),
+        "speeds": found("speeds", _speeds),
+        "missing": missing,
+    }
+    return Answer(data, _text(data))
+
+
+class _AbsentError(Exception):
+    """Something is not there, and nothing is wrong."""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise _AbsentError("not installed") from None
+
+
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("chunkmem")
+    except importlib.metadata.PackageNotFoundError:
+        raise _AbsentError(f"not installed, but run from {Path(__file__).parents[2]}") from None
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _num_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _cuda() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        raise _AbsentError(f"torch {torch.__version__} is built without it")
+    return str(torch.version.cuda)
+
+
+def _driver() -> str:
+    try:
+        return _DRIVER.read_text(errors="replace").splitlines()[0].partition("version:")[2].strip()
+    except (OSError, IndexError):
+        raise _AbsentError("none is loaded") from None
+
+
+def _compute() -> ComputeDevice:
+    from chunkmem.runtime.device import ComputeDevice
+
+    return ComputeDevice.default()
+
+
+def _accelerator() -> dict[str, Any]:
+    compute = _compute()
+    if not compute.is_accelerator:
+        raise _AbsentError("torch sees none; DEVICE is a part of RAM")
+    return {"name": compute.name(), "nbytes": compute.capacity_nbytes()}
+
+
+def _ram() -> dict[str, int]:
+    import psutil
+
+    from chunkmem.runtime.device import ram_nbytes
+
+    return {"nbytes": ram_nbytes(), "machine_nbytes": int(psutil.virtual_memory().total)}
+
+
+def _tiers() -> dict[str, Any]:
+    from chunkmem.config import Config
+    from chunkmem.runtime.tiers import tier_caps
+
+    caps = tier_caps(Config(), _compute())
+    return {"device_nbytes": caps.device_nbytes, "host_nbytes": caps.host_nbytes, "shared": caps.shared}
+
+
+def _storage() -> dict[str, Any]:
+    from chunkmem.runtime.storage import default_backend
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backend = default_backend()
+    return {
+        "name": backend.name,
+        "moves_contents": backend.moves_contents,
+        "warnings": [" ".join(str(warning.message).split()) for warning in caught],
+    }
+
+
+def _speeds() -> dict[str, float | None]:
+    from chunkmem.config import Config
+    from chunkmem.runtime.measure import cached_machine
+    from chunkmem.runtime.tiers import tier_caps
+
+    compute = _compute()
+    machine = cached_machine(compute, tier_caps(Config(), compute))
+    names = ("h2d_Bps", "d2h_Bps", "latency_s", "device_update_Bps", "host_update_Bps")
+    return {name: value if isfinite(value := getattr(machine, name)) else None for name in names}
+
+
+# Text.
+
+_BACKENDS: Mapping[str, str] = {
+    "swap": "torch's own exchange of memory",
+    "native": "our C++ library (chunkmem build)",
+    "resize": "resize_, which is slower: torch 2.12 or a C++ compiler would help",
+}
+
+
+def _text(data: Mapping[str, Any]) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in data["packages"].items() if version)
+    versions = [
+        ("chunkmem", data["chunkmem"] or "not installed"),
+        ("Python", f"{data['python']} on {data['system']}"),
+        ("packages", packages or "none"),
+        ("CUDA, driver", f"{data['cuda'] or 'none'}, {data['driver'] or 'none'}"),
+        ("cores, threads", f"{data['cores'] or '?'}, {data['threads'] or '?'}"),
+        ("accelerator", _accelerator_text(data["accelerator"])),
+        ("RAM", _ram_text(data["ram"])),
+        ("back end", "?" if data["storage"] is None else _BACKENDS[data["storage"]["name"]]),
+    ]
+    lines = [f"{name:<16}{value}" for name, value in versions]
+    if data["tiers"] is not None:
+        lines += ["", table(("tier", "cap by default"), _tier_rows(data["tiers"]))]
+    if data["speeds"] is not None:
+        lines += ["", table(("speed", "measured"), _speed_rows(data["speeds"]))]
+    if data["missing"]:
+        lines += ["", "missing", *(f"  {sentence}" for sentence in data["missing"])]
+    return "\n".join(lines)
+
+
+def _accelerator_text(accelerator: Mapping[str, Any] | None) -> str:
+    return "none" if accelerator is None else f"{accelerator['name']}, {format_nbytes(accelerator['nbytes'])}"
+
+
+def _ram_text(ram: Mapping[str, int] | None) -> str:
+    if ram is None:
+        return "?"
+    if ram["nbytes"] == ram["machine_nbytes"]:
+        return format_nbytes(ram["nbytes"])
+    return f"{format_nbytes(ram['nbytes'])} for this control group, of {format_nbytes(ram['machine_nbytes'])}"
+
+
+def _tier_rows(tiers: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
+    if tiers["shared"]:
+        return [("DEVICE and HOST, one piece of RAM", format_nbytes(tiers["device_nbytes"]))]
+    return [("DEVICE", format_nbytes(tiers["device_nbytes"])), ("HOST", format_nbytes(tiers["host_nbytes"]))]
+
+
+def _speed_rows(speeds: Mapping[str, float | None]) -> Sequence[tuple[str, str]]:
+    def rate(name: str) -> str:
+        Bps = speeds[name]
+        return "as in the trace" if Bps is None else f"{Bps / 1e9:.2f} GB/s"
+
+    return [
+        ("HOST to DEVICE", rate("h2d_Bps")),
+        ("DEVICE to HOST", rate("d2h_Bps")),
+        ("latency of a copy", f"{1e6 * (speeds['latency_s'] or 0.0):.1f} us"),
+        ("update on DEVICE", rate("device_update_Bps")),
+        ("update on HOST", rate("host_update_Bps")),
+    ]

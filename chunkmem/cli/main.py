@@ -28,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: {message} (--help explains)\n")
+        self.exit(BAD_INPUT, f"{self.prog}: {' '.join(message.split())} (--help explains)\n")
 
 
 def make_parser() -> argparse.ArgumentParser:

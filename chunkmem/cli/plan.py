@@ -1,21 +1,216 @@
-"""`chunkmem plan`: plan a recorded step for another machine."""
+"""`chunkmem plan`: plan a recorded step for another machine, simulate it, and say how good it is."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from chunkmem.cli.answer import Answer
-from chunkmem.errors import ConfigError
+from chunkmem.cli.answer import Answer, table
+from chunkmem.cli.machine import add_machine_arguments, machine_of
+from chunkmem.errors import CapacityError, ConfigError, PlanError
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.model import Lane, Plan
+from chunkmem.plan.planner import PlanOptions, make_plan
+from chunkmem.plan.simulate import simulate
+from chunkmem.plan.timeline import Timeline
+from chunkmem.trace.model import Trace
+from chunkmem.types import Tier
+from chunkmem.units import format_nbytes, shown
+
+if TYPE_CHECKING:
+    from chunkmem.bound import TrafficBound
 
 NAME = "plan"
 SUMMARY = "plan a recorded step for another machine"
-DESCRIPTION = SUMMARY
+DESCRIPTION = """\
+Plan a recorded step for other caps and speeds, without a model and without a GPU: how long it would take, what it would
+wait for, and what it would move, beside the least that any plan could.
+
+  chunkmem plan runs/demo --device 8GiB
+  chunkmem plan trace.json --device 24GiB --host 128GiB --h2d 25GB --d2h 22GB --out plan.json
+  chunkmem plan trace.json --device 16GiB --machine plan.json
+
+TRACE is a file that manager.trace.save(path) wrote, or a run directory of manager.record(directory). The plan that
+--out writes is for manager.plan, in a manager with the same caps. Times are those of the machine that recorded the
+step; only copies, and updates on an accelerator, take the speeds given here. The lower bound holds for every plan with
+this cap on DEVICE that updates each group where this plan does."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    parser.add_argument("trace", metavar="TRACE", help="a recorded step: trace.json, or a run directory")
+    add_machine_arguments(parser)
+    parser.add_argument(
+        "--margin-use-ratio",
+        metavar="SHARE",
+        default=PlanOptions().margin_use_ratio,
+        help="share of the space left on DEVICE that optimizer states may take, 0 to 1 (default: %(default)s)",
+    )
+    parser.add_argument("--out", metavar="PLAN.json", help="write the plan here, as a whole or not at all")
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Answer."""
-    raise ConfigError("not built yet")
+    """Plan the trace, and answer how it would run or why it does not fit."""
+    from chunkmem.bound import traffic_bound
+
+    ratio = _share("--margin-use-ratio", options.margin_use_ratio)
+    path: str = os.path.join(options.trace, "trace.json") if os.path.isdir(options.trace) else options.trace
+    trace = Trace.load(path)
+    if not trace.moments:
+        raise ConfigError(f"{path}: the trace has no moments; record a step of a model that has parameters")
+    machine = machine_of(options, host_nbytes=sum(trace.chunk_nbytes.values()))
+    try:
+        plan = make_plan(trace, machine, options=PlanOptions(margin_use_ratio=ratio))
+    except PlanError as error:
+        return _no(error, path, trace, machine)
+    bound = traffic_bound(trace, machine, plan.update_tiers)
+    if options.out is not None:
+        plan.save(options.out)
+    result = Result(path, trace, plan, simulate(plan, trace), bound, options.out)
+    return Answer(result.data(), _printable("\n".join(result.lines())))
+
+
+def _share(option: str, value: str | float) -> float:
+    try:
+        share = float(value)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:  # NaN is not either
+        raise ConfigError(f"{option} is {shown(value)}, but must be a number from 0 to 1")
+    return share
+
+
+def _no(error: PlanError, path: str, trace: Trace, machine: Machine) -> Answer:
+    data = {
+        "fits": False,
+        **_question(path, trace, machine),
+        "needed_nbytes": error.needed_nbytes if isinstance(error, CapacityError) else None,
+        "reason": str(error),
+    }
+    return Answer(data, _printable(f"does not fit: {' '.join(str(error).split())}"), fits=False)
+
+
+def _printable(text: str) -> str:
+    """Labels and paths may hold line breaks of their own, and lone surrogates, which cannot be printed."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _question(path: str, trace: Trace, machine: Machine) -> dict[str, Any]:
+    return {
+        "trace": path,
+        "mode": trace.mode.value,
+        "num_moments": len(trace.moments),
+        "num_chunks": len(trace.chunk_nbytes),
+        "machine": machine.to_dict(),
+    }
+
+
+@dataclass(frozen=True)
+class Result:
+    """A plan, what the simulator says of it, and what could not be moved less."""
+
+    path: str
+    trace: Trace
+    plan: Plan
+    timeline: Timeline
+    bound: TrafficBound
+    out: str | None
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes of a step, over both links."""
+        return sum(self.timeline.moved_nbytes.values())
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times the lower bound is moved; None if the bound is 0 and something is moved."""
+        if self.bound.nbytes == 0:
+            return None if self.moved_nbytes else 1.0
+        return self.moved_nbytes / self.bound.nbytes
+
+    @property
+    def compute_s(self) -> float:
+        """Time that DEVICE computes: its moments, and the updates there."""
+        spans = self.timeline.spans
+        return sum(span.end_s - span.start_s for span in spans if span.lane is Lane.COMPUTE and not span.is_stall)
+
+    @property
+    def host_update_s(self) -> float:
+        """Time of the step in which only HOST works, on updates that nothing hides."""
+        return max(0.0, self.timeline.step_s - self.compute_s - self.timeline.stall_s)
+
+    @property
+    def num_updated_on_device(self) -> int:
+        """Groups whose optimizer states live on DEVICE."""
+        return sum(tier is Tier.DEVICE for tier in self.plan.update_tiers.values())
+
+    def data(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        timeline = self.timeline
+        return {
+            "fits": True,
+            **_question(self.path, self.trace, self.plan.machine),
+            "plan": self.plan.name,
+            "step_s": timeline.step_s,
+            "compute_s": self.compute_s,
+            "stall_s": timeline.stall_s,
+            "host_update_s": self.host_update_s,
+            "h2d_nbytes": timeline.moved_nbytes[Lane.H2D],
+            "d2h_nbytes": timeline.moved_nbytes[Lane.D2H],
+            "moved_nbytes": self.moved_nbytes,
+            "bound_nbytes": self.bound.nbytes,
+            "bound_ratio": self.ratio,
+            "certain_nbytes": self.bound.certain_nbytes,
+            "fetched": timeline.fetched,
+            "prefetched": timeline.prefetched,
+            "peak_nbytes": {tier.value: timeline.peak_nbytes[tier] for tier in (Tier.DEVICE, Tier.HOST)},
+            "cap_nbytes": {tier.value: timeline.cap_nbytes[tier] for tier in (Tier.DEVICE, Tier.HOST)},
+            "num_updates": len(self.plan.update_tiers),
+            "num_updates_on_device": self.num_updated_on_device,
+            "out": self.out,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield what is printed otherwise."""
+        timeline, updates = self.timeline, len(self.plan.update_tiers)
+        yield f"{self.path}: {self.trace.mode.value}, {len(self.trace.moments)} moments of {self._chunks()}"
+        yield f"plan: {self.plan.name}"
+        if updates:
+            yield f"updates: {self.num_updated_on_device} of {updates} groups on DEVICE, the others on HOST"
+        yield ""
+        yield table(("time", "of a step", ""), [
+            ("computing", *self._time(self.compute_s)),
+            ("waiting for copies", *self._time(timeline.stall_s)),
+            ("updating on HOST only", *self._time(self.host_update_s)),
+            ("step, as predicted", *self._time(timeline.step_s)),
+        ])  # fmt: skip
+        yield ""
+        yield table(("traffic", "of a step"), [
+            ("to DEVICE", format_nbytes(timeline.moved_nbytes[Lane.H2D])),
+            ("to HOST", format_nbytes(timeline.moved_nbytes[Lane.D2H])),
+            ("both", format_nbytes(self.moved_nbytes)),
+            ("lower bound", format_nbytes(self.bound.nbytes)),
+            ("both / lower bound", "-" if self.ratio is None else f"{self.ratio:.3f}"),
+            ("fetched before they were needed", f"{timeline.prefetched} of {timeline.fetched}"),
+        ])  # fmt: skip
+        yield ""
+        yield table(("chunks on", "peak", "cap"), [
+            (tier.name, format_nbytes(timeline.peak_nbytes[tier]), format_nbytes(timeline.cap_nbytes[tier]))
+            for tier in (Tier.DEVICE, Tier.HOST)
+        ])  # fmt: skip
+        if self.plan.machine.charges_non_model:
+            beside = max(moment.non_model_peak_nbytes for moment in self.trace.moments)
+            yield f"the cap on DEVICE also covers up to {format_nbytes(beside)} beside the chunks"
+        if self.out is not None:
+            yield f"\nwritten to {self.out}"
+
+    def _chunks(self) -> str:
+        nbytes = self.trace.chunk_nbytes.values()
+        return f"{len(nbytes)} chunks, {format_nbytes(sum(nbytes))} in all"
+
+    def _time(self, duration_s: float) -> tuple[str, str]:
+        step_s = self.timeline.step_s
+        return f"{1e3 * duration_s:.3f} ms", f"{100 * duration_s / step_s:.0f} %" if step_s else ""

@@ -34,30 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     """Read the runs, write the picture and the page, and tell the figures."""
-    from chunkmem.report.files import make_directory, write_whole
-    from chunkmem.report.page import timeline_page
-    from chunkmem.report.picture import memory_picture
+    from chunkmem.report.files import write_report
     from chunkmem.report.run import load_run
     from chunkmem.report.summary import summarize
 
     runs = [load_run(path) for path in (options.run_directory, options.against) if path is not None]
-    folder: Path = options.run_directory if options.out is None else options.out
-    contents = {"timeline": ("timeline.html", timeline_page(runs).encode())}
-    notes = []
-    try:
-        contents["memory"] = ("memory.png", memory_picture(runs[0]))
-    except ModuleNotFoundError as error:
-        notes.append(f"no memory.png: {error}")
-    # Nothing is written before all of it is there.
-    make_directory(folder)
-    files: dict[str, str | None] = {"memory": None, "timeline": None}
-    for key, (name, content) in contents.items():
-        write_whole(folder / name, content)
-        files[key] = str(folder / name)
+    files, notes = write_report(runs, options.run_directory if options.out is None else options.out)
     summaries = [summarize(run) for run in runs]
     against = summaries[1] if len(summaries) > 1 else None
-    data = {"run": summaries[0], "against": against, "files": files, "notes": notes}
-    lines = _lines(summaries, [path for path in files.values() if path], notes)
+    names = {key: None if path is None else str(path) for key, path in files.items()}
+    data = {"run": summaries[0], "against": against, "files": names, "notes": notes}
+    lines = _lines(summaries, [name for name in names.values() if name], notes)
     return Answer(data, "\n".join(map(_printable, lines)))
 
 

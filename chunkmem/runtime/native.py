@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def load_library() -> ctypes.CDLL | None:
         path = cpp_extension.load(
             name, [str(source_dir() / "storage.cpp")], extra_cflags=["-O2"], is_python_module=False, with_cuda=False
         )
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         warnings.warn(
             f"chunkmem's native library could not be built ({str(error).splitlines()[0]}); eviction will be slower. "
             "Install a C++ compiler and ninja, or torch 2.12 or later",

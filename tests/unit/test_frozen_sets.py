@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import tomllib
@@ -11,6 +12,7 @@ import pytest
 
 import chunkmem
 from chunkmem import errors
+from chunkmem.cli.main import make_parser
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "chunkmem"
@@ -33,6 +35,18 @@ PUBLIC_NAMES = {
     "__version__",
     "initialize_engine",
 }
+
+
+OPTIONS = {
+    "estimate": "MODEL --batch --checkpointing --chunk-size --device --hardware --host --host-memory --link --precision "
+    "--seq --tflops --world",
+    "plan": "TRACE --d2h --device --h2d --host --machine --margin-use-ratio --out",
+    "report": "RUN --against --out",
+    "chunk-size": "MODEL --device",
+    "info": "",
+    "build": "",
+}
+"""What each command takes, beside `--help` and `--json`."""
 
 
 def listed_files(document: str) -> list[str]:
@@ -73,6 +87,16 @@ def test_lazy_names_are_defined_where_they_are_looked_for() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'chunkmem' has no attribute 'Chunkmanager'"):
         _ = chunkmem.Chunkmanager
+
+
+def test_the_options_of_the_command_line() -> None:
+    (commands,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    found = {
+        name: {word for action in parser._actions for word in action.option_strings or [str(action.metavar)]}
+        for name, parser in commands.choices.items()
+    }
+    everywhere = {"-h", "--help", "--json"}
+    assert found == {name: everywhere | set(words.split()) for name, words in OPTIONS.items()}
 
 
 def test_the_architecture_document_lists_every_file() -> None:

@@ -1,0 +1,93 @@
+"""The arguments that say which machine is meant: its caps, and how fast it copies and updates."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from chunkmem.errors import ConfigError, PlanError
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.model import Plan
+from chunkmem.units import parse_nbytes
+
+
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare `--device --host --h2d --d2h --machine`; `machine_of` reads them."""
+    parser.add_argument("--device", metavar="SIZE", required=True, help="cap on DEVICE, such as 8GiB")
+    parser.add_argument("--host", metavar="SIZE", help="cap on HOST (default: enough for all that is not on DEVICE)")
+    parser.add_argument(
+        "--machine",
+        metavar="FILE",
+        type=Path,
+        help="speeds of a saved machine, or of the machine of a saved plan (default: this machine's, measured once)",
+    )
+    parser.add_argument("--h2d", metavar="SIZE", help="bytes a second from HOST to DEVICE instead, such as 25GB")
+    parser.add_argument("--d2h", metavar="SIZE", help="bytes a second from DEVICE to HOST instead, such as 25GB")
+
+
+def machine_of(options: argparse.Namespace, *, host_nbytes: int) -> Machine:
+    """Return the machine that is meant; without `--host`, its HOST holds `host_nbytes`.
+
+    Raises:
+        ConfigError: a size is none.
+        PlanError: the file of `--machine` cannot be read, or is something else.
+    """
+    device_nbytes = parse_size("--device", options.device)
+    host_nbytes = host_nbytes if options.host is None else parse_size("--host", options.host, least=0)
+    # What is wrong with the arguments is said before anything is measured.
+    h2d_Bps = None if options.h2d is None else _parse_speed("--h2d", options.h2d)
+    d2h_Bps = None if options.d2h is None else _parse_speed("--d2h", options.d2h)
+    machine = _measured() if options.machine is None else load_machine(options.machine)
+    return replace(
+        machine,
+        device_nbytes=device_nbytes,
+        host_nbytes=host_nbytes,
+        h2d_Bps=machine.h2d_Bps if h2d_Bps is None else h2d_Bps,
+        d2h_Bps=machine.d2h_Bps if d2h_Bps is None else d2h_Bps,
+    )
+
+
+def parse_size(option: str, text: str, *, least: int = 1) -> int:
+    """Return the bytes that an option gives.
+
+    Raises:
+        ConfigError: it is not a size, or less than `least`; names the option.
+    """
+    try:
+        nbytes = parse_nbytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+    if nbytes < least:
+        raise ConfigError(f"{option} is {nbytes} bytes; give at least {least}")
+    return nbytes
+
+
+def _parse_speed(option: str, text: str) -> float:
+    return float(parse_size(option, text.removesuffix("/s")))
+
+
+def load_machine(path: Path) -> Machine:
+    """Return a saved machine, or the one that a saved plan was made for.
+
+    Raises:
+        PlanError: it cannot be read, or is neither; names the file.
+    """
+    try:
+        return Machine.load(path)
+    except PlanError as error:
+        try:
+            return Plan.load(path).machine
+        except PlanError as other:
+            # Of a plan that is damaged, say how; of anything else, that it is no machine.
+            raise (error if "has the format" in str(other) else other) from None
+
+
+def _measured() -> Machine:
+    from chunkmem.config import Config
+    from chunkmem.runtime.device import ComputeDevice
+    from chunkmem.runtime.measure import cached_machine
+    from chunkmem.runtime.tiers import tier_caps
+
+    compute = ComputeDevice.default()
+    return cached_machine(compute, tier_caps(Config(), compute))
