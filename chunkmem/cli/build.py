@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import logging
 import shutil
-import subprocess
 import time
 import warnings
 from collections.abc import Iterator
@@ -45,10 +44,7 @@ def run(options: argparse.Namespace) -> Answer:
     began_s, began = time.time(), time.perf_counter()
     with _silenced("torch.utils.cpp_extension"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
-            library = load_library()
-        except subprocess.SubprocessError as error:
-            raise ConfigError(f"the C++ compiler does not work: {error}; install another and name it in CXX") from None
+        library = load_library()
     build_s = time.perf_counter() - began
     if library is None:
         raise ConfigError(_why_not(str(caught[-1].message) if caught else "the native library could not be built"))

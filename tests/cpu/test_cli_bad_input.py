@@ -268,7 +268,7 @@ def test_caps_that_are_none(refused: Refused, size: str) -> None:
     ("variable", "value", "says"),
     [
         ("CXX", "no-such-compiler", "there is no C++ compiler no-such-compiler on the PATH"),
-        ("CXX", "false", "the C++ compiler does not work"),
+        ("CXX", "false", "native library could not be built (Command"),
         ("PATH", "directory", "ninja is not on the PATH"),
         ("TORCH_EXTENSIONS_DIR", "machine.json/inside", "Not a directory"),
     ],
