@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hardware", choices=_HARDWARE, default="h100", help="whose speeds to assume (default: h100)")
     add("--link", metavar="SIZE", help="bytes a second between HOST and DEVICE, each way, such as 25GB")
     add("--host-memory", metavar="SIZE", help="bytes a second of HOST's memory, such as 100GB")
+    add("--network", metavar="SIZE", help="bytes a second between ranks, for each of them, such as 50GB")
     add("--tflops", type=_positive, metavar="X", help="10^12 operations a second that large matrix products reach")
 
 
@@ -102,6 +103,9 @@ def _question(options: argparse.Namespace) -> Question:
         hardware = replace(hardware, link_Bps=_size("--link", options.link))
     if options.host_memory is not None:
         hardware = replace(hardware, host_memory_Bps=_size("--host-memory", options.host_memory))
+    if options.network is not None:
+        network_Bps = _size("--network", options.network)
+        hardware = replace(hardware, peer_Bps=network_Bps, network_Bps=network_Bps)
     if options.tflops is not None:
         hardware = replace(hardware, flop_per_s=1e12 * options.tflops, fp32_flop_per_s=1e12 * options.tflops)
     resolve_model(options.model, batch=1, seq=options.seq)  # what is wrong with it is said before anything takes time

@@ -115,7 +115,8 @@ def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, 
         "flop": rehearsal.flop,
         "need": {"device_nbytes": need.nbytes, "moment": need.moment},
         "assumed": {"flop_per_s": question.hardware.flop_rate(question.dtype), "link_Bps": question.hardware.link_Bps,
-                    "host_memory_Bps": question.hardware.host_memory_Bps, "memory_Bps": question.hardware.memory_Bps},
+                    "host_memory_Bps": question.hardware.host_memory_Bps, "memory_Bps": question.hardware.memory_Bps,
+                    "network_Bps": question.hardware.exchange_Bps(question.world)},
     }  # fmt: skip
 
 
@@ -137,6 +138,8 @@ def _subject_text(question: Question, rehearsal: Rehearsal, other: Rehearsal | N
         f"assumed: {hardware.flop_rate(question.dtype) / 1e12:.0f} TFLOP/s, link {hardware.link_Bps / 1e9:.0f} GB/s "
         f"each way, host memory {hardware.host_memory_Bps / 1e9:.0f} GB/s"
     )
+    if question.world > 1:
+        assumed += f", network {hardware.exchange_Bps(question.world) / 1e9:.0f} GB/s a rank"
     scope = "over all ranks" if question.world > 1 else ""
     return f"{subject}\n{assumed}\n\n{table((scope, 'bytes', 'a parameter'), rows)}"
 

@@ -34,11 +34,11 @@ class Floors:
         return max(named, key=lambda name: named[name])
 
 
-def floors_of(plan: Plan, trace: Trace, hardware: Hardware, *, exchanged_nbytes: float = 0.0) -> Floors:
+def floors_of(plan: Plan, trace: Trace, hardware: Hardware, *, exchange_s: float = 0.0) -> Floors:
     """Return the floors of a step whose groups are updated where `plan` has them.
 
     Every weight that HOST updates crosses the link once a step, and again for backward unless DEVICE kept it since
-    forward; every gradient that HOST uses crosses it once.
+    forward; every gradient that HOST uses crosses it once. `exchange_s` is what ranks exchange, at full speed.
     """
     on_host = {group for group, tier in plan.update_tiers.items() if tier is Tier.HOST}
     updated = _nbytes(trace, on_host, Role.PARAM)
@@ -52,7 +52,7 @@ def floors_of(plan: Plan, trace: Trace, hardware: Hardware, *, exchanged_nbytes:
         compute_s=sum(m.duration_s for m in trace.moments if m.kind is not Kind.UPDATE),
         link_s=max(to_device / hardware.link_Bps, to_host / hardware.link_Bps),
         host_memory_s=host_nbytes / hardware.host_memory_Bps,
-        network_s=exchanged_nbytes / hardware.network_Bps,
+        network_s=exchange_s,
     )
 
 

@@ -12,6 +12,7 @@ from chunkmem.plan.machine import Machine
 _UPDATE_MOVES_PER_BYTE = 28 / 16
 """An Adam update reads and writes 28 bytes a parameter; `Machine` counts the 16 of PARAM, GRAD and states."""
 _LATENCY_S = 10e-6
+_RANKS_A_MACHINE = 8
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,14 @@ class Hardware:
     link_Bps: float
     """Between host and accelerator, each way."""
     host_memory_Bps: float
-    network_Bps: float
-    """Between ranks, for each of them."""
+    peer_Bps: float
+    """Between ranks of one machine, for each of them."""
+    network_Bps: float = 25e9
+    """Between ranks of several machines, for each of them."""
+
+    def exchange_Bps(self, world: int) -> float:
+        """Return the speed of exchanges between `world` ranks; up to 8 are taken to be in one machine."""
+        return self.peer_Bps if world <= _RANKS_A_MACHINE else min(self.peer_Bps, self.network_Bps)
 
     def flop_rate(self, dtype: torch.dtype) -> float:
         """Return the operations a second in `dtype`."""
@@ -51,22 +58,29 @@ class Hardware:
 
 
 def _of(
-    gib: int, teraflops: float, fp32_teraflops: float, memory_GBps: float, link_GBps: float, host_GBps: float
+    gib: int,
+    teraflops: float,
+    fp32_teraflops: float,
+    *,
+    memory_GBps: float,
+    link_GBps: float,
+    host_GBps: float,
+    peer_GBps: float,
 ) -> Hardware:
     # Data sheets name peaks; matrix products reach about 60 % of them, streams 80 %.
     return Hardware(
         gib << 30, 0.6e12 * teraflops, 0.6e12 * fp32_teraflops, 0.8e9 * memory_GBps, 1e9 * link_GBps, 1e9 * host_GBps,
-        network_Bps=25e9,
+        0.8e9 * peer_GBps,
     )  # fmt: skip
 
 
 HARDWARE = MappingProxyType(
     {
-        "v100": _of(32, 125, 15.7, 900, 12, 80),
-        "a100": _of(80, 312, 19.5, 2039, 25, 100),
-        "h100": _of(80, 989, 67, 3350, 55, 200),
-        "h200": _of(141, 989, 67, 4800, 55, 200),
-        "rtx4090": _of(24, 165, 82.6, 1008, 25, 60),
+        "v100": _of(32, 125, 15.7, memory_GBps=900, link_GBps=12, host_GBps=80, peer_GBps=150),
+        "a100": _of(80, 312, 19.5, memory_GBps=2039, link_GBps=25, host_GBps=100, peer_GBps=300),
+        "h100": _of(80, 989, 67, memory_GBps=3350, link_GBps=55, host_GBps=200, peer_GBps=450),
+        "h200": _of(141, 989, 67, memory_GBps=4800, link_GBps=55, host_GBps=200, peer_GBps=450),
+        "rtx4090": _of(24, 165, 82.6, memory_GBps=1008, link_GBps=25, host_GBps=60, peer_GBps=25),
     }
 )
 """By name; peaks from NVIDIA's data sheets, links and host memory as such machines usually have them."""

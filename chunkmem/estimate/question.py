@@ -130,10 +130,9 @@ def find(question: Question, rehearsal: Rehearsal) -> Finding:
     trace = _own(question, rehearsal)
     host_nbytes = UNLIMITED_NBYTES if question.host_nbytes is None else question.host_nbytes
     plan = make_plan(trace, question.hardware.machine(question.device_nbytes, host_nbytes), options=question.options)
-    network = exchanged_nbytes(rehearsal.trace, question.world)
-    return Finding(
-        trace, plan, simulate(plan, trace), floors_of(plan, trace, question.hardware, exchanged_nbytes=network)
-    )
+    exchange_s = exchanged_nbytes(rehearsal.trace, question.world) / question.hardware.exchange_Bps(question.world)
+    floors = floors_of(plan, trace, question.hardware, exchange_s=exchange_s)
+    return Finding(trace, plan, simulate(plan, trace), floors)
 
 
 def fits(question: Question, rehearsal: Rehearsal) -> bool:

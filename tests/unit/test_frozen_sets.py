@@ -38,8 +38,8 @@ PUBLIC_NAMES = {
 
 
 OPTIONS = {
-    "estimate": "MODEL --batch --checkpointing --chunk-size --device --hardware --host --host-memory --link --precision "
-    "--seq --tflops --world",
+    "estimate": "MODEL --batch --checkpointing --chunk-size --device --hardware --host --host-memory --link --network "
+    "--precision --seq --tflops --world",
     "plan": "TRACE --d2h --device --h2d --host --machine --margin-use-ratio --out",
     "report": "RUN --against --out",
     "chunk-size": "MODEL --device",
