@@ -38,6 +38,8 @@ bench: $(VENV)/.test
 	$(RUN) benchmarks/planning/run.py
 	$(RUN) benchmarks/hiding/run.py
 	$(RUN) benchmarks/overhead/run.py
+	$(RUN) -m benchmarks.sampling.run
+	$(RUN) -m benchmarks.knobs.run
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -17,7 +17,7 @@ from chunkmem.comm import require_one_process
 from chunkmem.config import Config, unavailable_keys
 from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.layout.spec import digest
-from chunkmem.memory import MemoryHistory, MemoryReport
+from chunkmem.memory import MemoryReport
 from chunkmem.nn.access import AccessTracker, in_backward
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
@@ -40,7 +40,7 @@ from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.lanes import open_lanes
 from chunkmem.runtime.measure import cached_machine
-from chunkmem.runtime.report import memory_report, recording
+from chunkmem.runtime.report import memory_report
 from chunkmem.runtime.storage import default_backend
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import TierCaps, Tiers
@@ -254,14 +254,6 @@ class ChunkManager:
     def memory(self) -> MemoryReport:
         """Return bytes by tier and role, now and at the peak, and what has been moved. `str()` is a table."""
         return memory_report(self._tiers, self._executor, padding_nbytes=self._registry.padding_nbytes)
-
-    @contextlib.contextmanager
-    def memory_history(self) -> Iterator[MemoryHistory]:
-        """Record the bytes on every tier after each change inside the block."""
-        conductor = self._conductor
-        with recording(self._tiers, label=lambda: self._phase, moment=lambda: conductor.moment) as history:
-            yield history
-            history.predicted_nbytes = conductor.predicted_nbytes()
 
     @property
     def trace(self) -> Trace | None:

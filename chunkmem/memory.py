@@ -1,11 +1,10 @@
-"""What a user gets to see of memory: a report of now and peaks, and a history of a few steps. Plain data."""
+"""What a user gets to see of memory: now, and at the peak. Plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from chunkmem.types import Tier
 from chunkmem.units import format_nbytes
 
 
@@ -59,27 +58,3 @@ class MemoryReport:
             f"HOST {format_nbytes(self.moved.d2h_nbytes)}"
         )
         return "\n".join(line.rstrip() for line in lines)
-
-
-@dataclass(frozen=True)
-class MemorySample:
-    """The bytes on every tier after one change."""
-
-    time_s: float
-    """Since the history began."""
-    label: str
-    """"forward", "backward", "step", or "" outside of them."""
-    nbytes: Mapping[Tier, Mapping[str, int]]
-    """By tier and role name."""
-    moment: int | None = None
-    """Of the plan that was followed then; None if none was."""
-
-
-@dataclass
-class MemoryHistory:
-    """Samples of the ledgers, one after each change."""
-
-    caps: dict[Tier, int]
-    samples: list[MemorySample] = field(default_factory=list)
-    predicted_nbytes: tuple[int, ...] = ()
-    """Chunk bytes on DEVICE in each moment, as the plan has it; empty if none was followed."""

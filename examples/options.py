@@ -27,7 +27,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--data", type=Path, metavar="PATH", help="a file or folder; default: Python's standard library")
     add("--config", type=Path, default=Path(__file__).with_name("chunkmem.json"), metavar="JSON")
     add("--device-cap", metavar="SIZE", help='such as "512MiB", or "50%%" of the weights; default: a third')
-    add("--out", type=Path, default=Path("runs/gpt"), metavar="DIR", help="for checkpoint, picture and sample")
+    add("--out", type=Path, default=Path("runs/gpt"), metavar="DIR", help="for checkpoint, report and sample")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     add("--res_check", action="store_true", help="train again in plain PyTorch; exit with 1 if any bit differs")
     add("--checkpointing", action="store_true", help="recompute activations in backward")

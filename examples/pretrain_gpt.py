@@ -13,7 +13,6 @@ import os
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,8 +31,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import chunkmem
-from chunkmem.memory import MemoryHistory
-from chunkmem.plot import save_memory_picture
+from chunkmem.report.files import write_report
+from chunkmem.report.run import load_run
 from chunkmem.units import format_nbytes
 
 
@@ -90,16 +89,14 @@ def train(run: Run) -> Outcome:
     losses: list[float] = []
     with Progress(run, manager) as progress:
         for step in run.steps:
-            is_last = step == run.steps[-1]
-            with manager.memory_history() if is_last else nullcontext() as history:
-                loss = model(*run.batch(run.text.training, step))
-                manager.backward(loss)
-                optimizer.step()  # clips, too: gradient_clipping in the configuration
-                optimizer.zero_grad()
-                scheduler.step()
+            loss = model(*run.batch(run.text.training, step))
+            manager.backward(loss)
+            optimizer.step()  # clips, too: gradient_clipping in the configuration
+            optimizer.zero_grad()
+            scheduler.step()
             losses.append(loss.item())
             progress.show(losses[-1])
-            if is_last or (step + 1) % args.save_every == 0:
+            if step == run.steps[-1] or (step + 1) % args.save_every == 0:
                 state = {"model": manager.state_dict(), "optimizer": optimizer.state_dict()}
                 save({"step": step + 1, "scheduler": scheduler.state_dict(), **state}, args.out / "checkpoint.pt")
 
@@ -107,9 +104,7 @@ def train(run: Run) -> Outcome:
     sample = continue_text(model, os.fsencode(args.prompt), args.sample, device=run.device)
     print(sample.decode(errors="backslashreplace").expandtabs(4), flush=True)
     (args.out / "sample.txt").write_bytes(sample)
-    draw(history, args.out / "memory.png")
-    if manager.plan is not None:  # one step is not enough for one
-        manager.record(args.out)
+    report(manager, args.out)
     return Outcome(losses, manager.state_dict(), optimizer.state_dict()["state"])
 
 
@@ -184,12 +179,16 @@ def load(path: Path) -> dict[str, Any]:
         fail(f"{path} is not a checkpoint of this program")
 
 
-def draw(history: MemoryHistory, path: Path) -> None:
-    """Draw the memory of one step; a machine without matplotlib does without."""
-    try:
-        save_memory_picture(history, path)
-    except ModuleNotFoundError as error:
-        print(f"no picture: {error}", file=sys.stderr)
+def report(manager: chunkmem.ChunkManager, folder: Path) -> None:
+    """Record the last training step, and show it as `chunkmem report` does: a picture and a page."""
+    if manager.plan is None:
+        print("no report: no plan was followed (the first step is recorded, the second one planned)", file=sys.stderr)
+        return
+    manager.record(folder)
+    files, notes = write_report([load_run(folder)], folder)
+    print(f"\nthe last step: {', '.join(str(path) for path in files.values() if path)}")
+    for note in notes:
+        print(note, file=sys.stderr)
 
 
 def main() -> None:

@@ -1,13 +1,41 @@
-"""Files that are there as a whole or not at all."""
+"""The files of a report, each there as a whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from chunkmem.errors import PlanError
+from chunkmem.report.page import timeline_page
+from chunkmem.report.picture import memory_picture
+from chunkmem.report.run import Run
+
+
+def write_report(runs: Sequence[Run], folder: Path) -> tuple[dict[str, Path | None], list[str]]:
+    """Write memory.png of the first run and timeline.html of all; nothing before all of it is there.
+
+    Returns:
+        What was written, by "memory" and "timeline", and a sentence on what could not be: a machine without matplotlib
+        gets no picture, and a file of an earlier report stays as it was.
+
+    Raises:
+        PlanError: the directory or a file in it cannot be written.
+    """
+    contents = {"timeline": ("timeline.html", timeline_page(runs).encode())}
+    notes = []
+    try:
+        contents["memory"] = ("memory.png", memory_picture(runs[0]))
+    except ModuleNotFoundError as error:
+        notes.append(f"no memory.png: {error}")
+    make_directory(folder)
+    files: dict[str, Path | None] = {"memory": None, "timeline": None}
+    for key, (name, content) in contents.items():
+        write_whole(folder / name, content)
+        files[key] = folder / name
+    return files, notes
 
 
 def make_directory(path: Path) -> None:

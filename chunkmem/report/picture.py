@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from chunkmem.report.clock import phases
-from chunkmem.report.replay import ROLES, replay, role_nbytes
+from chunkmem.report.replay import replay, role_nbytes
 from chunkmem.report.run import Run, measured_nbytes
 from chunkmem.report.text import departures
 from chunkmem.types import Role, Tier
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's colours keep apart for colour-blind eyes; neighbours in the stack also differ in lightness, for print.
+# In the order they are stacked: what comes and goes lies on what stays.
 _COLORS = {
     Role.PARAM: "#0072B2",
-    Role.GRAD: "#E69F00",
     Role.MASTER: "#F0E442",
     Role.EXP_AVG: "#56B4E9",
     Role.EXP_AVG_SQ: "#009E73",
+    Role.GRAD: "#E69F00",
 }
 _BESIDE_COLOR = "#DDDDDD"
 _CAP_COLOR = "#D55E00"
@@ -82,19 +83,19 @@ def memory_picture(run: Run) -> bytes:
     # Where the cap does not cover what is beside the chunks, that may be many times as much, and gets its own scale.
     room = max(columns.caps[Tier.DEVICE], columns.peak(Tier.DEVICE))
     is_apart = not columns.is_charged and max(columns.beside) > room
-    heights = [4.0, *([1.6] if is_apart else []), *([2.2] if columns.roles[Tier.HOST] else [])]
+    heights = [3.6, *([2.4] if columns.roles[Tier.HOST] else []), *([1.2] if is_apart else [])]
     figure = Figure(figsize=(11, 1.4 + sum(heights)), layout="constrained")
     panels = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
-    peak, cap = (format_nbytes(n) for n in (run.predicted.peak_nbytes[Tier.DEVICE], columns.caps[Tier.DEVICE]))
-    figure.suptitle(
-        f"Memory of one step of {_plain(run.name)}: chunks take up to {peak} of {cap} on DEVICE", fontsize=13
-    )
+    whole = format_nbytes(sum(run.trace.chunk_nbytes.values()))
+    peak = format_nbytes(max(timeline.peak_nbytes[Tier.DEVICE] for timeline in (run.predicted, run.happened)))
+    title = f"{_plain(run.name)}: one step over {whole} of model data, at most {peak} of it on DEVICE at a time"
+    figure.suptitle(title, fontsize=13)
     rest = iter(panels)
     _draw_device(next(rest), columns, is_apart=is_apart)
-    if is_apart:
-        _draw_beside(next(rest), columns)
     if columns.roles[Tier.HOST]:
         _draw_host(next(rest), columns)
+    if is_apart:
+        _draw_beside(next(rest), columns)
     _draw_phases(panels, run)
     departed = f"; {times} the step departed from its plan" if (times := departures(run.happened.departures)) else ""
     panels[-1].set_xlabel(f"moments of the step, in order{departed}", fontsize=11)
@@ -104,7 +105,7 @@ def memory_picture(run: Run) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
     # One entry each, in the order they are stacked; a panel may lack some.
     patches = {text: patch for axes in panels for patch, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    order = [*(_NAMES.get(role, role.value) for role in ROLES), _BESIDE, _PREDICTED, _MEASURED, _SAMPLED]
+    order = [*(_NAMES.get(role, role.value) for role in _COLORS), _BESIDE, _PREDICTED, _MEASURED, _SAMPLED]
     texts = [text for text in order if text in patches]
     figure.legend([patches[text] for text in texts], texts, loc="outside lower center", ncols=4, frameon=False)
     content = io.BytesIO()
@@ -127,28 +128,28 @@ def _draw_phases(panels: Sequence[Axes], run: Run) -> None:
 def _draw_device(axes: Axes, columns: _Columns, *, is_apart: bool) -> None:
     cap, chunk_peak = columns.caps[Tier.DEVICE], columns.peak(Tier.DEVICE)
     total = max(a + b for a, b in zip(columns.predicted, columns.beside, strict=True))
-    top = 1.45 * max(chunk_peak, cap) if is_apart else 1.08 * max(total, chunk_peak)
+    top = 1.08 * (chunk_peak if is_apart else max(total, chunk_peak))
     # A cap far above what is used would flatten everything below it.
     show_cap = cap <= 2 * top
     unit, scale = _scale(max(top, 1))
     x = range(len(columns.beside) + 1)
     bottom = _draw_roles(axes, columns, Tier.DEVICE, scale)
-    above = [low + beside / scale for low, beside in zip(bottom, _held(columns.beside), strict=True)]
-    axes.fill_between(x, bottom, above, step="post", color=_BESIDE_COLOR, linewidth=0, label=_BESIDE)
+    if not is_apart:
+        above = [low + beside / scale for low, beside in zip(bottom, _held(columns.beside), strict=True)]
+        axes.fill_between(x, bottom, above, step="post", color=_BESIDE_COLOR, linewidth=0, label=_BESIDE)
     if columns.measured:
         measured = [columns.measured.get(moment, float("nan")) / scale for moment in range(len(columns.beside))]
-        axes.step(x, _held(measured), where="post", color=_MEASURED_COLOR, linewidth=3, label=_MEASURED)
+        axes.step(x, _held(measured), where="post", color=_MEASURED_COLOR, linewidth=2.4, label=_MEASURED)
     # Above the measured one, and thinner: where they agree both are seen.
     predicted = [nbytes / scale for nbytes in columns.predicted]
-    axes.step(x, _held(predicted), where="post", color="black", linewidth=1, label=_PREDICTED)
+    axes.step(x, _held(predicted), where="post", color="black", linewidth=0.7, label=_PREDICTED)
     if show_cap:
         _draw_cap(axes, cap, scale)
         top = max(top, 1.12 * cap)
     else:
         _note(axes, f"cap {format_nbytes(cap)}, far above")
-    if not columns.is_charged and any(columns.beside):
-        where = "; cut off here, whole below" if is_apart else ""
-        text = f"the cap does not cover what is {_BESIDE}{where}"
+    if not columns.is_charged and not is_apart and any(columns.beside):
+        text = f"the cap does not cover what is {_BESIDE}"
         axes.text(0.005, 0.97, text, transform=axes.transAxes, va="top", fontsize=10)
     axes.set_ylim(0, top / scale)
     axes.set_ylabel(f"DEVICE, {unit}", fontsize=11)
@@ -164,8 +165,8 @@ def _draw_beside(axes: Axes, columns: _Columns) -> None:
     if any(columns.sampled):
         sampled = [nbytes / scale for nbytes in columns.sampled]
         axes.step(x, _held(sampled), where="post", color="black", linewidth=1, linestyle="--", label=_SAMPLED)
-    _note(axes, f"up to {format_nbytes(max(columns.beside))}")
-    axes.set_ylim(bottom=0)
+    _note(axes, f"activations and temporaries, up to {format_nbytes(max(columns.beside))}: the cap does not cover them")
+    axes.set_ylim(0, 1.45 * max(*columns.beside, *columns.sampled, 1) / scale)
     axes.set_ylabel(f"beside, {unit}", fontsize=11)
 
 
@@ -186,7 +187,8 @@ def _draw_roles(axes: Axes, columns: _Columns, tier: Tier, scale: int) -> list[f
     """Stack the roles; return the stack's upper edge."""
     x = range(len(columns.beside) + 1)
     bottom = [0.0] * len(x)
-    for role, nbytes in columns.roles[tier].items():
+    for role in (role for role in _COLORS if role in columns.roles[tier]):
+        nbytes = columns.roles[tier][role]
         above = [low + height / scale for low, height in zip(bottom, _held(nbytes), strict=True)]
         name = _NAMES.get(role, role.value)
         axes.fill_between(x, bottom, above, step="post", color=_COLORS[role], linewidth=0, label=name)

@@ -69,6 +69,8 @@ def _non_model(run: Run) -> dict[str, Any]:
         "chunk_peak_nbytes": run.happened.peak_nbytes[Tier.DEVICE],
         "probe": _highest(run, lambda moment: moment.non_model_peak_nbytes),
         "sampled": _highest(run, lambda moment: moment.sampled_peak_nbytes) if was_sampled else None,
+        # Traces of earlier versions, and steps without the thread, have 0: unknown, and not "nothing is missed".
+        "sampling_interval_s": run.trace.sampling_interval_s or None,
         "differ_most": _highest(run, _difference_nbytes) if was_sampled else None,
     }
 

@@ -62,8 +62,10 @@ def non_model_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield the bytes beside the chunks: activations, gradients under way, temporaries."""
     found = summary["non_model"]
     yield f"highest at operator boundaries: {_at(found['probe'])}"
+    interval_s = found["sampling_interval_s"]
     if found["sampled"] is None:
-        yield "the sampling thread did not run, or saw nothing (client.mem_tracer.use_async_mem_monitor)"
+        why = "did not run, or saw nothing (client.mem_tracer.use_async_mem_monitor)"
+        yield f"the sampling thread {why if interval_s is None else 'saw nothing beside the chunks'}"
     else:
         yield f"highest by the sampling thread: {_at(found['sampled'])}"
         most = found["differ_most"]
@@ -71,6 +73,10 @@ def non_model_lines(summary: Mapping[str, Any]) -> Iterator[str]:
             f"they differ most in moment {most['moment']}, {most['label']}: {format_nbytes(most['probe_nbytes'])} at "
             f"boundaries, {format_nbytes(most['sampled_nbytes'])} sampled"
         )
+    if interval_s is not None:
+        yield f"the sampling thread looked at least every {format_s(interval_s)}; what lives shorter may be missed"
+    elif found["sampled"] is not None:
+        yield "how often the sampling thread looked is not in this trace, so neither is what it may have missed"
     covers = "covers them, too" if found["is_charged"] else "does not cover them"
     yield f"the cap of {format_nbytes(found['cap_nbytes'])} on DEVICE {covers}"
 

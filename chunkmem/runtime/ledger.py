@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from chunkmem.types import Tier
@@ -32,7 +31,6 @@ class Ledger:
     """Highest sum over all roles but the cache since `restart_peak`."""
     role_peak: dict[str, int] = field(default_factory=dict)
     """Each role's own highest since then."""
-    on_change: Callable[[], None] | None = None
 
     @property
     def free_nbytes(self) -> int:
@@ -58,8 +56,6 @@ class Ledger:
         if role != CACHE:
             self.role_peak[role] = max(self.role_peak.get(role, 0), self.now[role])
             self.chunk_peak_nbytes = max(self.chunk_peak_nbytes, self.chunk_nbytes)
-        if self.on_change is not None:
-            self.on_change()
 
     def release(self, role: str, nbytes: int) -> None:
         """Count `nbytes` fewer for `role`."""
@@ -67,5 +63,3 @@ class Ledger:
         self.total_nbytes -= nbytes
         self.now[role] -= nbytes
         self.low_nbytes = min(self.low_nbytes, self.total_nbytes)
-        if self.on_change is not None:
-            self.on_change()

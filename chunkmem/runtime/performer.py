@@ -95,11 +95,6 @@ class Performer:
         """Every moment of the lap has come."""
         return self._on_plan and self._cursor == len(self.trace.moments)
 
-    @property
-    def moment(self) -> int | None:
-        """The moment that runs; None off the plan."""
-        return self._cursor - 1 if self._on_plan and self._cursor else None
-
     def update_tier(self, group: int) -> Tier | None:
         """Where the plan has the group updated, while it is followed."""
         return self.plan.update_tiers.get(group) if self._on_plan else None

@@ -108,15 +108,6 @@ class Conductor:
         """Return what happened in the last training step, whatever has been evaluated since; None before the first."""
         return None if self._last_training is None else self._last_training()
 
-    @property
-    def moment(self) -> int | None:
-        """The moment of the plan that is followed; None if none is."""
-        return None if self._performer is None else self._performer.moment
-
-    def predicted_nbytes(self) -> tuple[int, ...]:
-        """Return the chunk bytes on DEVICE that the plan being followed has in each moment; empty if none is."""
-        return () if self._performer is None else self._performer.predicted.device_nbytes
-
     def adopt_trace(self, trace: Trace) -> None:
         """Use a trace of an earlier run instead of recording one.
 

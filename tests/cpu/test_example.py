@@ -1,10 +1,11 @@
-"""The example is run as a user runs it; so is every Python block of the documents a user reads first."""
+"""The example is run as a user runs it; so is the code in the documents a user reads first."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,11 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pretrain_gpt.py"
-DOCUMENTS = ("README.md", "docs/differences.md")
+DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("differences", "getting-started", "tuning", "timeline")))
 
 TINY = ("--model", "1m", "--batch", "2", "--seq", "16", "--sample", "4")
+WRITTEN = {"checkpoint.pt", "sample.txt"}
+RECORDED = {"trace.json", "plan.json", "timeline.json"}
 TEXT = b"for word in ('chunk', 'slab', 'tier', 'role'):\n    print(word)\n" * 20
 
 # Runs main() on each list of arguments in one process, as importing torch takes longer than everything else.
@@ -117,8 +120,9 @@ def test_it_trains_on_the_standard_library_as_plain_pytorch_does(tmp_path: Path)
     assert "3 losses, 52 weights and the states of 52 parameters are bit for bit" in result.stdout
     assert re.search(r"[\d,]+ tokens/s, moved [\d.]+ MiB, stalled \d+ ms, .+ of 1\.0\d MiB", result.stdout)
     assert re.search(r"validation loss \d\.\d{3} nats a byte", result.stdout)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoint.pt", "memory.png", "sample.txt"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {*WRITTEN, *RECORDED, "memory.png", "timeline.html"}
     assert (tmp_path / "run" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert "the last step: run/memory.png, run/timeline.html\n" in result.stdout
     assert len((tmp_path / "run" / "sample.txt").read_bytes()) == len("\ndef ") + 4
 
 
@@ -157,10 +161,18 @@ def test_res_check_finds_a_single_bit(tmp_path: Path, text: Path) -> None:
 
 
 def test_without_matplotlib_only_the_picture_is_missing(tmp_path: Path, text: Path) -> None:
-    result = python("-c", WITHOUT_MATPLOTLIB, *TINY, "--steps", 1, "--data", text, "--out", "run", cwd=tmp_path)
+    result = python("-c", WITHOUT_MATPLOTLIB, *TINY, "--steps", 2, "--data", text, "--out", "run", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert '.[plot]" brings it' in result.stderr.splitlines()[-1]
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoint.pt", "sample.txt"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {*WRITTEN, *RECORDED, "timeline.html"}
+
+
+def test_one_step_has_no_plan_and_says_so(tmp_path: Path, text: Path) -> None:
+    result = train("--steps", 1, "--data", text, "--out", "run", cwd=tmp_path)
+    assert result.stderr.splitlines()[-1] == (
+        "no report: no plan was followed (the first step is recorded, the second one planned)"
+    )
+    assert {path.name for path in (tmp_path / "run").iterdir()} == WRITTEN
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, text: Path) -> None:
@@ -227,13 +239,58 @@ def test_a_folder_is_read_in_order_without_hidden_files(tmp_path: Path, monkeypa
     assert targets.tolist() == [[ord("6"), ord("7")]] * 3
 
 
-def python_blocks(document: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+DOES_NOT_FIT = "# does not fit"
+"""Stands behind a command of a document that is to answer so."""
+
+RUN = """
+def run_command(arguments, code):
+    import subprocess, sys
+    done = subprocess.run([sys.executable, "-m", "chunkmem", *arguments], capture_output=True, text=True)
+    # An uncaught exception has the exit status of "does not fit", but says so on stderr.
+    assert done.returncode == code and "Traceback" not in done.stderr, (arguments, done)
+"""
+
+
+def program_of(document: str) -> str:
+    """Return the Python blocks of a document and the chunkmem commands of its shell blocks as one program, in order."""
+    parts = [RUN]
+    for language, block in re.findall(r"^```(python|sh)\n(.*?)^```$", document, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            parts.append(block)
+            continue
+        for command in block.splitlines():
+            name, *arguments = shlex.split(command, comments=True) or [""]
+            if name == "chunkmem":
+                parts.append(f"run_command({arguments}, {int(DOES_NOT_FIT in command)})")
+    return "\n".join(parts)
+
+
+def write_named_blocks(document: str, folder: Path) -> None:
+    """Write the Python blocks that begin with a comment of a file's name, for commands that import them."""
+    for name, block in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", document, re.MULTILINE | re.DOTALL):
+        (folder / name).write_text(block, encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_the_code_in_documents_runs(tmp_path: Path, name: str) -> None:
-    blocks = python_blocks((ROOT / name).read_text(encoding="utf-8"))
-    assert blocks
-    result = python("-c", "\n".join(blocks), cwd=tmp_path)
+    document = (ROOT / name).read_text(encoding="utf-8")
+    assert "\n```python\n" in document
+    write_named_blocks(document, tmp_path)
+    result = python("-c", program_of(document), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_program_of_a_document() -> None:
+    document = (
+        "# Title\n```\nchunkmem no\n```\n```python\nx = 1\n```\n"
+        "```sh\npip install no\nchunkmem report 'a b'\n\n# chunkmem no\nchunkmem estimate m:f  # does not fit\n```\n"
+        "```python\nassert x == 1\n```\n"
+    )
+    assert program_of(document).removeprefix(RUN).split("\n") == [
+        *("", "x = 1", "", "run_command(['report', 'a b'], 0)", "run_command(['estimate', 'm:f'], 1)"),
+        *("assert x == 1", ""),
+    ]
+    failing = "```python\nx = 1\n```\n```sh\nchunkmem report nowhere\n```\n"
+    result = python("-c", program_of(failing), cwd=ROOT)
+    assert result.returncode != 0
+    assert "nowhere does not exist" in result.stderr

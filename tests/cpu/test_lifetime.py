@@ -8,7 +8,6 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -242,25 +241,3 @@ def test_the_memory_report() -> None:
         assert "6.00 KiB" in table[1]
         assert {line.split()[0] for line in table[2:-1]} >= {"param", "grad", "exp_avg", "HOST"}
         assert table[-1].startswith("padding ")
-
-
-@cpu_only
-def test_the_memory_history() -> None:
-    """One sample for each change, from the first to the last, by what was running; blocks may nest."""
-    with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
-        twin = Twin(manager, Blocks)
-        with manager.memory_history() as history:
-            with suppress(ZeroDivisionError), manager.memory_history() as inner:
-                twin.step(features(0))
-                raise ZeroDivisionError
-            twin.step(features(1))
-        assert history.caps == {Tier.DEVICE: SMALL_NBYTES, Tier.HOST: AMPLE_NBYTES}
-        assert {sample.label for sample in history.samples} == {"", "forward", "backward", "step"}
-        assert all(sum(sample.nbytes[Tier.DEVICE].values()) <= SMALL_NBYTES for sample in history.samples)
-        times = [sample.time_s for sample in history.samples]
-        assert times == sorted(times)
-        assert 0 < len(inner.samples) < len(history.samples)
-        before = len(history.samples)
-        twin.step(features(2))
-        assert len(history.samples) == before
-        audit(manager)

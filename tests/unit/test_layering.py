@@ -23,7 +23,7 @@ LAYERS = (
     ("runtime", "comm"),
     ("tracing",),
     ("nn",),
-    ("optim", "checkpoint", "report", "plot", "bound"),
+    ("optim", "checkpoint", "report", "bound"),
     ("steps", "estimate"),
     ("manager",),
     ("engine",),

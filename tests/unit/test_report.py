@@ -99,22 +99,58 @@ def peaks(*pairs: tuple[int, int]) -> Trace:
 
 
 def test_non_model_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(tmp_path, trace=peaks((MIB, 2 * MIB), (7 * MIB, 7 * MIB), (4 * MIB, 9 * MIB), (9 * MIB, 4 * MIB)))
+    trace = peaks((MIB, 2 * MIB), (7 * MIB, 7 * MIB), (4 * MIB, 9 * MIB), (9 * MIB, 4 * MIB))
+    make_run(tmp_path, trace=replace(trace, sampling_interval_s=4.26e-3))
     assert main(["report", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert text.split("non-model memory\n")[1].splitlines()[:4] == [
+    assert text.split("non-model memory\n")[1].splitlines()[:5] == [
         "  highest at operator boundaries: 9.00 MiB in moment 3, blocks.1 forward release",
         "  highest by the sampling thread: 9.00 MiB in moment 2, blocks.1 forward hold",
         "  they differ most in moment 2, blocks.1 forward hold: 4.00 MiB at boundaries, 9.00 MiB sampled",
+        "  the sampling thread looked at least every 4.3 ms; what lives shorter may be missed",
         "  the cap of 4.00 MiB on DEVICE does not cover them",
     ]
 
 
-def test_non_model_memory_without_a_sampling_thread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(tmp_path, trace=peaks((MIB, 0)))
+NO_THREAD = "did not run, or saw nothing (client.mem_tracer.use_async_mem_monitor)"
+
+
+@pytest.mark.parametrize(
+    ("sampled_nbytes", "interval_s", "lines"),
+    [
+        (0, 0.0, [f"the sampling thread {NO_THREAD}"]),
+        (
+            0,
+            0.02,
+            [
+                "the sampling thread saw nothing beside the chunks",
+                "the sampling thread looked at least every 20.0 ms; what lives shorter may be missed",
+            ],
+        ),
+        (
+            MIB,
+            0.0,
+            [
+                "highest by the sampling thread: 1.00 MiB in moment 0, blocks.0 forward hold",
+                "they differ most in moment 0, blocks.0 forward hold: 1.00 MiB at boundaries, 1.00 MiB sampled",
+                "how often the sampling thread looked is not in this trace, so neither is what it may have missed",
+            ],
+        ),
+    ],
+    ids=["no thread", "a thread that saw nothing", "a trace of before"],
+)
+def test_what_the_sampling_thread_may_have_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sampled_nbytes: int, interval_s: float, lines: list[str]
+) -> None:
+    make_run(tmp_path, trace=replace(peaks((MIB, sampled_nbytes)), sampling_interval_s=interval_s))
+    assert main(["report", str(tmp_path)]) == 0
+    told = capsys.readouterr().out.split("non-model memory\n")[1].split("\n\n")[0].splitlines()
+    assert [line.strip() for line in told[1:-1]] == lines
     assert main(["report", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["run"]["non_model"]
-    assert (found["probe"]["nbytes"], found["sampled"], found["differ_most"]) == (MIB, None, None)
+    was_seen = sampled_nbytes > 0
+    assert (found["sampled"] is not None, found["differ_most"] is not None) == (was_seen, was_seen)
+    assert (found["probe"]["nbytes"], found["sampling_interval_s"]) == (MIB, interval_s or None)
 
 
 def test_labels_that_cannot_be_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
