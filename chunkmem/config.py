@@ -248,7 +248,7 @@ class Config(Section):
 
 AVAILABLE: Final = MappingProxyType(
     {
-        "precision": ("fp32",),
+        "precision": ("fp32", "bf16"),
         "fp16.enabled": (False,),
         "use_cpu_embedding": (False,),
         "memory.disk": (None,),

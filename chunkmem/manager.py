@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +28,7 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import AccessGuard, DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks
 from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
+from chunkmem.nn.precision import cast_at_borders
 from chunkmem.nn.registry import ModelRegistry, check_fits
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.optim.update import GroupUpdater
@@ -48,6 +50,8 @@ from chunkmem.steps.conductor import Conductor
 from chunkmem.trace.model import Trace
 from chunkmem.tracing.watch import Watch
 from chunkmem.types import ChunkId, Role, Tier
+
+_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 
 
 class ChunkManager:
@@ -82,6 +86,7 @@ class ChunkManager:
             raise ConfigError(f"{', '.join(keys)}: not available in this version; leave out or set to the default")
         require_one_process(process_group)
         self._compute = ComputeDevice.default(device_index)
+        self._dtype = _DTYPES[self.config.precision]
         self._tiers = Tiers(self.config, self._compute)
         self._store = ChunkStore({Tier.DEVICE: self._tiers.device_pool, Tier.HOST: self._tiers.host_pool})
         self._executor = DemandExecutor(self._store)
@@ -91,6 +96,7 @@ class ChunkManager:
             Packer(self._executor, backend, self._compute.device, expect_nbytes=self._tiers.host_pool.expect),
             chunk_numel=None if size == "auto" else size,
             device_cap_nbytes=self._tiers.caps.device_nbytes,
+            dtype=self._dtype,
         )
         self._access = AccessTracker(self._executor)
         self._backward = BackwardTracker(self._executor, self._access)
@@ -220,7 +226,13 @@ class ChunkManager:
         self._registry.check()
         self._gathers_open += 1
         try:
-            with gathered(managed, grads=grads, executor=self._executor, gradients=self._gradients):
+            with gathered(
+                managed,
+                grads=grads,
+                executor=self._executor,
+                gradients=self._gradients,
+                take_up=self._updater.take_up,
+            ):
                 yield
         finally:
             self._gathers_open -= 1
@@ -335,6 +347,8 @@ class ChunkManager:
         self._conductor.forget()
         for packed in self._registry.add(roots, excluded):
             self._fit(packed)
+        for root in roots if self._dtype is not torch.float32 else ():
+            cast_at_borders(root, self._dtype, besides=excluded)
         for module in (*roots, *excluded):
             move_ordinary_tensors(module, excluded, self._compute.device)
 
@@ -352,11 +366,11 @@ class ChunkManager:
 
     def _write(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         self._require_open()
-        self._updater.write(self._access.chunks[managed.group], managed, value)
+        self._updater.write_weight(managed, value)
 
     def _read(self, managed: ManagedParameter) -> torch.Tensor:
         self._require_open()
-        return self._updater.read(self._access.chunks[managed.group], managed)
+        return self._updater.read_weight(managed)
 
     def _begin_root(self) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""

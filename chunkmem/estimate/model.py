@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+
+from chunkmem.nn.precision import cast_at_borders, lowered_parameters
 
 
 @dataclass(frozen=True)
@@ -46,31 +46,9 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def in_precision(module: nn.Module, dtype: torch.dtype) -> None:
-    """Have a model compute in `dtype`, with casts where floats enter and leave it.
-
-    Modules that own floating buffers (batch statistics) stay as they are, with casts around them.
-    """
-    for child in module.modules():
-        stays = any(buffer.is_floating_point() for buffer in child.buffers(recurse=False))
-        if not stays:
-            for param in child.parameters(recurse=False):
-                if param.dtype is torch.float32:
-                    param.data = param.data.to(dtype)
-        elif child is not module:
-            _cast_around(child, torch.float32, dtype)
-    _cast_around(module, dtype, torch.float32)
-
-
-def _cast_around(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -> None:
-    def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _cast(args, inside), _cast(kwargs, inside)
-
-    def leave(_module: nn.Module, _args: Any, result: Any) -> Any:
-        return _cast(result, outside)
-
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave)
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+    """Have a model compute in `dtype`, as a manager would; see [Note: What stays in float32]."""
+    lowered = lowered_parameters(module)
+    for param in module.parameters():
+        if id(param) in lowered:
+            param.data = param.data.to(dtype)
+    cast_at_borders(module, dtype)

@@ -31,14 +31,14 @@ from chunkmem.estimate.model import Model, checkpointed, in_precision
 from chunkmem.estimate.weightless import ParameterHome, WeightlessStore
 from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.pack import choose_slab_nbytes, pack
-from chunkmem.layout.spec import Group, Layout, digest
+from chunkmem.layout.spec import Layout, digest
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import only_makes_a_view
 from chunkmem.nn.hooks import ModuleHooks
-from chunkmem.nn.packing import tensor_specs
+from chunkmem.nn.packing import groups_by_role, tensor_specs
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import Chunk
@@ -54,7 +54,6 @@ _UNKNOWABLE = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-_FP32_NBYTES = 4
 
 
 @dataclass(frozen=True)
@@ -193,13 +192,13 @@ class _Stage:
         self._access.reset(step=True)
         self._backward.reset(step=True)
         store, landed = self._executor.store, self._gradients.landed
-        states = [role for role in (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ) if ChunkId(role, 0) in store.chunks]
+        roles = (Role.PARAM, Role.GRAD, Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
         for group in landed:
-            for role in states:
+            for role in (Role.EXP_AVG, Role.EXP_AVG_SQ):
                 chunk = store.chunks[ChunkId(role, group)]
                 self._executor.create(chunk, Tier.DEVICE, reader="states", zero=True, elastic=True)
         for group in in_order_of_update(landed, landing=list(landed)):
-            chunks = [store.chunks[ChunkId(role, group)] for role in (Role.PARAM, Role.GRAD, *states)]
+            chunks = [store.chunks[key] for role in roles if (key := ChunkId(role, group)) in store.chunks]
             with self._executor.updating(chunks, reader="optimizer step"):
                 pass
             self._gradients.discard(set(landed[group]))
@@ -227,15 +226,12 @@ class _Stage:
         store = self._executor.store
         managed = []
         for group in self.layout.groups:
-            in_fp32 = replace(group, dtype="float32", itemsize=_FP32_NBYTES)
-            roles: dict[Role, Group] = {Role.PARAM: group, Role.GRAD: group}
-            if mastered and group.dtype != "float32":
-                roles[Role.MASTER] = in_fp32
-            roles |= {Role.EXP_AVG: in_fp32, Role.EXP_AVG_SQ: in_fp32}
-            for role, form in roles.items():
+            is_lowered = mastered and group.dtype != "float32"
+            for role, form in groups_by_role(group, is_lowered=is_lowered).items():
                 store.add(Chunk(ChunkId(role, group.id), form, torch.float32, str(ChunkId(role, group.id)), ()))
             chunk = store.chunks[ChunkId(Role.PARAM, group.id)]
-            store.create(chunk, Tier.DEVICE, zero=False)
+            for made in (chunk, *([store.chunks[ChunkId(Role.MASTER, group.id)]] if is_lowered else [])):
+                store.create(made, Tier.DEVICE, zero=False)
             self._access.chunks[group.id] = chunk
             for position, slot in enumerate(group.slots):
                 name, param = named[slot.tensor]

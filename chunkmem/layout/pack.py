@@ -89,7 +89,7 @@ def pack(tensors: Sequence[TensorSpec], *, slab_nbytes: int, first_group: int = 
 
 
 def choose_slab_nbytes(tensors: Sequence[TensorSpec], *, chunk_numel: int | None, device_cap_nbytes: int) -> int:
-    """Return the slab size that a configuration means: that of `default_chunk_size` fp32 elements, or the searched one.
+    """Return the slab size that a configuration means: that of `default_chunk_size` elements, or the searched one.
 
     A chunk never exceeds the bytes of the largest dtype class.
 
@@ -106,7 +106,11 @@ def choose_slab_nbytes(tensors: Sequence[TensorSpec], *, chunk_numel: int | None
     by_dtype = Counter[str]()
     for dtype, nbytes in _items(tensors):
         by_dtype[dtype] += nbytes
-    return min(_align(chunk_numel * _FP32_NBYTES), max(ALIGN_NBYTES, *by_dtype.values()))
+    if not by_dtype:
+        return ALIGN_NBYTES
+    largest, nbytes = by_dtype.most_common(1)[0]
+    itemsize = next(tensor.itemsize for tensor in tensors if tensor.dtype == largest)
+    return min(_align(chunk_numel * min(itemsize, _FP32_NBYTES)), max(ALIGN_NBYTES, nbytes))
 
 
 def search_slab_nbytes(tensors: Sequence[TensorSpec], *, device_cap_nbytes: int) -> int:

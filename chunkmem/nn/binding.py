@@ -18,7 +18,17 @@ class ManagedParameter:
     __slots__ = ("_blank", "bound", "gradient_hook", "group", "name", "param", "placeholder", "position",
                  "shape", "slot", "stride", "version", "view")  # fmt: skip
 
-    def __init__(self, param: torch.nn.Parameter, name: str, slot: Slot, position: int, bound: BoundChunk) -> None:
+    def __init__(
+        self,
+        param: torch.nn.Parameter,
+        name: str,
+        slot: Slot,
+        position: int,
+        bound: BoundChunk,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Describe a parameter in `position` of its group, which computes in `dtype`; None: the one it has."""
         self.param = param
         self.name = name
         self.slot = slot
@@ -30,7 +40,7 @@ class ManagedParameter:
         self.stride = dense_stride(param)
         self.view: torch.Tensor | None = None
         """The slot on DEVICE in the parameter's shape; made once, valid while the chunk is attached."""
-        self._blank = _blank(param, bound.device)
+        self._blank = _blank(param.dtype if dtype is None else dtype, bound.device)
         self.placeholder = self._blank.expand(param.shape)
         """Reads as NaN and refuses most writes: all its elements are one. What it lets through, `clear` notices."""
         self.version = param._version
@@ -192,10 +202,10 @@ def dense_stride(param: torch.Tensor) -> tuple[int, ...]:
     return param.stride()
 
 
-def _blank(param: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The one element of a placeholder."""
     with runtime_mode():
-        blank = torch.empty((), dtype=param.dtype, device=device)
+        blank = torch.empty((), dtype=dtype, device=device)
         return blank.fill_(_blank_value(blank))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,9 +19,16 @@ from chunkmem.units import format_nbytes
 
 @contextmanager
 def gathered(
-    params: Iterable[ManagedParameter], *, grads: bool, executor: DemandExecutor, gradients: GradientBook
+    params: Iterable[ManagedParameter],
+    *,
+    grads: bool,
+    executor: DemandExecutor,
+    gradients: GradientBook,
+    take_up: Callable[[Iterable[int]], None],
 ) -> Iterator[None]:
     """Pin the chunks of `params` on DEVICE; with `grads`, `.grad` is the gradient's slot meanwhile.
+
+    `take_up` has the master copies of these groups, where there are some, follow what was written.
 
     Raises:
         CapacityError: they do not fit DEVICE together; nothing has been moved.
@@ -45,7 +52,10 @@ def gathered(
                 executor.before_demand()
                 for chunk in weights:
                     # What was written through `.data` or numpy passed autograd's version counter by.
+                    assert chunk.home is not None
+                    chunk.home.take_written()
                     executor.store.mark_written(chunk, Tier.DEVICE)
+                take_up(chunk.id.group for chunk in weights)
             for chunk in pinned:
                 executor.unpin(chunk, Tier.DEVICE)
 

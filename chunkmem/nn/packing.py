@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from chunkmem.runtime.store import Chunk
 from chunkmem.types import ChunkId, Role, Tier
 from chunkmem.units import format_nbytes
 
-_ROLES = (Role.PARAM, Role.GRAD, Role.EXP_AVG, Role.EXP_AVG_SQ)
+_FP32_NBYTES = 4
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,38 @@ def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     return bool(places[1].any())
 
 
-def tensor_specs(named: Sequence[tuple[str, nn.Parameter]]) -> list[TensorSpec]:
+@dataclass(frozen=True)
+class Precision:
+    """What parameters compute in."""
+
+    dtype: torch.dtype = torch.float32
+    lowered: Set[int] = frozenset()
+    """Identities of the parameters that compute in `dtype`; the others do in the dtype they were built in."""
+
+    def of(self, param: torch.Tensor) -> torch.dtype:
+        """Return the dtype that a parameter computes in."""
+        return self.dtype if id(param) in self.lowered else param.dtype
+
+
+AS_BUILT = Precision()
+"""Every parameter computes in the dtype it was built in."""
+
+
+def tensor_specs(named: Sequence[tuple[str, nn.Parameter]], precision: Precision = AS_BUILT) -> list[TensorSpec]:
     """Describe parameters to the packer."""
+    dtypes = [precision.of(param) for _, param in named]
     return [
-        TensorSpec(name, tuple(param.shape), str(param.dtype).removeprefix("torch."), param.element_size())
-        for name, param in named
+        TensorSpec(name, tuple(param.shape), str(dtype).removeprefix("torch."), dtype.itemsize)
+        for (name, param), dtype in zip(named, dtypes, strict=True)
     ]
+
+
+def groups_by_role(group: Group, *, is_lowered: bool) -> dict[Role, Group]:
+    """Return what the chunk of each role is made of; one that computes in less has a float32 master copy and states."""
+    if not is_lowered:
+        return dict.fromkeys((Role.PARAM, Role.GRAD, Role.EXP_AVG, Role.EXP_AVG_SQ), group)
+    in_fp32 = replace(group, dtype="float32", itemsize=_FP32_NBYTES)
+    return {Role.PARAM: group, Role.GRAD: group} | dict.fromkeys((Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ), in_fp32)
 
 
 class Packer:
@@ -155,20 +181,23 @@ class Packer:
         *,
         slab_nbytes: int,
         first_group: int,
+        precision: Precision = AS_BUILT,
     ) -> PackedModel:
         """Pack `named` into groups from `first_group` on. The values move chunk by chunk, each source freed on the way.
 
         Raises:
             CapacityError: the weights do not fit the tiers; the model is as it was.
         """
-        layout = pack(tensor_specs(named), slab_nbytes=slab_nbytes, first_group=first_group)
-        self._require_room(layout)
-        self._expect_nbytes(layout.chunk_nbytes)
+        layout = pack(tensor_specs(named, precision), slab_nbytes=slab_nbytes, first_group=first_group)
+        lowered = {group.id for group in layout.groups if id(named[group.slots[0].tensor][1]) in precision.lowered}
+        masters_nbytes = sum(group.numel * _FP32_NBYTES for group in layout.groups if group.id in lowered)
+        self._require_room(layout.chunk_nbytes + masters_nbytes)
+        self._expect_nbytes(layout.chunk_nbytes + masters_nbytes)
         managed: dict[int, ManagedParameter] = {}
         freed_nbytes = 0
         try:
             for group in layout.groups:
-                for parameter in self._pack_group(group, named):
+                for parameter in self._pack_group(group, named, is_lowered=group.id in lowered):
                     managed[parameter.slot.tensor] = parameter
                 freed_nbytes += group.nbytes
                 if freed_nbytes >= SLAB_FLOOR_NBYTES:
@@ -183,61 +212,79 @@ class Packer:
         """Undo `pack`, also one that was interrupted: parameters get memory of their own again, chunks are gone."""
         store = self._executor.store
         for group in layout.groups:
-            chunks = [store.chunks[key] for role in _ROLES if (key := ChunkId(role, group.id)) in store.chunks]
+            chunks = [store.chunks[key] for role in Role if (key := ChunkId(role, group.id)) in store.chunks]
             for chunk in chunks:
-                tier = chunk.newest_tier()
-                if isinstance(chunk.home, BoundChunk) and tier is not None:
-                    for parameter in chunk.home.parameters:
-                        with runtime_mode():
-                            parameter.param.data = store.views(chunk, tier)[parameter.position].clone()
+                if isinstance(chunk.home, BoundChunk):
+                    self._give_back(store.chunks.get(ChunkId(Role.MASTER, group.id), chunk), chunk.home)
+            for chunk in chunks:
                 store.consume(chunk)
                 if Tier.DEVICE in chunk.replicas:
                     store.drop(chunk, Tier.DEVICE)
                 del store.chunks[chunk.id]
 
-    def _require_room(self, layout: Layout) -> None:
+    def _give_back(self, chunk: Chunk, home: BoundChunk) -> None:
+        """Let the parameters have the chunk's values in memory of their own."""
+        tier = chunk.newest_tier()
+        for parameter in home.parameters if tier is not None else ():
+            assert tier is not None
+            with runtime_mode():
+                parameter.param.data = self._executor.store.views(chunk, tier)[parameter.position].clone()
+
+    def _require_room(self, nbytes: int) -> None:
         ledgers = {tier: pool.ledger for tier, pool in self._executor.store.pools.items()}
         free = sum(ledger.limit_nbytes - ledger.total_nbytes for ledger in ledgers.values())
-        if layout.chunk_nbytes > free:
+        if nbytes > free:
             # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
             cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
-            needed = cap + layout.chunk_nbytes - free
+            needed = cap + nbytes - free
             raise CapacityError(
-                f"packing: the weights take {format_nbytes(layout.chunk_nbytes)} in chunks, and DEVICE and HOST "
+                f"packing: the weights take {format_nbytes(nbytes)} in chunks, and DEVICE and HOST "
                 f"together have {format_nbytes(free)} free; raise memory.host from {format_nbytes(cap)} to at least "
                 f"{format_nbytes(needed)} ({needed} bytes)",
                 needed_nbytes=needed,
                 cap_nbytes=cap,
             )
 
-    def _pack_group(self, group: Group, named: Sequence[tuple[str, nn.Parameter]]) -> list[ManagedParameter]:
-        store = self._executor.store
+    def _pack_group(
+        self, group: Group, named: Sequence[tuple[str, nn.Parameter]], *, is_lowered: bool
+    ) -> list[ManagedParameter]:
         params = [named[slot.tensor] for slot in group.slots]
-        dtype = params[0][1].dtype
-        forms = tuple((param.shape, dense_stride(param)) for _, param in params)
-        inside = params[0][0] if len(params) == 1 else f"{params[0][0]} .. {params[-1][0]}"
-        home = BoundChunk(ChunkStorage(self._backend, device=self._device, dtype=dtype), device=self._device)
-        for role in _ROLES:
-            label = f"{ChunkId(role, group.id)} ({inside})"
-            chunk = Chunk(ChunkId(role, group.id), group, dtype, label, forms, home if role is Role.PARAM else None)
-            store.add(chunk)
-        chunk = store.chunks[ChunkId(Role.PARAM, group.id)]
-        self._executor.place(chunk, reader="packing")
-        tier = chunk.newest_tier()
-        assert tier is not None
+        chunk, master = self._add_chunks(group, params, is_lowered=is_lowered)
+        store, home = self._executor.store, chunk.home
+        assert isinstance(home, BoundChunk)
+        for made in (chunk, master) if master is not None else (chunk,):
+            self._executor.place(made, reader="packing")
+            tier = made.newest_tier()
+            assert tier is not None
+            with runtime_mode():
+                for view, (_, param) in zip(store.views(made, tier), params, strict=True):
+                    view.copy_(param)
         packed = []
-        views = store.views(chunk, tier)
         with runtime_mode():
             for position, (slot, (name, param)) in enumerate(zip(group.slots, params, strict=True)):
-                views[position].copy_(param)
-                parameter = ManagedParameter(param, name, slot, position, home)
+                parameter = ManagedParameter(param, name, slot, position, home, dtype=chunk.dtype)
                 home.add(parameter)
                 param.data = parameter.placeholder  # frees the source
                 parameter.version = param._version
                 packed.append(parameter)
-            if tier is Tier.DEVICE:
+            if chunk.newest_tier() is Tier.DEVICE:
                 home.bind()
         return packed
+
+    def _add_chunks(
+        self, group: Group, params: Sequence[tuple[str, nn.Parameter]], *, is_lowered: bool
+    ) -> tuple[Chunk, Chunk | None]:
+        """Register the chunks of all roles; return those of PARAM and, if there is one, MASTER."""
+        store = self._executor.store
+        forms = tuple((param.shape, dense_stride(param)) for _, param in params)
+        inside = params[0][0] if len(params) == 1 else f"{params[0][0]} .. {params[-1][0]}"
+        for role, form in groups_by_role(group, is_lowered=is_lowered).items():
+            key, dtype = ChunkId(role, group.id), getattr(torch, form.dtype)
+            home = None
+            if role is Role.PARAM:
+                home = BoundChunk(ChunkStorage(self._backend, device=self._device, dtype=dtype), device=self._device)
+            store.add(Chunk(key, form, dtype, f"{key} ({inside})", forms, home))
+        return store.chunks[ChunkId(Role.PARAM, group.id)], store.chunks.get(ChunkId(Role.MASTER, group.id))
 
 
 def move_ordinary_tensors(module: nn.Module, excluded: Iterable[nn.Module], device: torch.device) -> None:

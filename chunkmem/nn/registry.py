@@ -12,15 +12,32 @@ from chunkmem.errors import CheckpointError, StateError
 from chunkmem.layout.pack import choose_slab_nbytes
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.packing import PackedModel, Packer, check_separate, named_parameters_of, tensor_specs
+from chunkmem.nn.packing import (
+    AS_BUILT,
+    PackedModel,
+    Packer,
+    Precision,
+    check_separate,
+    named_parameters_of,
+    tensor_specs,
+)
+from chunkmem.nn.precision import lowered_parameters
 from chunkmem.runtime.device import runtime_mode
 
 
 class ModelRegistry:
     """Everything packed so far."""
 
-    def __init__(self, packer: Packer, *, chunk_numel: int | None, device_cap_nbytes: int) -> None:
-        """Make an empty registry; `chunk_numel` None searches the slab size on the first model."""
+    def __init__(
+        self,
+        packer: Packer,
+        *,
+        chunk_numel: int | None,
+        device_cap_nbytes: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Make an empty registry; `chunk_numel` None searches the slab size on the first model; see `Precision`."""
+        self._dtype = dtype
         self._packer = packer
         self._chunk_numel = chunk_numel
         self._device_cap_nbytes = device_cap_nbytes
@@ -53,15 +70,16 @@ class ModelRegistry:
             known.update(id(param) for _, param in found)
             named.append(found)
         check_separate(roots, packed=known)
+        precision = self._precision(roots)
         slab_nbytes = self._slab_nbytes
         if any(named) and (slab_nbytes is None or self._chunk_numel is not None):
-            slab_nbytes = self._choose_slab_nbytes([pair for pairs in named for pair in pairs])
+            slab_nbytes = self._choose_slab_nbytes([pair for pairs in named for pair in pairs], precision)
         packable = {
             root: pairs
             for root, pairs in zip(roots, named, strict=True)
             if any(id(p) in known for p in root.parameters())
         }
-        added = self._pack(packable, slab_nbytes or ALIGN_NBYTES)
+        added = self._pack(packable, slab_nbytes or ALIGN_NBYTES, precision)
         self._slab_nbytes = slab_nbytes
         self.models += added
         for packed in added:
@@ -70,15 +88,23 @@ class ModelRegistry:
             self._excluded.update((id(param), param) for param in module.parameters(recurse=False))
         return added
 
+    def _precision(self, roots: Sequence[nn.Module]) -> Precision:
+        if self._dtype is torch.float32:
+            return AS_BUILT
+        return Precision(self._dtype, set().union(*map(lowered_parameters, roots)))
+
     def _pack(
-        self, named: Mapping[nn.Module, Sequence[tuple[str, nn.Parameter]]], slab_nbytes: int
+        self,
+        named: Mapping[nn.Module, Sequence[tuple[str, nn.Parameter]]],
+        slab_nbytes: int,
+        precision: Precision,
     ) -> list[PackedModel]:
         """Pack all roots or, if one cannot be, none."""
         added: list[PackedModel] = []
         first = sum(len(model.layout.groups) for model in self.models)
         try:
             for root, pairs in named.items():
-                packed = self._packer.pack(root, pairs, slab_nbytes=slab_nbytes, first_group=first)
+                packed = self._packer.pack(root, pairs, slab_nbytes=slab_nbytes, first_group=first, precision=precision)
                 first += len(packed.layout.groups)
                 added.append(packed)
         except BaseException:
@@ -134,9 +160,9 @@ class ModelRegistry:
         if errors:
             raise errors[0]
 
-    def _choose_slab_nbytes(self, named: Sequence[tuple[str, nn.Parameter]]) -> int:
+    def _choose_slab_nbytes(self, named: Sequence[tuple[str, nn.Parameter]], precision: Precision) -> int:
         return choose_slab_nbytes(
-            tensor_specs(named), chunk_numel=self._chunk_numel, device_cap_nbytes=self._device_cap_nbytes
+            tensor_specs(named, precision), chunk_numel=self._chunk_numel, device_cap_nbytes=self._device_cap_nbytes
         )
 
 

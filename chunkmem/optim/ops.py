@@ -57,6 +57,11 @@ def global_norm(grads: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     params = list(grads)
     groups = _group_tensors_by_device_and_dtype([[*params]], with_indices=True)
     order = [params[index] for _, indices in groups.values() for index in indices]
-    norms = [torch.linalg.vector_norm(grads[param]) for param in order]
+    norms = [torch.linalg.vector_norm(grads[param], dtype=_summed_in(grads[param])) for param in order]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms]))
     return total
+
+
+def _summed_in(grad: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype to sum squares in: half the precision would lose most of a long sum."""
+    return torch.float32 if grad.dtype in (torch.bfloat16, torch.float16) else None

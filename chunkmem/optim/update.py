@@ -76,8 +76,8 @@ class GroupUpdater:
         """
         groups = {managed.group for managed in (*params, *self._owner)}  # of other optimizers too
         ledgers = {tier: pool.ledger for tier, pool in self._store.pools.items()}
-        sizes = [chunk.nbytes for key, chunk in self._store.chunks.items() if key.role is Role.PARAM]
-        need = sum(sizes) + 3 * sum(self._chunk(Role.PARAM, group).nbytes for group in groups)
+        sizes = [chunk.nbytes for key, chunk in self._store.chunks.items() if key.role in (Role.PARAM, Role.MASTER)]
+        need = sum(sizes) + sum(self._nbytes(group, Role.GRAD, *STATE_ROLES) for group in groups)
         limits = [ledger.limit_nbytes for ledger in ledgers.values()]
         if min(limits) > 0 and need > max(limits):
             need += max(sizes, default=0)  # two full tiers could not exchange anything
@@ -96,18 +96,24 @@ class GroupUpdater:
     def place(self, params: Iterable[ManagedParameter]) -> None:
         """Decide where the groups of `params` are updated, once; a decided group keeps its place."""
         groups = sorted({managed.group for managed in params} - self._on_device.keys())
-        sizes = [GroupBytes(g, 2 * n, 2 * n) for g in groups for n in (self._chunk(Role.PARAM, g).nbytes,)]
+        sizes = [
+            GroupBytes(g, self._nbytes(g, Role.PARAM, Role.GRAD), self._nbytes(g, Role.MASTER, *STATE_ROLES))
+            for g in groups
+        ]
         chosen = self._place(sizes)
         self._on_device.update((group, group in chosen) for group in groups)
         # On HOST a group has its gradient and both states, beside its weights.
-        self._expect_nbytes(sum(3 * self._chunk(Role.PARAM, g).nbytes for g in groups if g not in chosen))
+        self._expect_nbytes(sum(self._nbytes(g, Role.GRAD, *STATE_ROLES) for g in groups if g not in chosen))
 
     def device_nbytes(self, *, besides: set[int]) -> int:
         """Return what groups other than `besides` are meant to take on DEVICE: PARAM, and by their place the rest."""
         total = 0
         for key, chunk in self._store.chunks.items():
-            if key.role is Role.PARAM and key.group not in besides:
-                total += chunk.nbytes * (1 + (key.group in self._on_device) + 2 * self._on_device.get(key.group, False))
+            if key.group not in besides:
+                is_there = key.role is Role.PARAM or (
+                    key.group in self._on_device if key.role is Role.GRAD else self._on_device.get(key.group, False)
+                )
+                total += chunk.nbytes * is_there
         return total
 
     def make_states(self, params: Iterable[ManagedParameter]) -> None:
@@ -136,23 +142,37 @@ class GroupUpdater:
             group: the group.
             items: by any key, (options of a parameter group, its (parameter, step) pairs in this chunk group).
         """
+        master = self._store.chunks.get(ChunkId(Role.MASTER, group))
         states = [self._chunk(role, group) for role in STATE_ROLES]
-        chunks = [self._chunk(Role.PARAM, group), self._chunk(Role.GRAD, group), *states]
+        chunks = [self._chunk(Role.PARAM, group), self._chunk(Role.GRAD, group)]
+        chunks += states if master is None else [master, *states]
         with self._executor.updating(chunks, reader="optimizer step") as tier, runtime_mode():
-            param, grad, exp_avg, exp_avg_sq = (self._store.views(chunk, tier) for chunk in chunks)
+            views = {chunk.id.role: self._store.views(chunk, tier) for chunk in chunks}
             for options, pairs in items.values():
                 at = [managed.position for managed, _ in pairs]
-                device = param[0].device
-                tensors = AdamTensors(
-                    [param[i] for i in at],
-                    [grad[i] for i in at],
-                    [exp_avg[i] for i in at],
-                    [exp_avg_sq[i] for i in at],
-                    [step.to(device) for _, step in pairs],
-                )
-                fused_adam_(tensors, options)
-        for chunk in (chunks[0], *states):
-            self._store.mark_written(chunk, tier)
+                self._update(views, at, [step for _, step in pairs], options)
+        for chunk in chunks:
+            if chunk.id.role is not Role.GRAD:
+                self._store.mark_written(chunk, tier)
+
+    def _update(
+        self,
+        views: Mapping[Role, Sequence[torch.Tensor]],
+        at: Sequence[int],
+        steps: Sequence[torch.Tensor],
+        options: dict[str, Any],
+    ) -> None:
+        """Update the slots `at`; a group with a master copy in float32, its weights rounded from it."""
+        param, grad = ([views[role][i] for i in at] for role in (Role.PARAM, Role.GRAD))
+        exp_avg, exp_avg_sq = ([views[role][i] for i in at] for role in STATE_ROLES)
+        steps = [step.to(param[0].device) for step in steps]
+        if Role.MASTER not in views:
+            fused_adam_(AdamTensors(param, grad, exp_avg, exp_avg_sq, steps), options)
+            return
+        master = [views[Role.MASTER][i] for i in at]
+        fused_adam_(AdamTensors(master, [g.float() for g in grad], exp_avg, exp_avg_sq, steps), options)
+        for low, high in zip(param, master, strict=True):
+            low.copy_(high)
 
     def mark_updated(self, params: Iterable[ManagedParameter]) -> None:
         """Count the update in autograd's version counters: a backward of an older graph has to notice it."""
@@ -179,6 +199,35 @@ class GroupUpdater:
             self._store.views(chunk, tier)[managed.position].copy_(value)
         self._store.mark_written(chunk, tier)
 
+    def read_weight(self, managed: ManagedParameter) -> torch.Tensor:
+        """Return a CPU copy of a parameter's values, of the float32 master copy if there is one."""
+        return self.read(self._weights(managed.group)[-1], managed)
+
+    def write_weight(self, managed: ManagedParameter, value: torch.Tensor) -> None:
+        """Set a parameter's values, and those of its master copy if there is one."""
+        for chunk in self._weights(managed.group):
+            self.write(chunk, managed, value)
+
+    def take_up(self, groups: Iterable[int]) -> None:
+        """Let master copies follow what a user wrote to their parameters; elements that were not keep all bits."""
+        for group in groups:
+            param, *masters = self._weights(group)
+            for master in masters:
+                tier, other = param.newest_tier(), master.newest_tier()
+                assert tier is not None
+                assert other is not None
+                with runtime_mode():
+                    pairs = zip(self._store.views(param, tier), self._store.views(master, other), strict=True)
+                    for low, high in pairs:
+                        written = low.to(high.device)
+                        high.copy_(torch.where(high.to(low.dtype) == written, high, written.to(high.dtype)))
+                self._store.mark_written(master, other)
+
+    def _weights(self, group: int) -> list[Chunk]:
+        """Return the PARAM chunk and, if there is one, its MASTER."""
+        master = self._store.chunks.get(ChunkId(Role.MASTER, group))
+        return [self._chunk(Role.PARAM, group), *([] if master is None else [master])]
+
     def state(self, role: Role, managed: ManagedParameter) -> Chunk:
         """Return the chunk of `role` that holds the parameter's state."""
         return self._chunk(role, managed.group)
@@ -202,6 +251,11 @@ class GroupUpdater:
 
     def _chunk(self, role: Role, group: int) -> Chunk:
         return self._store.chunks[ChunkId(role, group)]
+
+    def _nbytes(self, group: int, *roles: Role) -> int:
+        """Return the bytes of a group's chunks in these roles, those that there are."""
+        found = (self._store.chunks.get(ChunkId(role, group)) for role in roles)
+        return sum(chunk.nbytes for chunk in found if chunk is not None)
 
     def _tier_for_states(self, chunk: Chunk) -> Tier:
         """Where planned; on the other tier if a full HOST leaves no choice."""

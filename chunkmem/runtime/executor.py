@@ -19,7 +19,7 @@ from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
 from chunkmem.trace.model import Kind
-from chunkmem.types import Role, Tier
+from chunkmem.types import ChunkId, Role, Tier
 from chunkmem.units import format_nbytes
 
 _OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
@@ -177,15 +177,25 @@ class DemandExecutor:
         if chunk.home is None:
             return
         if Tier.DEVICE in chunk.replicas and chunk.home.take_written():
+            self._refuse_writes_beside_a_master(chunk)
             self.before_demand()
             self.store.mark_written(chunk, Tier.DEVICE)
         for position, value in chunk.home.take_written_away():
+            self._refuse_writes_beside_a_master(chunk)
             self.before_demand()
             tier = chunk.newest_tier()
             assert tier is not None
             with runtime_mode():
                 self.store.views(chunk, tier)[position].copy_(value)
             self.store.mark_written(chunk, tier)
+
+    def _refuse_writes_beside_a_master(self, chunk: Chunk) -> None:
+        if ChunkId(Role.MASTER, chunk.id.group) in self.store.chunks:
+            raise StateError(
+                f"{chunk.label}: a parameter was written to, but it is only the {chunk.dtype} copy of float32 weights, "
+                "which would be lost at the next update; write to it inside manager.gather(), or load values with "
+                "manager.load_state_dict()"
+            )
 
     def _touch(self, replica: Replica) -> None:
         self._clock += 1
