@@ -93,10 +93,10 @@ class Rehearsal:
     @property
     def role_nbytes(self) -> Mapping[Role, int]:
         """Bytes of the chunks in each role, pads included."""
-        found: dict[Role, int] = {}
+        found = dict.fromkeys(Role, 0)
         for chunk, nbytes in self.trace.chunk_nbytes.items():
-            found[chunk.role] = found.get(chunk.role, 0) + nbytes
-        return found
+            found[chunk.role] += nbytes
+        return {role: nbytes for role, nbytes in found.items() if nbytes}
 
 
 def rehearse(model: Model, setting: Setting) -> Rehearsal:
