@@ -345,10 +345,11 @@ class ChunkManager:
 
     def _add(self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module]) -> None:
         self._conductor.forget()
-        for packed in self._registry.add(roots, excluded):
-            self._fit(packed)
+        added = self._registry.add(roots, excluded)
         for root in roots if self._dtype is not torch.float32 else ():
             cast_at_borders(root, self._dtype, besides=excluded)
+        for packed in added:
+            self._fit(packed)
         for module in (*roots, *excluded):
             move_ordinary_tensors(module, excluded, self._compute.device)
 

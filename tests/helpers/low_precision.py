@@ -1,0 +1,80 @@
+"""Training in bf16 with float32 master weights, written out in plain PyTorch: what chunkmem has to equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chunkmem.nn.precision import cast_at_borders
+from tests.helpers.training import compute_device
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW over float32 copies of the parameters, which are rounded from them after each step."""
+
+    def __init__(self, params: Iterable[Any], masters: dict[nn.Parameter, nn.Parameter], **options: Any) -> None:
+        groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
+        self.pairs = [(param, masters[param]) for group in groups for param in group["params"]]
+        if all(len(group) == 1 for group in groups):  # plain parameters: one group
+            super().__init__([master for _, master in self.pairs], fused=True, **options)
+        else:
+            own = [group | {"params": [masters[param] for param in group["params"]]} for group in groups]
+            super().__init__(own, fused=True, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param, master in self.pairs:
+            master.grad = None if param.grad is None else param.grad.float()
+        super().step()
+        for param, master in self.pairs:
+            if param.grad is not None:
+                param.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for param, _ in self.pairs:
+            param.grad = None
+
+
+class LowPlain:
+    """Plain PyTorch in `dtype`; modules with floating buffers stay in float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.masters: dict[nn.Parameter, nn.Parameter] = {}
+
+    def building(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def ready(self, model: nn.Module) -> nn.Module:
+        model = model.to(compute_device())
+        kept = {
+            param
+            for module in model.modules()
+            if any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
+            for param in module.parameters(recurse=False)
+        }
+        for param in model.parameters():
+            if param in kept:
+                self.masters[param] = param
+                continue
+            self.masters[param] = nn.Parameter(param.detach().clone())
+            param.data = param.data.to(self.dtype)
+        cast_at_borders(model, self.dtype)
+        return model
+
+    def optimizer(self, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+        return MasterAdamW(params, self.masters, **options)
+
+    def backward(self, loss: Tensor, *, last: bool, by_manager: bool) -> None:
+        loss.backward()
+
+    def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        state = model.state_dict(keep_vars=True)
+        return {name: self.masters.get(value, value) for name, value in state.items()}
+
+    def after_step(self) -> None:
+        pass
