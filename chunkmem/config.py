@@ -248,8 +248,6 @@ class Config(Section):
 
 AVAILABLE: Final = MappingProxyType(
     {
-        "precision": ("fp32", "bf16"),
-        "fp16.enabled": (False,),
         "use_cpu_embedding": (False,),
         "memory.disk": (None,),
         "client.mem_tracer.use_fake_dist": (False,),

@@ -31,6 +31,7 @@ from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
 from chunkmem.nn.precision import cast_at_borders
 from chunkmem.nn.registry import ModelRegistry, check_fits
 from chunkmem.nn.surface import ModuleSurface
+from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.update import GroupUpdater
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
@@ -51,7 +52,7 @@ from chunkmem.trace.model import Trace
 from chunkmem.tracing.watch import Watch
 from chunkmem.types import ChunkId, Role, Tier
 
-_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
+_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
 
 class ChunkManager:
@@ -87,6 +88,7 @@ class ChunkManager:
         require_one_process(process_group)
         self._compute = ComputeDevice.default(device_index)
         self._dtype = _DTYPES[self.config.precision]
+        self._scaler = LossScaler(self.config.fp16) if self._dtype is torch.float16 else None
         self._tiers = Tiers(self.config, self._compute)
         self._store = ChunkStore({Tier.DEVICE: self._tiers.device_pool, Tier.HOST: self._tiers.host_pool})
         self._executor = DemandExecutor(self._store)
@@ -199,7 +201,7 @@ class ChunkManager:
             yield
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, **kwargs: Any) -> None:
-        """Run `loss.backward(**kwargs)`.
+        """Run `loss.backward(**kwargs)`; in fp16, of the loss times the loss scale.
 
         `last` tells whether `step()` comes next; it decides when gradients are exchanged, so with one process it
         changes nothing.
@@ -209,7 +211,23 @@ class ChunkManager:
             raise StateError(f"manager.backward() takes the loss as a tensor, not a {type(loss).__name__}")
         guard = self._make_guard()
         with guard or contextlib.nullcontext():
-            loss.backward(**kwargs)
+            self._scaled(loss).backward(**kwargs)
+
+    @property
+    def loss_scale(self) -> float:
+        """What `backward` multiplies the loss by: 1 but in fp16."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps that changed nothing because a gradient had overflowed; only fp16 has them."""
+        return 0 if self._scaler is None else self._scaler.num_skipped
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        if self._scaler is None:
+            return loss
+        self._scaler.is_used = True
+        return loss.float() * self._scaler.scale
 
     @contextlib.contextmanager
     def gather(self, params: Any = None, *, grads: bool = False) -> Iterator[None]:
@@ -411,6 +429,10 @@ class ChunkManager:
                 self._conductor.end_step()
         finally:
             self._stepping = False
+
+    def _skip_step(self) -> None:
+        """The optimizer's step changes nothing: neither record it nor learn from it."""
+        self._conductor.excuse_lap()
 
     def _place_states(self, sizes: Sequence[GroupBytes]) -> frozenset[int]:
         if self._tiers.caps.shared:

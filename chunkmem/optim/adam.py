@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from chunkmem.runtime.device import runtime_mode
 
 if TYPE_CHECKING:
     from chunkmem.manager import ChunkManager
+    from chunkmem.optim.scaler import LossScaler
 
 
 class Adam(torch.optim.Optimizer):
@@ -118,10 +120,20 @@ class Adam(torch.optim.Optimizer):
             pending = self._pending()
             if not pending and not any(p.grad is not None for p in self._excluded()):
                 raise StateError("step() without a gradient: call manager.backward(loss) or loss.backward() before it")
-            if self.max_grad_norm > 0:
-                self._clip(self.max_grad_norm)
-            self._update_managed(pending)
-            self._update_excluded()
+            scaler = self._manager._scaler
+            if self._manager._dtype is torch.float32:
+                if self.max_grad_norm > 0:
+                    self._clip(self.max_grad_norm)
+                self._update(pending, multiplier=None)
+                return
+            multiplier = self._multiplier(scaler)
+            if scaler is not None:
+                scaler.step(overflow=multiplier is None)
+            if multiplier is None:
+                self._manager._skip_step()
+                self._updater.gradients.discard(set(pending))
+            else:
+                self._update(pending, multiplier=multiplier)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that `step()` has not consumed, or set them to 0."""
@@ -129,6 +141,8 @@ class Adam(torch.optim.Optimizer):
         super().zero_grad(set_to_none)  # those of excluded parameters, and what was assigned to `.grad`
         if set_to_none:
             self._updater.gradients.discard(set(self._managed()))
+            if self._manager._scaler is not None:
+                self._manager._scaler.is_used = False
             return
         pending = self._pending()
         with runtime_mode():
@@ -148,6 +162,8 @@ class Adam(torch.optim.Optimizer):
         self._updater.check_owner(self._managed(), self)
         with self._states_filled_in():
             state_dict = super().state_dict()
+        if self._manager._scaler is not None:
+            state_dict["loss_scaler"] = self._manager._scaler.state_dict()
         for group in state_dict["param_groups"]:
             group.update({key: value.clone() for key, value in group.items() if isinstance(value, torch.Tensor)})
         return state_dict
@@ -162,6 +178,8 @@ class Adam(torch.optim.Optimizer):
         self._manager._require_open()
         self._updater.check_owner(self._managed(), self)
         check_state(state_dict, self.param_groups, name_of=self._name_of)
+        if self._manager._scaler is not None and "loss_scaler" in state_dict:
+            self._manager._scaler.load_state_dict(state_dict["loss_scaler"])
         taken: dict[ManagedParameter, dict[str, Any]] = {}
         # The last hook before and the first after the loading. In between torch copies each state to the device of its
         # parameter: there the managed ones would not fit.
@@ -188,7 +206,12 @@ class Adam(torch.optim.Optimizer):
     def _name_of(self, param: torch.Tensor, index: int) -> str:
         return managed.name if (managed := self._manager._lookup(param)) is not None else f"parameter {index}"
 
-    def _clip(self, max_norm: float) -> torch.Tensor:
+    def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return, by parameter, every gradient there is: the slots of managed ones, `.grad` of excluded ones.
+
+        Raises:
+            StateError: there is none.
+        """
         pending: dict[torch.Tensor, ManagedParameter] = {managed.param: managed for managed in self._pending()}
         grads: dict[torch.Tensor, torch.Tensor] = {}
         for group in self.param_groups:
@@ -199,8 +222,15 @@ class Adam(torch.optim.Optimizer):
                     grads[param] = param.grad
         if not grads:
             raise StateError("no gradient to clip: call manager.backward(loss) or loss.backward() before it")
+        return grads
+
+    def _clip(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients where they are; return their norm before that, as it is without a loss scale."""
+        grads = self._gradients()
+        pending: dict[torch.Tensor, ManagedParameter] = {managed.param: managed for managed in self._pending()}
+        scaler = self._manager._scaler
         with runtime_mode():
-            norm = global_norm(grads)
+            norm = global_norm(grads) if scaler is None else global_norm(grads) / scaler.scale
             coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
             for param, grad in grads.items():
                 managed = pending.get(param)
@@ -209,7 +239,31 @@ class Adam(torch.optim.Optimizer):
                     replica.mul_(coefficient.to(replica.device))
         return norm
 
-    def _update_managed(self, pending: list[ManagedParameter]) -> None:
+    def _multiplier(self, scaler: LossScaler | None) -> float | None:
+        """Return what the update multiplies gradients by, for the loss scale and clipping; None: they overflowed.
+
+        Raises:
+            StateError: there is a loss scale, and the gradients are of a loss that was not multiplied by it.
+        """
+        if scaler is not None and not scaler.is_used:
+            raise StateError("fp16 gradients need the loss scale: call manager.backward(loss), not loss.backward()")
+        scale = 1.0 if scaler is None else scaler.scale
+        if scaler is None and self.max_grad_norm <= 0:
+            return scale
+        with runtime_mode():
+            norm = float(global_norm(self._gradients())) / scale
+        if scaler is not None and not math.isfinite(norm):
+            return None
+        clipping = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
+        return clipping / scale
+
+    def _update(self, pending: list[ManagedParameter], *, multiplier: float | None) -> None:
+        if multiplier == 1.0:
+            multiplier = None
+        self._update_managed(pending, multiplier)
+        self._update_excluded(multiplier)
+
+    def _update_managed(self, pending: list[ManagedParameter], multiplier: float | None) -> None:
         self._prepare_states(pending)
         waiting = set(pending)
         by_group: dict[int, dict[int, tuple[dict[str, Any], list[tuple[ManagedParameter, torch.Tensor]]]]] = {}
@@ -221,7 +275,7 @@ class Adam(torch.optim.Optimizer):
                     item[1].append((managed, self._steps[managed] + 1))
         for group in in_order_of_update(list(by_group), landing=list(self._updater.gradients.landed)):
             items = by_group[group]
-            self._updater.update(group, items)
+            self._updater.update(group, items, multiplier=multiplier)
             done = {managed: step for _, pairs in items.values() for managed, step in pairs}
             self._steps.update(done)
             self._updater.gradients.discard(done.keys())
@@ -238,7 +292,7 @@ class Adam(torch.optim.Optimizer):
         for managed in new:
             self._steps[managed] = torch.zeros((), dtype=torch.float32, device="cpu")
 
-    def _update_excluded(self) -> None:
+    def _update_excluded(self, multiplier: float | None) -> None:
         for options in self.param_groups:
             params = [p for p in options["params"] if self._manager._lookup(p) is None and p.grad is not None]
             for param in params:
@@ -250,7 +304,8 @@ class Adam(torch.optim.Optimizer):
             for dtype in dict.fromkeys(param.dtype for param in params):
                 alike = [param for param in params if param.dtype == dtype]
                 columns = [[self.state[param][key] for param in alike] for key in (*STATE_KEYS, "step")]
-                fused_adam_(AdamTensors(alike, [param.grad for param in alike], *columns), options)
+                grads = [param.grad if multiplier is None else param.grad.mul(multiplier) for param in alike]
+                fused_adam_(AdamTensors(alike, grads, *columns), options)
 
     @contextmanager
     def _states_filled_in(self) -> Iterator[None]:

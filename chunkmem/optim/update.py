@@ -135,12 +135,15 @@ class GroupUpdater:
         self,
         group: int,
         items: Mapping[int, tuple[dict[str, Any], Sequence[tuple[ManagedParameter, torch.Tensor]]]],
+        *,
+        multiplier: float | None = None,
     ) -> None:
         """Update one group's parameters.
 
         Args:
             group: the group.
             items: by any key, (options of a parameter group, its (parameter, step) pairs in this chunk group).
+            multiplier: of the gradients, in float32; None: they are taken as they are.
         """
         master = self._store.chunks.get(ChunkId(Role.MASTER, group))
         states = [self._chunk(role, group) for role in STATE_ROLES]
@@ -150,7 +153,7 @@ class GroupUpdater:
             views = {chunk.id.role: self._store.views(chunk, tier) for chunk in chunks}
             for options, pairs in items.values():
                 at = [managed.position for managed, _ in pairs]
-                self._update(views, at, [step for _, step in pairs], options)
+                self._update(views, at, [step for _, step in pairs], options, multiplier=multiplier)
         for chunk in chunks:
             if chunk.id.role is not Role.GRAD:
                 self._store.mark_written(chunk, tier)
@@ -161,11 +164,15 @@ class GroupUpdater:
         at: Sequence[int],
         steps: Sequence[torch.Tensor],
         options: dict[str, Any],
+        *,
+        multiplier: float | None,
     ) -> None:
         """Update the slots `at`; a group with a master copy in float32, its weights rounded from it."""
         param, grad = ([views[role][i] for i in at] for role in (Role.PARAM, Role.GRAD))
         exp_avg, exp_avg_sq = ([views[role][i] for i in at] for role in STATE_ROLES)
         steps = [step.to(param[0].device) for step in steps]
+        if multiplier is not None:
+            grad = [g.float().mul(multiplier) for g in grad]
         if Role.MASTER not in views:
             fused_adam_(AdamTensors(param, grad, exp_avg, exp_avg_sq, steps), options)
             return

@@ -82,6 +82,8 @@ class Conductor:
         """Follows the lap that runs, or ran last; None if that is recorded or served on demand."""
         self._journal: Journal | None = None
         """Of the lap that runs, or ran last."""
+        self._is_excused = False
+        """Nothing is to be learnt from the lap that runs, or ran last."""
         self._in_lap: Listener = _ignore
         """Hears of events within the lap."""
         self._last: Callable[[], Timeline] | None = None
@@ -170,6 +172,10 @@ class Conductor:
         if self._recorder is None and (over_nbytes := self._tiers.overshoot_nbytes()):
             self._courses[Mode.TRAIN].charge_more(over_nbytes)
 
+    def excuse_lap(self) -> None:
+        """The lap that runs is not like the others: the next one is recorded instead, and no plan suffers from it."""
+        self._is_excused = True
+
     def forget(self) -> None:
         """There is more to manage than was recorded: record anew."""
         self._recorder = None
@@ -203,10 +209,14 @@ class Conductor:
         mode, recorder = self._mode, self._recorder
         if mode is Mode.EVAL:
             self._keep_timeline()
+        is_excused, self._is_excused = self._is_excused, False
         self._mode, self._recorder, self._is_running = None, None, False
         if recorder is not None:
             recorder.end()
             self._stop_watch()
+        if is_excused:
+            return
+        if recorder is not None:
             self._courses[recorder.mode].recorded(lambda: recorder.trace(self._layout(), self._executor.store.chunks))
         elif mode is not None and self._performer is self._courses[mode].performer:
             self._courses[mode].learn()

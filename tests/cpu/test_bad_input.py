@@ -166,9 +166,9 @@ MANAGERS: dict[str, tuple[Callable[[], Any], str]] = {
         r"^config is a dict; pass Config.from_json\(path\)",
     ),
     "a path": (lambda: chunkmem.ChunkManager("chunkmem.json"), r"^config is a str; pass Config.from_json\(path\)"),
-    "bf16": (
-        lambda: chunkmem.ChunkManager(chunkmem.Config(precision="bf16")),
-        r"^precision: not available in this version; leave out or set to the default$",
+    "an embedding on HOST": (
+        lambda: chunkmem.ChunkManager(chunkmem.Config(use_cpu_embedding=True)),
+        r"^use_cpu_embedding: not available in this version; leave out or set to the default$",
     ),
     "a device that is not there": (
         lambda: chunkmem.ChunkManager(device_index=99),

@@ -1,4 +1,4 @@
-"""bf16 with float32 master weights: the numbers, whatever is where, and what users may do with the weights."""
+"""bf16 and fp16 with float32 master weights: the numbers, whatever is where, and what users may do with the weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import nn
 
 import chunkmem
 from chunkmem.estimate.rehearse import Setting, rehearse
+from chunkmem.optim.scaler import LossScaler
+from chunkmem.trace.model import Kind
 from chunkmem.types import Role
 from tests.cpu.test_estimate_truth import ONE_BATCH, as_model
 from tests.helpers.low_precision import LowPlain
@@ -30,23 +32,42 @@ from tests.helpers.zoo import ZOO, ZooModel
 AMPLE_NBYTES = 32 << 20
 
 
-def config(case: ZooModel, device_nbytes: int) -> chunkmem.Config:
+def config(case: ZooModel, device_nbytes: int, precision: str = "bf16") -> chunkmem.Config:
     memory = {"device": device_nbytes, "host": HOST_NBYTES}
-    return chunkmem.Config.from_dict(
-        {"precision": "bf16", "memory": memory, "default_chunk_size": 2 * case.chunk_numel}
-    )
+    keys = {"precision": precision, "memory": memory, "default_chunk_size": 2 * case.chunk_numel}
+    return chunkmem.Config.from_dict(keys | ({"fp16": FP16} if precision == "fp16" else {}))
+
+
+FP16 = {"enabled": True, "initial_scale_power": 14, "loss_scale_window": 2}
 
 
 @functools.cache
-def plain(case: ZooModel, variant: Variant) -> Outcome:
-    return Trainer(case, variant, LowPlain(torch.bfloat16)).run(STEPS)
+def plain(case: ZooModel, variant: Variant, precision: str) -> Outcome:
+    if precision == "bf16":
+        return Trainer(case, variant, LowPlain(torch.bfloat16)).run(STEPS)
+    scaler = LossScaler(chunkmem.Config.from_dict({"fp16": FP16}).fp16)
+    return Trainer(case, variant, LowPlain(torch.float16, scaler)).run(STEPS)
+
+
+class Scaling(Chunked):
+    """Only `manager.backward` knows the loss scale; a step that is skipped cannot follow its plan."""
+
+    num_skipped = 0
+
+    def backward(self, loss: torch.Tensor, *, last: bool, by_manager: bool) -> None:
+        self.manager.backward(loss, last=last)
+
+    def after_step(self) -> None:
+        skipped, self.num_skipped = self.num_skipped, self.manager.num_skipped_steps
+        if skipped == self.num_skipped:
+            super().after_step()
 
 
 @functools.cache
-def chunked(case: ZooModel, variant: Variant, device_nbytes: int) -> tuple[Outcome, int]:
+def chunked(case: ZooModel, variant: Variant, device_nbytes: int, precision: str) -> tuple[Outcome, int]:
     """Train; return what came out and the smallest cap known to be needed."""
-    with chunkmem.ChunkManager(config(case, device_nbytes)) as manager:
-        outcome = Trainer(case, variant, Chunked(manager, follows=repeats(case))).run(STEPS)
+    with chunkmem.ChunkManager(config(case, device_nbytes, precision)) as manager:
+        outcome = Trainer(case, variant, Scaling(manager, follows=repeats(case))).run(STEPS)
         return outcome, manager.memory().device.required_nbytes
 
 
@@ -65,12 +86,15 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(("case", "variant"), CASES)
-def test_training_is_that_of_plain_pytorch_with_master_weights(case: ZooModel, variant: Variant) -> None:
-    outcome, required_nbytes = chunked(case, variant, AMPLE_NBYTES)
-    assert_same(outcome, plain(case, variant))
-    tight, _ = chunked(case, variant, required_nbytes)
-    assert_same(tight, plain(case, variant))
+def test_training_is_that_of_plain_pytorch_with_master_weights(
+    case: ZooModel, variant: Variant, precision: str
+) -> None:
+    outcome, required_nbytes = chunked(case, variant, AMPLE_NBYTES, precision)
+    assert_same(outcome, plain(case, variant, precision))
+    tight, _ = chunked(case, variant, required_nbytes, precision)
+    assert_same(tight, plain(case, variant, precision))
 
 
 ESTIMATED = [
@@ -194,3 +218,88 @@ def test_the_norm_is_summed_in_float32() -> None:
     norm = twins.optimizer.clip_grad_norm_(1e9)
     expected = torch.stack([grad.double().norm() for grad in grads]).norm()
     assert float(norm) == pytest.approx(float(expected), rel=1e-6)
+
+
+# fp16
+
+
+FP16_KEYS = {"precision": "fp16", "fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 2}}
+
+
+def test_a_step_that_overflows_changes_nothing_and_the_scale_recovers() -> None:
+    twins = Twins(**FP16_KEYS)
+    twins.step(0)
+    twins.step(1)
+    weights, states = twins.manager.state_dict(), twins.optimizer.state_dict()
+    scales = []
+    for _ in range(4):
+        loss = twins.model(torch.randn(8, 32)).square().mean()
+        twins.manager.backward(loss * float("inf"))
+        twins.optimizer.step()
+        twins.optimizer.zero_grad()
+        scales.append(twins.manager.loss_scale)
+    assert scales == [16, 8, 4, 2]  # the first overflow is forgiven
+    assert twins.manager.num_skipped_steps == 4
+    after, states_after = twins.manager.state_dict(), twins.optimizer.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in weights.items())
+    for index, state in states["state"].items():
+        assert all(torch.equal(states_after["state"][index][key], value) for key, value in state.items())
+    losses = [twins.step(seed) for seed in range(2, 8)]
+    assert losses[-1] < losses[0]
+    timeline = twins.manager.timeline()
+    assert timeline is not None
+    assert timeline.departures == 0
+
+
+def test_an_overflow_in_the_first_step_is_not_what_is_recorded() -> None:
+    twins = Twins(**FP16_KEYS)
+    twins.manager.backward(twins.model(torch.randn(8, 32)).mean() * float("nan"))
+    twins.optimizer.step()
+    twins.optimizer.zero_grad()
+    twins.step(0)
+    twins.step(1)
+    twins.step(2)
+    timeline, trace = twins.manager.timeline(), twins.manager.trace
+    assert trace is not None
+    assert sum(moment.kind is Kind.UPDATE for moment in trace.moments) == 4
+    assert timeline is not None
+    assert timeline.departures == 0
+
+
+def test_the_scale_is_resumed() -> None:
+    keys = FP16_KEYS | {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 3}}
+    first = Twins(**keys)
+    for seed in range(4):
+        first.step(seed)
+    assert first.manager.loss_scale == 32
+    second = Twins(**keys)
+    second.manager.load_state_dict(first.manager.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    for seed in range(4, 8):
+        assert second.step(seed) == first.step(seed)
+    assert second.manager.loss_scale == first.manager.loss_scale == 64
+
+
+def test_a_backward_without_the_scale_is_refused() -> None:
+    twins = Twins(**FP16_KEYS)
+    twins.model(torch.randn(8, 32)).mean().backward()
+    with pytest.raises(chunkmem.StateError, match=r"fp16 gradients need the loss scale: call manager\.backward"):
+        twins.optimizer.step()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_clipping_is_part_of_the_update(precision: str) -> None:
+    """The coefficient meets gradients in float32: they are not rounded once more."""
+    twins = Twins(precision=precision, gradient_clipping=1e-3)
+    plain = Twins(precision="bf16") if precision == "bf16" else Twins(**FP16_KEYS)
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    for one in (twins, plain):
+        one.manager.backward(one.model(x).square().mean())
+    with plain.manager.gather(grads=True):
+        scale = plain.manager.loss_scale
+        grads = [param.grad.float() / scale for param in plain.model.parameters() if param.grad is not None]
+    norm = torch.stack([grad.norm() for grad in grads]).norm()
+    twins.optimizer.step()
+    for index, grad in enumerate(grads):
+        expected = 0.1 * grad * (1e-3 / (norm + 1e-6))
+        assert torch.allclose(twins.optimizer.state_dict()["state"][index]["exp_avg"], expected, rtol=1e-3, atol=1e-9)

@@ -1,4 +1,4 @@
-"""Training in bf16 with float32 master weights, written out in plain PyTorch: what chunkmem has to equal."""
+"""Training in bf16 or fp16 with float32 master weights, written out in plain PyTorch: what chunkmem has to equal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from chunkmem.nn.precision import cast_at_borders
+from chunkmem.optim.scaler import LossScaler
 from tests.helpers.training import compute_device
 
 
 class MasterAdamW(torch.optim.AdamW):
     """AdamW over float32 copies of the parameters, which are rounded from them after each step."""
 
-    def __init__(self, params: Iterable[Any], masters: dict[nn.Parameter, nn.Parameter], **options: Any) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        masters: dict[nn.Parameter, nn.Parameter],
+        scaler: LossScaler | None,
+        **options: Any,
+    ) -> None:
+        self.scaler = scaler
         groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
         self.pairs = [(param, masters[param]) for group in groups for param in group["params"]]
         if all(len(group) == 1 for group in groups):  # plain parameters: one group
@@ -27,8 +35,14 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        scale = 1.0 if self.scaler is None else self.scaler.scale
         for param, master in self.pairs:
-            master.grad = None if param.grad is None else param.grad.float()
+            master.grad = None if param.grad is None else param.grad.float().mul(1 / scale)
+        if self.scaler is not None:
+            is_finite = all(p.grad.isfinite().all() for p, _ in self.pairs if p.grad is not None)
+            self.scaler.step(overflow=not is_finite)
+            if not is_finite:
+                return
         super().step()
         for param, master in self.pairs:
             if param.grad is not None:
@@ -42,8 +56,9 @@ class MasterAdamW(torch.optim.AdamW):
 class LowPlain:
     """Plain PyTorch in `dtype`; modules with floating buffers stay in float32."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, scaler: LossScaler | None = None) -> None:
         self.dtype = dtype
+        self.scaler = scaler
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
 
     def building(self) -> AbstractContextManager[Any]:
@@ -67,10 +82,10 @@ class LowPlain:
         return model
 
     def optimizer(self, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
-        return MasterAdamW(params, self.masters, **options)
+        return MasterAdamW(params, self.masters, self.scaler, **options)
 
     def backward(self, loss: Tensor, *, last: bool, by_manager: bool) -> None:
-        loss.backward()
+        (loss if self.scaler is None else loss.float() * self.scaler.scale).backward()
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         state = model.state_dict(keep_vars=True)

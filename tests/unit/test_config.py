@@ -249,8 +249,6 @@ def test_the_defaults_are_available() -> None:
 @pytest.mark.parametrize("path", KEYS)
 def test_unavailable_keys_are_named(path: str) -> None:
     possible: dict[str, tuple[object, ...]] = {
-        "precision": ("fp32",),
-        "fp16.enabled": (False,),
         "use_cpu_embedding": (False,),
         "memory.disk": (None,),
         "client.mem_tracer.use_fake_dist": (False,),
@@ -270,4 +268,4 @@ def test_unavailable_keys_are_named(path: str) -> None:
 
 def test_all_unavailable_keys_are_named_at_once() -> None:
     config = Config(precision="fp16", client=ClientConfig(opts=OptsConfig(update_threads=2, overlap_optimizer=False)))
-    assert unavailable_keys(config) == ["precision", "fp16.enabled", "client.opts.update_threads"]
+    assert unavailable_keys(config) == ["client.opts.update_threads"]
