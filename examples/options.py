@@ -30,6 +30,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/gpt"), metavar="DIR", help="for checkpoint, report and sample")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     add("--res_check", action="store_true", help="train again in plain PyTorch; exit with 1 if any bit differs")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="of the computing; default: the configuration's")
     add("--checkpointing", action="store_true", help="recompute activations in backward")
     add("--steps", type=_integer(1), default=500, metavar="N", help="of the whole training (default: 500)")
     add("--stop-after", type=_integer(1), metavar="N", help="end early, after so many steps of this run")
@@ -51,6 +52,11 @@ def make_config(args: argparse.Namespace, device: torch.device) -> chunkmem.Conf
     settings = chunkmem.Config.from_json(args.config).to_dict()
     if args.lr is not None:
         settings["optimizer"]["params"]["lr"] = args.lr
+    if args.precision is not None:
+        settings["precision"] = args.precision
+        settings["fp16"]["enabled"] = args.precision == "fp16"
+    if args.res_check and settings["precision"] != "fp32":
+        fail(f"--res_check compares with plain PyTorch in fp32, and the precision is {settings['precision']}")
     if args.device_cap is not None:
         settings["memory"]["device"] = _parse_cap(args.device_cap, weight_nbytes(args))
     elif settings["memory"]["device"] is None and device.type == "cpu":

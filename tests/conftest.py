@@ -6,6 +6,7 @@ import os
 import sys
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 SEED = 20240607
 
@@ -17,6 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     # cuBLAS reads it once, when it is first used; without it, it is free to split sums differently in every call.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # How long an example takes says more about what else the machine does than about the code.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

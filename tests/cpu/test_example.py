@@ -144,6 +144,15 @@ def test_another_optimizer_cap_and_checkpointing_are_plain_pytorch_too(tmp_path:
     assert (group["initial_lr"], group["weight_decay"], group["decoupled_weight_decay"]) == (0.002, 0.1, False)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_less_than_fp32_it_learns_and_resumes_to_the_bit(tmp_path: Path, text: Path, precision: str) -> None:
+    options = ("--steps", 4, "--data", text, "--precision", precision)
+    train(*options, "--out", "whole", cwd=tmp_path)
+    train(*options, "--out", "parts", "--stop-after", 2, cwd=tmp_path)
+    train(*options, "--out", "parts", "--resume", cwd=tmp_path)
+    assert_equal(checkpoint(tmp_path / "parts"), checkpoint(tmp_path / "whole"))
+
+
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, text: Path) -> None:
     whole, parts = ("--steps", 4, "--data", text, "--out", "whole"), ("--steps", 4, "--data", text, "--out", "parts")
     train(*whole, cwd=tmp_path)
@@ -204,6 +213,8 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, text: Path) -> No
         "checkpoint.pt does not exist, so there is nothing to resume": ("--out", "new", "--resume"),
         "checkpoint.pt is not a checkpoint": ("--out", "junk", "--resume"),
         "unrecognized arguments: --stepz": ("--stepz", 3),
+        "invalid choice: 'fp8'": ("--precision", "fp8"),
+        "--res_check compares with plain PyTorch in fp32": ("--precision", "bf16", "--res_check"),
     }
     base = (*TINY, "--data", text, "--steps", 1)
     commands = [[str(part) for part in (*base, *arguments)] for arguments in cases.values()]
