@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from chunkmem.cli.main import main
 from chunkmem.estimate.changes import smallest_changes
@@ -97,7 +98,6 @@ def test_mixed_precision_has_a_master_copy(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=320
     )
@@ -278,7 +278,6 @@ def test_a_wrong_command_line_is_one_line(case: str, capsys: pytest.CaptureFixtu
 def test_a_wrong_configuration_is_one_line(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     path.write_text(text)
     assert main(["estimate", str(path)]) == 2
