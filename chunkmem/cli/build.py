@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import logging
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 from chunkmem.cli.answer import Answer
+from chunkmem.cli.quiet import silenced
 from chunkmem.errors import ConfigError
 
 NAME = "build"
@@ -42,7 +40,7 @@ def run(options: argparse.Namespace) -> Answer:
     from chunkmem.runtime.storage import SwapBackend
 
     began_s, began = time.time(), time.perf_counter()
-    with _silenced("torch.utils.cpp_extension"), warnings.catch_warnings(record=True) as caught:
+    with silenced("torch.utils.cpp_extension"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         library = load_library()
     build_s = time.perf_counter() - began
@@ -63,18 +61,6 @@ def run(options: argparse.Namespace) -> Answer:
     if not is_needed:
         text += f"; torch {torch.__version__} does without it"
     return Answer(data, text)
-
-
-@contextlib.contextmanager
-def _silenced(name: str) -> Iterator[None]:
-    """Keep a logger from printing; what it has to say is in the error too."""
-    logger = logging.getLogger(name)
-    was = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = was
 
 
 def _why_not(message: str) -> str:

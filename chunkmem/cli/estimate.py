@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from chunkmem.cli.answer import Answer
 from chunkmem.cli.estimate_answer import DTYPES
+from chunkmem.cli.quiet import silenced
 from chunkmem.errors import CapacityError, ConfigError, LayoutError
 from chunkmem.units import parse_nbytes
 
@@ -69,8 +70,9 @@ def run(options: argparse.Namespace) -> Answer:
 
     question = _question(options)
     known: dict[Question, Rehearsal] = {}
-    other_way = beside(lambda: _other_way(question))
-    with tqdm(desc="rehearsing", unit=" steps", disable=None, leave=False) as bar:
+    progress = tqdm(desc="rehearsing", unit=" steps", disable=None, leave=False)
+    with silenced("torch._subclasses.fake_tensor"), progress as bar:
+        other_way = beside(lambda: _other_way(question))
 
         def rehearse(asked: Question) -> Rehearsal:
             if asked not in known:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -47,6 +48,7 @@ from chunkmem.tracing.probe import LiveStorageProbe
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import ChunkId, Role, Tier
 
+_NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 _DEVICE = torch.ops.prim.device.default
 _UNKNOWABLE = (
     DataDependentOutputException,
@@ -149,8 +151,10 @@ def _build(model: Model, setting: Setting) -> nn.Module:
 
 
 def _place_of(error: Exception) -> str:
-    """Return the file and line where an error was raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """Return the user's file and line that raised an error, or called what did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, _NOT_THE_USERS))]
+    frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"
 
 

@@ -221,6 +221,7 @@ WRONG = {
         ["tests.helpers.estimated:failing"],
         r"raised KeyError: 'no such layer' \(.*estimated.py:\d+\)",
     ),
+    "shapes that do not fit": (["tests.helpers.estimated:misfit"], r"raised RuntimeError: .*\(.*estimated.py:\d+\)"),
     "nothing to train": (["tests.helpers.estimated:empty"], r"no parameters"),
     "values are needed": (
         ["tests.helpers.estimated:branching"],

@@ -75,4 +75,9 @@ def failing() -> tuple[nn.Module, Any]:
     raise KeyError("no such layer")
 
 
+def misfit(batch: int = 8) -> tuple[nn.Module, Any]:
+    """Its shapes do not fit: an operator fails, on which torch has a lot to say."""
+    return nn.Linear(WIDTH, WIDTH), lambda m: m(torch.randn(batch, WIDTH)).expand(3, 3).sum()
+
+
 NOT_A_FUNCTION = 3
