@@ -228,9 +228,8 @@ class Adam(torch.optim.Optimizer):
         """Scale the gradients where they are; return their norm before that, as it is without a loss scale."""
         grads = self._gradients()
         pending: dict[torch.Tensor, ManagedParameter] = {managed.param: managed for managed in self._pending()}
-        scaler = self._manager._scaler
         with runtime_mode():
-            norm = global_norm(grads) if scaler is None else global_norm(grads) / scaler.scale
+            norm = self._norm(grads)
             coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
             for param, grad in grads.items():
                 managed = pending.get(param)
@@ -238,6 +237,12 @@ class Adam(torch.optim.Optimizer):
                 for replica in replicas:
                     replica.mul_(coefficient.to(replica.device))
         return norm
+
+    def _norm(self, grads: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Return the global norm as it is without a loss scale; in low precision, of squares summed in float32."""
+        if self._manager._dtype is torch.float32:
+            return global_norm(grads)
+        return global_norm(grads, dtype=torch.float32) / self._manager.loss_scale
 
     def _multiplier(self, scaler: LossScaler | None) -> float | None:
         """Return what the update multiplies gradients by, for the loss scale and clipping; None: they overflowed.
@@ -251,7 +256,7 @@ class Adam(torch.optim.Optimizer):
         if scaler is None and self.max_grad_norm <= 0:
             return scale
         with runtime_mode():
-            norm = float(global_norm(self._gradients())) / scale
+            norm = float(self._norm(self._gradients()))
         if scaler is not None and not math.isfinite(norm):
             return None
         clipping = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm > 0 else 1.0

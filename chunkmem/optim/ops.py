@@ -49,19 +49,15 @@ def fused_adam_(tensors: AdamTensors, options: dict[str, Any]) -> None:
     )
 
 
-def global_norm(grads: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def global_norm(grads: Mapping[torch.Tensor, torch.Tensor], *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the 2-norm over the gradients of parameters, wherever each gradient is; 0-dim, on the CPU.
 
     It is computed as `torch.nn.utils.clip_grad_norm_` does, in the order in which that goes over the parameters.
+    `dtype` is what squares are summed in; None: that of each gradient, as torch does.
     """
     params = list(grads)
     groups = _group_tensors_by_device_and_dtype([[*params]], with_indices=True)
     order = [params[index] for _, indices in groups.values() for index in indices]
-    norms = [torch.linalg.vector_norm(grads[param], dtype=_summed_in(grads[param])) for param in order]
+    norms = [torch.linalg.vector_norm(grads[param], dtype=dtype) for param in order]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms]))
     return total
-
-
-def _summed_in(grad: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype to sum squares in: half the precision would lose most of a long sum."""
-    return torch.float32 if grad.dtype in (torch.bfloat16, torch.float16) else None

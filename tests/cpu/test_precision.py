@@ -79,7 +79,7 @@ CASES = [
         case,
         variant,
         id=f"{case.name}-{variant.name}",
-        marks=[] if variant.name in ("plain", "micro_batches") else [pytest.mark.full],
+        marks=[] if variant.name == "plain" else [pytest.mark.full],
     )
     for case in LOWERED
     for variant in variants_of(case)
