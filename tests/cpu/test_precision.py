@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -303,3 +305,28 @@ def test_clipping_is_part_of_the_update(precision: str) -> None:
     for index, grad in enumerate(grads):
         expected = 0.1 * grad * (1e-3 / (norm + 1e-6))
         assert torch.allclose(twins.optimizer.state_dict()["state"][index]["exp_avg"], expected, rtol=1e-3, atol=1e-9)
+
+
+README = Path(__file__).parents[2] / "README.md"
+ROLES = ("param", "grad", "master", "exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_bytes_a_parameter_are_those_of_the_readme(precision: str) -> None:
+    (row,) = re.findall(rf"^\| {precision} \| (.*) \|$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    *told, total = map(int, row.split(" | "))
+    assert sum(told) == total
+    memory = {"device": 64 << 20, "host": 64 << 20}
+    fp16 = {"enabled": precision == "fp16", "initial_scale_power": 4}
+    settings = {"precision": precision, "fp16": fp16, "memory": memory, "default_chunk_size": 64 * 64}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(settings)) as manager:
+        with manager.init():
+            model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+        for _ in range(3):
+            manager.backward(model(torch.randn(8, 64)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        by_role = manager.memory().device.by_role  # all of it fits there
+    numel = 4 * 64 * 64
+    assert {role: by_role.get(role, (0, 0))[1] / numel for role in ROLES} == dict(zip(ROLES, told, strict=True))
