@@ -51,7 +51,7 @@ class Course:
         self._perform = perform
         self._bystanders_nbytes = bystanders_nbytes
         self._num_refinements = 0
-        """How often the trace got the durations of a step that followed a plan."""
+        """How often the trace was compared with the durations of a step that followed a plan."""
         self._departed = 0
         """Steps in a row that departed from the plan."""
         self._patience = 2
@@ -149,23 +149,25 @@ class Course:
         return make_plan(trace, machine, options=self._options)
 
     def _refine(self, performer: Performer) -> None:
-        """Plan again with the times of a step that followed a plan, if they are not those the plan was made for.
+        """Plan again with the times of a step that followed a plan, if the plan was made for longer ones.
 
-        The recorded step was watched, and the first ones touch their memory for the first time.
+        The recorded step was watched, and the first ones touch their memory for the first time. After that the shortest
+        time of each moment counts: what makes one step longer than another is not the model.
         """
         assert self.trace is not None
         assert self.plan is not None
         durations = performer.journal.durations()
-        measured_s = sum(durations.values())
-        if self._num_refinements and abs(measured_s - self.trace.compute_s) <= _CLOSE * self.trace.compute_s:
-            self._num_refinements = _MAX_REFINEMENTS
-            return
-        moments = tuple(
-            replace(moment, duration_s=durations.get(at, moment.duration_s))
-            for at, moment in enumerate(self.trace.moments)
-        )
-        self.trace = replace(self.trace, moments=moments)
+        is_first = self._num_refinements == 0
         self._num_refinements += 1
+        moments = []
+        for at, moment in enumerate(self.trace.moments):
+            measured_s = durations.get(at, moment.duration_s)
+            duration_s = measured_s if is_first else min(measured_s, moment.duration_s)
+            moments.append(replace(moment, duration_s=duration_s))
+        refined = replace(self.trace, moments=tuple(moments))
+        if not is_first and refined.compute_s > (1 - _CLOSE) * self.trace.compute_s:
+            return
+        self.trace = refined
         before, self.plan = self.plan, self._make_plan(self.trace)
         if (self.plan.actions, self.plan.start) != (before.actions, before.start):
             self.stop()
