@@ -31,6 +31,8 @@ from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
 from chunkmem.nn.precision import cast_at_borders
 from chunkmem.nn.registry import ModelRegistry, check_fits
 from chunkmem.nn.surface import ModuleSurface
+from chunkmem.optim.kernels import load_kernels
+from chunkmem.optim.lowered import LoweredUpdate
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.update import GroupUpdater
 from chunkmem.plan.machine import Machine
@@ -111,6 +113,7 @@ class ChunkManager:
             self._compute,
             place=self._place_states,
             expect_nbytes=self._tiers.host_pool.expect,
+            lowered=LoweredUpdate(load_kernels),
         )
         self._hooks = ModuleHooks(self._access, self._backward, on_root=self._begin_root, make_guard=self._make_guard)
         self._surface = ModuleSurface(read=self._read, write=self._write)

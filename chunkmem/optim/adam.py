@@ -242,7 +242,7 @@ class Adam(torch.optim.Optimizer):
         """Return the global norm as it is without a loss scale; in low precision, of squares summed in float32."""
         if self._manager._dtype is torch.float32:
             return global_norm(grads)
-        return global_norm(grads, dtype=torch.float32) / self._manager.loss_scale
+        return self._updater.lowered.norm(grads) / self._manager.loss_scale
 
     def _multiplier(self, scaler: LossScaler | None) -> float | None:
         """Return what the update multiplies gradients by, for the loss scale and clipping; None: they overflowed.

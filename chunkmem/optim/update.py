@@ -12,6 +12,7 @@ from chunkmem.errors import CapacityError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.optim.checks import STATE_ROLES
+from chunkmem.optim.lowered import LoweredUpdate
 from chunkmem.optim.ops import AdamTensors, fused_adam_
 from chunkmem.plan.placement import GroupBytes
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
@@ -35,6 +36,7 @@ class GroupUpdater:
         *,
         place: Place,
         expect_nbytes: Callable[[int], None],
+        lowered: LoweredUpdate,
     ) -> None:
         self._executor = executor
         self._store = executor.store
@@ -42,6 +44,7 @@ class GroupUpdater:
         self._place = place
         self._expect_nbytes = expect_nbytes
         self.gradients = gradients
+        self.lowered = lowered
         self._owner: dict[ManagedParameter, weakref.ref[object]] = {}
         self._on_device: dict[int, bool] = {}
         """By group whose states were placed: do they live on DEVICE?"""
@@ -150,36 +153,39 @@ class GroupUpdater:
         chunks = [self._chunk(Role.PARAM, group), self._chunk(Role.GRAD, group)]
         chunks += states if master is None else [master, *states]
         with self._executor.updating(chunks, reader="optimizer step") as tier, runtime_mode():
-            views = {chunk.id.role: self._store.views(chunk, tier) for chunk in chunks}
             for options, pairs in items.values():
                 at = [managed.position for managed, _ in pairs]
-                self._update(views, at, [step for _, step in pairs], options, multiplier=multiplier)
+                steps = [step for _, step in pairs]
+                if master is None:
+                    self._update_in_full(chunks, tier, at, steps, options, multiplier=multiplier)
+                else:
+                    slots = {chunk.id.role: self._slots(chunk, tier, at) for chunk in chunks}
+                    self.lowered.update(slots, steps, options, multiplier=1.0 if multiplier is None else multiplier)
         for chunk in chunks:
             if chunk.id.role is not Role.GRAD:
                 self._store.mark_written(chunk, tier)
 
-    def _update(
+    def _update_in_full(
         self,
-        views: Mapping[Role, Sequence[torch.Tensor]],
+        chunks: Sequence[Chunk],
+        tier: Tier,
         at: Sequence[int],
         steps: Sequence[torch.Tensor],
         options: dict[str, Any],
         *,
         multiplier: float | None,
     ) -> None:
-        """Update the slots `at`; a group with a master copy in float32, its weights rounded from it."""
-        param, grad = ([views[role][i] for i in at] for role in (Role.PARAM, Role.GRAD))
-        exp_avg, exp_avg_sq = ([views[role][i] for i in at] for role in STATE_ROLES)
-        steps = [step.to(param[0].device) for step in steps]
+        """Update parameters that are their own master copy; see [Note: Slot views]."""
+        param, grad, exp_avg, exp_avg_sq = ([self._store.views(chunk, tier)[i] for i in at] for chunk in chunks)
         if multiplier is not None:
-            grad = [g.float().mul(multiplier) for g in grad]
-        if Role.MASTER not in views:
-            fused_adam_(AdamTensors(param, grad, exp_avg, exp_avg_sq, steps), options)
-            return
-        master = [views[Role.MASTER][i] for i in at]
-        fused_adam_(AdamTensors(master, [g.float() for g in grad], exp_avg, exp_avg_sq, steps), options)
-        for low, high in zip(param, master, strict=True):
-            low.copy_(high)
+            grad = [g.mul(multiplier) for g in grad]
+        on_device = [step.to(param[0].device) for step in steps]
+        fused_adam_(AdamTensors(param, grad, exp_avg, exp_avg_sq, on_device), options)
+
+    def _slots(self, chunk: Chunk, tier: Tier, at: Sequence[int]) -> list[torch.Tensor]:
+        """Return the memory of these slots as 1-D elements."""
+        flat, slots = chunk.replicas[tier].flat, chunk.group.slots
+        return [flat[slots[i].offset : slots[i].end] for i in at]
 
     def mark_updated(self, params: Iterable[ManagedParameter]) -> None:
         """Count the update in autograd's version counters: a backward of an older graph has to notice it."""

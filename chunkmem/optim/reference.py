@@ -1,0 +1,192 @@
+"""The optimizer kernels in plain PyTorch: what `csrc/` computes, bit for bit, on any device.
+
+It runs where there is no compiler, several times slower than the native kernels, and the tests hold those against it.
+The steps and their order are `csrc/adam_math.h`; [Note: The same bits] there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from chunkmem.optim.segments import HyperParameters, Pass, Segments, check_grads, check_segments
+
+NORM_BLOCK = 2048
+NORM_LANES = 32
+_BLOCKS_AT_ONCE = 4096
+_WORD = 0xFFFFFFFF
+
+
+def adamw_(segments: Segments, hyper: HyperParameters, how: Pass) -> None:
+    """Update the parameters and states of `segments` in place; the arguments are those of `Kernels.adamw_`."""
+    check_segments(segments, hyper, how)
+    element = how.first_element
+    grad_scale = how.unscale * how.clip_coefficient
+    for index, param in enumerate(segments.params):
+        step = _Step(hyper, index, grad_scale=grad_scale, decoupled=how.decoupled)
+        tensors = (param, segments.grads[index], segments.exp_avgs[index], segments.exp_avg_sqs[index])
+        flat = [tensor.view(-1) for tensor in tensors]
+        num_main = param.numel() - (param.numel() % how.tail_width if how.tail_width else 0)
+        step.update_(*(tensor[:num_main] for tensor in flat), is_tail=False)
+        step.update_(*(tensor[num_main:] for tensor in flat), is_tail=True)
+        if segments.lowp_outs:
+            out = segments.lowp_outs[index]
+            rounded = param if how.seed is None else round_stochastic(param, out.dtype, how.seed, element)
+            out.copy_(rounded)
+        element += param.numel()
+
+
+def norm_and_finite(grads: Sequence[torch.Tensor], *, unscale: float = 1.0) -> torch.Tensor:
+    """Return the sum of squares of all `grads * unscale` and 1 or 0: all of these are finite; 2 doubles.
+
+    [Note: Order of the norm] in csrc/adam_math.h says in which order it adds.
+    """
+    check_grads(grads)
+    device = grads[0].device
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    scale = torch.tensor(unscale, dtype=torch.float32, device=device)
+    sums = [_sums_of_blocks(part.float() * scale) for part in flat.split(NORM_BLOCK * _BLOCKS_AT_ONCE) if part.numel()]
+    level = torch.cat(sums) if sums else torch.zeros(1, dtype=torch.float64, device=device)
+    while level.numel() > 1:
+        level = _fold(_in_lanes(level))
+    return torch.cat([level, level.isfinite().double()])
+
+
+class _Step:
+    """What is the same for all elements of a tensor, and the update of one."""
+
+    def __init__(self, hyper: HyperParameters, index: int, *, grad_scale: float, decoupled: bool) -> None:
+        def of(values: Sequence[float]) -> float:
+            return values[0 if len(values) == 1 else index]
+
+        lr, beta1, beta2, weight_decay = of(hyper.lr), of(hyper.beta1), of(hyper.beta2), of(hyper.weight_decay)
+        step = float(of(hyper.step))
+        towards_grad = _single(1 - beta1)
+        self._from_exp_avg = bool(towards_grad.abs() < 0.5)
+        self._lerp = towards_grad if self._from_exp_avg else towards_grad - 1
+        self._has_l2 = not decoupled and weight_decay != 0
+        self._l2 = _single(weight_decay)
+        self._decay = _single(_fused_double(-lr, weight_decay, 1.0) if decoupled else 1.0)
+        self._grad_scale = _single(grad_scale)
+        self._beta2 = _single(beta2)
+        self._grad_sq_weight = _single(1 - beta2)
+        self._bias_correction2_sqrt = _single(math.sqrt(1 - beta2**step))
+        self._eps = _single(of(hyper.eps))
+        self._neg_step_size = _single(_quotient(-lr, 1 - beta1**step))
+
+    def update_(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        *,
+        is_tail: bool,
+    ) -> None:
+        """Do `adam_update<kTail>` of adam_math.h."""
+        g = grad.float() * self._grad_scale
+        if self._has_l2:
+            g = fused_multiply_add(param, self._l2, g)
+        decayed = param * self._decay
+        exp_avg.copy_(fused_multiply_add(self._lerp, g - exp_avg, exp_avg if self._from_exp_avg else g))
+        weighted = self._grad_sq_weight * g
+        if is_tail:
+            exp_avg_sq.copy_(fused_multiply_add(exp_avg_sq, self._beta2, weighted * g))
+        else:
+            exp_avg_sq.copy_(fused_multiply_add(weighted, g, exp_avg_sq * self._beta2))
+        # By way of fp64: torch's own fp32 root may come from a library that is off by a bit.
+        denominator = exp_avg_sq.double().sqrt().float() / self._bias_correction2_sqrt + self._eps
+        param.copy_(decayed + self._neg_step_size * exp_avg / denominator)
+
+
+def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Return `a * b + c` of fp32 tensors, rounded once.
+
+    The product is exact in fp64. The sum there is rounded to odd, after which a second rounding, to fp32, does no harm.
+
+    Source: Boldo and Melquiond, IEEE Transactions on Computers 57(4), 2008.
+    """
+    product = a.double() * b.double()
+    addend = c.double()
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = total.view(torch.int64)
+    needs_odd = (error != 0) & total.isfinite() & (bits & 1 == 0)
+    odd = bits + torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where(needs_odd, odd, bits).view(torch.float64).float()
+
+
+def round_stochastic(values: torch.Tensor, dtype: torch.dtype, seed: int, first_element: int) -> torch.Tensor:
+    """Round fp32 `values` to bfloat16 or float16, up as often as the part cut off is large.
+
+    The random bits of an element depend on `seed` and its number only, counted from `first_element`.
+    """
+    flat = values.reshape(-1)
+    element = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device) + first_element
+    low_seed, high_seed = (torch.tensor((seed >> shift) & _WORD, device=flat.device) for shift in (0, 32))
+    key = _scramble(_scramble(_scramble(low_seed) ^ high_seed) ^ ((element >> 32) & _WORD))
+    random = _scramble(_scramble(element & _WORD) ^ key)
+    bits = flat.view(torch.int32).long() & _WORD
+    magnitude = bits & 0x7FFFFFFF
+    if dtype == torch.bfloat16:
+        kept = torch.where(magnitude < 0x7F800000, bits + (random & 0xFFFF), bits)
+        rounded = torch.where(magnitude > 0x7F800000, 0x7FC00000, kept) >> 16
+    else:
+        is_denormal = magnitude < 0x38800000
+        fixed = (torch.where(is_denormal, flat.abs(), 0.0).double() * 2.0**40).long()
+        denormal = (fixed + (random & 0xFFFF)) >> 16
+        normal = (magnitude - 0x38000000 + (random & 0x1FFF)) >> 13
+        large = torch.where(magnitude > 0x7F800000, 0x7E00, 0x7C00)
+        rounded = torch.where(magnitude >= 0x47800000, large, torch.where(is_denormal, denormal, normal))
+        rounded = rounded | ((bits >> 16) & 0x8000)
+    return rounded.to(torch.int16).view(dtype).view(values.shape)
+
+
+def _scramble(x: torch.Tensor) -> torch.Tensor:
+    """Return `scramble` of adam_math.h of 32-bit words held in int64; products wrap, their low 32 bits stay right."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
+    return x ^ (x >> 16)
+
+
+def _single(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def _quotient(a: float, b: float) -> float:
+    """Return `a / b` as C++ does: beta1 = 1 makes no exception."""
+    return (torch.tensor(a, dtype=torch.float64) / torch.tensor(b, dtype=torch.float64)).item()
+
+
+def _fused_double(a: float, b: float, c: float) -> float:
+    """Return `a * b + c`, rounded once, of finite numbers; of others the plain result."""
+    if not all(map(math.isfinite, (a, b, c))):
+        return a * b + c
+    from fractions import Fraction
+
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    return float(exact)
+
+
+def _in_lanes(values: torch.Tensor) -> torch.Tensor:
+    """Return blocks of rows of lanes, filled up with zeros: [blocks, NORM_BLOCK / NORM_LANES, NORM_LANES]."""
+    missing = -values.numel() % NORM_BLOCK
+    return torch.nn.functional.pad(values, (0, missing)).view(-1, NORM_BLOCK // NORM_LANES, NORM_LANES)
+
+
+def _sums_of_blocks(values: torch.Tensor) -> torch.Tensor:
+    return _fold(_in_lanes(values).double().square())
+
+
+def _fold(rows: torch.Tensor) -> torch.Tensor:
+    """Add the rows in order, then the lanes in halves."""
+    lanes = torch.zeros_like(rows[:, 0])
+    for row in range(rows.shape[1]):
+        lanes += rows[:, row]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]

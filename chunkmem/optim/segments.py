@@ -1,0 +1,111 @@
+"""What one call of the optimizer kernels is given, and whether it fits together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+LOWP = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Parallel lists, one entry a parameter: contiguous tensors of one shape, all on one device."""
+
+    params: list[torch.Tensor]
+    """Masters, fp32."""
+    grads: list[torch.Tensor]
+    """fp32, bfloat16 or float16, all alike."""
+    exp_avgs: list[torch.Tensor]
+    exp_avg_sqs: list[torch.Tensor]
+    lowp_outs: list[torch.Tensor] = field(default_factory=list)
+    """Empty, or bfloat16 or float16, all alike: take the new parameters, rounded."""
+
+
+@dataclass(frozen=True)
+class HyperParameters:
+    """Lists of one entry for all parameters, or of one for each."""
+
+    lr: Sequence[float]
+    beta1: Sequence[float]
+    beta2: Sequence[float]
+    eps: Sequence[float]
+    weight_decay: Sequence[float]
+    step: Sequence[int]
+    """The number of this update, from 1."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What is the same for all parameters of a call."""
+
+    unscale: float = 1.0
+    clip_coefficient: float = 1.0
+    """Gradients are multiplied by `unscale * clip_coefficient`, in fp32."""
+    decoupled: bool = True
+    """AdamW; otherwise weight decay is added to the gradient (L2)."""
+    seed: int | None = None
+    """Of stochastic rounding of the low-precision output; None: to nearest even."""
+    first_element: int = 0
+    """The number of the call's first element, on which its random bits depend."""
+    tail_width: int = 0
+    """The last `numel % tail_width` elements are computed as torch's scalar tail does; 0: none."""
+
+
+def check_segments(segments: Segments, hyper: HyperParameters, how: Pass) -> None:
+    """Check a call, as `csrc/arguments.h` does and with its words.
+
+    Raises:
+        RuntimeError: the message names the argument.
+    """
+    params = segments.params
+    for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "lowp_outs"):
+        tensors: list[torch.Tensor] = getattr(segments, name)
+        is_out = name == "lowp_outs"
+        if is_out and not tensors:
+            continue
+        _check_length(name, len(tensors), len(params))
+        lowp = LOWP if is_out or name == "grads" else ()
+        _check_tensors(name, tensors, params[0], (*(() if is_out else (torch.float32,)), *lowp))
+        for index, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
+            if tensor.shape != param.shape:
+                raise _refusal(f"{name}[{index}] has another shape than params[{index}]")
+    for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "step"):
+        _check_length(name, len(getattr(hyper, name)), len(params), may_be_one=True)
+    for index, step in enumerate(hyper.step):
+        if step < 1:
+            raise _refusal(f"step[{index}] is {step}; updates are counted from 1")
+    if how.tail_width < 0 or how.first_element < 0:
+        raise _refusal("tail_width and first_element must be at least 0")
+
+
+def check_grads(grads: Sequence[torch.Tensor]) -> None:
+    """Check the gradients of a norm; RuntimeError names the one that is wrong."""
+    _check_tensors("grads", grads, grads[0], (torch.float32, *LOWP))
+
+
+def _check_length(name: str, length: int, num_tensors: int, *, may_be_one: bool = False) -> None:
+    if length != num_tensors and not (may_be_one and length == 1):
+        raise _refusal(f"{name} has {length} entries for {num_tensors} tensors in params")
+
+
+def _check_tensors(
+    name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    for index, tensor in enumerate(tensors):
+        which = f"{name}[{index}]"
+        if tensor.dtype not in dtypes:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise _refusal(f"{which} has a dtype that is not one of {allowed}")
+        if tensor.dtype != tensors[0].dtype:
+            raise _refusal(f"{which} has another dtype than {name}[0]; a call takes one")
+        if tensor.device != like.device:
+            raise _refusal(f"{which} is on another device than the first tensor of the call")
+        if not tensor.is_contiguous():
+            raise _refusal(f"{which} is not contiguous")
+
+
+def _refusal(message: str) -> RuntimeError:
+    return RuntimeError(f"chunkmem: {message}")

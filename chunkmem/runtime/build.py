@@ -1,0 +1,236 @@
+"""Compile the optimizer kernels on first use, and keep them in the user's cache folder.
+
+A library is a file whose name holds what it was made from (sources, flags, torch, architecture, compiler) and whose
+last bytes are its own checksum: one rename puts it in place whole, and what is truncated or altered is made again. The
+loader ignores bytes behind the end of a library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from chunkmem.errors import ConfigError
+from chunkmem.runtime.native import source_dir
+
+TORCH_TARGET_VERSION = "0x020b000000000000"
+"""The stable ABI of torch 2.11, the oldest that is supported."""
+MARK = b"chunkmem"
+TIMEOUT_S = 600.0
+
+# No fused multiply-add but those that are written; square roots without a branch for errno; selects without branches.
+SAME_BITS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+CXX_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", *SAME_BITS)
+NVCC_FLAGS = (
+    *("-O3", "-std=c++20", "--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false"),
+    *("-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off", "-DUSE_CUDA"),
+)
+LEVEL_FLAGS = {
+    "cpu/avx2.cpp": ("-mavx2", "-mfma"),
+    "cpu/avx512.cpp": (
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+        "-mprefer-vector-width=512",
+    ),
+}
+"""The instruction set of a file; which one runs is chosen when it runs."""
+
+
+class BuildError(ConfigError):
+    """The native library cannot be built or loaded; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a library is made from, and how."""
+
+    name: str
+    compiler: tuple[str, ...]
+    """The command; empty: there is none, and only a library that is there can be used."""
+    units: tuple[tuple[str, tuple[str, ...]], ...]
+    """Source files below `csrc/`, and their flags."""
+    link_flags: tuple[str, ...]
+
+    def path(self, cache_dir: Path) -> Path:
+        """Return where the library is or will be; without a compiler, one that any compiler made."""
+        stem = f"{self.name}-{self._hash_of_sources()}"
+        if self.compiler:
+            return cache_dir / f"{stem}-{_hash_of_compiler(self.compiler[0])}.so"
+        return next(iter(sorted(cache_dir.glob(f"{stem}-*.so"))), cache_dir / f"{stem}-none.so")
+
+    def _hash_of_sources(self) -> str:
+        digest = hashlib.sha256()
+        for word in (torch.__version__, platform.machine(), TORCH_TARGET_VERSION, repr(self.units), *self.link_flags):
+            digest.update(word.encode() + b"\0")
+        root = source_dir()
+        headers = [path.relative_to(root).as_posix() for path in root.rglob("*.h")]
+        for name in sorted({*headers, *(source for source, _ in self.units)}):
+            digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
+        return digest.hexdigest()[:16]
+
+
+def cpu_recipe(compiler: str | None = None) -> Recipe:
+    """Return how the CPU kernels are built; `compiler`: a command, default: the one torch uses (`CXX`, or c++)."""
+    from torch.utils.cpp_extension import get_cxx_compiler
+
+    command = tuple(shlex.split(str(get_cxx_compiler()) if compiler is None else compiler))
+    found = shutil.which(command[0]) if command else None
+    sources = ["ops.cpp", "cpu/adam.cpp", "cpu/baseline.cpp"]
+    if platform.machine() in ("x86_64", "AMD64"):
+        sources += LEVEL_FLAGS
+    units = tuple((source, (*CXX_FLAGS, *LEVEL_FLAGS.get(source, ()))) for source in sources)
+    link_flags = ("-shared", "-Wl,--no-as-needed", "-ltorch_cpu")
+    return Recipe("kernels", (found, *command[1:]) if found else (), units, link_flags)
+
+
+def cuda_recipe(nvcc: str | None = None) -> Recipe:
+    """Return how the CUDA kernels are built; they extend the library of the CPU kernels."""
+    found = shutil.which(nvcc or "nvcc") or shutil.which("/usr/local/cuda/bin/nvcc" if nvcc is None else nvcc)
+    units = tuple((source, NVCC_FLAGS) for source in ("cuda/adam.cu", "cuda/norm.cu"))
+    # With a CPU-only torch it compiles and links, but cannot be loaded: its CUDA functions are in libtorch_cuda.
+    with_cuda = ("-ltorch_cuda",) if (_torch_dir() / "lib" / "libtorch_cuda.so").exists() else ()
+    link_flags = ("-shared", "-Xlinker=--no-as-needed", "-ltorch_cpu", *with_cuda)
+    return Recipe("kernels-cuda", (found,) if found else (), units, link_flags)
+
+
+def default_cache_dir() -> Path:
+    """Return the user's cache folder for libraries."""
+    from torch._appdirs import user_cache_dir
+
+    return Path(user_cache_dir("chunkmem"))
+
+
+def ensure_library(recipe: Recipe, cache_dir: Path, *, rebuild: bool = False) -> Path:
+    """Return the whole library of `recipe` in `cache_dir`, building it first if there is none; seconds, once.
+
+    Raises:
+        BuildError: there is no compiler, it fails, or the folder cannot be written.
+    """
+    path = recipe.path(cache_dir)
+    if not rebuild and _is_whole(path):
+        return path
+    if not recipe.compiler:
+        raise BuildError(
+            f"there is no compiler for {recipe.name} on the PATH; install one, or name a C++ compiler in the variable "
+            "CXX, and run `chunkmem build`"
+        )
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir, prefix="building-") as folder:
+            built = _compile(recipe, Path(folder))
+            library = built.read_bytes()
+            built.write_bytes(library + MARK + hashlib.sha256(library).digest())
+            os.replace(built, path)
+    except OSError as error:
+        raise BuildError(
+            f"cannot build {recipe.name} in {cache_dir}: {error}; make that folder writable, or name another in the "
+            "variable XDG_CACHE_HOME, and run `chunkmem build`"
+        ) from error
+    return path
+
+
+def load_library(recipe: Recipe, cache_dir: Path, *, load: Callable[[str], object] = torch.ops.load_library) -> Path:
+    """Load the library of `recipe`, building it if there is none and once more if it cannot be loaded.
+
+    Raises:
+        BuildError: it cannot be built or, freshly built, be loaded.
+    """
+    path = ensure_library(recipe, cache_dir)
+    try:
+        load(str(path))
+    except (OSError, RuntimeError):
+        path = ensure_library(recipe, cache_dir, rebuild=True)
+        try:
+            load(str(path))
+        except (OSError, RuntimeError) as error:
+            raise BuildError(
+                f"{path} was built but cannot be loaded: {str(error).strip().splitlines()[0]}; use the compiler that "
+                "torch's release notes name, and run `chunkmem build`"
+            ) from error
+    return path
+
+
+def compile_cuda(cache_dir: Path, *, nvcc: str | None = None) -> Path:
+    """Compile and link the CUDA kernels without loading them, which needs no GPU and no CUDA build of torch.
+
+    Raises:
+        BuildError: there is no nvcc, or it fails.
+    """
+    return ensure_library(cuda_recipe(nvcc), cache_dir)
+
+
+def _compile(recipe: Recipe, folder: Path) -> Path:
+    """Compile all units at once, then link; return the library."""
+    include = _torch_dir() / "include"
+    common = (f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-isystem", str(include))
+    objects = [folder / f"{index}.o" for index in range(len(recipe.units))]
+    _run_all(
+        [
+            [*recipe.compiler, *flags, *common, "-c", str(source_dir() / source), "-o", str(target)]
+            for (source, flags), target in zip(recipe.units, objects, strict=True)
+        ]
+    )
+    library = folder / f"{recipe.name}.so"
+    libraries = f"-L{_torch_dir() / 'lib'}"
+    _run_all([[*recipe.compiler, *map(str, objects), "-o", str(library), libraries, *recipe.link_flags]])
+    return library
+
+
+def _run_all(commands: Sequence[Sequence[str]]) -> None:
+    """Run commands side by side; BuildError with the first message of the first that fails."""
+    with ExitStack() as stack:
+        running: list[subprocess.Popen[str]] = []
+        for command in commands:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            stack.enter_context(process)
+            stack.callback(process.kill)  # those that still run when another one has failed
+            running.append(process)
+        for command, process in zip(commands, running, strict=True):
+            try:
+                output, _ = process.communicate(timeout=TIMEOUT_S)
+            except subprocess.TimeoutExpired as error:
+                raise BuildError(
+                    f"{command[0]} did not end within {TIMEOUT_S:.0f} s; run `chunkmem build` when the machine has time"
+                ) from error
+            if process.returncode != 0:
+                raise BuildError(
+                    f"{Path(command[0]).name} ended with status {process.returncode}: {_first_error(output)}; install "
+                    "a C++ compiler that knows C++20 (GCC 11, Clang 14), name it in CXX, and run `chunkmem build`"
+                )
+
+
+def _first_error(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether the file is there and ends with the checksum of what comes before."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    library, mark, digest = content[: -size - len(MARK)], content[-size - len(MARK) : -size], content[-size:]
+    return mark == MARK and hashlib.sha256(library).digest() == digest
+
+
+def _hash_of_compiler(command: str) -> str:
+    """Tell compilers apart without starting one: an update changes the size or the time of the file."""
+    real = Path(command).resolve()
+    stat = real.stat()
+    return hashlib.sha256(f"{real}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:8]
+
+
+def _torch_dir() -> Path:
+    return Path(torch.__file__).parent

@@ -1,0 +1,158 @@
+// The arithmetic of every back end, element by element.
+//
+// [Note: The same bits] Each line is one IEEE operation in an order that never changes: a fused multiply-add is written
+// as one, and nothing else may become one (-ffp-contract=off, nvcc --fmad=false; division and square root exactly
+// rounded, denormals kept). So loops over it give the same bits at any vector width, on any back end, for any cut.
+// Only what a NaN's payload is stays open.
+//
+// [Note: torch's tail] The order is the one in which torch's fused CPU kernel on x86 works, as its compiler contracted
+// it. That was done in one way in its vector loop and in another in the scalar loop over the last numel % 8 elements of
+// a tensor: fma(weight * g, g, beta2 * v) there, fma(v, beta2, (weight * g) * g) here. `kTail` is the latter.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define CHUNKMEM_INLINE static __host__ __device__ __forceinline__
+#else
+#define CHUNKMEM_INLINE static inline __attribute__((always_inline))
+#endif
+
+namespace chunkmem {
+
+// What is the same for all elements of a tensor; made once on the host, in double, then rounded (arguments.h).
+struct AdamScalars {
+  float grad_scale;
+  float decay;  // of the parameter: 1 - lr * weight_decay if decoupled, else 1
+  float l2;     // weight decay that is added to the gradient
+  float lerp;   // of exp_avg towards the gradient: 1 - beta1 from exp_avg, or -beta1 from the gradient
+  float beta2;
+  float grad_sq_weight;
+  float bias_correction2_sqrt;
+  float eps;
+  float neg_step_size;
+  bool has_l2;
+  bool from_exp_avg;
+};
+
+CHUNKMEM_INLINE float fused_multiply_add(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
+CHUNKMEM_INLINE float square_root(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(x);
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
+template <bool kTail>
+CHUNKMEM_INLINE void adam_update(float grad, float& param, float& exp_avg, float& exp_avg_sq, const AdamScalars& s) {
+  float g = grad * s.grad_scale;
+  const float regularized = fused_multiply_add(param, s.l2, g);
+  g = s.has_l2 ? regularized : g;
+  const float decayed = param * s.decay;
+  const float m = fused_multiply_add(s.lerp, g - exp_avg, s.from_exp_avg ? exp_avg : g);
+  const float weighted = s.grad_sq_weight * g;
+  const float v = kTail ? fused_multiply_add(exp_avg_sq, s.beta2, weighted * g)
+                        : fused_multiply_add(weighted, g, exp_avg_sq * s.beta2);
+  const float denominator = square_root(v) / s.bias_correction2_sqrt + s.eps;
+  param = decayed + s.neg_step_size * m / denominator;
+  exp_avg = m;
+  exp_avg_sq = v;
+}
+
+// Conversions, in integers: the same everywhere, and every compiler makes vectors of them.
+
+CHUNKMEM_INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+CHUNKMEM_INLINE float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+CHUNKMEM_INLINE float from_bfloat16(uint16_t x) { return float_of(uint32_t(x) << 16); }
+
+CHUNKMEM_INLINE float from_half(uint16_t x) {
+  const uint32_t magnitude = x & 0x7fffu;
+  const float denormal = float(int32_t(magnitude)) * 0x1p-24f;
+  const uint32_t rebiased = (magnitude << 13) + (magnitude >= 0x7c00u ? 0x70000000u : 0x38000000u);
+  const uint32_t unsigned_bits = magnitude < 0x0400u ? bits_of(denormal) : rebiased;
+  return float_of(unsigned_bits | (uint32_t(x & 0x8000u) << 16));
+}
+
+// `noise` is what is added below the last bit kept: that of rounding to nearest even, or a random one.
+CHUNKMEM_INLINE uint16_t to_bfloat16(float x, uint32_t noise) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t rounded = magnitude < 0x7f800000u ? bits + noise : bits;
+  return uint16_t((magnitude > 0x7f800000u ? 0x7fc00000u : rounded) >> 16);
+}
+
+CHUNKMEM_INLINE uint16_t to_bfloat16(float x) { return to_bfloat16(x, 0x7fffu + ((bits_of(x) >> 16) & 1u)); }
+
+CHUNKMEM_INLINE uint16_t to_half(float x) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  // The last bit of 0.5f weighs 2^-24, as that of a float16 denormal: adding rounds to it.
+  const uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+  const uint32_t normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+  const uint32_t large = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const uint32_t small = magnitude < 0x38800000u ? denormal : normal;
+  return uint16_t((magnitude >= 0x47800000u ? large : small) | ((bits >> 16) & 0x8000u));
+}
+
+// Of `random`, 16 bits are used. What lies below 2^-40 of a float16 denormal is dropped.
+CHUNKMEM_INLINE uint16_t to_half_stochastic(float x, uint32_t random) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const float below = magnitude < 0x38800000u ? float_of(magnitude) : 0.0f;
+  const uint32_t denormal = (uint32_t(int32_t(below * 0x1p40f)) + (random & 0xffffu)) >> 16;
+  const uint32_t normal = (magnitude - 0x38000000u + (random & 0x1fffu)) >> 13;
+  const uint32_t large = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const uint32_t small = magnitude < 0x38800000u ? denormal : normal;
+  return uint16_t((magnitude >= 0x47800000u ? large : small) | ((bits >> 16) & 0x8000u));
+}
+
+// A permutation of 32 bits that leaves no visible pattern (bias 0.17). Source: Wellons, hash-prospector, 2018.
+CHUNKMEM_INLINE uint32_t scramble(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+// The random bits of an element depend on its number and the seed only. The part that neighbours share comes first.
+CHUNKMEM_INLINE uint32_t random_key(uint64_t seed, uint64_t element) {
+  return scramble(scramble(scramble(uint32_t(seed)) ^ uint32_t(seed >> 32)) ^ uint32_t(element >> 32));
+}
+
+CHUNKMEM_INLINE uint32_t random_bits(uint32_t key, uint32_t low_element) {
+  return scramble(scramble(low_element) ^ key);
+}
+
+// [Note: Order of the norm] All gradients of a call, end to end, are cut into blocks of 2048. In a block, lane i takes
+// elements i, i + 32, i + 64 ... in this order, in double, where a square is exact; then the lanes are folded in
+// halves. The sums of blocks are elements of the next level, until one is left.
+constexpr int kNormBlock = 2048;
+constexpr int kNormLanes = 32;
+
+CHUNKMEM_INLINE double fold_lanes(double* lanes) {
+  for (int width = kNormLanes / 2; width > 0; width /= 2) {
+    for (int lane = 0; lane < width; ++lane) {
+      lanes[lane] += lanes[lane + width];
+    }
+  }
+  return lanes[0];
+}
+
+}  // namespace chunkmem

@@ -1,0 +1,209 @@
+// The operators on the CPU: tiles of all tensors, over torch's own threads.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+
+#include "../arguments.h"
+#include "level.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace chunkmem {
+namespace {
+
+// Elements a thread takes at least: below that, waking another one takes longer.
+constexpr int64_t kGrain = 1 << 14;
+// An output of this size does not stay in a cache until it is read.
+constexpr int64_t kPastCachesNumel = 1 << 20;
+
+int64_t best_level() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma")) {
+    return 2;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    return 1;
+  }
+#endif
+  return 0;
+}
+
+const Level& level_at(int64_t level) {
+  if (level < 0 || level > best_level()) {
+    refuse("level " + std::to_string(level) + " is not one of 0 to " + std::to_string(best_level()) +
+           ", what this processor can do");
+  }
+#if defined(__x86_64__)
+  return level == 2 ? avx512 : level == 1 ? avx2 : baseline;
+#else
+  return baseline;
+#endif
+}
+
+Dtype dtype_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return Dtype::kFloat;
+    case ScalarType::BFloat16: return Dtype::kBFloat16;
+    case ScalarType::Half: return Dtype::kHalf;
+    default: return Dtype::kNone;
+  }
+}
+
+// The first tile of a tensor is shorter by as many elements as its output, or if it has none its parameter, lies
+// behind a boundary of 32 elements: the others then begin on lines of the cache.
+int64_t skew_of(const Segment& segment) {
+  const uintptr_t index = segment.lowp_out ? reinterpret_cast<uintptr_t>(segment.lowp_out) / sizeof(uint16_t)
+                                           : reinterpret_cast<uintptr_t>(segment.param) / sizeof(float);
+  return int64_t(index % 32);
+}
+
+int64_t num_tiles(const Segment& segment) {
+  return segment.numel ? (segment.numel + skew_of(segment) + kTile - 1) / kTile : 0;
+}
+
+AdamTile make_tile(const AdamCall& call, const Segment& segment, int64_t index) {
+  const int64_t skew = skew_of(segment);
+  const int64_t begin = std::max<int64_t>(0, index * kTile - skew);
+  const int64_t numel = std::min((index + 1) * kTile - skew, segment.numel) - begin;
+  const int64_t grad_nbytes = call.grad_type == ScalarType::Float ? 4 : 2;
+  return {segment.param + begin,
+          static_cast<const char*>(segment.grad) + begin * grad_nbytes,
+          segment.exp_avg + begin,
+          segment.exp_avg_sq + begin,
+          segment.lowp_out ? segment.lowp_out + begin : nullptr,
+          numel,
+          std::clamp<int64_t>(segment.num_main - begin, 0, numel),
+          segment.first_element + uint64_t(begin),
+          call.seed,
+          dtype_of(call.grad_type),
+          dtype_of(call.out_type),
+          call.stochastic,
+          false,
+          &segment.scalars};
+}
+
+void run_adam(const AdamCall& call, const Level& level) {
+  std::vector<int64_t> ends;  // tiles up to and with each tensor
+  int64_t total = 0, numel = 0;
+  for (const Segment& segment : call.segments) {
+    ends.push_back(total += num_tiles(segment));
+    numel += segment.numel;
+  }
+  const bool past_caches = numel >= kPastCachesNumel;
+  torch::stable::parallel_for(0, total, kGrain / kTile, [&](int64_t begin, int64_t end) {
+    size_t at = size_t(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
+    for (int64_t index = begin; index < end; ++index) {
+      while (ends[at] <= index) ++at;
+      AdamTile tile = make_tile(call, call.segments[at], index - (at ? ends[at - 1] : 0));
+      tile.past_caches = past_caches;
+      level.adam(tile);
+    }
+#if defined(__SSE2__)
+    if (past_caches) _mm_sfence();
+#endif
+  });
+}
+
+// Copies elements [begin, begin + kNormBlock) of the tensors, end to end, to `block`; zeros behind the last one.
+void gather_block(const Tensors& grads, const std::vector<int64_t>& ends, size_t at, int64_t begin, char* block) {
+  const int64_t nbytes = int64_t(grads[0].element_size());
+  int64_t filled = 0;
+  for (; at < grads.size() && filled < kNormBlock; ++at) {
+    const int64_t skipped = begin + filled - (ends[at] - grads[at].numel());
+    const int64_t count = std::min(grads[at].numel() - skipped, kNormBlock - filled);
+    if (count > 0) {
+      std::memcpy(block + filled * nbytes, static_cast<const char*>(grads[at].const_data_ptr()) + skipped * nbytes,
+                  size_t(count * nbytes));
+      filled += count;
+    }
+  }
+  std::memset(block + filled * nbytes, 0, size_t((kNormBlock - filled) * nbytes));
+}
+
+std::vector<double> sums_of_blocks(const Tensors& grads, float unscale, const Level& level) {
+  std::vector<int64_t> ends;
+  int64_t total = 0;
+  for (const Tensor& grad : grads) ends.push_back(total += grad.numel());
+  std::vector<double> sums(size_t((total + kNormBlock - 1) / kNormBlock));
+  const Dtype dtype = dtype_of(grads[0].scalar_type());
+  const int64_t nbytes = int64_t(grads[0].element_size());
+  torch::stable::parallel_for(0, int64_t(sums.size()), kGrain / kNormBlock, [&](int64_t first, int64_t last) {
+    alignas(64) char gathered[kNormBlock * sizeof(float)];
+    size_t at = size_t(std::upper_bound(ends.begin(), ends.end(), first * kNormBlock) - ends.begin());
+    for (int64_t index = first; index < last; ++index) {
+      const int64_t begin = index * kNormBlock;
+      while (ends[at] <= begin) ++at;
+      const void* block = gathered;
+      if (begin + kNormBlock <= ends[at]) {
+        const int64_t offset = begin - (ends[at] - grads[at].numel());
+        block = static_cast<const char*>(grads[at].const_data_ptr()) + offset * nbytes;
+      } else {
+        gather_block(grads, ends, at, begin, gathered);
+      }
+      sums[size_t(index)] = level.sum_squares(block, dtype, unscale);
+    }
+  });
+  return sums;
+}
+
+// [Note: Order of the norm] The levels above the first.
+std::vector<double> next_level(const std::vector<double>& values) {
+  std::vector<double> sums;
+  for (size_t begin = 0; begin < values.size(); begin += kNormBlock) {
+    double lanes[kNormLanes] = {};
+    for (size_t i = begin; i < std::min(values.size(), begin + kNormBlock); ++i) {
+      lanes[(i - begin) % kNormLanes] += values[i];
+    }
+    sums.push_back(fold_lanes(lanes));
+  }
+  return sums;
+}
+
+Tensor norm_and_finite_at(Tensors grads, double unscale, int64_t level) {
+  check_tensors("grads", grads, grads[0], true, true);
+  std::vector<double> sums = sums_of_blocks(grads, float(unscale), level_at(level));
+  while (sums.size() > 1) sums = next_level(sums);
+  const double sum = sums.empty() ? 0.0 : sums[0];
+  Tensor result = torch::stable::empty({2}, ScalarType::Double);
+  double* values = result.mutable_data_ptr<double>();
+  values[0] = sum;
+  values[1] = std::isfinite(sum) ? 1.0 : 0.0;  // squares of floats cannot overflow a double
+  return result;
+}
+
+Tensor norm_and_finite(Tensors grads, double unscale) { return norm_and_finite_at(grads, unscale, best_level()); }
+
+void adamw_at_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors lowp_outs, Doubles lr,
+               Doubles beta1, Doubles beta2, Doubles eps, Doubles weight_decay, std::vector<int64_t> step,
+               double unscale, double clip_coefficient, bool decoupled, std::optional<int64_t> seed,
+               int64_t first_element, int64_t tail_width, int64_t level) {
+  const Level& chosen = level_at(level);
+  run_adam(make_adam_call(params, grads, exp_avgs, exp_avg_sqs, lowp_outs, lr, beta1, beta2, eps, weight_decay, step,
+                          unscale, clip_coefficient, decoupled, seed, first_element, tail_width),
+           chosen);
+}
+
+void adamw_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors lowp_outs, Doubles lr,
+            Doubles beta1, Doubles beta2, Doubles eps, Doubles weight_decay, std::vector<int64_t> step, double unscale,
+            double clip_coefficient, bool decoupled, std::optional<int64_t> seed, int64_t first_element,
+            int64_t tail_width) {
+  adamw_at_(params, grads, exp_avgs, exp_avg_sqs, lowp_outs, lr, beta1, beta2, eps, weight_decay, step, unscale,
+            clip_coefficient, decoupled, seed, first_element, tail_width, best_level());
+}
+
+}  // namespace
+}  // namespace chunkmem
+
+STABLE_TORCH_LIBRARY_IMPL(chunkmem, CPU, m) {
+  m.impl("adamw_", TORCH_BOX(&chunkmem::adamw_));
+  m.impl("norm_and_finite", TORCH_BOX(&chunkmem::norm_and_finite));
+  m.impl("_adamw_at_", TORCH_BOX(&chunkmem::adamw_at_));
+  m.impl("_norm_and_finite_at", TORCH_BOX(&chunkmem::norm_and_finite_at));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(chunkmem, CompositeExplicitAutograd, m) {
+  m.impl("_best_level", TORCH_BOX(&chunkmem::best_level));
+}

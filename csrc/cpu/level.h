@@ -1,0 +1,42 @@
+// What one instruction set offers, and what it is given.
+#pragma once
+#include "../adam_math.h"
+
+namespace chunkmem {
+
+enum class Dtype { kNone, kFloat, kBFloat16, kHalf };
+
+// So few that the loads of the next tile start while this one is still being converted and stored.
+constexpr int64_t kTile = 256;
+
+// At most kTile elements of one tensor.
+struct AdamTile {
+  float* param;
+  const void* grad;
+  float* exp_avg;
+  float* exp_avg_sq;
+  uint16_t* lowp_out;  // null if there is none
+  int64_t numel;
+  int64_t num_main;
+  uint64_t element;
+  uint64_t seed;
+  Dtype grad_type;
+  Dtype out_type;
+  bool stochastic;
+  bool past_caches;
+  const AdamScalars* scalars;
+};
+
+struct Level {
+  void (*adam)(const AdamTile& tile);
+  // Of exactly kNormBlock elements.
+  double (*sum_squares)(const void* block, Dtype dtype, float unscale);
+};
+
+extern const Level baseline;
+#if defined(__x86_64__)
+extern const Level avx2;
+extern const Level avx512;
+#endif
+
+}  // namespace chunkmem
