@@ -40,6 +40,8 @@ bench: $(VENV)/.test
 	$(RUN) benchmarks/overhead/run.py
 	$(RUN) -m benchmarks.sampling.run
 	$(RUN) -m benchmarks.knobs.run
+	$(RUN) -m benchmarks.estimate.run
+	$(RUN) -m benchmarks.adam.run
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

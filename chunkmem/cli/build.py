@@ -1,4 +1,4 @@
-"""`chunkmem build`: compile the native library ahead of time."""
+"""`chunkmem build`: compile the native libraries ahead of time."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import argparse
 import shutil
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from chunkmem.cli.answer import Answer
 from chunkmem.cli.quiet import silenced
 from chunkmem.errors import ConfigError
 
 NAME = "build"
-SUMMARY = "compile the native library ahead of time"
+SUMMARY = "compile the native libraries ahead of time"
 DESCRIPTION = """\
-Compile the native library now, so that the first training run does not have to: on a machine with a compiler, for
+Compile the native libraries now, so that the first training run does not have to: on a machine with a compiler, for
 others that share its home folder, or while an image is built.
 
   chunkmem build
-  chunkmem build --json | jq -r .path
+  chunkmem build --json | jq -r '.libraries[].path'
 
-torch 2.12 and later do by themselves what the library is for; there it is only built to check the compiler."""
+There is one of optimizer kernels and, for torch before 2.12, one that exchanges the memory of storages."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,38 +31,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Build, and answer where the library is.
+    """Build, and answer where the libraries are.
 
     Raises:
-        ConfigError: it cannot be built.
+        ConfigError: one cannot be built.
     """
     import torch
 
-    from chunkmem.runtime.native import load_library
     from chunkmem.runtime.storage import SwapBackend
 
+    builders: dict[str, Callable[[], Path]] = {"kernels": _kernels}
+    if not SwapBackend.available():
+        builders["storage"] = _storage
+    libraries = [_built(name, build) for name, build in builders.items()]
+    lines = [line for library in libraries for line in (library["path"], _when(library))]
+    return Answer({"libraries": libraries, "torch": torch.__version__}, "\n".join(lines))
+
+
+def _when(library: Mapping[str, Any]) -> str:
+    return "was there already" if library["was_there"] else f"built in {library['build_s']:.1f} s"
+
+
+def _built(name: str, build: Callable[[], Path]) -> dict[str, Any]:
     began_s, began = time.time(), time.perf_counter()
+    path = build()
+    build_s = time.perf_counter() - began
+    # The clock of files ticks up to 10 ms late.
+    was_there = path.stat().st_mtime < began_s - 0.02
+    return {"name": name, "path": str(path), "was_there": was_there, "build_s": build_s}
+
+
+def _kernels() -> Path:
+    from chunkmem.runtime.build import cpu_recipe, default_cache_dir, ensure_library
+
+    return ensure_library(cpu_recipe(), default_cache_dir())
+
+
+def _storage() -> Path:
+    from chunkmem.runtime.native import load_library
+
     with silenced("torch.utils.cpp_extension"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         library = load_library()
-    build_s = time.perf_counter() - began
     if library is None:
         raise ConfigError(_why_not(str(caught[-1].message) if caught else "the native library could not be built"))
-    path = Path(library._name)
-    # The clock of files ticks up to 10 ms late.
-    was_there = path.stat().st_mtime < began_s - 0.02
-    is_needed = not SwapBackend.available()
-    data = {
-        "path": str(path),
-        "was_there": was_there,
-        "build_s": build_s,
-        "is_needed": is_needed,
-        "torch": torch.__version__,
-    }
-    text = f"{path}\n{'was there already' if was_there else f'built in {build_s:.1f} s'}"
-    if not is_needed:
-        text += f"; torch {torch.__version__} does without it"
-    return Answer(data, text)
+    return Path(library._name)
 
 
 def _why_not(message: str) -> str:

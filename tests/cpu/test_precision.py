@@ -13,6 +13,7 @@ from torch import nn
 
 import chunkmem
 from chunkmem.estimate.rehearse import Setting, rehearse
+from chunkmem.optim.kernels import Kernels
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.trace.model import Kind
 from chunkmem.types import Role
@@ -330,3 +331,23 @@ def test_bytes_a_parameter_are_those_of_the_readme(precision: str) -> None:
         by_role = manager.memory().device.by_role  # all of it fits there
     numel = 4 * 64 * 64
     assert {role: by_role.get(role, (0, 0))[1] / numel for role in ROLES} == dict(zip(ROLES, told, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_without_native_kernels_the_bits_are_the_same(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: dict[str, Any] = {"gradient_clipping": 0.01, "precision": precision}
+    if precision == "fp16":
+        keys["fp16"] = FP16_KEYS["fp16"]
+    native = Twins(**keys)
+    losses = [native.step(seed) for seed in range(4)]
+    assert native.manager._updater.lowered._tail_width is not None, "there are no native kernels to compare with"
+    monkeypatch.setattr("chunkmem.manager.load_kernels", lambda: Kernels(frozenset()))
+    plain = Twins(**keys)
+    assert [plain.step(seed) for seed in range(4)] == pytest.approx(losses, rel=1e-3)  # the norm is summed otherwise
+    keys["gradient_clipping"] = 0.0
+    plain = Twins(**keys)
+    monkeypatch.undo()
+    native = Twins(**keys)
+    assert [plain.step(seed) for seed in range(4)] == [native.step(seed) for seed in range(4)]
+    assert all(torch.equal(a, b) for a, b in zip(
+        plain.manager.state_dict().values(), native.manager.state_dict().values(), strict=True))  # fmt: skip
