@@ -48,7 +48,7 @@ class GradientBook:
 
     @property
     def landed(self) -> dict[int, set[ManagedParameter]]:
-        """Parameters with a gradient, by group."""
+        """Parameters with a gradient, by group; the group whose gradient landed last comes last."""
         return self._landed
 
     def add(self, parameters: Iterable[ManagedParameter]) -> None:
@@ -93,7 +93,7 @@ class GradientBook:
             self._expected[managed.group] = sum(m.param.requires_grad for m in self.members[managed.group])
         else:
             self._executor.use(chunk, Tier.DEVICE, reader=reader)
-        landed = self._landed[managed.group]
+        landed = self._landed[managed.group] = self._landed.pop(managed.group)
         slot = self._slot(managed)
         with runtime_mode():
             if managed in landed:
