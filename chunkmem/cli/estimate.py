@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -69,10 +70,13 @@ def run(options: argparse.Namespace) -> Answer:
     from chunkmem.estimate.question import device_need, find
 
     question = _question(options)
+    other = replace(question, checkpointing=not question.checkpointing)
     known: dict[Question, Rehearsal] = {}
+    # What has been imported stays: looking through all of it again and again takes a sixth of a rehearsal.
+    gc.freeze()
     progress = tqdm(desc="rehearsing", unit=" steps", disable=None, leave=False)
     with silenced("torch._subclasses.fake_tensor"), progress as bar:
-        other_way = beside(lambda: _other_way(question))
+        rehearse_other = beside(lambda: _rehearsed_if_possible(other))
 
         def rehearse(asked: Question) -> Rehearsal:
             if asked not in known:
@@ -81,16 +85,16 @@ def run(options: argparse.Namespace) -> Answer:
             return known[asked]
 
         rehearsal = rehearse(question)
-        other = other_way()
-        if other is not None:
-            known[replace(question, checkpointing=not question.checkpointing)] = other
         need = device_need(question, rehearsal)
         try:
             finding = find(question, rehearsal)
         except CapacityError as error:
+            of_other = rehearse_other()
+            if of_other is not None:
+                known[other] = of_other
             changes = smallest_changes(question, rehearsal, rehearse=rehearse)
-            return no(question, rehearsal, other, need, error, changes)
-    return yes(question, rehearsal, other, need, finding)
+            return no(question, rehearsal, of_other, need, error, changes)
+        return yes(question, rehearsal, rehearse_other(), need, finding)
 
 
 def _question(options: argparse.Namespace) -> Question:
@@ -157,9 +161,9 @@ def _positive(text: str) -> float:
     return value
 
 
-def _other_way(question: Question) -> Rehearsal | None:
-    """Rehearse with checkpointing if it was asked without, and the other way round; None for a model without blocks."""
+def _rehearsed_if_possible(question: Question) -> Rehearsal | None:
+    """Return the rehearsal; None for a model without blocks that could be recomputed."""
     try:
-        return replace(question, checkpointing=not question.checkpointing).rehearse()
+        return question.rehearse()
     except LayoutError:
         return None
