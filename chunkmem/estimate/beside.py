@@ -40,6 +40,6 @@ def beside(work: Callable[[], T]) -> Callable[[], T]:
 def _send(there: Connection, work: Callable[[], object]) -> None:
     try:
         found = work()
-    except Exception:  # said by the other process, which does it again
+    except (Exception, KeyboardInterrupt):  # said by the other process, which does it again or is interrupted, too
         return
     there.send(found)

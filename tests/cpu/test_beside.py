@@ -1,0 +1,43 @@
+"""Doing something in a second process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import pytest
+
+from chunkmem.estimate.beside import beside
+
+
+def test_it_is_done_in_another_process_and_its_result_comes_back() -> None:
+    result = beside(lambda: (os.getpid(), ["anything"]))
+    pid, value = result()
+    assert pid != os.getpid()
+    assert value == ["anything"]
+
+
+def test_an_error_is_raised_here() -> None:
+    def fail() -> None:
+        raise KeyError(os.getpid())
+
+    result = beside(fail)
+    with pytest.raises(KeyError, match=str(os.getpid())):
+        result()
+
+
+@pytest.mark.parametrize("how", [lambda: os._exit(3), lambda: os.abort()])
+def test_a_process_that_dies_is_made_up_for(how: object, capfd: pytest.CaptureFixture[str]) -> None:
+    here = os.getpid()
+
+    def work() -> int:
+        if os.getpid() != here:
+            how()  # type: ignore[operator]
+        return 7
+
+    assert beside(work)() == 7
+
+
+def test_where_processes_cannot_be_forked_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    assert beside(os.getpid)() == os.getpid()
