@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,13 +13,13 @@ from torch.optim.optimizer import ParamsT
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.checks import STATE_KEYS, STATE_ROLES, check_number, check_options, check_state
-from chunkmem.optim.ops import AdamTensors, fused_adam_, global_norm
+from chunkmem.optim.ops import AdamTensors, fused_adam_
 from chunkmem.optim.order import in_order_of_update
+from chunkmem.optim.pending import PendingGradients
 from chunkmem.runtime.device import runtime_mode
 
 if TYPE_CHECKING:
     from chunkmem.manager import ChunkManager
-    from chunkmem.optim.scaler import LossScaler
 
 
 class Adam(torch.optim.Optimizer):
@@ -120,20 +119,24 @@ class Adam(torch.optim.Optimizer):
             pending = self._pending()
             if not pending and not any(p.grad is not None for p in self._excluded()):
                 raise StateError("step() without a gradient: call manager.backward(loss) or loss.backward() before it")
-            scaler = self._manager._scaler
             if self._manager._dtype is torch.float32:
-                if self.max_grad_norm > 0:
-                    self._clip(self.max_grad_norm)
+                if self.max_grad_norm > 0:  # where they are, as torch does: to the bit
+                    self._gradients(pending).clip(self.max_grad_norm)
                 self._update(pending, multiplier=None)
-                return
-            multiplier = self._multiplier(scaler)
-            if scaler is not None:
-                scaler.step(overflow=multiplier is None)
-            if multiplier is None:
-                self._manager._skip_step()
-                self._updater.gradients.discard(set(pending))
             else:
-                self._update(pending, multiplier=multiplier)
+                self._step_lowered(pending)
+
+    def _step_lowered(self, pending: list[ManagedParameter]) -> None:
+        """Update with the loss scale and clipping folded in, or, if gradients overflowed, consume them."""
+        scaler = self._manager._scaler
+        multiplier = self._gradients(pending).multiplier(self.max_grad_norm)
+        if scaler is not None:
+            scaler.step(overflow=multiplier is None)
+        if multiplier is None:
+            self._manager._skip_step()
+            self._updater.gradients.discard(set(pending))
+        else:
+            self._update(pending, multiplier=None if multiplier == 1.0 else multiplier)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that `step()` has not consumed, or set them to 0."""
@@ -154,7 +157,7 @@ class Adam(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before that, 0-dim."""
         with self._manager._step(updates=False):
-            return self._clip(max_norm)
+            return self._gradients(self._pending()).clip(max_norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `torch.optim.AdamW(..., fused=True)` over the same parameters would: CPU copies, never views."""
@@ -206,65 +209,17 @@ class Adam(torch.optim.Optimizer):
     def _name_of(self, param: torch.Tensor, index: int) -> str:
         return managed.name if (managed := self._manager._lookup(param)) is not None else f"parameter {index}"
 
-    def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return, by parameter, every gradient there is: the slots of managed ones, `.grad` of excluded ones.
-
-        Raises:
-            StateError: there is none.
-        """
-        pending: dict[torch.Tensor, ManagedParameter] = {managed.param: managed for managed in self._pending()}
-        grads: dict[torch.Tensor, torch.Tensor] = {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param in pending:
-                    grads[param] = self._updater.gradient(pending[param])
-                elif param.grad is not None:
-                    grads[param] = param.grad
-        if not grads:
-            raise StateError("no gradient to clip: call manager.backward(loss) or loss.backward() before it")
-        return grads
-
-    def _clip(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients where they are; return their norm before that, as it is without a loss scale."""
-        grads = self._gradients()
-        pending: dict[torch.Tensor, ManagedParameter] = {managed.param: managed for managed in self._pending()}
-        with runtime_mode():
-            norm = self._norm(grads)
-            coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-            for param, grad in grads.items():
-                managed = pending.get(param)
-                replicas = [grad] if managed is None else self._updater.gradient_replicas(managed)
-                for replica in replicas:
-                    replica.mul_(coefficient.to(replica.device))
-        return norm
-
-    def _norm(self, grads: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Return the global norm as it is without a loss scale; in low precision, of squares summed in float32."""
-        if self._manager._dtype is torch.float32:
-            return global_norm(grads)
-        return self._updater.lowered.norm(grads) / self._manager.loss_scale
-
-    def _multiplier(self, scaler: LossScaler | None) -> float | None:
-        """Return what the update multiplies gradients by, for the loss scale and clipping; None: they overflowed.
-
-        Raises:
-            StateError: there is a loss scale, and the gradients are of a loss that was not multiplied by it.
-        """
-        if scaler is not None and not scaler.is_used:
-            raise StateError("fp16 gradients need the loss scale: call manager.backward(loss), not loss.backward()")
-        scale = 1.0 if scaler is None else scaler.scale
-        if scaler is None and self.max_grad_norm <= 0:
-            return scale
-        with runtime_mode():
-            norm = float(self._norm(self._gradients()))
-        if scaler is not None and not math.isfinite(norm):
-            return None
-        clipping = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
-        return clipping / scale
+    def _gradients(self, pending: list[ManagedParameter]) -> PendingGradients:
+        manager = self._manager
+        return PendingGradients(
+            (param for group in self.param_groups for param in group["params"]),
+            pending,
+            self._updater,
+            is_lowered=manager._dtype is not torch.float32,
+            scaler=manager._scaler,
+        )
 
     def _update(self, pending: list[ManagedParameter], *, multiplier: float | None) -> None:
-        if multiplier == 1.0:
-            multiplier = None
         self._update_managed(pending, multiplier)
         self._update_excluded(multiplier)
 

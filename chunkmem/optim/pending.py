@@ -1,0 +1,89 @@
+"""The gradients that wait for a step: their norm, and what they are multiplied by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from chunkmem.errors import StateError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.ops import global_norm
+from chunkmem.optim.scaler import LossScaler
+from chunkmem.optim.update import GroupUpdater
+from chunkmem.runtime.device import runtime_mode
+
+
+class PendingGradients:
+    """Every gradient there is, wherever it is: in the slots of managed parameters, in `.grad` of excluded ones."""
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        managed: Iterable[ManagedParameter],
+        updater: GroupUpdater,
+        *,
+        is_lowered: bool,
+        scaler: LossScaler | None,
+    ) -> None:
+        """Look the gradients up.
+
+        Args:
+            params: in the order of the parameter groups.
+            managed: those of them that are managed and have a gradient.
+            updater: knows where gradients are.
+            is_lowered: the model computes in less than float32, and squares are summed in that.
+            scaler: by which the losses were multiplied; None: they were not.
+
+        Raises:
+            StateError: there is no gradient.
+        """
+        self._managed: dict[torch.Tensor, ManagedParameter] = {one.param: one for one in managed}
+        self._updater = updater
+        self._is_lowered = is_lowered
+        self._scaler = scaler
+        self._grads: dict[torch.Tensor, torch.Tensor] = {}
+        for param in params:
+            if param in self._managed:
+                self._grads[param] = updater.gradient(self._managed[param])
+            elif param.grad is not None:
+                self._grads[param] = param.grad
+        if not self._grads:
+            raise StateError("no gradient to clip: call manager.backward(loss) or loss.backward() before it")
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients where they are; return their norm before that, as it is without a loss scale."""
+        with runtime_mode():
+            norm = self._norm()
+            coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+            for param, grad in self._grads.items():
+                managed = self._managed.get(param)
+                replicas = [grad] if managed is None else self._updater.gradient_replicas(managed)
+                for replica in replicas:
+                    replica.mul_(coefficient.to(replica.device))
+        return norm
+
+    def multiplier(self, max_norm: float) -> float | None:
+        """Return what an update multiplies gradients by, for the loss scale and clipping; None: they overflowed.
+
+        Raises:
+            StateError: there is a loss scale, and the gradients are of a loss that was not multiplied by it.
+        """
+        scaler = self._scaler
+        if scaler is not None and not scaler.is_used:
+            raise StateError("fp16 gradients need the loss scale: call manager.backward(loss), not loss.backward()")
+        if scaler is None and max_norm <= 0:
+            return 1.0
+        with runtime_mode():
+            norm = float(self._norm())
+        if scaler is not None and not math.isfinite(norm):
+            return None
+        clipping = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+        return clipping if scaler is None else clipping / scaler.scale
+
+    def _norm(self) -> torch.Tensor:
+        if not self._is_lowered:
+            return global_norm(self._grads)
+        norm = self._updater.lowered.norm(self._grads)
+        return norm if self._scaler is None else norm / self._scaler.scale
