@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from chunkmem.cli.main import main
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.report.run import load_run
 from chunkmem.trace.model import Trace
+from tests.helpers.rights import ordinary_rights
 from tests.helpers.runs import make_run
 from tests.helpers.traces import training_trace
 
@@ -32,19 +31,6 @@ def folder(tmp_path: Path) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-@contextlib.contextmanager
-def without_rights() -> Iterator[None]:
-    """Be somebody else, if this is the superuser, whom no permission keeps out."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def spoil_json(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
@@ -156,7 +142,7 @@ def test_directories_without_rights(folder: Path, capsys: pytest.CaptureFixture[
         open_run.chmod(0o555)
         closed_run.chmod(0o000)
         try:
-            with without_rights():
+            with ordinary_rights():
                 assert main(["report", str(closed_run)]) == 2
                 assert "cannot be read: Permission denied" in capsys.readouterr().err
                 assert main(["report", str(open_run)]) == 2
