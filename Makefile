@@ -31,6 +31,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(RUN) -m pytest tests/unit/test_layering.py tests/unit/test_frozen_sets.py -q
+	$(RUN) -m pytest tests/cpu/test_kernel_build.py -q --full -k test_the_cuda_kernels_compile
 
 bench: $(VENV)/.test
 	$(RUN) benchmarks/padding/run.py

@@ -123,7 +123,9 @@ def test_the_limit_that_binds(capsys: pytest.CaptureFixture[str]) -> None:
 
 GRID = [
     pytest.param(
-        name, share, host_share, batch, checkpointing, id=f"{name}-{share}-{host_share}-{batch}-{checkpointing}"
+        *(name, share, host_share, batch, checkpointing),
+        id=f"{name}-{share}-{host_share}-{batch}-{checkpointing}",
+        marks=[pytest.mark.full] if share == 0.7 or (checkpointing and batch == 1) else [],
     )
     for name in ("mlp", "without_blocks")
     for share in (0.35, 0.7, 0.97)

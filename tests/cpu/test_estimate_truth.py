@@ -25,8 +25,14 @@ from tests.helpers.zoo import ZOO, ZooModel
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ONE_BATCH = tuple(variant for variant in VARIANTS if variant.micro_batches == 1 and not variant.evaluate)
+ORDINARY = ("plain", "half_frozen", "checkpoint")
 CASES = [
-    pytest.param(case, variant, id=f"{case.name}-{variant.name}")
+    pytest.param(
+        case,
+        variant,
+        id=f"{case.name}-{variant.name}",
+        marks=[] if variant.name in ORDINARY else [pytest.mark.full],
+    )
     for case in ZOO
     for variant in ONE_BATCH
     if case.name != "moe" and (case.has_blocks or variant.early_stop is None)

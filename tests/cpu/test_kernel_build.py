@@ -231,6 +231,7 @@ print(sorted(kernels.native_devices), kernels == again, kernels.norm_and_finite(
 """
 
 
+@pytest.mark.full
 def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     both = [
@@ -249,6 +250,7 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     assert library.stat().st_size < 1 << 20
 
 
+@pytest.mark.full  # `make check` runs it
 @pytest.mark.skipif(not build.cuda_recipe().compiler, reason="needs nvcc")
 def test_the_cuda_kernels_compile(tmp_path: Path) -> None:
     library = compile_cuda(tmp_path).read_bytes()

@@ -101,7 +101,9 @@ def test_training_is_that_of_plain_pytorch_with_master_weights(
 
 
 ESTIMATED = [
-    pytest.param(case, variant, id=f"{case.name}-{variant.name}")
+    pytest.param(
+        case, variant, id=f"{case.name}-{variant.name}", marks=[] if variant.name == "plain" else [pytest.mark.full]
+    )
     for case in LOWERED
     for variant in ONE_BATCH
     if case.name != "moe"
