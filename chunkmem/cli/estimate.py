@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from chunkmem.cli.answer import Answer
 from chunkmem.cli.estimate_answer import DTYPES
+from chunkmem.cli.machine import parse_size, parse_speed
 from chunkmem.cli.quiet import silenced
-from chunkmem.errors import CapacityError, ConfigError, LayoutError
-from chunkmem.units import parse_nbytes
+from chunkmem.errors import CapacityError, LayoutError
 
 if TYPE_CHECKING:
     from chunkmem.estimate.hardware import Hardware
@@ -106,11 +106,11 @@ def _question(options: argparse.Namespace) -> Question:
 
     hardware = HARDWARE[options.hardware]
     if options.link is not None:
-        hardware = replace(hardware, link_Bps=_size("--link", options.link))
+        hardware = replace(hardware, link_Bps=parse_speed("--link", options.link))
     if options.host_memory is not None:
-        hardware = replace(hardware, host_memory_Bps=_size("--host-memory", options.host_memory))
+        hardware = replace(hardware, host_memory_Bps=parse_speed("--host-memory", options.host_memory))
     if options.network is not None:
-        network_Bps = _size("--network", options.network)
+        network_Bps = parse_speed("--network", options.network)
         hardware = replace(hardware, peer_Bps=network_Bps, network_Bps=network_Bps)
     if options.tflops is not None:
         hardware = replace(hardware, flop_per_s=1e12 * options.tflops, fp32_flop_per_s=1e12 * options.tflops)
@@ -120,7 +120,7 @@ def _question(options: argparse.Namespace) -> Question:
         batch=options.batch,
         hardware=hardware,
         device_nbytes=_device_nbytes(options, hardware),
-        host_nbytes=None if options.host is None else _size("--host", options.host),
+        host_nbytes=None if options.host is None else parse_size("--host", options.host),
         dtype=getattr(torch, DTYPES[options.precision]),
         checkpointing=options.checkpointing,
         world=options.world,
@@ -130,18 +130,8 @@ def _question(options: argparse.Namespace) -> Question:
 
 def _device_nbytes(options: argparse.Namespace, hardware: Hardware) -> int:
     if options.device is not None:
-        return _size("--device", options.device)
+        return parse_size("--device", options.device)
     return int(_DEVICE_SHARE * hardware.device_nbytes)
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        nbytes = parse_nbytes(text)
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from None
-    if nbytes == 0:
-        raise ConfigError(f"{option}: nothing works with 0 bytes; give at least 1")
-    return nbytes
 
 
 def _count(text: str) -> int:

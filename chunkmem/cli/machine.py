@@ -36,8 +36,8 @@ def machine_of(options: argparse.Namespace, *, host_nbytes: int) -> Machine:
     device_nbytes = parse_size("--device", options.device)
     host_nbytes = host_nbytes if options.host is None else parse_size("--host", options.host, least=0)
     # What is wrong with the arguments is said before anything is measured.
-    h2d_Bps = None if options.h2d is None else _parse_speed("--h2d", options.h2d)
-    d2h_Bps = None if options.d2h is None else _parse_speed("--d2h", options.d2h)
+    h2d_Bps = None if options.h2d is None else parse_speed("--h2d", options.h2d)
+    d2h_Bps = None if options.d2h is None else parse_speed("--d2h", options.d2h)
     machine = _measured() if options.machine is None else load_machine(options.machine)
     return replace(
         machine,
@@ -63,7 +63,8 @@ def parse_size(option: str, text: str, *, least: int = 1) -> int:
     return nbytes
 
 
-def _parse_speed(option: str, text: str) -> float:
+def parse_speed(option: str, text: str) -> float:
+    """Return the bytes a second that an option gives: ``25GB`` or ``25GB/s``. Raises what `parse_size` does."""
     return float(parse_size(option, text.removesuffix("/s")))
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from chunkmem.cli.estimate import _HARDWARE
 from chunkmem.cli.main import main
 from chunkmem.estimate.changes import smallest_changes
 from chunkmem.estimate.gpt import GPT, SHAPES
@@ -107,6 +108,10 @@ def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureF
     plain = transformers.LlamaForCausalLM(config)
     assert said["parameters"] == sum(p.numel() for p in plain.parameters())
     assert said["activation_nbytes_by_checkpointing"]["true"] < said["activation_nbytes_by_checkpointing"]["false"]
+
+
+def test_the_command_line_offers_all_hardware_there_is() -> None:
+    assert tuple(HARDWARE) == _HARDWARE
 
 
 # What is said where it does not.
@@ -232,7 +237,7 @@ WRONG = {
     "nothing to recompute": (["tests.helpers.estimated:without_blocks", "--checkpointing"], r"no nn\.ModuleList"),
     "no file": (["nowhere/config.json"], r"nowhere/config.json cannot be read: No such file"),
     "a size in words": ([MLP, "--device", "much"], r"--device: 'much' is not a size in bytes"),
-    "no bytes": ([MLP, "--host", "0"], r"--host: nothing works with 0 bytes"),
+    "no bytes": ([MLP, "--host", "0"], r"--host is 0 bytes; give at least 1"),
     "no speed": ([MLP, "--link", "fast"], r"--link: 'fast' is not a size"),
 }
 REFUSED = {
