@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import chunkmem
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.timeline import Timeline
+from chunkmem.runtime.journal import Journal
 from chunkmem.trace.model import Kind, Mode, Trace
 from tests.helpers.audit import assert_as_predicted, audit
 
@@ -145,6 +146,26 @@ def test_gradients_set_to_zero_follow_the_plan_too() -> None:
             training.optimizer.step()
             training.optimizer.zero_grad()
         assert_as_predicted(manager)
+
+
+def test_plans_are_made_from_the_shortest_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded, followed, followed faster, followed slower by accident; what comes later is not asked for."""
+    moments_s = iter([3.0, 1.0, 0.25, 5.0, 0.01, 0.01])
+    durations = Journal.durations
+
+    def scripted(journal: Journal) -> dict[int, float]:
+        return dict.fromkeys(durations(journal), next(moments_s))
+
+    monkeypatch.setattr(Journal, "durations", scripted)
+    with manager_with(4) as manager:
+        training = Training(manager)
+        training.step()
+        seen = []
+        for _ in range(6):
+            training.step()  # which learns from the step before
+            assert manager.trace is not None
+            seen.append(manager.trace.compute_s / len(manager.trace.moments))
+    assert seen == [3.0, 1.0, 0.25, 0.25, 0.25, 0.25]
 
 
 def test_what_is_recorded_after_an_evaluation_is_the_training(tmp_path: Path) -> None:
