@@ -15,6 +15,8 @@ class TierReport:
     cap_nbytes: int
     now_nbytes: int
     peak_nbytes: int
+    step_peak_nbytes: int
+    """Highest bytes of chunks since the last step began."""
     required_nbytes: int
     """The smallest cap known to be needed: the largest sum of bytes that were in use at the same time."""
     by_role: Mapping[str, tuple[int, int]]
@@ -42,15 +44,14 @@ class MemoryReport:
     """Bytes beside the chunks: activations, buffers, the interpreter. On an accelerator, what torch allocated there."""
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("tier", "role", "now", "peak", "cap")]
+        rows: list[tuple[str, ...]] = [("tier", "role", "now", "last step", "peak", "cap")]
         for name, tier in (("DEVICE", self.device), ("HOST", self.host)):
-            total = (tier.now_nbytes, tier.peak_nbytes, tier.cap_nbytes)
+            total = (tier.now_nbytes, tier.step_peak_nbytes, tier.peak_nbytes, tier.cap_nbytes)
             rows.append((name, "all", *(format_nbytes(n) for n in total)))
-            rows += [
-                ("", role, format_nbytes(now), format_nbytes(peak), "") for role, (now, peak) in tier.by_role.items()
-            ]
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        align = (str.ljust, str.ljust, str.rjust, str.rjust, str.rjust)
+            for role, (now, peak) in tier.by_role.items():
+                rows.append(("", role, format_nbytes(now), "", format_nbytes(peak), ""))
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        align = (str.ljust, str.ljust, *[str.rjust] * 4)
         lines = ["  ".join(a(cell, w) for a, cell, w in zip(align, row, widths, strict=True)) for row in rows]
         lines.append(
             f"padding {format_nbytes(self.padding_nbytes)} per role, beside the chunks "

@@ -284,7 +284,9 @@ class Packer:
             if role is Role.PARAM:
                 home = BoundChunk(ChunkStorage(self._backend, device=self._device, dtype=dtype), device=self._device)
             store.add(Chunk(key, form, dtype, f"{key} ({inside})", forms, home))
-        return store.chunks[ChunkId(Role.PARAM, group.id)], store.chunks.get(ChunkId(Role.MASTER, group.id))
+        chunk, master = store.chunks[ChunkId(Role.PARAM, group.id)], store.chunks.get(ChunkId(Role.MASTER, group.id))
+        chunk.master = master
+        return chunk, master
 
 
 def move_ordinary_tensors(module: nn.Module, excluded: Iterable[nn.Module], device: torch.device) -> None:

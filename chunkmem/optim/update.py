@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,10 @@ class GroupUpdater:
         ledgers = {tier: pool.ledger for tier, pool in self._store.pools.items()}
         sizes = [chunk.nbytes for key, chunk in self._store.chunks.items() if key.role in (Role.PARAM, Role.MASTER)]
         need = sum(sizes) + sum(self._nbytes(group, Role.GRAD, *STATE_ROLES) for group in groups)
+        # Gradients take the place of weights that can be rounded anew; while a group is updated it has both.
+        rounded = [group for group in groups if self._chunk(Role.PARAM, group).master is not None]
+        twice = [self._nbytes(group, Role.PARAM) for group in rounded]
+        need -= sum(twice) - max(twice, default=0)
         limits = [ledger.limit_nbytes for ledger in ledgers.values()]
         if min(limits) > 0 and need > max(limits):
             need += max(sizes, default=0)  # two full tiers could not exchange anything
@@ -152,6 +156,7 @@ class GroupUpdater:
         states = [self._chunk(role, group) for role in STATE_ROLES]
         chunks = [self._chunk(Role.PARAM, group), self._chunk(Role.GRAD, group)]
         chunks += states if master is None else [master, *states]
+        is_to_be_filled = chunks[0].newest_tier() is None
         with self._executor.updating(chunks, reader="optimizer step") as tier, runtime_mode():
             for options, pairs in items.values():
                 at = [managed.position for managed, _ in pairs]
@@ -161,6 +166,10 @@ class GroupUpdater:
                 else:
                     slots = {chunk.id.role: self._slots(chunk, tier, at) for chunk in chunks}
                     self.lowered.update(slots, steps, options, multiplier=1.0 if multiplier is None else multiplier)
+            if is_to_be_filled:  # parameters that were not updated have to be there, too
+                assert master is not None
+                updated = {managed.position for _, pairs in items.values() for managed, _ in pairs}
+                self._fill(chunks[0], master, tier, besides=updated)
         for chunk in chunks:
             if chunk.id.role is not Role.GRAD:
                 self._store.mark_written(chunk, tier)
@@ -187,6 +196,15 @@ class GroupUpdater:
         flat, slots = chunk.replicas[tier].flat, chunk.group.slots
         return [flat[slots[i].offset : slots[i].end] for i in at]
 
+    def _fill(self, param: Chunk, master: Chunk, tier: Tier, *, besides: Collection[int]) -> None:
+        """Round all of a master copy but some slots, which have been written."""
+        low, high = param.replicas[tier].flat, master.replicas[tier].flat
+        for position, slot in enumerate(param.group.slots):
+            if position not in besides:
+                low[slot.offset : slot.end].copy_(high[slot.offset : slot.end])
+        for start, stop in param.group.pads:
+            low[start:stop].zero_()
+
     def mark_updated(self, params: Iterable[ManagedParameter]) -> None:
         """Count the update in autograd's version counters: a backward of an older graph has to notice it."""
         for managed in params:
@@ -207,6 +225,8 @@ class GroupUpdater:
         self._executor.before_demand()
         self._executor.notice_writes(chunk)
         tier = chunk.newest_tier()
+        if tier is None and chunk.can_be_rounded:
+            return  # it will be rounded from what is written to its master copy
         assert tier is not None, f"{chunk.label} has no content"
         with runtime_mode():
             self._store.views(chunk, tier)[managed.position].copy_(value)

@@ -178,7 +178,8 @@ def find_gaps(trace: Trace, update_tiers: Mapping[int, Tier], *, one_tier: bool 
             for chunk in trace.update_chunks(group):
                 reads_only = chunk.role is Role.GRAD
                 if update_tiers[group] is Tier.DEVICE:
-                    uses[index[chunk]].append(Use(at, at + 1, writes=not reads_only))
+                    creates = trace.is_rounded(chunk)
+                    uses[index[chunk]].append(Use(at, at + 1, creates=creates, writes=not reads_only))
                 else:
                     (hosted if reads_only else renewed)[index[chunk]].append(at)
         elif moment.kind is Kind.CONSUME:

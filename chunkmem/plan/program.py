@@ -26,7 +26,8 @@ def emit(problem: Problem, stays: Stays, *, home_residents: bool) -> Program:
 
     Chunks that DEVICE never writes have their home on HOST: a copy that is always there, so leaving DEVICE is free.
     With `home_residents`, also those that never leave; it costs room on HOST, and spares copies when another plan
-    takes turns with this one.
+    takes turns with this one. Weights that an update on HOST rounds anew are there from then to their last fetch only:
+    the gradient takes their place.
     """
     return _Emitter(problem, stays, home_residents=home_residents).run()
 
@@ -36,6 +37,7 @@ class _Emitter:
         self.problem = problem
         self.stays = stays
         n = self.n = len(problem.trace.moments)
+        self.index = {chunk: at for at, chunk in enumerate(problem.chunks)}
         self.leaving: dict[int, list[Stay]] = defaultdict(list)
         self.ending: dict[int, list[Stay]] = defaultdict(list)
         self.creating: dict[int, Stay] = {}
@@ -53,10 +55,28 @@ class _Emitter:
             for chunk, chain in enumerate(problem.uses)
             if not any(use.writes for use in chain) and (home_residents or chunk not in stays.resident or not chain)
         }
+        self.rounding, self.last_fetches = self._rounded_on_host()
+        self.homes -= set(self.rounding.values())
         self.on_host = set(self.homes)
         self.host_nbytes = sum(problem.nbytes[chunk] for chunk in self.homes)
         self.host_peak_nbytes = self.host_nbytes
-        self.index = {chunk: at for at, chunk in enumerate(problem.chunks)}
+
+    def _rounded_on_host(self) -> tuple[dict[int, int], dict[int, list[int]]]:
+        """Return which chunk an update on HOST begins anew, by moment, and which ones are fetched for the last time."""
+        problem, n = self.problem, self.n
+        fetches: dict[int, list[int]] = defaultdict(list)
+        for at, stays in self.fetching.items():
+            for stay in stays:
+                fetches[stay.chunk].append(at)
+        rounding: dict[int, int] = {}
+        last_fetches: dict[int, list[int]] = defaultdict(list)
+        for at, moment in enumerate(problem.trace.moments):
+            chunk = self.index[moment.chunk]
+            on_host = moment.kind is Kind.UPDATE and problem.update_tiers[moment.chunk.group] is Tier.HOST
+            if on_host and problem.trace.is_rounded(moment.chunk) and chunk in fetches:
+                rounding[at] = chunk
+                last_fetches[max(fetches[chunk], key=lambda fetch: (fetch - at - 1) % n)].append(chunk)
+        return rounding, last_fetches
 
     def run(self) -> Program:
         for moment in range(self.n):  # a first lap only to see what is on HOST when the next one begins
@@ -99,11 +119,18 @@ class _Emitter:
             actions.append(Alloc(moment.chunk, Tier.DEVICE))
         for stay in self.fetching.get(at, ()):
             actions += (Alloc(chunks[stay.chunk], Tier.DEVICE), Copy(chunks[stay.chunk], Tier.HOST, Tier.DEVICE))
+        for last in self.last_fetches.get(at, ()):
+            if last in self.on_host:  # not so in the first lap that is only followed to see
+                self._unhost(last)
+                actions.append(Free(chunks[last], Tier.HOST))
         # After the fetches: what this moment writes may only now have come from HOST.
         for own in self._written_on_device(at):
             if own in self.on_host:
                 self._unhost(own)
                 actions.append(Free(chunks[own], Tier.HOST))
+        if at in self.rounding and self.rounding[at] not in self.on_host:
+            self._host(self.rounding[at])
+            actions.append(Alloc(moment.chunk, Tier.HOST))
         if moment.kind is Kind.UPDATE:
             actions.append(Update(moment.chunk.group, self.problem.update_tiers[moment.chunk.group]))
         elif moment.kind is Kind.CONSUME and self.index[moment.chunk] in self.on_host:

@@ -53,6 +53,8 @@ def residency_before(plan: Plan, trace: Trace, moment: int) -> Residency:
             now.newest[event.chunk, Tier.DEVICE] = True
         elif event.kind is Kind.CONSUME:
             now.consume(event.chunk)
+        elif event.kind is Kind.UPDATE and trace.is_rounded(event.chunk):
+            now.newest[event.chunk, plan.update_tiers[event.chunk.group]] = True
     return now
 
 
@@ -65,6 +67,7 @@ def resync(
     free_nbytes: Mapping[Tier, int],
     peak_nbytes: Mapping[Tier, int],
     keep_duplicates: bool,
+    rounded: frozenset[ChunkId] = frozenset(),
 ) -> list[Action] | None:
     """Return the actions that lead from one residency to another, one after the other; None if there is no way.
 
@@ -80,9 +83,10 @@ def resync(
         free_nbytes: room on each tier at present.
         peak_nbytes: what the plan takes of each tier at most.
         keep_duplicates: leave copies on HOST, as far as there is room, that the plan has no use for: another plan has.
+        rounded: chunks whose content may go, since it can be made again.
     """
     way = _Way(now, wanted, held, chunk_nbytes, free_nbytes, peak_nbytes)
-    way.keep_duplicates = keep_duplicates
+    way.keep_duplicates, way.rounded = keep_duplicates, rounded
     return way.actions if way.found() else None
 
 
@@ -106,10 +110,11 @@ class _Way:
         self.known = {chunk for chunk, _ in wanted.newest}
         self.actions: list[Action] = []
         self.keep_duplicates = False
+        self.rounded: frozenset[ChunkId] = frozenset()
 
     def found(self) -> bool:
         content = {chunk for chunk, _ in self.now.newest if self.now.has_content(chunk)}
-        if any(not self.wanted.has_content(chunk) for chunk in content & self.known):
+        if any(not self.wanted.has_content(chunk) for chunk in content & self.known - self.rounded):
             return False
         self._let_bystanders_stay(content)
         self._free_the_needless()
@@ -148,6 +153,7 @@ class _Way:
         for chunk, tier in sorted(self.now.newest, key=lambda key: (_order(key[0]), key[1].value)):
             key = (chunk, tier)
             other = self.now.newest.get((chunk, _OTHER[tier]), False)
+            other = other or (chunk in self.rounded and not self.wanted.has_content(chunk))
             if key not in self.wanted.newest and key not in self.held and (other or not self.now.newest[key]):
                 self._act(Free(chunk, tier))
                 self.free_nbytes[tier] += self.chunk_nbytes[chunk]

@@ -144,9 +144,15 @@ class _Reader:
             self._position.fail("the chunk has no slab there")
         if replica in self._held:
             self._position.fail("the chunk is held")
-        if states[replica] == NEWEST and states[replica ^ 1] != NEWEST:
+        if states[replica] == NEWEST and states[replica ^ 1] != NEWEST and not self._can_be_rounded(free.chunk):
             self._position.fail("it is the only replica of the newest version")
         self._drop(replica)
+
+    def _can_be_rounded(self, chunk: ChunkId) -> bool:
+        if not self._trace.is_rounded(chunk):
+            return False
+        master = self.residency.replica(ChunkId(Role.MASTER, chunk.group), Tier.DEVICE)
+        return NEWEST in (self.residency.states[master], self.residency.states[master ^ 1])
 
     def _drop(self, replica: int) -> None:
         self.residency.drop(replica)
@@ -186,6 +192,9 @@ class _Reader:
         writes: list[int] = []
         for chunk in chunks:
             replica = residency.replica(chunk, tier)
+            if self._trace.is_rounded(chunk):
+                residency.need_slab(replica)
+                residency.states[replica] = NEWEST
             residency.need_newest(replica)
             if chunk.role is not Role.GRAD:
                 residency.need_alone(replica)

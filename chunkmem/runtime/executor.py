@@ -89,13 +89,26 @@ class DemandExecutor:
         if tier is Tier.DEVICE and chunk.home is not None and not chunk.home.is_bound:
             with runtime_mode():
                 chunk.home.bind()
+        self._pin(chunk, tier, elastic=elastic)
+        return replica
+
+    def _pin(self, chunk: Chunk, tier: Tier, *, elastic: bool) -> None:
+        replica = chunk.replicas[tier]
         self._touch(replica)
         replica.pins += 1
         if replica.pins == 1:
             pinned = self.pinned_nbytes[tier] = self.pinned_nbytes[tier] + chunk.nbytes
             if not elastic:
                 self._note_required(tier, pinned)
-        return replica
+
+    def _hold_empty(self, chunk: Chunk, tier: Tier, reader: object) -> None:
+        """Like `_hold`, for a chunk whose content is about to be made anew."""
+        if tier not in chunk.replicas:
+            self._require_open(reader)
+            self.before_demand()
+            self._make_room(chunk, tier, reader, elastic=True)
+            self.store.take_slab(chunk, tier)
+        self._pin(chunk, tier, elastic=True)
 
     def unpin(self, chunk: Chunk, tier: Tier) -> None:
         """Undo one `pin`."""
@@ -128,7 +141,10 @@ class DemandExecutor:
         held = []
         try:
             for chunk in chunks:
-                self._hold(chunk, tier, reader, elastic=True)
+                if chunk.can_be_rounded and chunk.newest_tier() is None:
+                    self._hold_empty(chunk, tier, reader)
+                else:
+                    self._hold(chunk, tier, reader, elastic=True)
                 held.append(chunk)
             yield tier
         finally:
@@ -172,6 +188,17 @@ class DemandExecutor:
         on_host = self._free_nbytes(Tier.HOST) >= chunk.nbytes
         return self.create(chunk, Tier.HOST if on_host else Tier.DEVICE, reader=reader, zero=False, elastic=True)
 
+    def restore(self, chunk: Chunk) -> bool:
+        """Make content that was dropped everywhere again, on HOST if there is room; False if there is none."""
+        if chunk.newest_tier() is not None or not chunk.can_be_rounded:
+            return True
+        on_host = self._free_nbytes(Tier.HOST) >= chunk.nbytes
+        try:
+            self._make_again(chunk, Tier.HOST if on_host else Tier.DEVICE, "resuming", elastic=True)
+        except CapacityError:
+            return False
+        return True
+
     def notice_writes(self, chunk: Chunk) -> None:
         """Count what a user wrote to parameters as a new version."""
         if chunk.home is None:
@@ -210,6 +237,8 @@ class DemandExecutor:
         self.before_demand()
         self.notice_writes(chunk)
         source = chunk.newest_tier()
+        if source is None and chunk.can_be_rounded:
+            return self._make_again(chunk, tier, reader, elastic)
         assert source is not None, f"{chunk.label} has no content"
         if tier not in chunk.replicas:
             # The source must survive the making of room: it may be the other tier's redundant-looking copy.
@@ -220,6 +249,14 @@ class DemandExecutor:
                 chunk.replicas[source].pins -= 1
             self.store.take_slab(chunk, tier)
         self.store.copy(chunk, source, tier)
+        return chunk.replicas[tier]
+
+    def _make_again(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
+        """Bring a chunk of which no replica is left: it is rounded from its master copy."""
+        if tier not in chunk.replicas:
+            self._make_room(chunk, tier, reader, elastic)
+            self.store.take_slab(chunk, tier)
+        self.store.round(chunk, tier)
         return chunk.replicas[tier]
 
     def _require_open(self, reader: object) -> None:
@@ -271,7 +308,7 @@ class DemandExecutor:
         for chunk in self.store.resident[tier].values():
             replica = chunk.replicas[tier]
             if replica.pins == 0:
-                spill = chunk.ready(tier) and not chunk.ready(other)
+                spill = chunk.ready(tier) and not chunk.ready(other) and not chunk.can_be_rounded
                 yield Resident(chunk.id, chunk.nbytes, replica.last_use, _standing(chunk, replica), spill)
 
     def _shortage(self, chunk: Chunk, tier: Tier, reader: object, shortage: Shortage) -> CapacityError:

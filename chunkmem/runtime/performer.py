@@ -201,11 +201,14 @@ class Performer:
 
     def _way_to(self, moment: int) -> list[Action] | None:
         chunks = self._store.chunks.values()
+        wanted = residency_before(self.plan, self.trace, moment)
         for chunk in chunks:
             self._executor.notice_writes(chunk)
+            if wanted.has_content(chunk.id) and not self._executor.restore(chunk):
+                return None
         return resync(
             Residency({(c.id, tier): c.ready(tier) for c in chunks for tier in c.replicas}),
-            residency_before(self.plan, self.trace, moment),
+            wanted,
             held=frozenset((c.id, t) for c in chunks for t, r in c.replicas.items() if r.pins > 0),
             chunk_nbytes={chunk.id: chunk.nbytes for chunk in chunks},
             free_nbytes={
@@ -213,6 +216,7 @@ class Performer:
             },
             peak_nbytes=self.predicted.peak_nbytes,
             keep_duplicates=self.trace.mode is Mode.EVAL,
+            rounded=frozenset(c.id for c in chunks if c.can_be_rounded),
         )
 
     # What the plan says.
@@ -295,7 +299,8 @@ class Performer:
             return
         self._executor.notice_writes(chunk)  # what a user wrote makes this the only newest replica
         replica = chunk.replicas.get(tier)
-        if replica is None or replica.pins > 0 or (chunk.ready(tier) and chunk.newest_besides(tier) is None):
+        is_last = chunk.ready(tier) and chunk.newest_besides(tier) is None and not chunk.can_be_rounded
+        if replica is None or replica.pins > 0 or is_last:
             self.depart()
             return
         self._store.drop(chunk, tier)

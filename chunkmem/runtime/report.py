@@ -15,6 +15,7 @@ def memory_report(tiers: Tiers, executor: DemandExecutor, *, padding_nbytes: int
             cap_nbytes=ledger.limit_nbytes,
             now_nbytes=ledger.total_nbytes,
             peak_nbytes=ledger.peak_nbytes,
+            step_peak_nbytes=ledger.chunk_peak_nbytes,
             required_nbytes=executor.required_nbytes[ledger.tier],
             by_role={role: (now, ledger.peak[role]) for role, now in ledger.now.items()},
         )

@@ -71,6 +71,8 @@ class Chunk:
     forms: tuple[tuple[torch.Size, tuple[int, ...]], ...]
     """Shape and stride of each slot's tensor."""
     home: ChunkHome | None = None
+    master: Chunk | None = None
+    """The float32 chunk that this one is rounded from: what is lost of this one can be made again."""
     version: int = NO_CONTENT
     settled: bool = False
     """Complete, and wanted next where it is updated, not on DEVICE."""
@@ -88,6 +90,11 @@ class Chunk:
     def newest_tier(self) -> Tier | None:
         """A tier that holds the newest version, DEVICE first; None if the chunk has no content."""
         return next((tier for tier in (Tier.DEVICE, Tier.HOST) if self.ready(tier)), None)
+
+    @property
+    def can_be_rounded(self) -> bool:
+        """Whether its content may be dropped everywhere, since it can be made again from `master`."""
+        return self.master is not None and self.master.newest_tier() is not None
 
     def newest_besides(self, tier: Tier) -> Tier | None:
         """A tier other than `tier` that holds the newest version."""
@@ -153,6 +160,18 @@ class ChunkStore:
         self.note_copy(chunk, source, target)
         self.on_copy(chunk, target, started_s)
 
+    def round(self, chunk: Chunk, target: Tier) -> None:
+        """Make the content of `chunk`, of which there is no replica, again on `target`, which has a slab for it."""
+        assert chunk.master is not None
+        source = chunk.master.newest_tier()
+        assert source is not None, f"{chunk.label} cannot be made again: its master copy has no content"
+        to = chunk.replicas[target]
+        with runtime_mode():
+            to.flat.copy_(chunk.master.replicas[source].flat)
+            if target is Tier.DEVICE and chunk.home is not None:
+                chunk.home.bind()
+        to.version = chunk.version
+
     def note_copy(self, chunk: Chunk, source: Tier, target: Tier) -> None:
         """The newest version is on its way from `source` to `target`; whoever reads it there waits for it."""
         chunk.replicas[target].version = chunk.replicas[source].version
@@ -165,7 +184,7 @@ class ChunkStore:
         """Give a replica's slab back. Never a pinned one, never the only one of the newest version."""
         replica = chunk.replicas[tier]
         assert replica.pins == 0, f"{chunk.label} is pinned on {tier.value}"
-        others = any(chunk.ready(other) for other in chunk.replicas if other is not tier)
+        others = chunk.newest_besides(tier) is not None or chunk.can_be_rounded
         assert others or not chunk.ready(tier), f"{chunk.label}: its only newest replica is on {tier.value}"
         self._give_slab_back(chunk, tier)
 

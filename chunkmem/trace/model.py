@@ -29,7 +29,8 @@ class Kind(enum.Enum):
     WRITE = "write"
     """A chunk is read and written on DEVICE, for this moment only: a further gradient lands in it."""
     UPDATE = "update"
-    """The optimizer updates a group: reads GRAD, reads and writes PARAM and the states, all on one tier."""
+    """The optimizer updates a group: reads GRAD, reads and writes PARAM and the states, all on one tier.
+    Where there is a MASTER, PARAM is only written."""
     CONSUME = "consume"
     """A chunk's content is used up: gradients after the update. A slab on DEVICE stays, empty."""
 
@@ -111,6 +112,14 @@ class Trace:
         """Return the chunks that an update of `group` needs, PARAM first, GRAD second, then the states it has."""
         roles = (Role.PARAM, Role.GRAD, Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
         return tuple(chunk for role in roles if (chunk := ChunkId(role, group)) in self.chunk_nbytes)
+
+    def update_reads(self, group: int) -> tuple[ChunkId, ...]:
+        """Return those of `update_chunks` whose content an update reads: all but a PARAM that MASTER is rounded to."""
+        return tuple(chunk for chunk in self.update_chunks(group) if not self.is_rounded(chunk))
+
+    def is_rounded(self, chunk: ChunkId) -> bool:
+        """Tell whether a chunk is rounded from one in float32, so that its content can be made again at any time."""
+        return chunk.role is Role.PARAM and ChunkId(Role.MASTER, chunk.group) in self.chunk_nbytes
 
     @cached_property
     def digest(self) -> str:

@@ -237,7 +237,7 @@ def test_the_memory_report() -> None:
             assert sum(now for now, _ in side.by_role.values()) == side.now_nbytes
         assert report.moved.h2d_nbytes > 0 < report.moved.d2h_nbytes
         table = str(report).splitlines()
-        assert table[0].split() == ["tier", "role", "now", "peak", "cap"]
+        assert table[0].split() == ["tier", "role", "now", "last", "step", "peak", "cap"]
         assert "6.00 KiB" in table[1]
         assert {line.split()[0] for line in table[2:-1]} >= {"param", "grad", "exp_avg", "HOST"}
         assert table[-1].startswith("padding ")

@@ -16,8 +16,9 @@ from chunkmem.estimate.rehearse import Setting, rehearse
 from chunkmem.optim.kernels import Kernels
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.trace.model import Kind
-from chunkmem.types import Role
+from chunkmem.types import ChunkId, Role
 from tests.cpu.test_estimate_truth import ONE_BATCH, as_model
+from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.low_precision import LowPlain
 from tests.helpers.training import (
     HOST_NBYTES,
@@ -353,3 +354,64 @@ def test_without_native_kernels_the_bits_are_the_same(precision: str, monkeypatc
     assert [plain.step(seed) for seed in range(4)] == [native.step(seed) for seed in range(4)]
     assert all(torch.equal(a, b) for a, b in zip(
         plain.manager.state_dict().values(), native.manager.state_dict().values(), strict=True))  # fmt: skip
+
+
+def on_host(**keys: Any) -> Twins:
+    """All updates on HOST, and DEVICE so small that a group at a time fits."""
+    return Twins(memory={"device": 16 << 10, "host": 8 << 20}, optimizer={"params": {"use_hybrid_adam": False}}, **keys)
+
+
+def test_a_planned_step_takes_fourteen_bytes_a_parameter() -> None:
+    twins = on_host()
+    for seed in range(4):
+        twins.step(seed)
+        audit(twins.manager)
+    assert_as_predicted(twins.manager)
+    nbytes = sum(chunk.nbytes for chunk in twins.manager._store.chunks.values())
+    slab = twins.manager._store.chunks[ChunkId(Role.PARAM, 0)].nbytes
+    num_groups = len({chunk.group for chunk in twins.manager._store.chunks})
+    assert nbytes == num_groups * 8 * slab, "16 bytes a parameter, of which a slab of weights has 2"
+    peak_nbytes = twins.manager.memory().host.step_peak_nbytes
+    assert peak_nbytes <= num_groups * 7 * slab + slab, "while it is updated, a group has both"
+    twins.manager.close()
+
+
+def test_weights_that_made_room_for_gradients_come_back_when_a_user_asks_for_them() -> None:
+    """Between backward and step some weights are nowhere; a forward, a gather, an evaluation round them anew."""
+    twins, untouched = on_host(), Twins()
+    for seed in range(4):
+        assert twins.step(seed) == untouched.step(seed)
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(9))
+    for each in (twins, untouched):
+        each.manager.backward(each.model(x).square().mean())
+    chunks = [c for c in twins.manager._store.chunks.values() if c.id.role is Role.PARAM]
+    assert any(chunk.newest_tier() is None for chunk in chunks)
+    with twins.manager.gather():
+        now = {name: value.clone() for name, value in twins.model.named_parameters()}
+    masters = twins.manager.state_dict()
+    assert all(torch.equal(value, masters[name].bfloat16()) for name, value in now.items())
+    with torch.no_grad():
+        assert torch.equal(twins.model(x), untouched.model(x))
+    for each in (twins, untouched):
+        each.manager.backward(each.model(x).square().mean())
+        each.optimizer.step()
+    for seed in range(4, 8):
+        assert twins.step(seed) == untouched.step(seed)
+        audit(twins.manager)
+    assert_as_predicted(twins.manager)
+
+
+def test_weights_come_back_after_a_step_that_was_skipped() -> None:
+    twins = on_host(precision="fp16", fp16={"enabled": True, "initial_scale_power": 14})
+    for seed in range(4):
+        twins.step(seed)
+    before = twins.manager.state_dict()
+    loss = twins.model(torch.full((8, 32), float("inf"))).square().mean()
+    twins.manager.backward(loss)
+    twins.optimizer.step()
+    assert twins.manager.num_skipped_steps == 1
+    assert all(torch.equal(value, before[key]) for key, value in twins.manager.state_dict().items())
+    for seed in range(5, 9):
+        twins.step(seed)
+        audit(twins.manager)
+    assert_as_predicted(twins.manager)

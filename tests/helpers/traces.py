@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
@@ -24,6 +25,15 @@ def grad(group: int) -> ChunkId:
 def updated_chunks(group: int) -> tuple[ChunkId, ...]:
     """The four chunks of a group in fp32 training with Adam."""
     return (param(group), grad(group), *(ChunkId(role, group) for role in STATES))
+
+
+def with_masters(trace: Trace) -> Trace:
+    """Return the same step in half precision: each updated group has float32 master weights and states."""
+    sizes = dict(trace.chunk_nbytes)
+    for chunk, nbytes in trace.chunk_nbytes.items():
+        if chunk.role in STATES:
+            sizes[chunk] = sizes[ChunkId(Role.MASTER, chunk.group)] = 2 * nbytes
+    return replace(trace, chunk_nbytes=sizes)
 
 
 def training_trace(
