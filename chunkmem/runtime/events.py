@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -58,6 +58,16 @@ class Lanes(Protocol):
 
         Raises:
             StateError: the lanes are closed, or `lane` or the tensors are not as above.
+        """
+        ...
+
+    def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
+        """Call `work` on HOST_UPDATE, after everything issued there before and after `after`; its result is dropped.
+
+        Where lanes have threads it runs in one of its own, so it must not touch what the caller may touch meanwhile.
+
+        Raises:
+            StateError: the lanes are closed.
         """
         ...
 

@@ -9,9 +9,11 @@ Source of the rules: CUDA Runtime API, "Event Management" (cudaEventElapsedTime)
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,7 @@ import torch
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import COPY_LANES, Event, closed_error, named_range, require_copyable
+from chunkmem.runtime.queues import HostWork, Worker
 
 _ANCHOR_LIFE_S = 30.0
 """At this distance the rounding is 2 microseconds."""
@@ -88,13 +91,15 @@ class StreamClock:
 
 
 class StreamLanes:
-    """One stream a lane, for as long as the lanes are open. Host memory has to be pinned for copies to overlap."""
+    """A stream for each lane that copies, while the lanes are open. Copies overlap if host memory is pinned."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._clock = StreamClock(device)
         self._streams = {lane: torch.cuda.Stream(device) for lane in COPY_LANES}
         self._last: dict[Lane, StreamEvent] = {}
+        self._worker: Worker | None = None
+        """The thread of HOST_UPDATE, once there is something to do."""
         self._pid = os.getpid()
         self._closed = False
 
@@ -113,6 +118,14 @@ class StreamLanes:
             copied = self._last[lane] = StreamEvent(anchor, start, _record(stream))
         return copied
 
+    def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
+        if self._closed:
+            raise closed_error(label)
+        if self._worker is None:
+            self._worker = Worker(Lane.HOST_UPDATE, ctypes.memmove)
+            weakref.finalize(self, self._worker.stop)
+        return self._worker.issue(HostWork(label, work, tuple(after)))
+
     def compute_event(self) -> Event:
         return self._clock.computed()
 
@@ -124,11 +137,20 @@ class StreamLanes:
         for event in self._last.values():
             event.wait()
         self._last.clear()
+        if self._worker is not None and os.getpid() == self._pid:
+            self._worker.wait()
+            if (failure := self._worker.take_failure()) is not None:
+                raise failure
 
     def close(self) -> None:
         self._closed = True
-        if os.getpid() == self._pid:  # CUDA does not survive a fork
-            self.drain()
+        if os.getpid() != self._pid:  # CUDA does not survive a fork, nor do threads
+            return
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.stop()
+            worker.thread.join()
+        self.drain()
 
 
 def _hold_back(stream: torch.cuda.Stream, event: Event) -> None:

@@ -15,7 +15,7 @@ import ctypes
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,8 +23,10 @@ import torch
 from chunkmem.errors import StateError
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, closed_error
-from chunkmem.runtime.lanes import HostCopy, ThreadLanes
+from chunkmem.runtime.lanes import ThreadLanes
+from chunkmem.runtime.queues import HostCopy, HostTask, HostWork
 
+LANES = (*COPY_LANES, Lane.HOST_UPDATE)
 _POISON = 0xFF
 """Repeated, this byte is NaN in every floating dtype."""
 _EAGERNESS = (0.0, 0.1, 0.5, 0.9)
@@ -33,12 +35,21 @@ shows most."""
 
 
 @dataclass(eq=False, slots=True)
-class _HeldCopy(HostCopy):
-    """A copy that runs when the dice or a wait say so."""
+class _Held:
+    """The event of a task that runs when the dice or a wait say so."""
 
-    lanes: AdversarialLanes = field(init=False)
+    task: HostTask
+    lanes: AdversarialLanes
     poisoned: bool = field(default=False, init=False)
     over: bool = field(default=False, init=False)
+
+    @property
+    def started_s(self) -> float:
+        return self.task.started_s
+
+    @property
+    def ended_s(self) -> float:
+        return self.task.ended_s
 
     def done(self) -> bool:
         return self.over
@@ -48,15 +59,15 @@ class _HeldCopy(HostCopy):
 
 
 class AdversarialLanes:
-    """Copies held back, and run in any order that the events allow; without threads, the same for the same seed.
+    """Copies and updates held back, and run in any order that events allow; without threads, alike for the same seed.
 
     See [Note: Held-back copies].
     """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._queues: dict[Lane, deque[_HeldCopy]] = {lane: deque() for lane in COPY_LANES}
-        self._eagerness = {lane: self._random.choice(_EAGERNESS) for lane in COPY_LANES}
+        self._queues: dict[Lane, deque[_Held]] = {lane: deque() for lane in LANES}
+        self._eagerness = {lane: self._random.choice(_EAGERNESS) for lane in LANES}
         self._closed = False
 
     def copy(
@@ -64,12 +75,19 @@ class AdversarialLanes:
     ) -> Event:
         if self._closed:
             raise closed_error(label)
-        copy = _HeldCopy.of(lane, target, source, after, label)
-        copy.lanes = self
-        self._queues[lane].append(copy)
+        return self._queue(HostCopy.of(lane, target, source, after, label))
+
+    def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
+        if self._closed:
+            raise closed_error(label)
+        return self._queue(HostWork(label, work, tuple(after)))
+
+    def _queue(self, task: HostTask) -> Event:
+        held = _Held(task, self)
+        self._queues[task.lane].append(held)
         self._poison_targets()
         self._run_some()
-        return copy
+        return held
 
     def compute_event(self) -> Event:
         self._run_some()
@@ -101,38 +119,38 @@ class AdversarialLanes:
             self._closed = True
             self.drain()
 
-    def _runnable(self) -> list[_HeldCopy]:
+    def _runnable(self) -> list[_Held]:
         heads = [queue[0] for queue in self._queues.values() if queue]
-        return [head for head in heads if all(event.done() for event in head.after)]
+        return [head for head in heads if all(event.done() for event in head.task.after)]
 
     def _run_some(self) -> None:
-        while willing := [copy for copy in self._runnable() if self._random.random() < self._eagerness[copy.lane]]:
+        while willing := [held for held in self._runnable() if self._random.random() < self._eagerness[held.task.lane]]:
             self._run(self._random.choice(willing))
 
-    def _next_for(self, event: Event) -> _HeldCopy:
-        """Return a copy that can run, and has to before `event` is done."""
+    def _next_for(self, event: Event) -> _Held:
+        """Return what can run, and has to before `event` is done."""
         # Each turn goes to something issued earlier, so this ends.
-        while isinstance(event, _HeldCopy) and event in self._queues[event.lane]:
-            head = self._queues[event.lane][0]
-            pending = [before for before in head.after if not before.done()]
+        while isinstance(event, _Held) and event in self._queues[event.task.lane]:
+            head = self._queues[event.task.lane][0]
+            pending = [before for before in head.task.after if not before.done()]
             if not pending:
                 return head
             event = self._random.choice(pending)
         raise StateError("waiting for an event that is not done and not of these lanes: nothing here would end that")
 
-    def _run(self, copy: _HeldCopy) -> None:
-        self._queues[copy.lane].popleft()
-        copy.run(ctypes.memmove)
-        copy.over = True
-        copy.let_go()
+    def _run(self, held: _Held) -> None:
+        self._queues[held.task.lane].popleft()
+        held.task.run(ctypes.memmove)
+        held.over = True
+        held.task.let_go()
         self._poison_targets()
 
     def _poison_targets(self) -> None:
         # Not before it can run: until then, what it comes after may still need the target's old contents.
-        for copy in self._runnable():
-            if not copy.poisoned:
-                ctypes.memset(copy.target, _POISON, copy.nbytes)
-                copy.poisoned = True
+        for held in self._runnable():
+            if not held.poisoned and isinstance(held.task, HostCopy):
+                ctypes.memset(held.task.target, _POISON, held.task.nbytes)
+                held.poisoned = True
 
 
 class ThrottledLanes(ThreadLanes):

@@ -134,7 +134,7 @@ def test_a_forked_child_does_not_wait_for_threads_it_has_not_got(threads: Thread
     if child == 0:
         status = 1
         try:
-            with pytest.raises(StateError, match="block 3: its copy was left to process"):
+            with pytest.raises(StateError, match="block 3: it was left to process"):
                 pending.wait()
             with pytest.raises(StateError, match="block 4: the lanes belong to process"):
                 threads.copy(Lane.D2H, torch.zeros(8), torch.ones(8), after=[], label="block 4")

@@ -1,0 +1,194 @@
+"""Work in RAM that waits its turn in a queue, and a thread that does it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol, Self
+
+import torch
+
+from chunkmem.errors import StateError
+from chunkmem.plan.model import Lane
+from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.events import Event, named_range, require_copyable
+
+Move = Callable[[int, int, int], object]
+"""Copies bytes in RAM: target address, source address, number of bytes."""
+
+
+class HostTask(Protocol):
+    """What a lane does in RAM, and when it began and ended."""
+
+    lane: Lane
+    label: str
+    after: tuple[Event, ...]
+    started_s: float
+    ended_s: float
+
+    def run(self, move: Move) -> None:
+        """Do it in this thread."""
+        ...
+
+    def let_go(self) -> None:
+        """Forget what it came after: else each event would keep all before it alive. And the memory."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class HostCopy:
+    """A copy in RAM, and the times of its event. It works on the addresses; the tensors are only held."""
+
+    lane: Lane
+    label: str
+    target: int
+    source: int
+    nbytes: int
+    after: tuple[Event, ...]
+    held: tuple[torch.Tensor, ...]
+    started_s: float = field(default=0.0, init=False)
+    ended_s: float = field(default=0.0, init=False)
+
+    @classmethod
+    def of(cls, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event], label: str) -> Self:
+        """Return the copy between the memory that two tensors have now.
+
+        Raises:
+            StateError: the tensors cannot be copied, or are not in RAM.
+        """
+        with runtime_mode():
+            require_copyable(lane, target, source, label)
+            if not (target.is_cpu and source.is_cpu):
+                raise StateError(f"{label}: from {source.device} to {target.device} is not a copy within RAM")
+            addresses = target.data_ptr(), source.data_ptr()
+            return cls(lane, label, *addresses, target.nbytes, tuple(after), (target, source))
+
+    def run(self, move: Move) -> None:
+        self.started_s = time.perf_counter()
+        try:
+            with named_range(self.lane, self.label):
+                move(self.target, self.source, self.nbytes)
+        finally:
+            self.ended_s = time.perf_counter()
+
+    def let_go(self) -> None:
+        self.after = ()
+        self.held = ()
+
+
+@dataclass(eq=False, slots=True)
+class HostWork:
+    """A function that HOST_UPDATE calls, and the times of its event."""
+
+    label: str
+    work: Callable[[], object] | None
+    after: tuple[Event, ...]
+    lane: Lane = field(default=Lane.HOST_UPDATE, init=False)
+    started_s: float = field(default=0.0, init=False)
+    ended_s: float = field(default=0.0, init=False)
+
+    def run(self, move: Move) -> None:
+        assert self.work is not None
+        self.started_s = time.perf_counter()
+        try:
+            with runtime_mode(), named_range(self.lane, self.label):
+                self.work()
+        finally:
+            self.ended_s = time.perf_counter()
+
+    def let_go(self) -> None:
+        self.after = ()
+        self.work = None
+
+
+@dataclass(eq=False, slots=True)
+class Queued:
+    """The event of a task that a thread of process `pid` will do."""
+
+    task: HostTask
+    over: threading.Event = field(default_factory=threading.Event, init=False)
+    failure: BaseException | None = field(default=None, init=False)
+    pid: int = field(default_factory=os.getpid, init=False)
+
+    @property
+    def started_s(self) -> float:
+        return self.task.started_s
+
+    @property
+    def ended_s(self) -> float:
+        return self.task.ended_s
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+    def wait(self) -> None:
+        if not self.over.is_set():
+            if os.getpid() != self.pid:
+                raise StateError(f"{self.task.label}: it was left to process {self.pid}, this is a fork of it")
+            self.over.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def attempt(self, move: Move) -> BaseException | None:
+        """Do it once `after` is done, in the lane's thread; return what it raised, or what one it came after did."""
+        try:
+            for event in self.task.after:
+                event.wait()
+            self.task.run(move)
+        except BaseException as error:
+            return error
+        return None
+
+    def finish(self, failure: BaseException | None) -> None:
+        """Be done, or failed."""
+        self.failure = failure
+        self.task.let_go()
+        self.over.set()
+
+
+class Worker:
+    """The thread of one lane. It knows of no lanes, so that those can be collected while it runs."""
+
+    def __init__(self, lane: Lane, move: Move) -> None:
+        self.queue: SimpleQueue[Queued | None] = SimpleQueue()
+        self.last: Queued | None = None
+        """The newest one issued since the last drain."""
+        self.failure: BaseException | None = None
+        self._move = move
+        self.thread = threading.Thread(target=self._work, name=f"chunkmem {lane.value}", daemon=True)
+        self.thread.start()
+
+    def issue(self, task: HostTask) -> Queued:
+        """Have a task done after all before it."""
+        queued = self.last = Queued(task)
+        # A profile shows the thread that started it, and others only if asked to: the range of the task itself would
+        # be missing, so the one who issues it opens one too.
+        with named_range(task.lane, task.label):
+            self.queue.put(queued)
+        return queued
+
+    def wait(self) -> None:
+        """Block until everything issued is over."""
+        if self.last is not None:
+            self.last.over.wait()
+
+    def take_failure(self) -> BaseException | None:
+        """Return, once, what failed of that; what is issued from now on runs again."""
+        failure, self.last, self.failure = self.failure, None, None
+        return failure
+
+    def stop(self) -> None:
+        """End the thread once it has done what was issued."""
+        self.queue.put(None)
+
+    def _work(self) -> None:
+        while (queued := self.queue.get()) is not None:
+            if self.failure is None:
+                self.failure = queued.attempt(self._move)
+            queued.finish(self.failure)
+            # While this thread waits for the next, it keeps nothing of the last.
+            del queued
