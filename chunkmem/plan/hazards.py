@@ -63,6 +63,10 @@ class Operation(NamedTuple):
     chunk: ChunkId
     nbytes: int
     """Moved by it."""
+    is_ahead: bool = False
+    """An update that the host does not wait for; it does at the one of the group's moment."""
+    settles: bool = False
+    """The moment of a group that was updated ahead: the host waits for that."""
 
 
 Entry = Take | Give | Unhold | Await | Operation
@@ -209,9 +213,11 @@ class Lanes:
         lane = operation.lane
         ends = self._ends[lane]
         ready_s, held_s = ends[-1], self._held_until[lane]
-        if self._host_s > ready_s:
+        if operation.settles:
+            held_s, ready_s = max(held_s, ready_s, self._host_s), max(self._host_s, self._ends[COMPUTE][-1])
+        elif self._host_s > ready_s:
             ready_s = self._host_s
-        start_s = held_s if held_s > ready_s else ready_s
+        start_s = held_s if held_s > ready_s or operation.settles else ready_s
         end_s = start_s + operation.duration_s
         ends.append(end_s)
         if lane == COMPUTE:
@@ -220,7 +226,7 @@ class Lanes:
                 self._arrived = seen
             if self._one_processor:
                 self._host_s = end_s
-        elif lane == HOST_UPDATE:
+        elif lane == HOST_UPDATE and not operation.is_ahead:
             self._host_s = end_s
         return ready_s, start_s, end_s
 
@@ -231,9 +237,10 @@ class Lanes:
         ready_s, start_s, end_s = ready_s - lap.began_s, start_s - lap.began_s, end_s - lap.began_s
         label = str(chunk) if operation.nbytes else str(self._program.moments[moment])
         # On one processor an update on the host that waits keeps COMPUTE waiting.
-        if start_s > ready_s and (lane == COMPUTE or (lane == HOST_UPDATE and self._one_processor)):
+        stands_still = lane == HOST_UPDATE and (self._one_processor or operation.settles) and not operation.is_ahead
+        if start_s > ready_s and (lane == COMPUTE or stands_still):
             lap.spans.append(Span(Lane.COMPUTE, label, ready_s, start_s, moment, chunk, is_stall=True))
-        if end_s > start_s or operation.nbytes:
+        if (end_s > start_s or operation.nbytes) and not operation.settles:
             lap.spans.append(Span(LANES[lane], label, start_s, end_s, moment, chunk, operation.nbytes))
 
     def _conflict(self, operation: Operation, does: str, replica: int, lane: int, number: int, did: str) -> PlanError:

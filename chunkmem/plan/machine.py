@@ -33,6 +33,8 @@ class Machine:
     """The cap on DEVICE also covers what the trace saw beside the chunks: true on an accelerator."""
     one_processor: bool = True
     """DEVICE and HOST compute on the same cores, so updates on them take turns."""
+    undo_log_nbytes: int = 0
+    """Bytes of HOST that updates ahead of their moment may take beside the chunks; 0: there are none."""
 
     def __post_init__(self) -> None:
         for name in ("h2d_Bps", "d2h_Bps", "device_update_Bps", "host_update_Bps"):
@@ -42,7 +44,7 @@ class Machine:
                     f"machine: {name} is {speed} bytes/s, and nothing could ever arrive; measure again, or give a "
                     "speed above 0"
                 )
-        for name in ("device_nbytes", "host_nbytes", "latency_s"):
+        for name in ("device_nbytes", "host_nbytes", "latency_s", "undo_log_nbytes"):
             value = getattr(self, name)
             if value < 0 or not isfinite(value):
                 raise PlanError(f"machine: {name} is {value}; give a finite number, 0 or more")
@@ -66,7 +68,7 @@ class Machine:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-serialisable data; an infinite speed is None."""
-        values = (getattr(self, key) for key in _FORMAT.keys)
+        values = (getattr(self, key) for key in (*_FORMAT.keys, *_FORMAT.added))
         return _FORMAT.document(*(None if value == inf else value for value in values))
 
     @classmethod
@@ -92,11 +94,17 @@ class Machine:
             host_update_Bps=speed("host_update_Bps"),
             charges_non_model=fields.one("charges_non_model", BOOL),
             one_processor=fields.one("one_processor", BOOL),
+            undo_log_nbytes=fields.one("undo_log_nbytes", COUNT),
         )
 
 
 _FORMAT = Format(
-    name="chunkmem machine", version=1, keys=tuple(field.name for field in dataclasses.fields(Machine)), error=PlanError
+    name="chunkmem machine",
+    version=1,
+    keys=tuple(field.name for field in dataclasses.fields(Machine) if field.name != "undo_log_nbytes"),
+    error=PlanError,
+    # Came later: plans of before have no updates ahead.
+    added={"undo_log_nbytes": 0},
 )
 _SPEED = either(NULL, Check(f"{FINITE.allowed} of bytes a second", FINITE.parse))
 """Null: infinite."""

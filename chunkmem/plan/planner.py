@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from chunkmem.errors import CapacityError
+from chunkmem.plan.ahead import advance_updates
 from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recently_used, sweep
 from chunkmem.plan.gaps import After, Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.machine import Machine
@@ -93,7 +94,9 @@ def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Itera
                 if least_host_nbytes is None or program.host_peak_nbytes < least_host_nbytes:
                     least_host_nbytes = program.host_peak_nbytes
                 continue
-            waiting = add_waits(trace, program.start, program.actions)
+            log = min(machine.undo_log_nbytes, machine.host_nbytes - program.host_peak_nbytes)
+            actions = advance_updates(trace, program.actions, limit_nbytes=log)
+            waiting = add_waits(trace, program.start, actions)
             plan = Plan(trace.digest, machine, program.start, waiting, update_tiers, name)
             found = True
             candidate = Candidate(plan, simulate(plan, trace, laps=3 if len(trace.moments) <= _LARGE else 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from chunkmem.errors import CapacityError, PlanError
+from chunkmem.plan.ahead import UNDO_LOG
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update, Wait
 from chunkmem.trace.model import Trace
@@ -61,6 +62,13 @@ class Residency:
             self.states[replica] = NEWEST if placed.newest else EMPTY
             self.start.append(replica)
         self._first_states = list(self.states)
+
+    def set_aside(self, nbytes: int) -> None:
+        """Take bytes of HOST for the undo log, all the time."""
+        self.used_nbytes[1] += nbytes
+        self.peak_nbytes[1] += nbytes
+        self.role_peak_nbytes[Tier.HOST, UNDO_LOG] = nbytes
+        self.check_cap(1)
 
     def replica(self, chunk: ChunkId, tier: Tier) -> int:
         """Return the number of a replica."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import isfinite
 
 from chunkmem.errors import PlanError
+from chunkmem.plan.ahead import log_nbytes, updates_ahead
 from chunkmem.plan.hazards import (
     COMPUTE,
     D2H,
@@ -85,10 +86,16 @@ class _Reader:
         self._held: set[int] = set()
         self._far_waits: list[tuple[int, Wait]] = []
         self._is_updated = False
+        self._ahead: dict[int, tuple[int, ...]] = {}
+        """By group that is being updated ahead of its moment: the replicas which that reads."""
+        self._log_nbytes = 0
 
     def read(self) -> Program:
         """Go through one lap. A lap ends as it begins, so this holds for all of them."""
         residency, position = self.residency, self._position
+        if ahead := updates_ahead(self._trace, self._plan.actions):
+            wanted_nbytes = sum(log_nbytes(self._trace, group) for group in ahead)
+            residency.set_aside(min(wanted_nbytes, self._machine.undo_log_nbytes))
         for actions, moment in zip(self._plan.actions, self._trace.moments, strict=True):
             position.index += 1
             residency.charge_nbytes = moment.non_model_peak_nbytes if self._machine.charges_non_model else 0
@@ -144,6 +151,7 @@ class _Reader:
             self._position.fail("the chunk has no slab there")
         if replica in self._held:
             self._position.fail("the chunk is held")
+        self._need_quiet(replica)
         if states[replica] == NEWEST and states[replica ^ 1] != NEWEST and not self._can_be_rounded(free.chunk):
             self._position.fail("it is the only replica of the newest version")
         self._drop(replica)
@@ -153,6 +161,12 @@ class _Reader:
             return False
         master = self.residency.replica(ChunkId(Role.MASTER, chunk.group), Tier.DEVICE)
         return NEWEST in (self.residency.states[master], self.residency.states[master ^ 1])
+
+    def _need_quiet(self, replica: int) -> None:
+        """Refuse to change what an update ahead reads."""
+        group = self.residency.replicas[replica][0].group
+        if replica in self._ahead.get(group, ()):
+            self._position.fail(f"group {group} is being updated ahead of its moment, from what is there")
 
     def _drop(self, replica: int) -> None:
         self.residency.drop(replica)
@@ -172,20 +186,47 @@ class _Reader:
 
     def _update(self, update: Update) -> None:
         moment = self._trace.moments[self._position.index]
-        if moment.kind is not Kind.UPDATE:
-            self._position.fail("this moment updates nothing")
-        if update.group != moment.chunk.group:
-            self._position.fail(f"this moment updates group {moment.chunk.group}")
-        if self._is_updated:
+        is_ahead = moment.kind is not Kind.UPDATE or update.group != moment.chunk.group
+        if (self._is_updated and not is_ahead) or update.group in self._ahead:
             self._position.fail("the group is updated twice")
         tier = self._plan.update_tiers.get(update.group)
         if update.tier is not tier:
             self._position.fail(f"update_tiers says {tier.name if tier else 'nothing of this group'}")
+        if is_ahead:
+            self._update_ahead(update)
+            return
         self._is_updated = True
         if update.tier is not Tier.DEVICE:
             self._issue_update(moment, update.tier)
 
-    def _issue_update(self, moment: Moment, tier: Tier) -> None:
+    def _update_ahead(self, update: Update) -> None:
+        """Begin a group's update before its moment; see [Note: Updates ahead]."""
+        moments, here = self._trace.moments, self._position.index
+        at = [n for n, m in enumerate(moments) if m.kind is Kind.UPDATE and m.chunk.group == update.group]
+        if update.tier is not Tier.HOST or len(at) != 1 or at[0] < here:
+            moment = moments[here]
+            updates = f"group {moment.chunk.group}" if moment.kind is Kind.UPDATE else "nothing"
+            self._position.fail(f"this moment updates {updates}, and ahead goes only what HOST updates once, and later")
+        self._log_nbytes += log_nbytes(self._trace, update.group)
+        if self._log_nbytes > self._machine.undo_log_nbytes:
+            self._position.fail(f"{self._log_nbytes} bytes pass the undo log of {self._machine.undo_log_nbytes}")
+        reads = tuple(self.residency.replica(chunk, Tier.HOST) for chunk in self._trace.update_reads(update.group))
+        for replica in reads:
+            self.residency.need_newest(replica)
+        self._ahead[update.group] = reads
+        self._issue(HOST_UPDATE, reads, (), self._host_update_s(moments[at[0]]), moments[at[0]].chunk, is_ahead=True)
+
+    def _host_update_s(self, moment: Moment) -> float:
+        nbytes = sum(self._trace.chunk_nbytes[chunk] for chunk in self._trace.update_chunks(moment.chunk.group))
+        Bps = self._machine.host_update_Bps
+        return nbytes / Bps if isfinite(Bps) else moment.duration_s
+
+    def _settle(self, moment: Moment) -> None:
+        """The moment of a group that was updated ahead: what was written beside the chunks becomes theirs."""
+        del self._ahead[moment.chunk.group]
+        self._issue_update(moment, Tier.HOST, settles=True)
+
+    def _issue_update(self, moment: Moment, tier: Tier, *, settles: bool = False) -> None:
         residency, machine = self.residency, self._machine
         chunks = self._trace.update_chunks(moment.chunk.group)
         reads: list[int] = []
@@ -199,11 +240,15 @@ class _Reader:
             if chunk.role is not Role.GRAD:
                 residency.need_alone(replica)
             (reads if chunk.role is Role.GRAD else writes).append(replica)
-        on_device = tier is Tier.DEVICE
-        lane, Bps = (COMPUTE, machine.device_update_Bps) if on_device else (HOST_UPDATE, machine.host_update_Bps)
-        nbytes = sum(self._trace.chunk_nbytes[chunk] for chunk in chunks)
+        if tier is Tier.HOST:
+            duration_s = 0.0 if settles else self._host_update_s(moment)
+            self._issue(
+                HOST_UPDATE, () if settles else tuple(reads), tuple(writes), duration_s, moment.chunk, settles=settles
+            )
+            return
+        nbytes, Bps = sum(self._trace.chunk_nbytes[chunk] for chunk in chunks), machine.device_update_Bps
         duration_s = nbytes / Bps if isfinite(Bps) else moment.duration_s
-        self._issue(lane, tuple(reads), tuple(writes), duration_s, moment.chunk)
+        self._issue(COMPUTE, tuple(reads), tuple(writes), duration_s, moment.chunk)
 
     def _begin(self, moment: Moment) -> None:
         """Run the moment itself."""
@@ -217,6 +262,7 @@ class _Reader:
             self._held.add(device)
             reads = (device,)
         elif kind is Kind.CREATE:
+            self._need_quiet(device ^ 1)
             residency.need_slab(device)
             residency.need_alone(device)
             residency.states[device] = NEWEST
@@ -228,7 +274,9 @@ class _Reader:
         elif kind is Kind.CONSUME:
             self._consume(device)
         elif kind is Kind.UPDATE:
-            if not self._is_updated:
+            if moment.chunk.group in self._ahead:
+                self._settle(moment)
+            elif not self._is_updated:
                 self._position.fail(f"an Update of group {moment.chunk.group} is missing")
             if self._plan.update_tiers[moment.chunk.group] is Tier.DEVICE:
                 self._issue_update(moment, Tier.DEVICE)
@@ -239,6 +287,7 @@ class _Reader:
 
     def _consume(self, device: int) -> None:
         states = self.residency.states
+        self._need_quiet(device ^ 1)
         if states[device] != ABSENT:
             states[device] = EMPTY
         if states[device ^ 1] != ABSENT:
@@ -252,9 +301,14 @@ class _Reader:
         duration_s: float,
         chunk: ChunkId,
         nbytes: int = 0,
+        *,
+        is_ahead: bool = False,
+        settles: bool = False,
     ) -> None:
         self.num_issued[lane] += 1
-        self._entries.append(Operation(lane, reads, writes, duration_s, self._position.index, chunk, nbytes))
+        self._entries.append(
+            Operation(lane, reads, writes, duration_s, self._position.index, chunk, nbytes, is_ahead, settles)
+        )
 
     def _check_far_waits(self) -> None:
         for index, wait in self._far_waits:

@@ -66,6 +66,8 @@ class _Follower:
         self.knew: list[list[Clock]] = [[], [], [], []]
         """By lane: the same at each of its operations."""
         self.out: list[Action] = []
+        self.ahead: set[int] = set()
+        """Groups that are being updated ahead of their moment."""
         self.sizes = trace.chunk_nbytes
 
     def lap(self, program: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
@@ -79,8 +81,10 @@ class _Follower:
             ):  # it was in use until the moment before, and may be freed in this one's list
                 self.slabs[moment.chunk, Tier.DEVICE].reads[_COMPUTE] = self.done[_COMPUTE]
             for action in actions:
-                if isinstance(action, Update):
+                if isinstance(action, Update) and (moment.kind, moment.chunk.group) == (Kind.UPDATE, action.group):
                     update = action
+                elif isinstance(action, Update):
+                    self._update_ahead(action)
                 else:
                     self._act(action)
             self._moment(moment, update)
@@ -100,6 +104,13 @@ class _Follower:
             self._operate(lane, reads=(source,), writes=(target,))
         self.out.append(action)
 
+    def _update_ahead(self, update: Update) -> None:
+        """Read what is on HOST, and write elsewhere; the chunks take that over at the group's moment."""
+        reads = [self.slabs[chunk, Tier.HOST] for chunk in self.trace.update_reads(update.group)]
+        self._operate(_HOST_UPDATE, reads, ())
+        self.ahead.add(update.group)
+        self.out.append(update)
+
     def _free(self, chunk: ChunkId, tier: Tier) -> None:
         self.idle[tier, self.sizes[chunk]].append(self.slabs.pop((chunk, tier)))
 
@@ -112,7 +123,11 @@ class _Follower:
             reads = (self.slabs[key],)
         elif moment.kind in (Kind.CREATE, Kind.WRITE):
             writes = (self.slabs[key],)
-        if update is not None:
+        if moment.kind is Kind.UPDATE and moment.chunk.group in self.ahead:
+            self.ahead.remove(moment.chunk.group)
+            chunks = self.trace.update_chunks(moment.chunk.group)
+            self._operate(_HOST_UPDATE, (), [self.slabs[c, Tier.HOST] for c in chunks if c.role is not Role.GRAD])
+        elif update is not None:
             chunks = self.trace.update_chunks(update.group)
             tier = update.tier
             reads = tuple(self.slabs[c, tier] for c in chunks if c.role is Role.GRAD)

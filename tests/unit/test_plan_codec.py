@@ -76,7 +76,7 @@ TRACE = Trace(
 MACHINE_TEXT = (
     '{"format":"chunkmem machine","version":1,"device_nbytes":4096,"host_nbytes":1099511627776,'
     '"h2d_Bps":12000000000.0,"d2h_Bps":null,"latency_s":1e-05,"device_update_Bps":null,"host_update_Bps":null,'
-    '"charges_non_model":false,"one_processor":true}'
+    '"charges_non_model":false,"one_processor":true,"undo_log_nbytes":0}'
 )
 PLAN_TEXT = (
     '{"format":"chunkmem plan","version":1,"name":"belady, 2 ahead","trace_digest":"0123456789abcdef",'

@@ -137,9 +137,10 @@ def follow(plan: Plan, trace: Trace) -> tuple[dict[Tier, int], list[int], set[tu
     return peak, on_device, now
 
 
-def check_candidate(candidate: Candidate, trace: Trace) -> None:
+def check_candidate(candidate: Candidate, trace: Trace, *, aside_nbytes: int = 0) -> None:
     plan, timeline, machine = candidate.plan, candidate.timeline, candidate.plan.machine
     peak, on_device, last = follow(plan, trace)
+    peak[HOST] += aside_nbytes
     assert timeline.peak_nbytes == peak
     assert list(timeline.device_nbytes) == on_device
     assert peak[DEVICE] <= machine.device_nbytes

@@ -352,7 +352,7 @@ WRONG = {
     "no disk": (2, None, Alloc(P1, Tier.DISK), "Alloc param chunk 1 on DISK: there is no DISK"),
     "unknown chunk": (2, None, Alloc(P2, D), "Alloc param chunk 2 on DEVICE: the trace does not know param chunk 2"),
     "gather": (2, None, Gather(P1), "Gather param chunk 1: there is one rank, and nothing to exchange"),
-    "update elsewhere": (11, None, Update(0, H), "Update group 0 on HOST: this moment updates nothing"),
+    "update elsewhere": (11, None, Update(0, H), "Update group 0 on HOST: 200 bytes pass the undo log of 0"),
     "update another": (12, None, Update(1, D), "Update group 1 on DEVICE: this moment updates group 0"),
     "update twice": (12, None, Update(0, H), "Update group 0 on HOST: the group is updated twice"),
     "update on another tier": (10, Update(1, D), Update(1, H), "Update group 1 on HOST: update_tiers says DEVICE"),

@@ -1,0 +1,87 @@
+"""Updates ahead of their moment: on HOST as soon as the gradients are there, beside the rest of backward. Pure.
+
+[Note: Updates ahead] An Update on HOST may stand before the group's UPDATE moment. It reads what is on HOST then, and
+writes the new values to slabs of the undo log; nothing that anybody reads changes. At the UPDATE moment the slabs
+change places: the new values are the chunks' from then on, and the slabs of the old ones are the log. Up to there the
+update can be thrown away, as when the gradients turn out to be clipped, and made at its moment as if there had been
+none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeGuard
+
+from chunkmem.plan.model import Action, Copy, Free, Update
+from chunkmem.trace.model import Kind, Trace
+from chunkmem.types import ChunkId, Role, Tier
+
+UNDO_LOG = "undo log"
+"""In ledgers and reports, where roles stand."""
+
+
+def log_nbytes(trace: Trace, group: int) -> int:
+    """Return the bytes of the undo log that an update ahead takes: those of all chunks it writes."""
+    return sum(trace.chunk_nbytes[chunk] for chunk in trace.update_chunks(group) if chunk.role is not Role.GRAD)
+
+
+def updates_ahead(trace: Trace, actions: Sequence[Sequence[Action]]) -> dict[int, int]:
+    """Return the groups whose Update stands before its moment, with the moment in whose list it stands."""
+    found = {}
+    for at, (moment, listed) in enumerate(zip(trace.moments, actions, strict=True)):
+        for action in listed:
+            if isinstance(action, Update) and (moment.kind is not Kind.UPDATE or moment.chunk.group != action.group):
+                found[action.group] = at
+    return found
+
+
+def advance_updates(
+    trace: Trace, actions: Sequence[Sequence[Action]], *, limit_nbytes: int
+) -> tuple[tuple[Action, ...], ...]:
+    """Return the program with as many updates on HOST as early as they can be; those that can be first take the log.
+
+    Args:
+        trace: what the program is for.
+        actions: a list a moment, without waits.
+        limit_nbytes: of the undo log.
+    """
+    lists = [list(listed) for listed in actions]
+    left_nbytes = limit_nbytes
+    for since, at, update in sorted(_candidates(trace, actions), key=lambda found: found[:2]):
+        nbytes = log_nbytes(trace, update.group)
+        if nbytes <= left_nbytes:
+            left_nbytes -= nbytes
+            lists[at].remove(update)
+            lists[since].append(update)
+    return tuple(map(tuple, lists))
+
+
+def _candidates(trace: Trace, actions: Sequence[Sequence[Action]]) -> list[tuple[int, int, Update]]:
+    """Return (the first list an Update could stand in, the one it stands in, the Update), for those that could move."""
+    touched: dict[int, int] = {}
+    """By group: the last list so far that puts something an update reads on HOST, or takes it from there."""
+    num_updates: dict[int, int] = {}
+    found = []
+    for at, listed in enumerate(actions):
+        for action in listed:
+            if isinstance(action, Update):
+                num_updates[action.group] = num_updates.get(action.group, 0) + 1
+                since = touched.get(action.group, 0)
+                if action.tier is Tier.HOST and since < at:
+                    found.append((since, at, action))
+            elif _changes_host(action) and action.chunk in trace.update_reads(action.chunk.group):
+                touched[action.chunk.group] = at
+        _note_gradient(trace, at, touched)
+    return [(since, at, update) for since, at, update in found if num_updates[update.group] == 1]
+
+
+def _changes_host(action: Action) -> TypeGuard[Copy | Free]:
+    return (isinstance(action, Copy) and action.target is Tier.HOST) or (
+        isinstance(action, Free) and action.tier is Tier.HOST
+    )
+
+
+def _note_gradient(trace: Trace, at: int, touched: dict[int, int]) -> None:
+    moment = trace.moments[at]
+    if moment.kind in (Kind.CREATE, Kind.WRITE) and moment.chunk == ChunkId(Role.GRAD, moment.chunk.group):
+        touched[moment.chunk.group] = at + 1

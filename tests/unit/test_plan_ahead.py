@@ -1,0 +1,205 @@
+"""Updates ahead of their moment: which, when, and what the simulator says of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from chunkmem.errors import CapacityError, PlanError
+from chunkmem.plan.ahead import UNDO_LOG, advance_updates, log_nbytes, updates_ahead
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.model import Action, Copy, Free, Lane, Plan, Update, Wait
+from chunkmem.plan.planner import PlanOptions, candidates, make_plan
+from chunkmem.plan.simulate import simulate
+from chunkmem.trace.model import Kind
+from chunkmem.types import Role, Tier
+from tests.helpers.traces import grad, training_trace, with_masters
+from tests.unit.test_plan_properties import check_candidate, drawn_machine, drawn_options, drawn_trace
+
+NBYTES = 100
+GROUPS = 6
+ON_HOST = PlanOptions(margin_use_ratio=0.0)
+TRACE = training_trace(GROUPS, NBYTES, duration_s=1.0)
+"""Forward takes 6 s, backward 12, the updates 6."""
+
+
+def machine(log_slabs: int, **keys: float) -> Machine:
+    return Machine(
+        4 * NBYTES, 10**6, h2d_Bps=1e6, d2h_Bps=1e6, one_processor=False, undo_log_nbytes=log_slabs * NBYTES, **keys
+    )  # type: ignore[arg-type]
+
+
+def planned(log_slabs: int) -> Plan:
+    return make_plan(TRACE, machine(log_slabs), options=ON_HOST)
+
+
+def place_of(plan: Plan, group: int) -> int:
+    return next(at for at, listed in enumerate(plan.actions) for a in listed if a == Update(group, Tier.HOST))
+
+
+def test_nothing_is_ahead_without_a_log() -> None:
+    assert updates_ahead(TRACE, planned(0).actions) == {}
+    assert simulate(planned(0), TRACE).step_s == pytest.approx(24, rel=0.01)
+
+
+def test_updates_stand_where_the_gradient_leaves() -> None:
+    plan = planned(3 * GROUPS)
+    ahead = updates_ahead(TRACE, plan.actions)
+    left = {a.chunk.group: at for at, listed in enumerate(plan.actions) for a in listed
+            if isinstance(a, Copy) and a.chunk.role is Role.GRAD and a.target is Tier.HOST}  # fmt: skip
+    assert ahead == left
+    assert len(ahead) == GROUPS
+
+
+def test_what_is_ahead_costs_no_time_but_the_last() -> None:
+    """Backward is twice as long as the updates: only the one of the first block has nothing to hide behind."""
+    timeline = simulate(planned(3 * GROUPS), TRACE)
+    assert timeline.step_s == pytest.approx(6 + 12 + 1, rel=0.01)
+    assert timeline.stall_s == pytest.approx(1, rel=0.01)
+    updates = [span for span in timeline.spans if span.lane is Lane.HOST_UPDATE]
+    assert len(updates) == GROUPS
+    assert all(span.end_s - span.start_s == pytest.approx(1) for span in updates)
+
+
+def test_a_small_log_takes_those_that_can_be_first() -> None:
+    plan = planned(3 * 2 + 2)
+    assert updates_ahead(TRACE, plan.actions).keys() == {GROUPS - 1, GROUPS - 2}
+    timeline = simulate(plan, TRACE)
+    assert timeline.role_peak_nbytes[Tier.HOST, UNDO_LOG] == 2 * log_nbytes(TRACE, 0) == 6 * NBYTES
+    without = simulate(planned(0), TRACE)
+    assert timeline.peak_nbytes[Tier.HOST] == without.peak_nbytes[Tier.HOST] + 6 * NBYTES
+
+
+def test_the_log_takes_only_what_the_chunks_leave_of_host() -> None:
+    needed = simulate(planned(0), TRACE).peak_nbytes[Tier.HOST]
+    small = replace(machine(100), host_nbytes=needed + 3 * NBYTES + 1)
+    plan = make_plan(TRACE, small, options=ON_HOST)
+    assert len(updates_ahead(TRACE, plan.actions)) == 1
+    assert make_plan(TRACE, replace(small, host_nbytes=needed), options=ON_HOST).actions
+
+
+def test_with_masters_the_log_takes_them_the_states_and_the_weights() -> None:
+    trace = with_masters(TRACE)
+    assert log_nbytes(trace, 0) == (1 + 2 + 2 + 2) * NBYTES
+    plan = make_plan(trace, replace(machine(7 * GROUPS), device_nbytes=3 * NBYTES), options=ON_HOST)
+    assert len(updates_ahead(trace, plan.actions)) == GROUPS
+    simulate(plan, trace, laps=6)
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize("block", range(6))
+def test_candidates_keep_the_caps_and_end_as_they_begin(block: int, *, lowered: bool) -> None:
+    num_ahead = 0
+    for seed in range(block * 10, block * 10 + 10):
+        rng = random.Random(seed)
+        trace = with_masters(drawn_trace(rng)) if lowered else drawn_trace(rng)
+        log = rng.choice((500, 5_000, 10**6))
+        small = replace(drawn_machine(rng, trace), undo_log_nbytes=log)
+        for candidate in candidates(trace, small, options=drawn_options(rng, trace)):
+            ahead = updates_ahead(trace, candidate.plan.actions)
+            aside = sum(log_nbytes(trace, group) for group in ahead)
+            assert aside <= log
+            check_candidate(candidate, trace, aside_nbytes=aside)
+            simulate(candidate.plan, trace, laps=6)
+            num_ahead += len(ahead)
+    assert num_ahead >= 5
+
+
+def test_no_wait_is_implied_by_others() -> None:
+    removed = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        trace = with_masters(drawn_trace(rng)) if seed % 2 else drawn_trace(rng)
+        roomy = replace(drawn_machine(rng, trace), undo_log_nbytes=10**6)
+        plan = make_plan(trace, roomy, options=ON_HOST)
+        waits = [(m, at) for m, actions in enumerate(plan.actions) for at, a in enumerate(actions) if type(a) is Wait]
+        for moment, at in rng.sample(waits, min(8, len(waits))):
+            actions = list(plan.actions)
+            actions[moment] = actions[moment][:at] + actions[moment][at + 1 :]
+            with pytest.raises(PlanError):
+                simulate(replace(plan, actions=tuple(actions)), trace)
+                pytest.fail(f"seed {seed}: nothing needs {plan.actions[moment][at]} in moment {moment}")
+            removed += 1
+    assert removed >= 100
+
+
+def edited(moment: int, *added: Action, without: Action | None = None) -> Plan:
+    plan = planned(3 * GROUPS)
+    listed = tuple(action for action in plan.actions[moment] if action != without)
+    return replace(plan, actions=(*plan.actions[:moment], (*listed, *added), *plan.actions[moment + 1 :]))
+
+
+def moment_of(kind: Kind, group: int) -> int:
+    return max(at for at, m in enumerate(TRACE.moments) if m.kind is kind and m.chunk.group == group)
+
+
+def test_what_an_update_ahead_reads_stays_as_it_is() -> None:
+    last = GROUPS - 1
+    at = moment_of(Kind.UPDATE, last)
+    free = Free(grad(last), Tier.HOST)
+    with pytest.raises(PlanError, match=f"group {last} is being updated ahead of its moment"):
+        simulate(edited(at - 1, free), TRACE)
+
+
+def test_a_second_update_is_refused() -> None:
+    plan = planned(3 * GROUPS)
+    first = place_of(plan, 3)
+    with pytest.raises(PlanError, match="updated twice"):
+        simulate(edited(first + 1, Update(3, Tier.HOST)), TRACE)
+    with pytest.raises(PlanError, match="updated twice"):
+        simulate(edited(moment_of(Kind.UPDATE, 3), Update(3, Tier.HOST)), TRACE)
+
+
+def test_an_update_before_its_gradient_is_refused() -> None:
+    plan = planned(3 * GROUPS)
+    at = place_of(plan, 3)
+    moved = edited(at, without=Update(3, Tier.HOST))
+    early = (Update(3, Tier.HOST), *moved.actions[2])
+    with pytest.raises(PlanError, match="no content"):
+        simulate(replace(moved, actions=(*moved.actions[:2], early, *moved.actions[3:])), TRACE)
+
+
+def test_an_update_that_waits_for_no_copy_of_its_gradient_is_refused() -> None:
+    plan = planned(3 * GROUPS)
+    at = place_of(plan, 3)
+    waits = [action for action in plan.actions[at] if isinstance(action, Wait) and action.lane is Lane.HOST_UPDATE]
+    assert waits
+    with pytest.raises(PlanError, match="Update group 3 on HOST: it reads the slab of grad chunk 3"):
+        simulate(edited(at, without=waits[-1]), TRACE)
+
+
+def test_only_what_host_updates_later_can_be_ahead() -> None:
+    plan, after = planned(0), moment_of(Kind.CONSUME, 3)
+    late = (*plan.actions[after], Update(3, Tier.HOST))
+    with pytest.raises(PlanError, match="this moment updates nothing, and ahead goes only what HOST updates once"):
+        simulate(replace(plan, actions=(*plan.actions[:after], late, *plan.actions[after + 1 :])), TRACE)
+
+
+def test_more_than_the_log_is_refused() -> None:
+    plan = planned(3 * GROUPS)
+    less = replace(plan.machine, undo_log_nbytes=3 * GROUPS * NBYTES - 1)
+    with pytest.raises(PlanError, match="1800 bytes pass the undo log of 1799"):
+        simulate(plan, TRACE, machine=less)
+    host = replace(plan.machine, host_nbytes=simulate(plan, TRACE).peak_nbytes[Tier.HOST] - 1)
+    with pytest.raises(CapacityError, match="on HOST pass the cap"):
+        simulate(plan, TRACE, machine=host)
+
+
+def test_a_group_that_is_updated_twice_waits_for_its_moments() -> None:
+    """Two optimizers may share a group."""
+    update = TRACE.moments[moment_of(Kind.UPDATE, 2)]
+    index = moment_of(Kind.UPDATE, 2)
+    twice = replace(TRACE, moments=(*TRACE.moments[:index], update, *TRACE.moments[index:]))
+    plan = make_plan(twice, machine(3 * GROUPS), options=ON_HOST)
+    assert updates_ahead(twice, plan.actions).keys() == set(range(GROUPS)) - {2}
+
+
+def test_a_gradient_written_late_holds_its_update_back() -> None:
+    actions: list[list[Action]] = [[] for _ in TRACE.moments]
+    for group in range(GROUPS):
+        actions[moment_of(Kind.UPDATE, group)].append(Update(group, Tier.HOST))
+    moved = advance_updates(TRACE, actions, limit_nbytes=10**6)
+    for group, at in updates_ahead(TRACE, moved).items():
+        assert at == moment_of(Kind.CREATE, group) + 1
