@@ -20,6 +20,7 @@ from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.layout.spec import digest
 from chunkmem.memory import MemoryReport
 from chunkmem.nn.access import AccessTracker, in_backward
+from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.collect import Collector
@@ -115,6 +116,7 @@ class ChunkManager:
             expect_nbytes=self._tiers.host_pool.expect,
             lowered=LoweredUpdate(load_kernels),
         )
+        self._autocast_cache = AutocastCache(self._compute.device.type, precision=self.config.precision)
         self._hooks = ModuleHooks(self._access, self._backward, on_root=self._begin_root, make_guard=self._make_guard)
         self._surface = ModuleSurface(read=self._read, write=self._write)
         self._declared = DeclaredReads()
@@ -397,6 +399,7 @@ class ChunkManager:
     def _begin_root(self) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
         self._require_open()
+        self._autocast_cache.switch_off()
         self._access.reset(step=False)
         self._backward.reset(step=False)
         self._conductor.begin_root(grad_enabled=torch.is_grad_enabled())

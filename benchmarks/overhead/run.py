@@ -70,7 +70,7 @@ def take_turns(workers: Sequence[Worker], step: int, *, draw: random.Random, bar
     """Let every variant train step number `step`, one after the other in random order; return seconds by name.
 
     Raises:
-        BenchmarkError: a variant's loss is not, bit for bit, plain PyTorch's.
+        BenchmarkError: a variant's loss is not, bit for bit, that of plain PyTorch in its precision.
     """
     times: dict[str, float] = {}
     losses: dict[str, float] = {}
@@ -78,16 +78,18 @@ def take_turns(workers: Sequence[Worker], step: int, *, draw: random.Random, bar
         bar.set_postfix_str(worker.variant.name)
         times[worker.variant.name], losses[worker.variant.name] = worker.ask(step)
         bar.update()
-    for name, loss in losses.items():
-        if loss != losses[PLAIN.name]:
-            raise BenchmarkError(f"step {step}: {name} has loss {loss!r}, plain PyTorch {losses[PLAIN.name]!r}")
+    for variant in (worker.variant for worker in workers):
+        loss, expected = losses[variant.name], losses[variant.baseline]
+        if loss != expected:
+            raise BenchmarkError(f"step {step}: {variant.name} has loss {loss!r}, {variant.baseline} {expected!r}")
     return times
 
 
 def check_weights(workers: Sequence[Worker]) -> None:
-    """Raise BenchmarkError unless every variant ended with plain PyTorch's weights, bit for bit."""
+    """Raise BenchmarkError unless every variant ended with its baseline's weights, bit for bit."""
     digests = {worker.variant.name: worker.ask("weights") for worker in workers}
-    wrong = [name for name, digest in digests.items() if digest != digests[PLAIN.name]]
+    variants = [worker.variant for worker in workers]
+    wrong = [variant.name for variant in variants if digests[variant.name] != digests[variant.baseline]]
     if wrong:
         raise BenchmarkError(f"weights differ from plain PyTorch's after the last step: {', '.join(wrong)}")
 
@@ -96,7 +98,7 @@ def measure(variants: Sequence[Variant], shape: Shape, *, rounds: int, steps_per
     """Train all variants in turns; return the threads, the load average after each round, and a row for each variant.
 
     Raises:
-        BenchmarkError: a variant failed, or its losses or final weights are not plain PyTorch's.
+        BenchmarkError: a variant failed, or its losses or final weights are not its baseline's.
     """
     draw = random.Random(0)
     num_timed = rounds * steps_per_round
@@ -121,6 +123,7 @@ def measure(variants: Sequence[Variant], shape: Shape, *, rounds: int, steps_per
         step_s = [turn[variant.name] for turn in turns]
         rows[variant.name] = {
             "title": variant.title,
+            "baseline": variant.baseline,
             "aim": variant.aim,
             "cap_nbytes": variant.cap_nbytes(num_params(shape)),
             **bytes_used(first, last, num_steps=num_timed),
@@ -149,7 +152,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of timed steps (default: %(default)s)")
     parser.add_argument("--steps-per-round", type=int, default=12, help="steps in each (default: %(default)s)")
     names = [variant.name for variant in VARIANTS if variant is not PLAIN]
-    parser.add_argument("--variants", nargs="+", choices=names, default=names, metavar="NAME", help="beside plain")
+    told = f"beside plain, and what they are compared to: {', '.join(names)} (default: all)"
+    parser.add_argument("--variants", nargs="+", choices=names, default=names, metavar="NAME", help=told)
     parser.add_argument("--quick", action="store_true", help="a small model: tries the harness, measures nothing")
     arguments = parse(parser)
     if arguments.rounds < 1 or arguments.steps_per_round < 2:
@@ -160,7 +164,9 @@ def parse_arguments() -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure what the command line asks for and return it with all that is needed to repeat it."""
     shape = QUICK if arguments.quick else FULL
-    variants = [variant for variant in VARIANTS if variant is PLAIN or variant.name in arguments.variants]
+    wanted = {PLAIN.name, *arguments.variants}
+    wanted |= {variant.baseline for variant in VARIANTS if variant.name in wanted}
+    variants = [variant for variant in VARIANTS if variant.name in wanted]
     return {
         "command": command("overhead"),
         **surroundings(),

@@ -24,16 +24,17 @@ HEADER = (
 def table(results: Mapping[str, Any]) -> str:
     """Return the Markdown of `results`: surroundings, a row for each variant, plain PyTorch's own spread."""
     rows = results["variants"]
-    plain_s = list(chain.from_iterable(rows["plain"]["step_s"]))
     lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
     for row in rows.values():
-        lines.append("| " + " | ".join([row["title"], *_times(row, plain_s), *_bytes(row)]) + " |")
+        # Results from before there were baselines know plain PyTorch in fp32 only.
+        baseline = rows[row.get("baseline", "plain")]
+        lines.append("| " + " | ".join([row["title"], *_times(row, baseline), *_bytes(row)]) + " |")
     return "\n".join([*_surroundings(results), "", *lines, "", _spread(rows["plain"]["step_s"])])
 
 
-def _times(row: Mapping[str, Any], plain_s: list[float]) -> list[str]:
-    step_s = list(chain.from_iterable(row["step_s"]))
-    interval = median_interval(paired_ratios(step_s, plain_s))
+def _times(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
+    step_s, baseline_s = (list(chain.from_iterable(one["step_s"])) for one in (row, baseline))
+    interval = median_interval(paired_ratios(step_s, baseline_s))
     aim = row["aim"]
     # The aims are for the lower end: a miss is then one that the noise of the machine does not explain.
     verdict = "" if aim is None else f"≤ {aim:.2f}: {'met' if interval.low <= aim else 'missed'}"

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.overhead.masters import MasterAdamW
+
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 NUM_BATCHES = 4
 
@@ -52,24 +54,36 @@ class Variant:
     """chunkmem's device cap, in bytes for each parameter of the model; None: no cap."""
     aim: float | None = None
     """The lower end of the ratio's interval should not be above this."""
+    precision: str = "fp32"
+
+    @property
+    def baseline(self) -> str:
+        """The variant it is paired with and has to equal bit for bit: plain PyTorch in the same precision."""
+        return BASELINES[self.precision]
 
     def cap_nbytes(self, num_params: int) -> int | None:
         """The device cap in bytes for a model of `num_params` parameters."""
         return None if self.cap_nbytes_per_param is None else round(self.cap_nbytes_per_param * num_params)
 
 
-# fp32: model data is 16 bytes a parameter (weight, gradient, two states), PARAM 4 of them. "All resident" caps at twice
-# the model data, so that what a planner keeps free for other things cannot push chunks out either.
+BASELINES = {"fp32": "plain", "bf16": "bf16-plain"}
+
+# Model data is 16 bytes a parameter. fp32: weight, gradient and two states, of 4 bytes each, so PARAM is 4 of the 16.
+# bf16: weight and gradient of 2, master weight and two states of 4. "All resident" caps at twice the model data, so
+# that what a planner keeps free for other things cannot push chunks out either.
 VARIANTS = (
     Variant("plain", "plain PyTorch", "plain"),
     Variant("plain-again", "plain PyTorch again (A/A)", "plain"),
-    Variant("resident", "chunkmem, all model data resident", "chunkmem", 32, aim=1.03),
+    Variant("resident", "chunkmem, all model data resident", "chunkmem", 32, aim=1.02),
     Variant("no-cap", "chunkmem, `device: null`", "chunkmem"),
     Variant("data-50", "chunkmem, cap 50 % of model data", "chunkmem", 0.5 * 16),
     Variant("data-30", "chunkmem, cap 30 % of model data", "chunkmem", 0.3 * 16, aim=1.05),
     Variant("param-50", "chunkmem, cap 50 % of PARAM bytes", "chunkmem", 0.5 * 4),
     Variant("param-30", "chunkmem, cap 30 % of PARAM bytes", "chunkmem", 0.3 * 4, aim=1.08),
     Variant("fsdp2", "FSDP2, `fully_shard` per block", "fsdp2"),
+    Variant("bf16-plain", "plain PyTorch, bf16 with fp32 master weights", "masters", precision="bf16"),
+    Variant("bf16-resident", "chunkmem, bf16, all model data resident", "chunkmem", 32, precision="bf16"),
+    Variant("bf16-data-30", "chunkmem, bf16, cap 30 % of model data", "chunkmem", 0.3 * 16, precision="bf16"),
 )
 
 
@@ -159,18 +173,26 @@ class Training:
         return loss.item()
 
 
-def train_plain(shape: Shape, _cap_nbytes: int | None) -> Training:
+def train_plain(_variant: Variant, shape: Shape) -> Training:
     """Plain PyTorch with its fused AdamW: what the others are compared to."""
     model = GPT(shape)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     return Training(model, optimizer, Tensor.backward, lambda: Account(_process_peak_nbytes()), model.state_dict)
 
 
-def train_chunkmem(shape: Shape, cap_nbytes: int | None) -> Training:
-    """The same training loop with the model in chunks under `cap_nbytes` of device memory."""
+def train_masters(_variant: Variant, shape: Shape) -> Training:
+    """Plain PyTorch in bf16 with fp32 master weights: what chunkmem in bf16 is compared to."""
+    model = GPT(shape)
+    optimizer = MasterAdamW(model, **ADAMW)
+    return Training(model, optimizer, Tensor.backward, lambda: Account(_process_peak_nbytes()), optimizer.weights)
+
+
+def train_chunkmem(variant: Variant, shape: Shape) -> Training:
+    """The same training loop with the model in chunks under the variant's cap on device memory."""
     import chunkmem
 
-    manager = chunkmem.ChunkManager(chunkmem.Config.from_dict({"memory": {"device": cap_nbytes}}))
+    keys = {"precision": variant.precision, "memory": {"device": variant.cap_nbytes(num_params(shape))}}
+    manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(keys))
     with manager.init():
         model = GPT(shape)
     optimizer = chunkmem.AdamW(model.parameters(), manager=manager, **ADAMW)
@@ -184,7 +206,7 @@ def train_chunkmem(shape: Shape, cap_nbytes: int | None) -> Training:
     return Training(model, optimizer, manager.backward, account, lambda: manager.state_dict(model))
 
 
-def train_fsdp2(shape: Shape, _cap_nbytes: int | None) -> Training:
+def train_fsdp2(_variant: Variant, shape: Shape) -> Training:
     """FSDP2 over one process: what sharding machinery costs when there is nobody to share with."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -206,7 +228,7 @@ def train_fsdp2(shape: Shape, _cap_nbytes: int | None) -> Training:
     return Training(model, optimizer, Tensor.backward, lambda: Account(_process_peak_nbytes()), weights)
 
 
-TRAINERS = {"plain": train_plain, "chunkmem": train_chunkmem, "fsdp2": train_fsdp2}
+TRAINERS = {"plain": train_plain, "masters": train_masters, "chunkmem": train_chunkmem, "fsdp2": train_fsdp2}
 
 
 def serve(connection: Connection, variant: Variant, shape: Shape) -> None:
@@ -219,7 +241,7 @@ def serve(connection: Connection, variant: Variant, shape: Shape) -> None:
     try:
         torch.manual_seed(0)
         batches = torch.randint(shape.vocabulary, (NUM_BATCHES, shape.num_sequences, shape.num_tokens + 1))
-        training = TRAINERS[variant.trainer](shape, variant.cap_nbytes(num_params(shape)))
+        training = TRAINERS[variant.trainer](variant, shape)
         connection.send(torch.get_num_threads())
         while True:
             connection.send(_answer(connection.recv(), training, batches))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 
+from benchmarks.overhead.table import table
 from benchmarks.stats import MedianInterval, median_interval, paired_ratios
 
 
@@ -97,3 +99,36 @@ def test_the_same_seed_gives_the_same_interval() -> None:
 def test_what_has_no_interval_is_refused(values: list[float], level: float, num_resamples: int, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         median_interval(values, level=level, num_resamples=num_resamples)
+
+
+# benchmarks/overhead
+
+
+def overhead_row(*step_s: float, **keys: Any) -> dict[str, Any]:
+    nbytes = dict.fromkeys(("h2d_nbytes_per_step", "device_peak_nbytes", "process_peak_nbytes"))
+    return {"title": "-", "aim": None, "step_s": [list(step_s)], **nbytes, **keys}
+
+
+@pytest.mark.parametrize("names_baselines", [True, False])
+def test_a_row_is_paired_with_its_baseline(names_baselines: bool) -> None:
+    rows = {
+        "plain": overhead_row(1.0, 1.0, baseline="plain"),
+        "bf16-plain": overhead_row(2.0, 4.0, baseline="bf16-plain"),
+        "bf16-resident": overhead_row(3.0, 6.0, baseline="bf16-plain"),
+    }
+    if not names_baselines:  # older results: all are paired with plain PyTorch in fp32
+        rows = {name: {key: row[key] for key in row.keys() - {"baseline"}} for name, row in rows.items()}
+    results = {
+        "command": "-",
+        "hardware": {"cpu": "-", "cpu_capability": "-", "num_cpus": 2, "memory_nbytes": 2**30},
+        "versions": {"torch": "-", "python": "-", "os": "-"},
+        "threads": 2,
+        "shape": {"num_params": 10, "num_sequences": 1, "num_tokens": 1},
+        "num_warmup_steps": 3,
+        "load_average_1min": [0.0],
+        "variants": rows,
+    }
+    lines = [line.split(" | ") for line in table(results).splitlines() if line.startswith("| -")]
+    assert [line[2] for line in lines] == (
+        ["1.000", "1.000", "1.500"] if names_baselines else ["1.000", "3.000", "4.500"]
+    )
