@@ -9,6 +9,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -22,10 +23,13 @@ using Tensors = std::vector<Tensor>;
 using Doubles = std::vector<double>;
 
 struct Segment {
-  float* param;
+  const float* param;
   const void* grad;
-  float* exp_avg;
-  float* exp_avg_sq;
+  const float* exp_avg;
+  const float* exp_avg_sq;
+  float* out_param;  // this and the next two are the same memory as above if the call is in place
+  float* out_exp_avg;
+  float* out_exp_avg_sq;
   uint16_t* lowp_out;  // null if there is none
   int64_t numel;
   int64_t num_main;        // the others, at the end, are torch's tail
@@ -35,6 +39,7 @@ struct Segment {
 
 struct AdamCall {
   std::vector<Segment> segments;
+  bool in_place = true;
   ScalarType grad_type = ScalarType::Float;
   ScalarType out_type = ScalarType::Undefined;
   bool stochastic = false;
@@ -109,55 +114,145 @@ inline AdamScalars make_scalars(const HyperParameters& h, double grad_scale, boo
   return s;
 }
 
-inline AdamCall make_adam_call(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs,
-                               const Tensors& exp_avg_sqs, const Tensors& lowp_outs, const Doubles& lr,
-                               const Doubles& beta1, const Doubles& beta2, const Doubles& eps,
-                               const Doubles& weight_decay, const std::vector<int64_t>& step, double unscale,
-                               double clip_coefficient, bool decoupled, std::optional<int64_t> seed,
-                               int64_t first_element, int64_t tail_width) {
-  const size_t n = params.size();
-  const std::pair<const char*, const Tensors*> lists[] = {
-      {"params", &params}, {"grads", &grads}, {"exp_avgs", &exp_avgs}, {"exp_avg_sqs", &exp_avg_sqs},
-      {"lowp_outs", &lowp_outs}};
-  for (const auto& [name, tensors] : lists) {
-    const bool is_out = tensors == &lowp_outs;
-    if (is_out && tensors->empty()) {
-      continue;
-    }
-    check_length(name, tensors->size(), n, false);
-    check_tensors(name, *tensors, params[0], !is_out, is_out || tensors == &grads);
-    check_shapes(name, *tensors, params);
+// What every update is given (csrc/ops.cpp says what it means): the parameters of an operator, and those gathered.
+#define CHUNKMEM_ADAM_PARAMETERS                                                                                      \
+  Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors lowp_outs, Doubles lr, Doubles beta1, \
+      Doubles beta2, Doubles eps, Doubles weight_decay, std::vector<int64_t> step, double unscale,                    \
+      double clip_coefficient, bool decoupled, std::optional<int64_t> seed, int64_t first_element, int64_t tail_width
+#define CHUNKMEM_ADAM_GIVEN                                                                                          \
+  chunkmem::AdamArguments {                                                                                          \
+    std::move(params), std::move(grads), std::move(exp_avgs), std::move(exp_avg_sqs), std::move(lowp_outs),          \
+        std::move(lr), std::move(beta1), std::move(beta2), std::move(eps), std::move(weight_decay), std::move(step), \
+        unscale, clip_coefficient, decoupled, seed, first_element, tail_width                                        \
   }
-  const std::pair<const char*, const Doubles*> numbers[] = {
-      {"lr", &lr}, {"beta1", &beta1}, {"beta2", &beta2}, {"eps", &eps}, {"weight_decay", &weight_decay}};
+
+struct AdamArguments {
+  Tensors params, grads, exp_avgs, exp_avg_sqs, lowp_outs;
+  Doubles lr, beta1, beta2, eps, weight_decay;
+  std::vector<int64_t> step;
+  double unscale, clip_coefficient;
+  bool decoupled;
+  std::optional<int64_t> seed;
+  int64_t first_element, tail_width;
+};
+
+// Where an update out of place writes.
+struct Outputs {
+  Tensors params, exp_avgs, exp_avg_sqs;
+};
+
+inline void check_num_threads(int64_t num_threads) {
+  if (num_threads < 0) {
+    refuse("num_threads is " + std::to_string(num_threads) + "; it must be at least 0");
+  }
+}
+
+inline void check_numbers(const AdamArguments& given) {
+  const size_t n = given.params.size();
+  const std::pair<const char*, const Doubles*> numbers[] = {{"lr", &given.lr},
+                                                            {"beta1", &given.beta1},
+                                                            {"beta2", &given.beta2},
+                                                            {"eps", &given.eps},
+                                                            {"weight_decay", &given.weight_decay}};
   for (const auto& [name, values] : numbers) {
     check_length(name, values->size(), n, true);
   }
-  check_length("step", step.size(), n, true);
-  for (size_t i = 0; i < step.size(); ++i) {
-    if (step[i] < 1) {
-      refuse("step[" + std::to_string(i) + "] is " + std::to_string(step[i]) + "; updates are counted from 1");
+  check_length("step", given.step.size(), n, true);
+  for (size_t i = 0; i < given.step.size(); ++i) {
+    if (given.step[i] < 1) {
+      refuse("step[" + std::to_string(i) + "] is " + std::to_string(given.step[i]) + "; updates are counted from 1");
     }
   }
-  if (tail_width < 0 || first_element < 0) {
+  if (given.tail_width < 0 || given.first_element < 0) {
     refuse("tail_width and first_element must be at least 0");
   }
+}
+
+using NamedTensors = std::pair<const char*, const Tensors*>;
+
+inline void check_lists(const std::vector<NamedTensors>& lists, const AdamArguments& given) {
+  for (const auto& [name, tensors] : lists) {
+    const bool is_lowp_out = tensors == &given.lowp_outs;
+    if (is_lowp_out && tensors->empty()) {
+      continue;
+    }
+    check_length(name, tensors->size(), given.params.size(), false);
+    check_tensors(name, *tensors, given.params[0], !is_lowp_out, is_lowp_out || tensors == &given.grads);
+    check_shapes(name, *tensors, given.params);
+  }
+}
+
+// No output begins where an input or another output does.
+inline void check_memory_of_outputs(const std::vector<NamedTensors>& inputs, const std::vector<NamedTensors>& outputs) {
+  std::unordered_map<const void*, std::pair<const char*, size_t>> taken;
+  for (const auto& [name, tensors] : inputs) {
+    for (size_t i = 0; i < tensors->size(); ++i) {
+      const Tensor& tensor = (*tensors)[i];
+      if (tensor.numel() > 0) taken.emplace(tensor.const_data_ptr(), std::pair{name, i});
+    }
+  }
+  for (const auto& [name, tensors] : outputs) {
+    for (size_t i = 0; i < tensors->size(); ++i) {
+      const Tensor& tensor = (*tensors)[i];
+      if (tensor.numel() == 0) continue;
+      // Where it will be written: by then torch has copied what it copies on the first write.
+      const auto [found, is_new] = taken.emplace(tensor.mutable_data_ptr(), std::pair{name, i});
+      if (!is_new) {
+        refuse(std::string(name) + "[" + std::to_string(i) + "] begins where " + found->second.first + "[" +
+               std::to_string(found->second.second) + "] does; an output needs memory of its own");
+      }
+    }
+  }
+}
+
+inline void check_call(const AdamArguments& given, const Outputs* outputs) {
+  const std::vector<NamedTensors> inputs = {{"params", &given.params},
+                                            {"grads", &given.grads},
+                                            {"exp_avgs", &given.exp_avgs},
+                                            {"exp_avg_sqs", &given.exp_avg_sqs}};
+  check_lists(inputs, given);
+  check_lists({{"lowp_outs", &given.lowp_outs}}, given);
+  if (outputs) {
+    const std::vector<NamedTensors> outs = {{"out_params", &outputs->params},
+                                            {"out_exp_avgs", &outputs->exp_avgs},
+                                            {"out_exp_avg_sqs", &outputs->exp_avg_sqs}};
+    check_lists(outs, given);
+    check_memory_of_outputs(inputs, outs);
+  }
+  check_numbers(given);
+}
+
+// Checks what an operator was given. Without `outputs` the call is in place.
+inline AdamCall make_adam_call(const AdamArguments& given, const Outputs* outputs = nullptr) {
+  check_call(given, outputs);
   AdamCall call;
-  call.grad_type = n ? grads[0].scalar_type() : ScalarType::Float;
-  call.out_type = lowp_outs.empty() ? ScalarType::Undefined : lowp_outs[0].scalar_type();
-  call.stochastic = seed.has_value();
-  call.seed = uint64_t(seed.value_or(0));
-  uint64_t element = uint64_t(first_element);
-  for (size_t i = 0; i < n; ++i) {
+  call.in_place = outputs == nullptr;
+  call.grad_type = given.grads.empty() ? ScalarType::Float : given.grads[0].scalar_type();
+  call.out_type = given.lowp_outs.empty() ? ScalarType::Undefined : given.lowp_outs[0].scalar_type();
+  call.stochastic = given.seed.has_value();
+  call.seed = uint64_t(given.seed.value_or(0));
+  uint64_t element = uint64_t(given.first_element);
+  for (size_t i = 0; i < given.params.size(); ++i) {
     const auto at = [i](const auto& values) { return values[values.size() == 1 ? 0 : i]; };
-    const HyperParameters h{at(lr), at(beta1), at(beta2), at(eps), at(weight_decay), at(step)};
-    const int64_t numel = params[i].numel();
-    const int64_t num_tail = tail_width ? numel % tail_width : 0;
-    call.segments.push_back({params[i].mutable_data_ptr<float>(), grads[i].const_data_ptr(),
-                             exp_avgs[i].mutable_data_ptr<float>(), exp_avg_sqs[i].mutable_data_ptr<float>(),
-                             lowp_outs.empty() ? nullptr : static_cast<uint16_t*>(lowp_outs[i].mutable_data_ptr()),
-                             numel, numel - num_tail, element,
-                             make_scalars(h, unscale * clip_coefficient, decoupled)});
+    const HyperParameters h{at(given.lr),  at(given.beta1),        at(given.beta2),
+                            at(given.eps), at(given.weight_decay), at(given.step)};
+    const int64_t numel = given.params[i].numel();
+    const int64_t num_tail = given.tail_width ? numel % given.tail_width : 0;
+    Segment s{};
+    // What is written comes first: torch may copy a tensor when it is first asked for memory to write to.
+    s.out_param = (outputs ? outputs->params : given.params)[i].mutable_data_ptr<float>();
+    s.out_exp_avg = (outputs ? outputs->exp_avgs : given.exp_avgs)[i].mutable_data_ptr<float>();
+    s.out_exp_avg_sq = (outputs ? outputs->exp_avg_sqs : given.exp_avg_sqs)[i].mutable_data_ptr<float>();
+    if (!given.lowp_outs.empty()) s.lowp_out = static_cast<uint16_t*>(given.lowp_outs[i].mutable_data_ptr());
+    s.param = given.params[i].const_data_ptr<float>();
+    s.grad = given.grads[i].const_data_ptr();
+    s.exp_avg = given.exp_avgs[i].const_data_ptr<float>();
+    s.exp_avg_sq = given.exp_avg_sqs[i].const_data_ptr<float>();
+    s.numel = numel;
+    s.num_main = numel - num_tail;
+    s.first_element = element;
+    s.scalars = make_scalars(h, given.unscale * given.clip_coefficient, given.decoupled);
+    call.segments.push_back(s);
     element += uint64_t(numel);
   }
   return call;

@@ -26,7 +26,7 @@ if not __package__:  # Run as a file: find the other modules where `python -m` f
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
 from benchmarks.stats import median_interval, paired_ratios
 from chunkmem.optim.kernels import Kernels, load_kernels
-from chunkmem.optim.segments import HyperParameters, Pass, Segments
+from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments
 
 HERE = Path(__file__).parent
 HYPER = HyperParameters([1e-4], [0.9], [0.95], [1e-8], [0.1], [10])
@@ -36,6 +36,7 @@ NBYTES_PER_PARAM = 28
 TORCH_FP32, TORCH_FP32_AGAIN, OURS_FP32 = "torch, fp32", "torch, fp32, again", "chunkmem, fp32"
 TORCH_BF16, OURS_BF16 = "torch, bf16 and clipping", "chunkmem, bf16 and clipping"
 OURS_STOCHASTIC = "chunkmem, bf16 and clipping, stochastic rounding"
+INTO_FP32, INTO_BF16 = "chunkmem, fp32, into", "chunkmem, bf16 without the norm, into"
 OURS_BF16_ONLY, OURS_NORM, COPY = "chunkmem, bf16 without the norm", "chunkmem, norm of bf16", "copy past the caches"
 RATIOS = (
     (TORCH_FP32_AGAIN, TORCH_FP32, "A/A"),
@@ -44,6 +45,8 @@ RATIOS = (
     (TORCH_BF16, OURS_BF16, "≥ 3"),
     (OURS_BF16_ONLY, COPY, "≤ 1.15"),
     (OURS_STOCHASTIC, OURS_BF16, ""),
+    (INTO_FP32, OURS_FP32, "≤ 1.15"),
+    (INTO_BF16, OURS_BF16_ONLY, "≤ 1.15"),
 )
 """What is divided by what, and the aim."""
 
@@ -60,7 +63,8 @@ class Bench:
         self.grad_bf16 = self.grad.bfloat16()
         self.cast_grad = torch.empty(numel)
         self.out = torch.empty(numel, dtype=torch.bfloat16)
-        # Touched, so that their pages exist.
+        # Touched, so that their pages exist; as are those below.
+        self.outputs = [torch.ones(numel) for _ in range(3)]
         self.copied = [torch.ones(NBYTES_PER_PARAM // 2 * numel, dtype=torch.uint8) for _ in range(2)]
         self.pool = ThreadPoolExecutor(torch.get_num_threads())
         self.copy_past_caches = load_copy()
@@ -74,6 +78,8 @@ class Bench:
             OURS_BF16: self.ours_clipped,
             OURS_STOCHASTIC: lambda: self.ours_clipped(seed=1),
             OURS_BF16_ONLY: lambda: self.kernels.adamw_(self.segments(self.grad_bf16, self.out), HYPER),
+            INTO_FP32: lambda: self.into(self.grad),
+            INTO_BF16: lambda: self.into(self.grad_bf16, self.out),
             OURS_NORM: lambda: self.kernels.norm_and_finite([self.grad_bf16]),
             COPY: self.copy,
         }
@@ -111,6 +117,14 @@ class Bench:
             self.segments(self.grad_bf16, self.out), HYPER, Pass(clip_coefficient=coefficient, seed=seed)
         )
 
+    def into(self, grad: torch.Tensor, *outs: torch.Tensor) -> None:
+        self.kernels.adamw_into(self.segments(grad, *outs), Outputs(*([output] for output in self.outputs)), HYPER)
+
+    def results(self, name: str) -> list[torch.Tensor]:
+        """Return the parameters and states that one run of a variant makes."""
+        self.variants()[name]()
+        return self.outputs if name in (INTO_FP32, INTO_BF16) else [self.param, *self.states]
+
     def copy(self) -> None:
         """Copy as many bytes as an update reads and writes."""
         source, target = (tensor.data_ptr() for tensor in self.copied)
@@ -139,13 +153,14 @@ def check(kernels: Kernels) -> None:
     Raises:
         BenchmarkError: they differ.
     """
-    pairs = ((TORCH_FP32, OURS_FP32, 0.0), (TORCH_BF16, OURS_BF16, 1e-5))
+    pairs = (
+        (TORCH_FP32, OURS_FP32, 0.0),
+        (TORCH_BF16, OURS_BF16, 1e-5),
+        (OURS_FP32, INTO_FP32, 0.0),
+        (OURS_BF16_ONLY, INTO_BF16, 0.0),
+    )
     for name, other, tolerance in pairs:
-        results = []
-        for variant in (name, other):
-            bench = Bench(1 << 16, kernels)
-            bench.variants()[variant]()
-            results.append([bench.param, *bench.states])
+        results = [Bench(1 << 16, kernels).results(variant) for variant in (name, other)]
         if not all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(*results, strict=True)):
             raise BenchmarkError(f"{name} and {other} give different parameters or states")
 
@@ -199,6 +214,8 @@ def table(results: Mapping[str, Any]) -> str:
         lines.append(f"| {name} | {middle:.3f} | {low:.3f} – {high:.3f} |")
     lines += ["", "| ratio of times, in each turn | median | 95 % interval | aim |", "|---|---|---|---|"]
     for name, base, aim in RATIOS:
+        if not {name, base} <= times_s.keys():  # an earlier run, before there was this pair
+            continue
         interval = median_interval(paired_ratios(times_s[name], times_s[base]))
         lines.append(f"| {name} / {base} | {interval.median:.3f} | {interval.low:.3f} – {interval.high:.3f} | {aim} |")
     return "\n".join(lines)

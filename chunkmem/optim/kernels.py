@@ -6,19 +6,22 @@ Both compute the same bits (`csrc/adam_math.h`), so which one runs shows in the 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from chunkmem.optim import reference
-from chunkmem.optim.segments import HyperParameters, Pass, Segments
+from chunkmem.optim.segments import LOWP, HyperParameters, Outputs, Pass, Segments
 from chunkmem.runtime.build import BuildError, cpu_recipe, cuda_recipe, default_cache_dir, load_library
 
 _PROBE_NUMEL = 4096
 _PROBE_WIDTHS = (0, 4, 8, 16)
+_TRIAL_HYPER = HyperParameters([1e-2], [0.9], [0.99], [1e-8], [0.1], [3])
 
 
 @dataclass(frozen=True)
@@ -43,24 +46,56 @@ class Kernels:
             torch.ops.chunkmem.adamw_(*arguments(segments, hyper, how))
         else:
             reference.adamw_(segments, hyper, how)
-        written = [tensor for tensor in (*segments.params, *segments.lowp_outs) if not tensor.is_inference()]
-        torch.autograd.graph.increment_version(written)
+        _tell_autograd((*segments.params, *segments.lowp_outs))
 
-    def norm_and_finite(self, grads: Sequence[torch.Tensor], *, unscale: float = 1.0) -> torch.Tensor:
+    def adamw_into(
+        self,
+        segments: Segments,
+        outputs: Outputs,
+        hyper: HyperParameters,
+        how: Pass | None = None,
+        *,
+        num_threads: int = 0,
+    ) -> None:
+        """Write what `adamw_` would make of parameters and states to `outputs`, with the same bits; those stay.
+
+        The low-precision outputs of `segments` are written too, and autograd is told of all that is. Python's lock is
+        free while the native kernel runs.
+
+        Args:
+            num_threads: on a CPU, 0: torch's; else at most so many, of the call's own, the calling one among them:
+                torch's setting plays no part, and what torch does meanwhile is not held up. The reference ignores it.
+
+        Raises:
+            RuntimeError: as `adamw_`, or an output begins where another tensor of the call does.
+        """
+        how = Pass() if how is None else how
+        if not segments.params:
+            return
+        lists = (outputs.params, outputs.exp_avgs, outputs.exp_avg_sqs)
+        if segments.params[0].device.type in self.native_devices:
+            torch.ops.chunkmem.adamw_into(*arguments(segments, hyper, how), *lists, num_threads)
+        else:
+            reference.adamw_into(segments, outputs, hyper, how, num_threads=num_threads)
+        _tell_autograd((*segments.lowp_outs, *(tensor for tensors in lists for tensor in tensors)))
+
+    def norm_and_finite(
+        self, grads: Sequence[torch.Tensor], *, unscale: float = 1.0, num_threads: int = 0
+    ) -> torch.Tensor:
         """Return the sum of squares of all `grads * unscale`, and 1 if all of these are finite, else 0, in one read.
 
         Two doubles, on the device of the gradients. The sum depends neither on threads nor on where the gradients,
-        taken end to end, are cut into tensors.
+        taken end to end, are cut into tensors. `num_threads` is that of `adamw_into`.
 
         Raises:
-            RuntimeError: dtypes or devices differ; it names the argument.
+            RuntimeError: dtypes or devices differ, or `num_threads` is negative; it names the argument.
         """
         if not grads:
             return torch.tensor([0.0, 1.0], dtype=torch.float64)
         if grads[0].device.type in self.native_devices:
-            result: torch.Tensor = torch.ops.chunkmem.norm_and_finite(list(grads), unscale)
+            result: torch.Tensor = torch.ops.chunkmem.norm_and_finite(list(grads), unscale, num_threads)
             return result
-        return reference.norm_and_finite(grads, unscale=unscale)
+        return reference.norm_and_finite(grads, unscale=unscale, num_threads=num_threads)
 
     def torch_tail_width(self) -> int | None:
         """Return the `Pass.tail_width` that gives the bits of torch's fused CPU kernel; None: there is none.
@@ -107,17 +142,28 @@ def arguments(segments: Segments, hyper: HyperParameters, how: Pass) -> tuple[An
     )
 
 
+def _tell_autograd(written: Sequence[torch.Tensor]) -> None:
+    torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+
+
 def load_kernels(
-    *, with_cuda: bool = False, cache_dir: Path | None = None, compiler: str | None = None, nvcc: str | None = None
+    *,
+    with_cuda: bool = False,
+    cache_dir: Path | None = None,
+    compiler: str | None = None,
+    nvcc: str | None = None,
+    try_cuda: Callable[[], Sequence[str]] | None = None,
 ) -> Kernels:
     """Return the native kernels, building them first if there are none (seconds, once), else the reference.
 
-    Call it once and keep the result: each call that cannot build warns, once, why and what to do.
+    Call it once and keep the result: each call that cannot build warns, once, why and what to do. Kernels for CUDA are
+    part of it if a trial on some thousand elements shows that they give the bits of those for the CPU.
 
     Args:
         with_cuda: those for CUDA too; needs nvcc and a CUDA build of torch.
         cache_dir: default: `chunkmem` in the user's cache folder.
         compiler, nvcc: commands; default: the one in `CXX`, or c++; nvcc.
+        try_cuda: the trial, which returns what differs; default: `differing_calls` on the current CUDA device.
     """
     folder = default_cache_dir() if cache_dir is None else cache_dir
     devices: set[str] = set()
@@ -128,6 +174,8 @@ def load_kernels(
         if with_cuda:
             if not _is_registered("CUDA"):
                 load_library(cuda_recipe(nvcc), folder)
+            if problem := _problem_with_cuda(_try_cuda if try_cuda is None else try_cuda):
+                raise BuildError(problem)
             devices.add("cuda")
     except BuildError as error:
         where = "on CUDA" if devices else "everywhere"
@@ -140,3 +188,80 @@ def _is_registered(key: str) -> bool:
     return hasattr(torch.ops.chunkmem, "adamw_") and torch._C._dispatch_has_kernel_for_dispatch_key(
         "chunkmem::adamw_", key
     )
+
+
+def _problem_with_cuda(trial: Callable[[], Sequence[str]]) -> str:
+    """Return why the CUDA kernels are not used, in one line; empty: they are."""
+    try:
+        different = trial()
+    except (RuntimeError, AssertionError) as error:  # no device, none that runs what nvcc made, or torch knows no CUDA
+        return f"the CUDA kernels could not be tried: {str(error).strip().splitlines()[0]}"
+    if not different:
+        return ""
+    others = f" and {len(different) - 1} other calls" if len(different) > 1 else ""
+    return (
+        f"in a trial the CUDA kernels gave other bits than those for the CPU in {different[0]}{others}; try another "
+        "version of nvcc"
+    )
+
+
+def _try_cuda() -> list[str]:
+    kernels = Kernels(frozenset({"cpu", "cuda"}))
+    return differing_calls(kernels, "cuda", expected=kernels)
+
+
+def differing_calls(kernels: Kernels, device: str, *, expected: Kernels) -> list[str]:
+    """Return the calls in which `kernels` on `device` do not give the bits that `expected` give on the CPU.
+
+    Updates in place and out of place and norms of gradients of each type, in tensors that begin anywhere; some thousand
+    elements each, denormals among them.
+    """
+    calls: dict[str, Callable[[Kernels, str], torch.Tensor]] = {}
+    for dtype in (torch.float32, *LOWP):
+        flat = _trial_values(dtype)
+        grads = f"{str(dtype).removeprefix('torch.')} gradients"
+        for width, seed in ((0, None), (8, 7)):
+            how = Pass(0.5, 0.7, seed=seed, first_element=(1 << 32) - 1000, tail_width=width)
+            calls[f"adamw_ of {grads} and tail_width {width}"] = partial(_trial_of_adamw_, flat, how)
+            calls[f"adamw_into of {grads} and tail_width {width}"] = partial(_trial_of_adamw_into, flat, how)
+        calls[f"norm_and_finite of {grads}"] = partial(_trial_of_norm, flat)
+    return [name for name, call in calls.items() if not torch.equal(call(kernels, device).cpu(), call(expected, "cpu"))]
+
+
+def _trial_values(grad: torch.dtype) -> list[torch.Tensor]:
+    """Return param, grad, exp_avg, exp_avg_sq and a low-precision output, end to end."""
+    draw = torch.Generator().manual_seed(0)
+    scales = torch.ones(_PROBE_NUMEL)
+    scales[::5] = 1e-20  # the square is denormal
+    param, gradient, exp_avg, exp_avg_sq = (scales * torch.randn(_PROBE_NUMEL, generator=draw) for _ in range(4))
+    lowp = torch.zeros(_PROBE_NUMEL, dtype=torch.bfloat16 if grad == torch.float32 else grad)
+    return [param, gradient.to(grad), exp_avg, exp_avg_sq.square_(), lowp]
+
+
+def _trial_copies(flat: Sequence[torch.Tensor], device: str) -> list[list[torch.Tensor]]:
+    """Return copies on `device`, each cut into views; between them they have every address modulo 16 bytes."""
+    ends = (*range(0, 150, 7), _PROBE_NUMEL // 2 + 5, _PROBE_NUMEL)
+    return [[copy[a:b] for a, b in pairwise(ends)] for copy in (tensor.to(device, copy=True) for tensor in flat)]
+
+
+def _trial_of_adamw_(flat: Sequence[torch.Tensor], how: Pass, kernels: Kernels, device: str) -> torch.Tensor:
+    segments = Segments(*_trial_copies(flat, device))
+    kernels.adamw_(segments, _TRIAL_HYPER, how)
+    return _bits((*segments.params, *segments.exp_avgs, *segments.exp_avg_sqs), segments.lowp_outs)
+
+
+def _trial_of_adamw_into(flat: Sequence[torch.Tensor], how: Pass, kernels: Kernels, device: str) -> torch.Tensor:
+    segments = Segments(*_trial_copies(flat, device))
+    outputs = Outputs(*_trial_copies([torch.zeros(_PROBE_NUMEL)] * 3, device))
+    kernels.adamw_into(segments, outputs, _TRIAL_HYPER, how)
+    kept = (*segments.params, *segments.exp_avgs, *segments.exp_avg_sqs)
+    return _bits((*outputs.params, *outputs.exp_avgs, *outputs.exp_avg_sqs, *kept), segments.lowp_outs)
+
+
+def _trial_of_norm(flat: Sequence[torch.Tensor], kernels: Kernels, device: str) -> torch.Tensor:
+    grads = _trial_copies(flat, device)[1]
+    return kernels.norm_and_finite(grads, unscale=0.3).view(torch.int64)
+
+
+def _bits(fp32: Sequence[torch.Tensor], lowp: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.cat(list(fp32)).view(torch.int32), torch.cat(list(lowp)).view(torch.int16).int()])

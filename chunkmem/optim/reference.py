@@ -11,7 +11,15 @@ from collections.abc import Sequence
 
 import torch
 
-from chunkmem.optim.segments import HyperParameters, Pass, Segments, check_grads, check_segments
+from chunkmem.optim.segments import (
+    HyperParameters,
+    Outputs,
+    Pass,
+    Segments,
+    check_grads,
+    check_num_threads,
+    check_segments,
+)
 
 NORM_BLOCK = 2048
 NORM_LANES = 32
@@ -38,12 +46,29 @@ def adamw_(segments: Segments, hyper: HyperParameters, how: Pass) -> None:
         element += param.numel()
 
 
-def norm_and_finite(grads: Sequence[torch.Tensor], *, unscale: float = 1.0) -> torch.Tensor:
+def adamw_into(
+    segments: Segments, outputs: Outputs, hyper: HyperParameters, how: Pass, *, num_threads: int = 0
+) -> None:
+    """Write what `adamw_` would make of parameters and states to `outputs`; the arguments are those of `Kernels`."""
+    check_segments(segments, hyper, how, outputs, num_threads=num_threads)
+    pairs = zip(
+        (*outputs.params, *outputs.exp_avgs, *outputs.exp_avg_sqs),
+        (*segments.params, *segments.exp_avgs, *segments.exp_avg_sqs),
+        strict=True,
+    )
+    for output, old in pairs:
+        output.copy_(old)
+    written = Segments(outputs.params, segments.grads, outputs.exp_avgs, outputs.exp_avg_sqs, segments.lowp_outs)
+    adamw_(written, hyper, how)
+
+
+def norm_and_finite(grads: Sequence[torch.Tensor], *, unscale: float = 1.0, num_threads: int = 0) -> torch.Tensor:
     """Return the sum of squares of all `grads * unscale` and 1 or 0: all of these are finite; 2 doubles.
 
     [Note: Order of the norm] in csrc/adam_math.h says in which order it adds.
     """
     check_grads(grads)
+    check_num_threads(num_threads)
     device = grads[0].device
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     scale = torch.tensor(unscale, dtype=torch.float32, device=device)

@@ -25,6 +25,15 @@ class Segments:
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """Where an update out of place writes: parallel to `Segments`, fp32, each in memory of its own."""
+
+    params: list[torch.Tensor]
+    exp_avgs: list[torch.Tensor]
+    exp_avg_sqs: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
 class HyperParameters:
     """Lists of one entry for all parameters, or of one for each."""
 
@@ -54,26 +63,28 @@ class Pass:
     """The last `numel % tail_width` elements are computed as torch's scalar tail does; 0: none."""
 
 
-def check_segments(segments: Segments, hyper: HyperParameters, how: Pass) -> None:
-    """Check a call, as `csrc/arguments.h` does and with its words.
+def check_segments(
+    segments: Segments, hyper: HyperParameters, how: Pass, outputs: Outputs | None = None, *, num_threads: int = 0
+) -> None:
+    """Check a call, as `csrc/arguments.h` does and with its words; without `outputs` it is in place.
 
     Raises:
         RuntimeError: the message names the argument.
     """
-    params = segments.params
-    for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "lowp_outs"):
-        tensors: list[torch.Tensor] = getattr(segments, name)
-        is_out = name == "lowp_outs"
-        if is_out and not tensors:
-            continue
-        _check_length(name, len(tensors), len(params))
-        lowp = LOWP if is_out or name == "grads" else ()
-        _check_tensors(name, tensors, params[0], (*(() if is_out else (torch.float32,)), *lowp))
-        for index, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
-            if tensor.shape != param.shape:
-                raise _refusal(f"{name}[{index}] has another shape than params[{index}]")
+    check_num_threads(num_threads)
+    names = ("params", "grads", "exp_avgs", "exp_avg_sqs")
+    inputs = [(name, getattr(segments, name)) for name in names]
+    for name, tensors in inputs:
+        _check_list(name, tensors, segments.params, (torch.float32, *(LOWP if name == "grads" else ())))
+    if segments.lowp_outs:
+        _check_list("lowp_outs", segments.lowp_outs, segments.params, LOWP)
+    if outputs is not None:
+        outs = [(f"out_{name}", getattr(outputs, name)) for name in ("params", "exp_avgs", "exp_avg_sqs")]
+        for name, tensors in outs:
+            _check_list(name, tensors, segments.params, (torch.float32,))
+        _check_memory_of_outputs(inputs, outs)
     for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "step"):
-        _check_length(name, len(getattr(hyper, name)), len(params), may_be_one=True)
+        _check_length(name, len(getattr(hyper, name)), len(segments.params), may_be_one=True)
     for index, step in enumerate(hyper.step):
         if step < 1:
             raise _refusal(f"step[{index}] is {step}; updates are counted from 1")
@@ -84,6 +95,41 @@ def check_segments(segments: Segments, hyper: HyperParameters, how: Pass) -> Non
 def check_grads(grads: Sequence[torch.Tensor]) -> None:
     """Check the gradients of a norm; RuntimeError names the one that is wrong."""
     _check_tensors("grads", grads, grads[0], (torch.float32, *LOWP))
+
+
+def check_num_threads(num_threads: int) -> None:
+    """Check the number of threads of a call; RuntimeError if it is negative."""
+    if num_threads < 0:
+        raise _refusal(f"num_threads is {num_threads}; it must be at least 0")
+
+
+def _check_list(
+    name: str, tensors: Sequence[torch.Tensor], params: Sequence[torch.Tensor], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    _check_length(name, len(tensors), len(params))
+    _check_tensors(name, tensors, params[0], dtypes)
+    for index, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
+        if tensor.shape != param.shape:
+            raise _refusal(f"{name}[{index}] has another shape than params[{index}]")
+
+
+_Named = Sequence[tuple[str, Sequence[torch.Tensor]]]
+
+
+def _check_memory_of_outputs(inputs: _Named, outputs: _Named) -> None:
+    """Check that no output begins where an input or another output does."""
+    taken: dict[int, str] = {}
+    for name, tensors in inputs:
+        for index, tensor in enumerate(tensors):
+            if tensor.numel():
+                taken.setdefault(tensor.data_ptr(), f"{name}[{index}]")
+    for name, tensors in outputs:
+        for index, tensor in enumerate(tensors):
+            if not tensor.numel():
+                continue
+            which = f"{name}[{index}]"
+            if (other := taken.setdefault(tensor.data_ptr(), which)) != which:
+                raise _refusal(f"{which} begins where {other} does; an output needs memory of its own")
 
 
 def _check_length(name: str, length: int, num_tensors: int, *, may_be_one: bool = False) -> None:

@@ -9,12 +9,18 @@ enum class Dtype { kNone, kFloat, kBFloat16, kHalf };
 // So few that the loads of the next tile start while this one is still being converted and stored.
 constexpr int64_t kTile = 256;
 
-// At most kTile elements of one tensor.
+// Out of place a tile is longer: each one starts with a pause in the stores past the caches.
+constexpr int64_t kTileInto = 1024;
+
+// At most kTile elements of one tensor, or kTileInto.
 struct AdamTile {
-  float* param;
+  const float* param;
   const void* grad;
-  float* exp_avg;
-  float* exp_avg_sq;
+  const float* exp_avg;
+  const float* exp_avg_sq;
+  float* out_param;  // this and the next two are the same memory as above if the call is in place
+  float* out_exp_avg;
+  float* out_exp_avg_sq;
   uint16_t* lowp_out;  // null if there is none
   int64_t numel;
   int64_t num_main;
@@ -23,7 +29,8 @@ struct AdamTile {
   Dtype grad_type;
   Dtype out_type;
   bool stochastic;
-  bool past_caches;
+  bool in_place;
+  bool past_caches;  // writes what is not read again soon: all outputs but those in place
   const AdamScalars* scalars;
 };
 

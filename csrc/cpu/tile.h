@@ -10,6 +10,10 @@
 namespace chunkmem {
 namespace {
 
+// Elements after which results in fp32 are stored past the caches. More at once would fill the buffers through which
+// such stores go, and what comes next would wait instead of being computed meanwhile.
+constexpr int64_t kPart = 64;
+
 void to_float(const void* from, Dtype dtype, float* __restrict to, int64_t n) {
   const auto* bits = static_cast<const uint16_t*>(from);
   if (dtype == Dtype::kBFloat16) {
@@ -19,11 +23,26 @@ void to_float(const void* from, Dtype dtype, float* __restrict to, int64_t n) {
   }
 }
 
+// Two loops, since each pointer promises that no other one leads to its memory.
 template <bool kTail>
 void update(float* __restrict param, const float* __restrict grad, float* __restrict exp_avg,
             float* __restrict exp_avg_sq, int64_t n, const AdamScalars s) {
   for (int64_t i = 0; i < n; ++i) {
     adam_update<kTail>(grad[i], param[i], exp_avg[i], exp_avg_sq[i], s);
+  }
+}
+
+template <bool kTail>
+CHUNKMEM_INLINE void update_into(const float* __restrict param, const float* __restrict grad,
+                                 const float* __restrict exp_avg, const float* __restrict exp_avg_sq,
+                                 float* __restrict out_param, float* __restrict out_exp_avg,
+                                 float* __restrict out_exp_avg_sq, int64_t n, const AdamScalars s) {
+  for (int64_t i = 0; i < n; ++i) {
+    float p = param[i], m = exp_avg[i], v = exp_avg_sq[i];
+    adam_update<kTail>(grad[i], p, m, v, s);
+    out_param[i] = p;
+    out_exp_avg[i] = m;
+    out_exp_avg_sq[i] = v;
   }
 }
 
@@ -48,56 +67,140 @@ void round_stochastic(const float* __restrict from, uint16_t* __restrict to, int
 }
 
 // Writes past the caches: nothing reads the output again before it is copied away, and an ordinary store would first
-// fetch the line.
-void store_past_caches(uint16_t* to, const uint16_t* from, int64_t n) {
-#if defined(__SSE2__)
-  while (n > 0 && reinterpret_cast<uintptr_t>(to) % 64 != 0) {
-    *to++ = *from++;
-    --n;
-  }
-  for (; n >= 32; n -= 32, to += 32, from += 32) {
+// fetch the line. `to` is on a line, and `n` a number of whole lines.
+template <typename T>
+CHUNKMEM_INLINE void store_lines_past_caches(T* to, const T* from, int64_t n) {
 #if defined(__AVX512F__)
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
-#else
-    for (int i = 0; i < 4; ++i) {
-      const __m128i word = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i);
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, word);
-    }
-#endif
+  for (int64_t i = 0; i < n; i += 64 / int64_t(sizeof *to)) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
   }
-#endif
+#elif defined(__SSE2__)
+  for (int64_t i = 0; i < n; i += 16 / int64_t(sizeof *to)) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+  }
+#else
   __builtin_memcpy(to, from, size_t(n) * sizeof *to);
+#endif
 }
 
-void write_lowp(const AdamTile& tile) {
+bool on_a_line(const void* at) { return reinterpret_cast<uintptr_t>(at) % 64 == 0; }
+
+// The same from and to anywhere: what is no whole line is stored as usual.
+template <typename T>
+void store_past_caches(T* to, const T* from, int64_t n) {
+  for (; n > 0 && !on_a_line(to); --n) *to++ = *from++;
+  const int64_t num_in_lines = n - n % (64 / int64_t(sizeof *to));
+  store_lines_past_caches(to, from, num_in_lines);
+  __builtin_memcpy(to + num_in_lines, from + num_in_lines, size_t(n - num_in_lines) * sizeof *to);
+}
+
+// Rounds `n` elements of the tile from `begin` on, at most kTile; `param` is the first of them.
+void write_lowp(const AdamTile& tile, const float* param, int64_t begin, int64_t n) {
   alignas(64) uint16_t out_tile[kTile];
-  uint16_t* to = tile.past_caches ? out_tile : tile.lowp_out;
+  uint16_t* to = tile.past_caches ? out_tile : tile.lowp_out + begin;
   if (!tile.stochastic) {
-    round_nearest(tile.param, to, tile.numel, tile.out_type);
+    round_nearest(param, to, n, tile.out_type);
   } else {
-    const uint64_t until_carry = 0x100000000u - (tile.element & 0xffffffffu);
-    const int64_t first = uint64_t(tile.numel) < until_carry ? tile.numel : int64_t(until_carry);
-    round_stochastic(tile.param, to, first, tile.out_type, random_key(tile.seed, tile.element), uint32_t(tile.element));
-    round_stochastic(tile.param + first, to + first, tile.numel - first, tile.out_type,
-                     random_key(tile.seed, tile.element + uint64_t(first)), 0);
+    const uint64_t element = tile.element + uint64_t(begin), until_carry = 0x100000000u - (element & 0xffffffffu);
+    const int64_t first = uint64_t(n) < until_carry ? n : int64_t(until_carry);
+    round_stochastic(param, to, first, tile.out_type, random_key(tile.seed, element), uint32_t(element));
+    round_stochastic(param + first, to + first, n - first, tile.out_type,
+                     random_key(tile.seed, element + uint64_t(first)), 0);
   }
   if (tile.past_caches) {
-    store_past_caches(tile.lowp_out, to, tile.numel);
+    store_past_caches(tile.lowp_out + begin, to, n);
+  }
+}
+
+// The gradients of `n` elements from `begin` on, at most kTile, in fp32: where they are or in `converted`.
+CHUNKMEM_INLINE const float* fp32_gradients(const AdamTile& tile, float* converted, int64_t begin, int64_t n) {
+  if (tile.grad_type == Dtype::kFloat) {
+    return static_cast<const float*>(tile.grad) + begin;
+  }
+  to_float(static_cast<const uint16_t*>(tile.grad) + begin, tile.grad_type, converted, n);
+  return converted;
+}
+
+void adam_in_place(const AdamTile& tile) {
+  alignas(64) float grad_tile[kTile];
+  const float* grad = fp32_gradients(tile, grad_tile, 0, tile.numel);
+  float *param = tile.out_param, *exp_avg = tile.out_exp_avg, *exp_avg_sq = tile.out_exp_avg_sq;
+  const int64_t n = tile.num_main;
+  update<false>(param, grad, exp_avg, exp_avg_sq, n, *tile.scalars);
+  update<true>(param + n, grad + n, exp_avg + n, exp_avg_sq + n, tile.numel - n, *tile.scalars);
+  if (tile.lowp_out) {
+    write_lowp(tile, param, 0, tile.numel);
+  }
+}
+
+// Updates and stores past the caches as many times kTile elements as there are before torch's tail; returns how many
+// elements those are.
+CHUNKMEM_INLINE int64_t stream(const AdamTile& tile, const AdamScalars s) {
+  if (!on_a_line(tile.out_param) || !on_a_line(tile.out_exp_avg) || !on_a_line(tile.out_exp_avg_sq)) {
+    return 0;
+  }
+  alignas(64) float grad_tile[kTile], param[kTile], exp_avg[kPart], exp_avg_sq[kPart];
+  int64_t begin = 0;
+  for (; begin + kTile <= tile.num_main; begin += kTile) {
+    const float* grad = fp32_gradients(tile, grad_tile, begin, kTile);
+    for (int64_t i = 0; i < kTile; i += kPart) {
+      const int64_t at = begin + i;
+      update_into<false>(tile.param + at, grad + i, tile.exp_avg + at, tile.exp_avg_sq + at, param + i, exp_avg,
+                         exp_avg_sq, kPart, s);
+      store_lines_past_caches(tile.out_param + at, param + i, kPart);
+      store_lines_past_caches(tile.out_exp_avg + at, exp_avg, kPart);
+      store_lines_past_caches(tile.out_exp_avg_sq + at, exp_avg_sq, kPart);
+    }
+    if (tile.lowp_out) {
+      write_lowp(tile, param, begin, kTile);
+    }
+  }
+  return begin;
+}
+
+// Updates `n` elements from `begin` on, at most kTile, of which the last may be torch's tail.
+CHUNKMEM_INLINE void update_range(const AdamTile& tile, const AdamScalars s, int64_t begin, int64_t n) {
+  alignas(64) float grad_tile[kTile], param_tile[kTile], exp_avg_tile[kTile], exp_avg_sq_tile[kTile];
+  const float* grad = fp32_gradients(tile, grad_tile, begin, n);
+  const float *old_param = tile.param + begin, *old_exp_avg = tile.exp_avg + begin;
+  const float* old_exp_avg_sq = tile.exp_avg_sq + begin;
+  float* param = tile.past_caches ? param_tile : tile.out_param + begin;
+  float* exp_avg = tile.past_caches ? exp_avg_tile : tile.out_exp_avg + begin;
+  float* exp_avg_sq = tile.past_caches ? exp_avg_sq_tile : tile.out_exp_avg_sq + begin;
+  const int64_t left = tile.num_main > begin ? tile.num_main - begin : 0, main = left < n ? left : n;
+  update_into<false>(old_param, grad, old_exp_avg, old_exp_avg_sq, param, exp_avg, exp_avg_sq, main, s);
+  update_into<true>(old_param + main, grad + main, old_exp_avg + main, old_exp_avg_sq + main, param + main,
+                    exp_avg + main, exp_avg_sq + main, n - main, s);
+  if (tile.past_caches) {
+    store_past_caches(tile.out_param + begin, param, n);
+    store_past_caches(tile.out_exp_avg + begin, exp_avg, n);
+    store_past_caches(tile.out_exp_avg_sq + begin, exp_avg_sq, n);
+  }
+  if (tile.lowp_out) {
+    write_lowp(tile, param, begin, n);
+  }
+}
+
+template <bool kHasL2, bool kFromExpAvg>
+void adam_into(const AdamTile& tile) {
+  AdamScalars s = *tile.scalars;
+  // Known here, so that the loops have no branches: compilers make vectors of them.
+  s.has_l2 = kHasL2;
+  s.from_exp_avg = kFromExpAvg;
+  int64_t begin = tile.past_caches ? stream(tile, s) : 0;
+  for (; begin < tile.numel; begin += kTile) {
+    update_range(tile, s, begin, tile.numel - begin < kTile ? tile.numel - begin : kTile);
   }
 }
 
 void adam(const AdamTile& tile) {
-  alignas(64) float grad_tile[kTile];
-  const float* grad = static_cast<const float*>(tile.grad);
-  if (tile.grad_type != Dtype::kFloat) {
-    to_float(tile.grad, tile.grad_type, grad_tile, tile.numel);
-    grad = grad_tile;
-  }
-  const int64_t n = tile.num_main;
-  update<false>(tile.param, grad, tile.exp_avg, tile.exp_avg_sq, n, *tile.scalars);
-  update<true>(tile.param + n, grad + n, tile.exp_avg + n, tile.exp_avg_sq + n, tile.numel - n, *tile.scalars);
-  if (tile.lowp_out) {
-    write_lowp(tile);
+  const bool has_l2 = tile.scalars->has_l2, from_exp_avg = tile.scalars->from_exp_avg;
+  if (tile.in_place) {
+    adam_in_place(tile);
+  } else if (has_l2) {
+    from_exp_avg ? adam_into<true, true>(tile) : adam_into<true, false>(tile);
+  } else {
+    from_exp_avg ? adam_into<false, true>(tile) : adam_into<false, false>(tile);
   }
 }
 

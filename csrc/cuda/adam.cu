@@ -1,4 +1,4 @@
-// The update on CUDA: one launch a tensor, on the current stream, and nothing waits for the device.
+// The update on CUDA, in place or not: one launch a tensor, on the current stream, and nothing waits for the device.
 #include "common.h"
 
 namespace chunkmem {
@@ -26,7 +26,7 @@ __device__ void update(const Segment& s, int64_t i, float grad, float& param, fl
   }
 }
 
-__device__ void load_group(const float* from, float* to) {
+__device__ void copy_group(const float* from, float* to) {
   reinterpret_cast<float4*>(to)[0] = reinterpret_cast<const float4*>(from)[0];
   reinterpret_cast<float4*>(to)[1] = reinterpret_cast<const float4*>(from)[1];
 }
@@ -40,19 +40,23 @@ __global__ void adam_kernel(Segment s, int64_t head, int64_t num_groups, Roundin
     const int64_t single = thread - num_groups;
     const int64_t i = single < head ? single : single + kGroup * num_groups;
     if (i >= s.numel) return;
-    update(s, i, load<kGrad>(s.grad, i), s.param[i], s.exp_avg[i], s.exp_avg_sq[i]);
+    float param = s.param[i], exp_avg = s.exp_avg[i], exp_avg_sq = s.exp_avg_sq[i];
+    update(s, i, load<kGrad>(s.grad, i), param, exp_avg, exp_avg_sq);
+    s.out_param[i] = param;
+    s.out_exp_avg[i] = exp_avg;
+    s.out_exp_avg_sq[i] = exp_avg_sq;
     if constexpr (kOut != Dtype::kNone) {
-      s.lowp_out[i] = round_to<kOut>(s.param[i], rounding, s.first_element + uint64_t(i));
+      s.lowp_out[i] = round_to<kOut>(param, rounding, s.first_element + uint64_t(i));
     }
     return;
   }
   const int64_t begin = head + kGroup * thread;
   alignas(16) float param[kGroup], exp_avg[kGroup], exp_avg_sq[kGroup], grad[kGroup];
-  load_group(s.param + begin, param);
-  load_group(s.exp_avg + begin, exp_avg);
-  load_group(s.exp_avg_sq + begin, exp_avg_sq);
+  copy_group(s.param + begin, param);
+  copy_group(s.exp_avg + begin, exp_avg);
+  copy_group(s.exp_avg_sq + begin, exp_avg_sq);
   if constexpr (kGrad == Dtype::kFloat) {
-    load_group(static_cast<const float*>(s.grad) + begin, grad);
+    copy_group(static_cast<const float*>(s.grad) + begin, grad);
   } else {
     alignas(16) uint16_t bits[kGroup];
     *reinterpret_cast<uint4*>(bits) = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(s.grad) + begin);
@@ -61,9 +65,9 @@ __global__ void adam_kernel(Segment s, int64_t head, int64_t num_groups, Roundin
   }
 #pragma unroll
   for (int j = 0; j < kGroup; ++j) update(s, begin + j, grad[j], param[j], exp_avg[j], exp_avg_sq[j]);
-  load_group(param, s.param + begin);
-  load_group(exp_avg, s.exp_avg + begin);
-  load_group(exp_avg_sq, s.exp_avg_sq + begin);
+  copy_group(param, s.out_param + begin);
+  copy_group(exp_avg, s.out_exp_avg + begin);
+  copy_group(exp_avg_sq, s.out_exp_avg_sq + begin);
   if constexpr (kOut != Dtype::kNone) {
     uint32_t pairs[kGroup / 2] = {};
 #pragma unroll
@@ -81,6 +85,7 @@ int64_t find_head(const Segment& s, Dtype grad) {
   const auto aligned = [](const void* at, int64_t nbytes) { return (uintptr_t(at) + uintptr_t(nbytes)) % 16 == 0; };
   for (int64_t head = 0; head < kGroup && head < s.numel; ++head) {
     if (aligned(s.param, 4 * head) && aligned(s.exp_avg, 4 * head) && aligned(s.exp_avg_sq, 4 * head) &&
+        aligned(s.out_param, 4 * head) && aligned(s.out_exp_avg, 4 * head) && aligned(s.out_exp_avg_sq, 4 * head) &&
         aligned(s.grad, (grad == Dtype::kFloat ? 4 : 2) * head) && (!s.lowp_out || aligned(s.lowp_out, 2 * head))) {
       return head;
     }
@@ -105,15 +110,9 @@ void launch(const Segment& s, Dtype out, Rounding rounding, cudaStream_t stream)
   }
 }
 
-void adamw_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors lowp_outs, Doubles lr,
-            Doubles beta1, Doubles beta2, Doubles eps, Doubles weight_decay, std::vector<int64_t> step, double unscale,
-            double clip_coefficient, bool decoupled, std::optional<int64_t> seed, int64_t first_element,
-            int64_t tail_width) {
-  const AdamCall call =
-      make_adam_call(params, grads, exp_avgs, exp_avg_sqs, lowp_outs, lr, beta1, beta2, eps, weight_decay, step,
-                     unscale, clip_coefficient, decoupled, seed, first_element, tail_width);
-  const torch::stable::accelerator::DeviceGuard guard(params[0].get_device_index());
-  const cudaStream_t stream = current_stream(params[0]);
+void run_adam(const AdamCall& call, const Tensor& on) {
+  const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
+  const cudaStream_t stream = current_stream(on);
   const Dtype out = dtype_of(call.out_type);
   const Rounding rounding{call.stochastic, call.seed};
   for (const Segment& s : call.segments) {
@@ -126,7 +125,23 @@ void adamw_(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs
   }
 }
 
+void adamw_(CHUNKMEM_ADAM_PARAMETERS) {
+  const AdamArguments given = CHUNKMEM_ADAM_GIVEN;
+  run_adam(make_adam_call(given), given.params[0]);
+}
+
+void adamw_into(CHUNKMEM_ADAM_PARAMETERS, Tensors out_params, Tensors out_exp_avgs, Tensors out_exp_avg_sqs,
+                int64_t num_threads) {
+  check_num_threads(num_threads);
+  const AdamArguments given = CHUNKMEM_ADAM_GIVEN;
+  const Outputs outputs{out_params, out_exp_avgs, out_exp_avg_sqs};
+  run_adam(make_adam_call(given, &outputs), given.params[0]);
+}
+
 }  // namespace
 }  // namespace chunkmem
 
-STABLE_TORCH_LIBRARY_IMPL(chunkmem, CUDA, m) { m.impl("adamw_", TORCH_BOX(&chunkmem::adamw_)); }
+STABLE_TORCH_LIBRARY_IMPL(chunkmem, CUDA, m) {
+  m.impl("adamw_", TORCH_BOX(&chunkmem::adamw_));
+  m.impl("adamw_into", TORCH_BOX(&chunkmem::adamw_into));
+}

@@ -131,8 +131,9 @@ void launch_gathered_blocks(const Tensors& grads, const Blocks& rest, float unsc
   }
 }
 
-Tensor norm_and_finite(Tensors grads, double unscale) {
+Tensor norm_and_finite(Tensors grads, double unscale, int64_t num_threads) {
   check_tensors("grads", grads, grads[0], true, true);
+  check_num_threads(num_threads);
   const torch::stable::accelerator::DeviceGuard guard(grads[0].get_device_index());
   const cudaStream_t stream = current_stream(grads[0]);
   int64_t numel = 0;
