@@ -43,6 +43,7 @@ bench: $(VENV)/.test
 	$(RUN) -m benchmarks.knobs.run
 	$(RUN) -m benchmarks.estimate.run
 	$(RUN) -m benchmarks.adam.run
+	$(RUN) -m benchmarks.overlap.run
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

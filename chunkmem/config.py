@@ -166,7 +166,9 @@ class OptsConfig(
     overlap_optimizer: bool | None = option(either(NULL, BOOL), None)
     """Updates run beside backward."""
     update_threads: int | None = option(either(NULL, integer(1)), None)
+    """Threads of such an update; None: all cores, or where those compute as many as torch uses."""
     undo_log_ratio: float = option(_SHARE, 0.05)
+    """Share of the cap on HOST that such updates may write to before the step makes them count."""
 
 
 @dataclass(frozen=True)
@@ -252,9 +254,6 @@ AVAILABLE: Final = MappingProxyType(
         "memory.disk": (None,),
         "client.mem_tracer.use_fake_dist": (False,),
         "client.opts.with_mem_saving_comm": (None,),
-        "client.opts.overlap_optimizer": (None, False),
-        "client.opts.update_threads": (None,),
-        "client.opts.undo_log_ratio": (0.05,),
     }
 )
 """What this version can do with the keys it cannot do everything with; the default is always among it."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -32,8 +33,9 @@ from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
 from chunkmem.nn.precision import cast_at_borders
 from chunkmem.nn.registry import ModelRegistry, check_fits
 from chunkmem.nn.surface import ModuleSurface
+from chunkmem.optim.ahead import UpdatesAhead
 from chunkmem.optim.kernels import load_kernels
-from chunkmem.optim.lowered import LoweredUpdate
+from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.update import GroupUpdater
 from chunkmem.plan.machine import Machine
@@ -49,7 +51,8 @@ from chunkmem.runtime.measure import cached_machine
 from chunkmem.runtime.report import memory_report
 from chunkmem.runtime.storage import default_backend
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.runtime.tiers import TierCaps, Tiers
+from chunkmem.runtime.tiers import Tiers, undo_log_nbytes
+from chunkmem.runtime.undo import UndoLog
 from chunkmem.steps.conductor import Conductor
 from chunkmem.trace.model import Trace
 from chunkmem.tracing.watch import Watch
@@ -103,19 +106,34 @@ class ChunkManager:
             device_cap_nbytes=self._tiers.caps.device_nbytes,
             dtype=self._dtype,
         )
+        opts = self.config.client.opts
+        blocking = not (opts.with_async_move and backend.moves_contents)
+        self._lanes = (make_lanes or partial(open_lanes, blocking=blocking))(self._compute)
+        self._undo_log_nbytes = 0 if blocking else undo_log_nbytes(opts, self._compute, self._tiers.caps)
         self._access = AccessTracker(self._executor)
         self._backward = BackwardTracker(self._executor, self._access)
         self._gradients = GradientBook(
             self._executor, settles=lambda group: self._updater.settles(group), then=self._backward.landed
         )
+        native = NativeUpdate(lambda: load_kernels(with_cuda=self._compute.is_accelerator))
         self._updater = GroupUpdater(
             self._executor,
             self._gradients,
             self._compute,
             place=self._place_states,
             expect_nbytes=self._tiers.host_pool.expect,
-            lowered=LoweredUpdate(load_kernels),
+            native=native,
+            make_ahead=lambda intent_of: UpdatesAhead(
+                self._store,
+                self._lanes,
+                UndoLog(self._tiers.host_pool),
+                native,
+                intent_of=intent_of,
+                num_threads=opts.update_threads or self._compute.num_update_threads(),
+            ),
         )
+        self._executor.begin_update = self._updater.ahead.begin
+        self._executor.reserve_log = self._updater.ahead.reserve
         self._autocast_cache = AutocastCache(self._compute.device.type, precision=self.config.precision)
         self._hooks = ModuleHooks(self._access, self._backward, on_root=self._begin_root, make_guard=self._make_guard)
         self._surface = ModuleSurface(read=self._read, write=self._write)
@@ -123,31 +141,25 @@ class ChunkManager:
         self._collector: Collector | None = None
         self._stepping = False
         self._gathers_open = 0
-        self._conductor = self._make_conductor(
-            machine, make_lanes, blocking=not (self.config.client.opts.with_async_move and backend.moves_contents)
-        )
+        self._conductor = self._make_conductor(machine)
         self._executor.close_in_children()
 
-    def _make_conductor(
-        self,
-        machine: Machine | None,
-        make_lanes: Callable[[ComputeDevice], Lanes] | None,
-        *,
-        blocking: bool,
-    ) -> Conductor:
+    def _make_conductor(self, machine: Machine | None) -> Conductor:
         caps, compute = self._tiers.caps, self._compute
         tracer = self.config.client.mem_tracer
-        if make_lanes is not None:
-            lanes = make_lanes(compute)
-        else:
-            lanes = open_lanes(compute, blocking=blocking)
         share = int(caps.device_nbytes * tracer.warmup_gpu_chunk_mem_ratio)
         hybrid = self.config.optimizer.params.use_hybrid_adam
         return Conductor(
             self._executor,
             self._tiers,
-            lanes,
-            machine=lambda: cached_machine(compute, caps) if machine is None else _within(machine, caps),
+            self._lanes,
+            machine=lambda: replace(
+                cached_machine(compute, caps) if machine is None else machine,
+                # The speeds are the user's, the caps are the configuration's.
+                device_nbytes=caps.device_nbytes,
+                host_nbytes=caps.host_nbytes,
+                undo_log_nbytes=self._undo_log_nbytes,
+            ),
             options=PlanOptions(
                 margin_use_ratio=tracer.margin_use_ratio if hybrid else 0.0,
                 static_nbytes=share if tracer.with_static_partition else None,
@@ -447,8 +459,3 @@ class ChunkManager:
         ratio = self.config.client.mem_tracer.margin_use_ratio if params.use_hybrid_adam else 0.0
         taken = self._updater.device_nbytes(besides={size.group for size in sizes})
         return place_states(sizes, cap_nbytes=self._tiers.device.cap_nbytes - taken, margin_use_ratio=ratio)
-
-
-def _within(machine: Machine, caps: TierCaps) -> Machine:
-    """The speeds are the user's, the caps are the configuration's."""
-    return replace(machine, device_nbytes=caps.device_nbytes, host_nbytes=caps.host_nbytes)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import torch
 
+from chunkmem.config import OptsConfig
 from chunkmem.plan.machine import Machine
 
 _UPDATE_MOVES_PER_BYTE = 28 / 16
@@ -54,6 +55,7 @@ class Hardware:
             host_update_Bps=self.host_memory_Bps / _UPDATE_MOVES_PER_BYTE,
             charges_non_model=True,
             one_processor=False,
+            undo_log_nbytes=int(host_nbytes * OptsConfig().undo_log_ratio),
         )
 
 

@@ -12,8 +12,9 @@ from torch.optim.optimizer import ParamsT
 
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.checks import STATE_KEYS, STATE_ROLES, check_number, check_options, check_state
-from chunkmem.optim.ops import AdamTensors, fused_adam_
+from chunkmem.optim.ahead import Intent
+from chunkmem.optim.checks import STATE_ROLES, check_number, check_options, check_state
+from chunkmem.optim.excluded import update_excluded
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.pending import PendingGradients
 from chunkmem.runtime.device import runtime_mode
@@ -63,6 +64,8 @@ class Adam(torch.optim.Optimizer):
         self._complete = False
         self._steps: dict[ManagedParameter, torch.Tensor] = {}
         """0-dim float32 counts of updates, for the parameters that have states."""
+        self._options_of: dict[ManagedParameter, int] = {}
+        """Which parameter group each one was in at the last step."""
         defaults = {
             "lr": configured.lr if lr is None else lr,
             "betas": configured.betas if betas is None else betas,
@@ -125,6 +128,7 @@ class Adam(torch.optim.Optimizer):
                 self._update(pending, multiplier=None)
             else:
                 self._step_lowered(pending)
+            self._updater.ahead.end_step()
 
     def _step_lowered(self, pending: list[ManagedParameter]) -> None:
         """Update with the loss scale and clipping folded in, or, if gradients overflowed, consume them."""
@@ -137,6 +141,19 @@ class Adam(torch.optim.Optimizer):
             self._updater.gradients.discard(set(pending))
         else:
             self._update(pending, multiplier=None if multiplier == 1.0 else multiplier)
+
+    def intent(self, group: int) -> Intent | None:
+        """Return what `step()` would do with a chunk group now if nothing is clipped; None if it cannot be told yet."""
+        items: dict[int, tuple[dict[str, Any], list[tuple[ManagedParameter, torch.Tensor]]]] = {}
+        for managed in self._updater.gradients.landed.get(group, ()):
+            index = self._options_of.get(managed)
+            if index is None or index >= len(self.param_groups) or managed not in self._steps:
+                return None
+            item = items.setdefault(index, (dict(self.param_groups[index]), []))
+            item[1].append((managed, self._steps[managed] + 1))
+        scaler = self._manager._scaler
+        multiplier = None if scaler is None or scaler.scale == 1.0 else 1.0 / scaler.scale
+        return Intent(items, multiplier, needs_norm=scaler is not None or self.max_grad_norm > 0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that `step()` has not consumed, or set them to 0."""
@@ -221,7 +238,9 @@ class Adam(torch.optim.Optimizer):
 
     def _update(self, pending: list[ManagedParameter], *, multiplier: float | None) -> None:
         self._update_managed(pending, multiplier)
-        self._update_excluded(multiplier)
+        for options in self.param_groups:
+            params = [p for p in options["params"] if self._manager._lookup(p) is None and p.grad is not None]
+            update_excluded(params, self.state, options, multiplier=multiplier)
 
     def _update_managed(self, pending: list[ManagedParameter], multiplier: float | None) -> None:
         self._prepare_states(pending)
@@ -230,9 +249,11 @@ class Adam(torch.optim.Optimizer):
         for index, options in enumerate(self.param_groups):
             for param in options["params"]:
                 managed = self._manager._lookup(param)
-                if managed is not None and managed in waiting:
-                    item = by_group.setdefault(managed.group, {}).setdefault(index, (options, []))
-                    item[1].append((managed, self._steps[managed] + 1))
+                if managed is not None:
+                    self._options_of[managed] = index
+                    if managed in waiting:
+                        item = by_group.setdefault(managed.group, {}).setdefault(index, (options, []))
+                        item[1].append((managed, self._steps[managed] + 1))
         for group in in_order_of_update(list(by_group), landing=list(self._updater.gradients.landed)):
             items = by_group[group]
             self._updater.update(group, items, multiplier=multiplier)
@@ -251,21 +272,6 @@ class Adam(torch.optim.Optimizer):
         self._updater.make_states(new)
         for managed in new:
             self._steps[managed] = torch.zeros((), dtype=torch.float32, device="cpu")
-
-    def _update_excluded(self, multiplier: float | None) -> None:
-        for options in self.param_groups:
-            params = [p for p in options["params"] if self._manager._lookup(p) is None and p.grad is not None]
-            for param in params:
-                if not self.state[param]:
-                    step = torch.zeros((), dtype=torch.float32, device=param.device)
-                    zeros = {key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in STATE_KEYS}
-                    self.state[param] = {"step": step, **zeros}
-                self.state[param]["step"] += 1
-            for dtype in dict.fromkeys(param.dtype for param in params):
-                alike = [param for param in params if param.dtype == dtype]
-                columns = [[self.state[param][key] for param in alike] for key in (*STATE_KEYS, "step")]
-                grads = [param.grad if multiplier is None else param.grad.mul(multiplier) for param in alike]
-                fused_adam_(AdamTensors(alike, grads, *columns), options)
 
     @contextmanager
     def _states_filled_in(self) -> Iterator[None]:

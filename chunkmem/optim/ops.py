@@ -49,15 +49,17 @@ def fused_adam_(tensors: AdamTensors, options: dict[str, Any]) -> None:
     )
 
 
-def global_norm(grads: Mapping[torch.Tensor, torch.Tensor], *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def global_norm(
+    grads: Mapping[torch.Tensor, torch.Tensor], *, known: Mapping[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
     """Return the 2-norm over the gradients of parameters, wherever each gradient is; 0-dim, on the CPU.
 
     It is computed as `torch.nn.utils.clip_grad_norm_` does, in the order in which that goes over the parameters.
-    `dtype` is what squares are summed in; None: that of each gradient, as torch does.
+    `known` are norms of some of them, as `torch.linalg.vector_norm` has given them.
     """
     params = list(grads)
     groups = _group_tensors_by_device_and_dtype([[*params]], with_indices=True)
     order = [params[index] for _, indices in groups.values() for index in indices]
-    norms = [torch.linalg.vector_norm(grads[param], dtype=dtype) for param in order]
+    norms = [known[param] if param in known else torch.linalg.vector_norm(grads[param]) for param in order]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms]))
     return total

@@ -57,6 +57,9 @@ class PendingGradients:
         with runtime_mode():
             norm = self._norm()
             coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+            if float(coefficient) == 1.0:  # torch multiplies by it, which changes nothing
+                return norm
+            self._updater.ahead.mistaken()
             for param, grad in self._grads.items():
                 managed = self._managed.get(param)
                 replicas = [grad] if managed is None else self._updater.gradient_replicas(managed)
@@ -77,13 +80,36 @@ class PendingGradients:
             return 1.0
         with runtime_mode():
             norm = float(self._norm())
-        if scaler is not None and not math.isfinite(norm):
-            return None
+        is_overflow = scaler is not None and not math.isfinite(norm)
         clipping = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+        if is_overflow or clipping != 1.0:
+            self._updater.ahead.mistaken()
+        if is_overflow:
+            return None
         return clipping if scaler is None else clipping / scaler.scale
 
     def _norm(self) -> torch.Tensor:
+        by_group: dict[int, list[ManagedParameter]] = {}
+        for managed in sorted(self._managed.values(), key=lambda managed: managed.position):
+            by_group.setdefault(managed.group, []).append(managed)
         if not self._is_lowered:
-            return global_norm(self._grads)
-        norm = self._updater.lowered.norm(self._grads)
+            parts = (self._updater.ahead.norm_parts(group) for group in by_group)
+            known: dict[torch.Tensor, torch.Tensor] = {
+                managed.param: norm for part in parts for managed, norm in part.norms.items()
+            }
+            return global_norm(self._grads, known=known)
+        squares = [self._squares_of(group, by_group[group]) for group in sorted(by_group)]
+        excluded: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for param, grad in self._grads.items():
+            if param not in self._managed:
+                excluded.setdefault((grad.dtype, grad.device), []).append(grad)
+        squares += [self._updater.native.squares(alike) for alike in excluded.values()]
+        total, is_finite = torch.stack(squares).unbind(1)
+        if not is_finite.all():
+            return torch.tensor(float("inf"))
+        norm = total.sum().sqrt().float()
         return norm if self._scaler is None else norm / self._scaler.scale
+
+    def _squares_of(self, group: int, members: list[ManagedParameter]) -> torch.Tensor:
+        known = self._updater.ahead.norm_parts(group).squares
+        return self._updater.native.squares([self._grads[m.param] for m in members]) if known is None else known

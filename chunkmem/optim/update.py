@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from chunkmem.errors import CapacityError, StateError
+from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
+from chunkmem.optim.ahead import Intent, UpdatesAhead
 from chunkmem.optim.checks import STATE_ROLES
-from chunkmem.optim.lowered import LoweredUpdate
+from chunkmem.optim.guesses import Items
+from chunkmem.optim.native import NativeUpdate, fill
 from chunkmem.optim.ops import AdamTensors, fused_adam_
+from chunkmem.optim.room import require_room
 from chunkmem.plan.placement import GroupBytes
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.types import ChunkId, Role, Tier
-from chunkmem.units import format_nbytes
+
+
+class Owner(Protocol):
+    """An optimizer."""
+
+    def intent(self, group: int) -> Intent | None:
+        """Return what it would do with a group if it stepped now; None if it cannot tell."""
+        ...
+
 
 Place = Callable[[Sequence[GroupBytes]], frozenset[int]]
 """Which of these groups keep their states on DEVICE."""
@@ -36,7 +47,8 @@ class GroupUpdater:
         *,
         place: Place,
         expect_nbytes: Callable[[int], None],
-        lowered: LoweredUpdate,
+        native: NativeUpdate,
+        make_ahead: Callable[[Callable[[int], Intent | None]], UpdatesAhead],
     ) -> None:
         self._executor = executor
         self._store = executor.store
@@ -44,17 +56,18 @@ class GroupUpdater:
         self._place = place
         self._expect_nbytes = expect_nbytes
         self.gradients = gradients
-        self.lowered = lowered
-        self._owner: dict[ManagedParameter, weakref.ref[object]] = {}
+        self.native = native
+        self.ahead = make_ahead(self._intent_of)
+        self._owner: dict[ManagedParameter, weakref.ref[Owner]] = {}
         self._on_device: dict[int, bool] = {}
         """By group whose states were placed: do they live on DEVICE?"""
 
-    def claim(self, params: Iterable[ManagedParameter], owner: object) -> None:
+    def claim(self, params: Iterable[ManagedParameter], owner: Owner) -> None:
         """Make `owner` the one optimizer of `params` from now on."""
         for managed in params:
             self._owner[managed] = weakref.ref(owner)
 
-    def check_owner(self, params: Iterable[ManagedParameter], owner: object) -> None:
+    def check_owner(self, params: Iterable[ManagedParameter], owner: Owner) -> None:
         """Raise if a newer optimizer has taken one of `params`.
 
         Raises:
@@ -67,6 +80,11 @@ class GroupUpdater:
                     "with several parameter groups"
                 )
 
+    def _intent_of(self, group: int) -> Intent | None:
+        owners = {self._owner[managed]() for managed in self.gradients.landed.get(group, ()) if managed in self._owner}
+        owner = owners.pop() if len(owners) == 1 else None
+        return None if owner is None else owner.intent(group)
+
     def settles(self, group: int) -> bool:
         """Tell whether a group's finished gradient is wanted on HOST next."""
         return not self._on_device.get(group, True)
@@ -78,27 +96,7 @@ class GroupUpdater:
             CapacityError: they cannot, whatever is moved.
         """
         groups = {managed.group for managed in (*params, *self._owner)}  # of other optimizers too
-        ledgers = {tier: pool.ledger for tier, pool in self._store.pools.items()}
-        sizes = [chunk.nbytes for key, chunk in self._store.chunks.items() if key.role in (Role.PARAM, Role.MASTER)]
-        need = sum(sizes) + sum(self._nbytes(group, Role.GRAD, *STATE_ROLES) for group in groups)
-        # Gradients take the place of weights that can be rounded anew; while a group is updated it has both.
-        rounded = [group for group in groups if self._chunk(Role.PARAM, group).master is not None]
-        twice = [self._nbytes(group, Role.PARAM) for group in rounded]
-        need -= sum(twice) - max(twice, default=0)
-        limits = [ledger.limit_nbytes for ledger in ledgers.values()]
-        if min(limits) > 0 and need > max(limits):
-            need += max(sizes, default=0)  # two full tiers could not exchange anything
-        if need > (cap := sum(limits)):
-            # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
-            host_cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
-            host_need = host_cap + need - cap
-            raise CapacityError(
-                f"optimizer: weights, gradients and states of {len(groups)} chunk groups take {format_nbytes(need)}, "
-                f"and DEVICE and HOST together may hold {format_nbytes(cap)}; raise memory.host from "
-                f"{format_nbytes(host_cap)} to at least {format_nbytes(host_need)} ({host_need} bytes)",
-                needed_nbytes=host_need,
-                cap_nbytes=host_cap,
-            )
+        require_room(groups, self._store)
 
     def place(self, params: Iterable[ManagedParameter]) -> None:
         """Decide where the groups of `params` are updated, once; a decided group keeps its place."""
@@ -141,7 +139,7 @@ class GroupUpdater:
     def update(
         self,
         group: int,
-        items: Mapping[int, tuple[dict[str, Any], Sequence[tuple[ManagedParameter, torch.Tensor]]]],
+        items: Items,
         *,
         multiplier: float | None = None,
     ) -> None:
@@ -158,18 +156,22 @@ class GroupUpdater:
         chunks += states if master is None else [master, *states]
         is_to_be_filled = chunks[0].newest_tier() is None
         with self._executor.updating(chunks, reader="optimizer step") as tier, runtime_mode():
-            for options, pairs in items.values():
-                at = [managed.position for managed, _ in pairs]
-                steps = [step for _, step in pairs]
-                if master is None:
-                    self._update_in_full(chunks, tier, at, steps, options, multiplier=multiplier)
-                else:
+            if self.ahead.take_over(group, tier, items, multiplier):
+                pass
+            elif master is None:
+                for options, pairs in items.values():
+                    self._update_in_full(chunks, tier, pairs, options, multiplier=multiplier)
+            else:
+                for options, pairs in items.values():
+                    at, steps = [managed.position for managed, _ in pairs], [step for _, step in pairs]
                     slots = {chunk.id.role: self._slots(chunk, tier, at) for chunk in chunks}
-                    self.lowered.update(slots, steps, options, multiplier=1.0 if multiplier is None else multiplier)
-            if is_to_be_filled:  # parameters that were not updated have to be there, too
-                assert master is not None
-                updated = {managed.position for _, pairs in items.values() for managed, _ in pairs}
-                self._fill(chunks[0], master, tier, besides=updated)
+                    self.native.update_lowered(
+                        slots, steps, options, multiplier=1.0 if multiplier is None else multiplier
+                    )
+                if is_to_be_filled:  # parameters that were not updated have to be there, too
+                    updated = [managed.position for _, pairs in items.values() for managed, _ in pairs]
+                    low, high = chunks[0].replicas[tier].flat, master.replicas[tier].flat
+                    fill(low, high, master.group, besides=updated)
         for chunk in chunks:
             if chunk.id.role is not Role.GRAD:
                 self._store.mark_written(chunk, tier)
@@ -178,13 +180,13 @@ class GroupUpdater:
         self,
         chunks: Sequence[Chunk],
         tier: Tier,
-        at: Sequence[int],
-        steps: Sequence[torch.Tensor],
+        pairs: Sequence[tuple[ManagedParameter, torch.Tensor]],
         options: dict[str, Any],
         *,
         multiplier: float | None,
     ) -> None:
         """Update parameters that are their own master copy; see [Note: Slot views]."""
+        at, steps = [managed.position for managed, _ in pairs], [step for _, step in pairs]
         param, grad, exp_avg, exp_avg_sq = ([self._store.views(chunk, tier)[i] for i in at] for chunk in chunks)
         if multiplier is not None:
             grad = [g.mul(multiplier) for g in grad]
@@ -195,15 +197,6 @@ class GroupUpdater:
         """Return the memory of these slots as 1-D elements."""
         flat, slots = chunk.replicas[tier].flat, chunk.group.slots
         return [flat[slots[i].offset : slots[i].end] for i in at]
-
-    def _fill(self, param: Chunk, master: Chunk, tier: Tier, *, besides: Collection[int]) -> None:
-        """Round all of a master copy but some slots, which have been written."""
-        low, high = param.replicas[tier].flat, master.replicas[tier].flat
-        for position, slot in enumerate(param.group.slots):
-            if position not in besides:
-                low[slot.offset : slot.end].copy_(high[slot.offset : slot.end])
-        for start, stop in param.group.pads:
-            low[start:stop].zero_()
 
     def mark_updated(self, params: Iterable[ManagedParameter]) -> None:
         """Count the update in autograd's version counters: a backward of an older graph has to notice it."""
@@ -279,6 +272,7 @@ class GroupUpdater:
         Whoever changes it changes it in all of them: then they stay what a plan takes them for.
         """
         self._executor.drain()
+        self.ahead.forget()
         chunk = self._chunk(Role.GRAD, managed.group)
         return [self._store.views(chunk, tier)[managed.position] for tier in chunk.replicas if chunk.ready(tier)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -120,6 +121,12 @@ class ComputeDevice:
             end.record(stream)
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
+
+    def num_update_threads(self) -> int:
+        """Return how many threads update on HOST beside computing: all cores where that happens elsewhere."""
+        if not self.is_accelerator:
+            return torch.get_num_threads()
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def capacity_nbytes(self) -> int:
         """Return the bytes of memory on the device; without an accelerator, RAM."""

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
 from chunkmem.plan.victims import Resident, Standing
 from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.events import Event
 from chunkmem.runtime.ledger import CACHE
+from chunkmem.runtime.shortage import shortage_error
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
 from chunkmem.trace.model import Kind
 from chunkmem.types import ChunkId, Role, Tier
-from chunkmem.units import format_nbytes
 
 _OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
 _STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
@@ -54,6 +55,10 @@ class DemandExecutor:
         """Called before memory is read past the events: copies that were issued are over when it returns."""
         self.update_tier: Callable[[int], Tier | None] = lambda group: None
         """Tells where a plan has the group updated; None: where its states are."""
+        self.begin_update: Callable[[int, Sequence[Event]], Event | None] = lambda group, after: None
+        """Called where a plan has a group updated ahead of its moment; returns the end of that, if it is done."""
+        self.reserve_log: Callable[[Mapping[int, int]], None] = lambda counts: None
+        """Called while no plan is followed, with how many slabs of which sizes updates ahead are going to need."""
         self._clock = 0
 
     def close_in_children(self) -> None:
@@ -281,7 +286,9 @@ class DemandExecutor:
         while isinstance(outcome, Shortage) and self.relieve():
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
         if isinstance(outcome, Shortage):
-            raise self._shortage(chunk, tier, reader, outcome)
+            raise shortage_error(
+                chunk, tier, reader, outcome, pools=self.store.pools, pinned_nbytes=self.pinned_nbytes[tier]
+            )
         self._evict(outcome, tier, other)
 
     def _evict(self, plan: RoomPlan, tier: Tier, other: Tier) -> None:
@@ -310,39 +317,6 @@ class DemandExecutor:
             if replica.pins == 0:
                 spill = chunk.ready(tier) and not chunk.ready(other) and not chunk.can_be_rounded
                 yield Resident(chunk.id, chunk.nbytes, replica.last_use, _standing(chunk, replica), spill)
-
-    def _shortage(self, chunk: Chunk, tier: Tier, reader: object, shortage: Shortage) -> CapacityError:
-        cap = self.store.pools[tier].ledger.cap_nbytes
-        needed = cap + shortage.here_nbytes
-        other = _OTHER[tier]
-        other_cap = self.store.pools[other].ledger.cap_nbytes
-        if other_cap == 0:
-            return CapacityError(
-                f"{reader}: {format_nbytes(chunk.nbytes)} more needed for {chunk.label}, and "
-                f"{format_nbytes(chunk.nbytes - shortage.here_nbytes)} of {format_nbytes(cap)} RAM is left; raise "
-                "memory.host (or client.mem_tracer.overall_cpu_mem_ratio) to at least "
-                f"{format_nbytes(needed)} ({needed} bytes)",
-                needed_nbytes=needed,
-                cap_nbytes=cap,
-            )
-        if shortage.there_nbytes is not None:
-            other_needed = other_cap + shortage.there_nbytes
-            return CapacityError(
-                f"{reader}: {format_nbytes(chunk.nbytes)} more needed on {tier.name} for {chunk.label}, but what would "
-                f"leave it finds no room on {other.name}, which is {format_nbytes(shortage.there_nbytes)} short; "
-                f"raise memory.{other.value} from {format_nbytes(other_cap)} to {format_nbytes(other_needed)} "
-                f"({other_needed} bytes), or memory.{tier.value} from {format_nbytes(cap)} to {format_nbytes(needed)}",
-                needed_nbytes=other_needed,
-                cap_nbytes=other_cap,
-            )
-        return CapacityError(
-            f"{reader}: {format_nbytes(chunk.nbytes)} more needed on {tier.name} for {chunk.label}, only "
-            f"{format_nbytes(chunk.nbytes - shortage.here_nbytes)} can be made free "
-            f"({format_nbytes(self.pinned_nbytes[tier])} in use); raise memory.{tier.value} from {format_nbytes(cap)} "
-            f"to at least {format_nbytes(needed)} ({needed} bytes), or lower default_chunk_size",
-            needed_nbytes=needed,
-            cap_nbytes=cap,
-        )
 
 
 def _standing(chunk: Chunk, replica: Replica) -> Standing:

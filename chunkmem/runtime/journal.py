@@ -23,6 +23,8 @@ class Journal:
         """(lane waited for, moment, start, seconds), also those of 0 seconds"""
         self.copies: list[tuple[Lane, int, Chunk, Event | tuple[float, float]]] = []
         """(lane, moment, chunk, event or times)"""
+        self.updates: list[tuple[int, int, Chunk, Event]] = []
+        """(moment it is for, moment it was begun in, PARAM chunk, event)"""
         self.device_nbytes: list[int] = []
         self.ended_s: float | None = None
         self.departures = 0
@@ -40,6 +42,10 @@ class Journal:
         """A copy has been issued."""
         self.copies.append((lane, self._moment, chunk, event))
 
+    def updated(self, moment: int, chunk: Chunk, event: Event) -> None:
+        """A group's update has been begun ahead of its `moment`; `chunk` is its PARAM."""
+        self.updates.append((moment, self._moment, chunk, event))
+
     def served(self, chunk: Chunk, target: Tier, started_s: float) -> None:
         """A copy was made on demand, and waited for."""
         lane = Lane.H2D if target is Tier.DEVICE else Lane.D2H
@@ -56,7 +62,7 @@ class Journal:
         return self.began[-1][0] if self.began else -1
 
     def durations(self) -> dict[int, float]:
-        """Return the seconds each moment took, waiting for copies not included."""
+        """Return the seconds each moment took, waiting for copies not included; of an update ahead, its own."""
         waited: dict[int, float] = {}
         for _, moment, _, stall_s in self.stalls:
             waited[moment] = waited.get(moment, 0.0) + stall_s
@@ -64,6 +70,9 @@ class Journal:
         ends = [at for _, at in self.began[1:]] + [self.ended_s or (self.began[-1][1] if self.began else 0.0)]
         for (moment, began_s), ended_s in zip(self.began, ends, strict=True):
             found[moment] = max(0.0, ended_s - began_s - waited.get(moment, 0.0))
+        for moment, _, _, event in self.updates:
+            if event.done():
+                found[moment] = event.ended_s - event.started_s
         return found
 
     def timeline(
@@ -86,6 +95,10 @@ class Journal:
             start_s, end_s = _times(event, otherwise_s=last_s)
             label = f"{chunk.id} to {'DEVICE' if lane is Lane.H2D else 'HOST'}"
             spans.append(Span(lane, label, start_s - first_s, end_s - first_s, moment, chunk.id, chunk.nbytes))
+        for _, moment, chunk, event in self.updates:
+            start_s, end_s = _times(event, otherwise_s=last_s)
+            label = f"update of group {chunk.id.group}"
+            spans.append(Span(Lane.HOST_UPDATE, label, start_s - first_s, end_s - first_s, moment, chunk.id))
         for lane, moment, start_s, stall_s in self.stalls:
             if stall_s > 0:
                 start_s -= first_s

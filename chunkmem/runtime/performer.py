@@ -8,22 +8,25 @@ an event fits the trace again, what is where is put as the plan has it at that m
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from chunkmem.plan.ahead import updates_ahead
 from chunkmem.plan.director import Director
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
-from chunkmem.plan.resync import Residency, residency_before, resync
+from chunkmem.plan.resync import residency_before
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.events import DoneEvent, Event, Lanes
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.journal import Journal
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.trace.model import Kind, Mode, Trace
-from chunkmem.types import ChunkId, Tier
+from chunkmem.runtime.way import go, way_to
+from chunkmem.trace.model import Kind, Mode, Moment, Trace
+from chunkmem.types import ChunkId, Role, Tier
 
 Step = Callable[[], object]
 
@@ -71,6 +74,7 @@ class Performer:
         self._is_host = not tiers.compute.is_accelerator
         """What was computed is over when a copy is issued, as both are done by the host."""
         self._director = Director(trace)
+        self._update_moments = {m.chunk.group: at for at, m in enumerate(trace.moments) if m.kind is Kind.UPDATE}
         self._cursor = 0
         self._on_plan = False
         self._unfit = 0
@@ -81,6 +85,15 @@ class Performer:
         self._previous: dict[Lane, list[Event | None]] = {}
         self._pending: dict[Lane, list[Event]] = {lane: [] for lane in (Lane.H2D, Lane.D2H)}
         """What the next copy on a lane comes after."""
+        self._update_after: list[tuple[Lane, Event]] = []
+        """What the next update on HOST comes after, and on which lane that is."""
+        self._log = Counter(
+            trace.chunk_nbytes[chunk]
+            for group in updates_ahead(trace, plan.actions)
+            for chunk in trace.update_chunks(group)
+            if chunk.role is not Role.GRAD
+        )
+        """How many slabs of which sizes the undo log needs."""
         self._copies_before: list[dict[Lane, int]] = []
         """By moment: copies issued on each lane before it."""
         self._cues = self._compile()
@@ -175,49 +188,29 @@ class Performer:
 
     def _resume(self, moment: int) -> bool:
         """Put what is where as the plan has it before `moment`; False if that is not possible now."""
-        store = self._store
         self.drain()
-        actions = self._way_to(moment)
+        self._executor.reserve_log(self._log)
+        wanted = residency_before(self.plan, self.trace, moment)
+        actions = way_to(
+            wanted,
+            self._executor,
+            peak_nbytes=self.predicted.peak_nbytes,
+            keep_duplicates=self.trace.mode is Mode.EVAL,
+        )
         if actions is None:
             return False
         self._tiers.plan_decides()
-        for action in actions:
-            chunk = store.chunks[action.chunk]  # type: ignore[union-attr]
-            if isinstance(action, Alloc):
-                store.take_slab(chunk, action.tier)
-            elif isinstance(action, Copy):
-                store.copy(chunk, action.source, action.target)
-            elif isinstance(action, Free):
-                store.drop(chunk, action.tier)
+        go(actions, self._store)
         for lane, done in self._copies_before[moment].items():
             self._events[lane] = [None] * done
             self._previous[lane] = []
             # What was just moved in the stream that computes comes before anything that is issued now.
             self._pending[lane] = [] if self._is_host else [self._lanes.compute_event()]
+        self._update_after = []
         self._cursor = moment
         self._on_plan = True
         self._unfit, self._patience = 0, 1
         return True
-
-    def _way_to(self, moment: int) -> list[Action] | None:
-        chunks = self._store.chunks.values()
-        wanted = residency_before(self.plan, self.trace, moment)
-        for chunk in chunks:
-            self._executor.notice_writes(chunk)
-            if wanted.has_content(chunk.id) and not self._executor.restore(chunk):
-                return None
-        return resync(
-            Residency({(c.id, tier): c.ready(tier) for c in chunks for tier in c.replicas}),
-            wanted,
-            held=frozenset((c.id, t) for c in chunks for t, r in c.replicas.items() if r.pins > 0),
-            chunk_nbytes={chunk.id: chunk.nbytes for chunk in chunks},
-            free_nbytes={
-                t: pool.ledger.limit_nbytes - pool.ledger.chunk_nbytes for t, pool in self._store.pools.items()
-            },
-            peak_nbytes=self.predicted.peak_nbytes,
-            keep_duplicates=self.trace.mode is Mode.EVAL,
-            rounded=frozenset(c.id for c in chunks if c.can_be_rounded),
-        )
 
     # What the plan says.
 
@@ -226,7 +219,9 @@ class Performer:
         cues = []
         for moment, actions in zip(self.trace.moments, self.plan.actions, strict=True):
             self._copies_before.append(dict(issued))
-            steps = [step for action in actions if (step := self._step(action)) is not None]
+            steps = [step for action in actions if (step := self._step(action, moment)) is not None]
+            if moment.kind is Kind.UPDATE:
+                steps.append(self._wait_for_update)
             for action in actions:
                 if isinstance(action, Copy):
                     issued[action.lane] += 1
@@ -234,11 +229,13 @@ class Performer:
         self._copies_before.append(issued)
         return [*cues, _Cue(None, None, "", ())]
 
-    def _step(self, action: Action) -> Step | None:
+    def _step(self, action: Action, moment: Moment) -> Step | None:
         if isinstance(action, Wait):
             return self._wait_step(action)
         if isinstance(action, Update):
-            return None  # whoever updates asks `update_tier`
+            if (moment.kind, moment.chunk.group) == (Kind.UPDATE, action.group):
+                return None  # whoever updates asks `update_tier`
+            return lambda: self._update_ahead(action.group)
         chunk = self._store.chunks[action.chunk]
         if isinstance(action, Alloc):
             return lambda: self._alloc(chunk, action.tier)
@@ -249,15 +246,17 @@ class Performer:
 
     def _wait_step(self, wait: Wait) -> Step | None:
         if wait.on is Lane.HOST_UPDATE:
-            return None  # the thread that issues copies has done the update itself
+            return None  # whoever issues copies has done the update, or waited for it at its moment
         if wait.on is Lane.COMPUTE:
             if self._is_host:
                 return None
+            if wait.lane is Lane.HOST_UPDATE:
+                return lambda: self._update_after.append((Lane.COMPUTE, self._lanes.compute_event()))
             return lambda: self._pending[wait.lane].append(self._lanes.compute_event())
         if wait.lane is Lane.COMPUTE:
             return lambda: self._compute_waits(wait)
         if wait.lane is Lane.HOST_UPDATE:
-            return lambda: self._host_waits(wait)
+            return lambda: self._update_waits(wait)
         return lambda: self._lane_waits(wait)
 
     def _event(self, wait: Wait) -> Event | None:
@@ -274,12 +273,25 @@ class Performer:
             stall_s = self._lanes.compute_waits(event)
             self.journal.waited(wait.on, started_s, stall_s)
 
-    def _host_waits(self, wait: Wait) -> None:
+    def _update_waits(self, wait: Wait) -> None:
         event = self._event(wait)
         if event is not None:
+            self._update_after.append((wait.on, event))
+
+    def _wait_for_update(self) -> None:
+        """The host is about to update a group itself."""
+        after, self._update_after = self._update_after, []
+        for lane, event in after:
             started_s = time.perf_counter()
             event.wait()
-            self.journal.waited(wait.on, started_s, time.perf_counter() - started_s)
+            self.journal.waited(lane, started_s, time.perf_counter() - started_s)
+
+    def _update_ahead(self, group: int) -> None:
+        if self._on_plan:
+            after, self._update_after = self._update_after, []
+            event = self._executor.begin_update(group, [event for _, event in after])
+            if event is not None:
+                self.journal.updated(self._update_moments[group], self._store.chunks[ChunkId(Role.PARAM, group)], event)
 
     def _lane_waits(self, wait: Wait) -> None:
         event = self._event(wait)

@@ -38,6 +38,12 @@ class Slab:
             self.busy.wait()
             self.busy = None
 
+    def poison(self) -> None:
+        """Fill it with NaN, unless a copy still reads it."""
+        if self.busy is None or self.busy.done():
+            with runtime_mode():
+                self.bytes.fill_(_POISON)
+
     def flat(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the slab as 1-D elements of `dtype`."""
         return self.bytes.view(dtype)
@@ -97,7 +103,7 @@ class DevicePool:
 
     def free(self, role: str, slab: Slab) -> None:
         if self.poison:
-            _poison(slab)
+            slab.poison()
         self.ledger.release(role, slab.nbytes)
         if not self.keeps_all:
             if self._capacity == 0:
@@ -115,13 +121,6 @@ class DevicePool:
     def _discard(self, slab: Slab) -> None:
         slab.rest()
         self.ledger.release(CACHE, slab.nbytes)
-
-
-def _poison(slab: Slab) -> None:
-    """Fill a freed slab with NaN, unless a copy still reads it."""
-    if slab.busy is None or slab.busy.done():
-        with runtime_mode():
-            slab.bytes.fill_(_POISON)
 
 
 @dataclass(eq=False, slots=True)
@@ -195,7 +194,7 @@ class HostArena:
 
     def free(self, role: str, slab: Slab) -> None:
         if self.poison:
-            _poison(slab)
+            slab.poison()
         self._idle[slab.nbytes].append(slab)
         self.ledger.release(role, slab.nbytes)
 

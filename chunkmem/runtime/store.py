@@ -172,6 +172,17 @@ class ChunkStore:
                 chunk.home.bind()
         to.version = chunk.version
 
+    def exchange(self, chunk: Chunk, tier: Tier, slab: Slab) -> Slab:
+        """Let `slab`, of the same size, be the replica's from now on, with what it holds; return the one it had."""
+        assert tier is not Tier.DEVICE, "a storage exchanges its memory in another way"
+        replica = chunk.replicas[tier]
+        assert replica.slab.nbytes == slab.nbytes
+        slab, replica.slab = replica.slab, slab
+        with runtime_mode():
+            replica.flat = replica.slab.flat(chunk.dtype)
+        replica.views = None
+        return slab
+
     def note_copy(self, chunk: Chunk, source: Tier, target: Tier) -> None:
         """The newest version is on its way from `source` to `target`; whoever reads it there waits for it."""
         chunk.replicas[target].version = chunk.replicas[source].version

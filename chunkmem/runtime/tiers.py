@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
-from chunkmem.config import Config
+from chunkmem.config import Config, OptsConfig
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pool import DevicePool, HostArena
@@ -33,6 +34,19 @@ def tier_caps(config: Config, compute: ComputeDevice) -> TierCaps:
             return TierCaps(host, 0, shared=True)
         device = int(compute.capacity_nbytes() * tracer.overall_gpu_mem_ratio)
     return TierCaps(device, host, shared=False)
+
+
+def undo_log_nbytes(opts: OptsConfig, compute: ComputeDevice, caps: TierCaps) -> int:
+    """Return the bytes of HOST for updates that run beside backward; 0: they wait for the step."""
+    wanted = compute.is_accelerator if opts.overlap_optimizer is None else opts.overlap_optimizer
+    if wanted and caps.shared:
+        warnings.warn(
+            "client.opts.overlap_optimizer: with memory.device null both tiers are one piece of RAM and nothing is "
+            "updated beside backward; set memory.device, or leave overlap_optimizer out",
+            stacklevel=2,
+        )
+        return 0
+    return int(caps.host_nbytes * opts.undo_log_ratio) if wanted else 0
 
 
 class Tiers:

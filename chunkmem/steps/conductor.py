@@ -263,6 +263,7 @@ class Conductor:
     def _serve_on_demand(self) -> None:
         executor = self._executor
         self._lanes.drain()
+        executor.reserve_log({})
         self._journal = self._performer = None
         executor.on_event = self._in_lap = _ignore
         executor.before_demand = executor.drain = lambda: None

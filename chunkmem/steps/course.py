@@ -185,7 +185,11 @@ def check_adoptable(plan: Plan, trace: Trace, machine: Machine) -> None:
             f"the plan was made from trace {plan.trace_digest}, and this manager's is {trace.digest}; load the trace "
             "that was saved with it, or let the manager make a plan"
         )
-    for name, key in (("device_nbytes", "memory.device"), ("host_nbytes", "memory.host")):
+    for name, key in (
+        ("device_nbytes", "memory.device"),
+        ("host_nbytes", "memory.host"),
+        ("undo_log_nbytes", "client.opts.undo_log_ratio"),
+    ):
         was, now = getattr(plan.machine, name), getattr(machine, name)
         if was != now:
             raise PlanError(

@@ -8,6 +8,7 @@ import torch
 
 from chunkmem import ChunkManager
 from chunkmem.nn.binding import BoundChunk
+from chunkmem.plan.ahead import UNDO_LOG
 from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline, differences
@@ -49,6 +50,7 @@ def audit_ledgers(manager: ChunkManager) -> None:
                 assert chunk.replicas[tier].flat.untyped_storage().nbytes() >= chunk.nbytes
                 live[chunk.id.role.value] += chunk.nbytes
         live[CACHE] += sum(slab.nbytes for slab in getattr(pool, "_kept", ()))
+        live[UNDO_LOG] += manager._updater.ahead._log.reserved_nbytes if tier is Tier.HOST else 0
         assert {r: n for r, n in ledger.now.items() if n} == {r: n for r, n in live.items() if n}, tier
         assert ledger.total_nbytes == live.total()
         assert ledger.total_nbytes <= ledger.cap_nbytes <= ledger.limit_nbytes

@@ -253,9 +253,6 @@ def test_unavailable_keys_are_named(path: str) -> None:
         "memory.disk": (None,),
         "client.mem_tracer.use_fake_dist": (False,),
         "client.opts.with_mem_saving_comm": (None,),
-        "client.opts.overlap_optimizer": (None, False),
-        "client.opts.update_threads": (None,),
-        "client.opts.undo_log_ratio": (0.05,),
     }
     assert set(AVAILABLE) == set(possible)
     for value, kept in KEYS[path].good:
@@ -267,5 +264,6 @@ def test_unavailable_keys_are_named(path: str) -> None:
 
 
 def test_all_unavailable_keys_are_named_at_once() -> None:
-    config = Config(precision="fp16", client=ClientConfig(opts=OptsConfig(update_threads=2, overlap_optimizer=False)))
-    assert unavailable_keys(config) == ["client.opts.update_threads"]
+    opts = OptsConfig(with_mem_saving_comm=True, overlap_optimizer=False)
+    config = Config(precision="fp16", use_cpu_embedding=True, client=ClientConfig(opts=opts))
+    assert unavailable_keys(config) == ["use_cpu_embedding", "client.opts.with_mem_saving_comm"]

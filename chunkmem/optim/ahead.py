@@ -1,0 +1,242 @@
+"""Groups updated on HOST beside backward, exactly; see [Note: Updates ahead] in plan/ahead.py.
+
+An update ahead guesses what the step will do: that nobody changes the gradients or the options, that they are not
+clipped and have not overflowed. It writes beside the chunks. If at the step the guess was right, the new values take
+the old ones' place; if not, they are forgotten, and the group is updated as if there had been none. So the bits are
+those of a step that waits, and until then everyone sees the old values.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.guesses import MAX_WRONG, WINDOW, Guess, Guesses, Items
+from chunkmem.optim.native import NativeUpdate, in_slot_order
+from chunkmem.runtime.events import Event, Lanes
+from chunkmem.runtime.pool import Slab
+from chunkmem.runtime.store import Chunk, ChunkStore, Replica
+from chunkmem.runtime.undo import UndoLog
+from chunkmem.types import ChunkId, Role, Tier
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What an optimizer would do with a group if it stepped now."""
+
+    items: Items
+    multiplier: float | None
+    """Of the gradients."""
+    needs_norm: bool
+
+
+@dataclass
+class NormParts:
+    """What a group's gradients contribute to the global norm: one or the other."""
+
+    norms: dict[ManagedParameter, torch.Tensor] = field(default_factory=dict)
+    """In float32 training: the 2-norm of each, 0-dim."""
+    squares: torch.Tensor | None = None
+    """In less: see `NativeUpdate.squares`."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """One group's update under way, or done and not yet taken over."""
+
+    group: int
+    guess: Guess
+    chunks: dict[Role, Chunk]
+    versions: dict[Role, int]
+    replicas: dict[Role, Replica]
+    """What it reads: [role], on HOST."""
+    slabs: dict[Role, Slab]
+    """Where it writes: of the undo log."""
+    norm: NormParts = field(default_factory=NormParts)
+    """There once it is done, if it was asked for."""
+    event: Event | None = None
+    failure: Exception | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """It has not failed, and nothing it has read was changed since."""
+        return self.failure is None and all(
+            self.chunks[role].version == self.versions[role] and self.chunks[role].replicas.get(Tier.HOST) is replica
+            for role, replica in self.replicas.items()
+        )
+
+
+class UpdatesAhead:
+    """Begins updates where a plan says so, and hands their results over at the step."""
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        lanes: Lanes,
+        log: UndoLog,
+        native: NativeUpdate,
+        *,
+        intent_of: Callable[[int], Intent | None],
+        num_threads: int,
+    ) -> None:
+        """Begin with nothing under way.
+
+        Args:
+            store: whose chunks are updated.
+            lanes: on whose HOST_UPDATE it is done.
+            log: where new values are written.
+            native: the kernels.
+            intent_of: returns what to update a group with; None: that cannot be known before the step.
+            num_threads: of each update.
+        """
+        self._store = store
+        self._lanes = lanes
+        self._log = log
+        self._native = native
+        self._intent_of = intent_of
+        self._num_threads = num_threads
+        self._jobs: dict[int, _Job] = {}
+        self.guesses = Guesses()
+        self._has_warned = False
+
+    def reserve(self, counts: Mapping[int, int]) -> None:
+        """Have so many slabs of each size in the undo log, as far as HOST has room. Copies have to be over."""
+        if counts != self._log.counts:
+            self.forget()
+            self._log.reserve(counts)
+
+    def begin(self, group: int, after: Sequence[Event]) -> Event | None:
+        """Begin a group's update once `after` is done; None if it is better, or has to be, left to the step."""
+        if (left_over := self._jobs.get(group)) is not None:
+            if left_over.is_sound:
+                return None
+            self._drop(self._jobs.pop(group))
+        if not self.guesses.are_worthwhile or not self._native.has_torch_bits:
+            return None
+        intent = self._intent_of(group)
+        job = None if intent is None else self._make_job(group, intent)
+        if intent is None or job is None:
+            return None
+        job.event = self._lanes.work(self._work(job, intent), after=after, label=f"update of group {group}")
+        self._jobs[group] = job
+        return job.event
+
+    def _make_job(self, group: int, intent: Intent) -> _Job | None:
+        chunks = {
+            role: chunk
+            for role in (Role.PARAM, Role.GRAD, Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
+            if (chunk := self._store.chunks.get(ChunkId(role, group))) is not None
+        }
+        read = {role: chunk for role, chunk in chunks.items() if role is not Role.PARAM or Role.MASTER not in chunks}
+        if not all(chunk.ready(Tier.HOST) for chunk in read.values()):
+            return None
+        slabs: dict[Role, Slab] = {}
+        for role, chunk in chunks.items():
+            slab = None if role is Role.GRAD else self._log.take(chunk.nbytes)
+            if slab is not None:
+                slabs[role] = slab
+            elif role is not Role.GRAD:
+                self._give_back(slabs)
+                return None
+        return _Job(
+            group,
+            Guess.of(intent.items, intent.multiplier),
+            chunks,
+            {role: chunk.version for role, chunk in read.items()},
+            {role: chunk.replicas[Tier.HOST] for role, chunk in read.items()},
+            slabs,
+        )
+
+    def _work(self, job: _Job, intent: Intent) -> Callable[[], object]:
+        """Return what a thread does; all tensors are looked up now."""
+        old = {role: replica.flat for role, replica in job.replicas.items()}
+        new = {role: slab.flat(job.chunks[role].dtype) for role, slab in job.slabs.items()}
+        views = self._store.views(job.chunks[Role.GRAD], Tier.HOST)
+        gradients = {managed: views[managed.position] for managed, _, _ in in_slot_order(intent.items)}
+        layout = job.chunks[Role.PARAM].group
+        native, num_threads = self._native, self._num_threads
+
+        def update() -> None:
+            if intent.needs_norm and Role.MASTER in old:
+                job.norm.squares = native.squares(list(gradients.values()), num_threads=num_threads)
+            elif intent.needs_norm:
+                job.norm.norms = {managed: torch.linalg.vector_norm(grad) for managed, grad in gradients.items()}
+            native.update_beside(layout, old, new, intent.items, multiplier=intent.multiplier, num_threads=num_threads)
+
+        def work() -> None:
+            try:
+                update()
+            except Exception as error:  # the step says so, and does it itself
+                job.failure = error
+
+        return work
+
+    def norm_parts(self, group: int) -> NormParts:
+        """Return what a group's gradients contribute to the global norm, as far as an update ahead has found out."""
+        job = self._jobs.get(group)
+        if job is None or job.event is None:
+            return NormParts()
+        job.event.wait()
+        return job.norm if job.is_sound else NormParts()
+
+    def take_over(self, group: int, tier: Tier, items: Items, multiplier: float | None) -> bool:
+        """Let the results of a group's update ahead be its contents; False if there is none, or a wrong one.
+
+        The group is updated on `tier`, where all chunks it writes have a replica; what those held becomes part of the
+        undo log.
+        """
+        job = self._jobs.pop(group, None)
+        if job is None or job.event is None:
+            return False
+        job.event.wait()
+        if job.failure is not None:
+            warnings.warn(
+                f"the update of group {group} beside backward failed and is made now: {job.failure!r}", stacklevel=2
+            )
+        if tier is not Tier.HOST or not job.is_sound or job.guess != Guess.of(items, multiplier):
+            self.guesses.mistaken()
+            self._give_back(job.slabs)
+            return False
+        for role, slab in job.slabs.items():
+            self._log.give(self._store.exchange(job.chunks[role], Tier.HOST, slab))
+        return True
+
+    def mistaken(self) -> None:
+        """The gradients are clipped or have overflowed: forget all updates that guessed they are not."""
+        self.guesses.mistaken()
+        self.forget()
+
+    def forget(self) -> None:
+        """Wait for what is under way, and drop it: what it reads is about to change."""
+        jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            self._drop(job)
+
+    def _drop(self, job: _Job) -> None:
+        if job.event is not None:
+            job.event.wait()
+        self._give_back(job.slabs)
+
+    def end_step(self) -> None:
+        """The optimizer has stepped. Say so, once, if guesses are wrong so often that no more are made."""
+        if not self._log.reserved_nbytes:
+            return
+        was_worthwhile = self.guesses.are_worthwhile
+        self.guesses.end_step()
+        if was_worthwhile and not self.guesses.are_worthwhile and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"updates wait for step() again: {MAX_WRONG} of the last {WINDOW} steps clipped their gradients, "
+                "overflowed, or changed the optimizer's options after backward, which an update beside backward cannot "
+                f"know. They go ahead again while fewer than {MAX_WRONG} of {WINDOW} do; raise the norm to clip at, or "
+                "set client.opts.overlap_optimizer to false",
+                stacklevel=2,
+            )
+
+    def _give_back(self, slabs: dict[Role, Slab]) -> None:
+        for slab in slabs.values():
+            self._log.give(slab)

@@ -1,0 +1,42 @@
+"""Whether a model can be trained at all on these tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from chunkmem.errors import CapacityError
+from chunkmem.optim.checks import STATE_ROLES
+from chunkmem.runtime.store import ChunkStore
+from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.units import format_nbytes
+
+
+def require_room(groups: Collection[int], store: ChunkStore) -> None:
+    """Check that all weights, and gradients and states of `groups`, fit the tiers together.
+
+    Raises:
+        CapacityError: they cannot, whatever is moved.
+    """
+    ledgers = {tier: pool.ledger for tier, pool in store.pools.items()}
+    sizes = {key: chunk.nbytes for key, chunk in store.chunks.items()}
+    weights = [nbytes for key, nbytes in sizes.items() if key.role in (Role.PARAM, Role.MASTER)]
+    need = sum(weights) + sum(
+        sizes.get(ChunkId(role, group), 0) for group in groups for role in (Role.GRAD, *STATE_ROLES)
+    )
+    # Gradients take the place of weights that can be rounded anew; while a group is updated it has both.
+    twice = [sizes[ChunkId(Role.PARAM, group)] for group in groups if ChunkId(Role.MASTER, group) in sizes]
+    need -= sum(twice) - max(twice, default=0)
+    limits = [ledger.limit_nbytes for ledger in ledgers.values()]
+    if min(limits) > 0 and need > max(limits):
+        need += max(weights, default=0)  # two full tiers could not exchange anything
+    if need > (cap := sum(limits)):
+        # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
+        host_cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
+        host_need = host_cap + need - cap
+        raise CapacityError(
+            f"optimizer: weights, gradients and states of {len(groups)} chunk groups take {format_nbytes(need)}, "
+            f"and DEVICE and HOST together may hold {format_nbytes(cap)}; raise memory.host from "
+            f"{format_nbytes(host_cap)} to at least {format_nbytes(host_need)} ({host_need} bytes)",
+            needed_nbytes=host_need,
+            cap_nbytes=host_cap,
+        )

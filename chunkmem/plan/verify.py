@@ -1,0 +1,271 @@
+"""Read a plan in program order: refuse what that alone shows to be wrong, and spell it out for the lanes."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from chunkmem.plan.ahead import log_nbytes, updates_ahead
+from chunkmem.plan.hazards import (
+    COMPUTE,
+    D2H,
+    H2D,
+    HOST_UPDATE,
+    LANES,
+    Await,
+    Entry,
+    Give,
+    Operation,
+    Program,
+    Take,
+    Unhold,
+)
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
+from chunkmem.plan.residency import ABSENT, EMPTY, NEWEST, Position, Residency
+from chunkmem.trace.model import Kind, Moment, Trace
+from chunkmem.types import ChunkId, Role, Tier
+
+
+class Reader:
+    """Reads a plan once, in program order, as the lanes' program; refuses what the order alone shows to be wrong."""
+
+    def __init__(self, plan: Plan, trace: Trace, machine: Machine) -> None:
+        self._plan, self._trace, self._machine = plan, trace, machine
+        self._position = Position(trace)
+        self.residency = Residency(plan, trace, machine, self._position)
+        self.num_issued = [0] * len(LANES)
+        self.device_nbytes: list[int] = []
+        self._entries: list[Entry] = []
+        self._held: set[int] = set()
+        self._far_waits: list[tuple[int, Wait]] = []
+        self._is_updated = False
+        self._ahead: dict[int, tuple[int, ...]] = {}
+        """By group that is being updated ahead of its moment: the replicas which that reads."""
+        self._log_nbytes = 0
+
+    def read(self) -> Program:
+        """Go through one lap. A lap ends as it begins, so this holds for all of them."""
+        residency, position = self.residency, self._position
+        if ahead := updates_ahead(self._trace, self._plan.actions):
+            wanted_nbytes = sum(log_nbytes(self._trace, group) for group in ahead)
+            residency.set_aside(min(wanted_nbytes, self._machine.undo_log_nbytes))
+        for actions, moment in zip(self._plan.actions, self._trace.moments, strict=True):
+            position.index += 1
+            residency.charge_nbytes = moment.non_model_peak_nbytes if self._machine.charges_non_model else 0
+            self._is_updated = False
+            if moment.kind is Kind.RELEASE:
+                # Before the actions, so that they may free the chunk.
+                released = residency.replica(moment.chunk, Tier.DEVICE)
+                self._held.remove(released)
+                self._entries.append(Unhold(released))
+            for action in actions:
+                position.action = action
+                self._act(action)
+            position.action = None
+            residency.check_cap(0)
+            self.device_nbytes.append(residency.used_nbytes[0])
+            self._begin(moment)
+        self._check_far_waits()
+        residency.check_end()
+        return Program(self._entries, residency.replicas, residency.nbytes, residency.start, self._trace.moments)
+
+    def _act(self, action: Action) -> None:
+        if isinstance(action, Wait):
+            self._wait(action)
+        elif isinstance(action, Alloc):
+            replica = self.residency.replica(action.chunk, action.tier)
+            self.residency.add(replica)
+            self._entries.append(Take(replica))
+        elif isinstance(action, Free):
+            self._free(action)
+        elif isinstance(action, Copy):
+            self._copy(action)
+        elif isinstance(action, Update):
+            self._update(action)
+        else:
+            self._position.fail("there is one rank, and nothing to exchange")
+
+    def _wait(self, wait: Wait) -> None:
+        for lane in (wait.lane, wait.on):
+            if lane not in LANES:
+                self._position.fail(f"nothing is ever issued on {lane.name}")
+        if wait.lane is wait.on:
+            self._position.fail("a lane is in order by itself")
+        on = LANES.index(wait.on)
+        if wait.count > self.num_issued[on]:
+            self._position.fail(f"{wait.on.name} has only been issued {self.num_issued[on]} operations in this lap")
+        if wait.count <= 0:
+            self._far_waits.append((self._position.index, wait))
+        self._entries.append(Await(LANES.index(wait.lane), on, wait.count))
+
+    def _free(self, free: Free) -> None:
+        replica, states = self.residency.replica(free.chunk, free.tier), self.residency.states
+        if states[replica] == ABSENT:
+            self._position.fail("the chunk has no slab there")
+        if replica in self._held:
+            self._position.fail("the chunk is held")
+        self._need_quiet(replica)
+        if states[replica] == NEWEST and states[replica ^ 1] != NEWEST and not self._can_be_rounded(free.chunk):
+            self._position.fail("it is the only replica of the newest version")
+        self._drop(replica)
+
+    def _can_be_rounded(self, chunk: ChunkId) -> bool:
+        if not self._trace.is_rounded(chunk):
+            return False
+        master = self.residency.replica(ChunkId(Role.MASTER, chunk.group), Tier.DEVICE)
+        return NEWEST in (self.residency.states[master], self.residency.states[master ^ 1])
+
+    def _need_quiet(self, replica: int) -> None:
+        """Refuse to change what an update ahead reads."""
+        group = self.residency.replicas[replica][0].group
+        if replica in self._ahead.get(group, ()):
+            self._position.fail(f"group {group} is being updated ahead of its moment, from what is there")
+
+    def _drop(self, replica: int) -> None:
+        self.residency.drop(replica)
+        self._entries.append(Give(replica))
+
+    def _copy(self, copy: Copy) -> None:
+        residency, machine = self.residency, self._machine
+        source, target = residency.replica(copy.chunk, copy.source), residency.replica(copy.chunk, copy.target)
+        residency.need_newest(source)
+        if residency.states[target] == NEWEST:
+            self._position.fail(f"{copy.target.name} holds the newest version already")
+        residency.need_slab(target)
+        residency.states[target] = NEWEST
+        nbytes = residency.nbytes[source]
+        lane, Bps = (H2D, machine.h2d_Bps) if copy.lane is Lane.H2D else (D2H, machine.d2h_Bps)
+        self._issue(lane, (source,), (target,), machine.latency_s + nbytes / Bps, copy.chunk, nbytes)
+
+    def _update(self, update: Update) -> None:
+        moment = self._trace.moments[self._position.index]
+        is_ahead = moment.kind is not Kind.UPDATE or update.group != moment.chunk.group
+        if (self._is_updated and not is_ahead) or update.group in self._ahead:
+            self._position.fail("the group is updated twice")
+        tier = self._plan.update_tiers.get(update.group)
+        if update.tier is not tier:
+            self._position.fail(f"update_tiers says {tier.name if tier else 'nothing of this group'}")
+        if is_ahead:
+            self._update_ahead(update)
+            return
+        self._is_updated = True
+        if update.tier is not Tier.DEVICE:
+            self._issue_update(moment, update.tier)
+
+    def _update_ahead(self, update: Update) -> None:
+        """Begin a group's update before its moment; see [Note: Updates ahead]."""
+        moments, here = self._trace.moments, self._position.index
+        at = [n for n, m in enumerate(moments) if m.kind is Kind.UPDATE and m.chunk.group == update.group]
+        if update.tier is not Tier.HOST or len(at) != 1 or at[0] < here:
+            moment = moments[here]
+            updates = f"group {moment.chunk.group}" if moment.kind is Kind.UPDATE else "nothing"
+            self._position.fail(f"this moment updates {updates}, and ahead goes only what HOST updates once, and later")
+        self._log_nbytes += log_nbytes(self._trace, update.group)
+        if self._log_nbytes > self._machine.undo_log_nbytes:
+            self._position.fail(f"{self._log_nbytes} bytes pass the undo log of {self._machine.undo_log_nbytes}")
+        reads = tuple(self.residency.replica(chunk, Tier.HOST) for chunk in self._trace.update_reads(update.group))
+        for replica in reads:
+            self.residency.need_newest(replica)
+        self._ahead[update.group] = reads
+        self._issue(HOST_UPDATE, reads, (), self._host_update_s(moments[at[0]]), moments[at[0]].chunk, is_ahead=True)
+
+    def _host_update_s(self, moment: Moment) -> float:
+        nbytes = sum(self._trace.chunk_nbytes[chunk] for chunk in self._trace.update_chunks(moment.chunk.group))
+        Bps = self._machine.host_update_Bps
+        return nbytes / Bps if isfinite(Bps) else moment.duration_s
+
+    def _settle(self, moment: Moment) -> None:
+        """The moment of a group that was updated ahead: what was written beside the chunks becomes theirs."""
+        del self._ahead[moment.chunk.group]
+        self._issue_update(moment, Tier.HOST, settles=True)
+
+    def _issue_update(self, moment: Moment, tier: Tier, *, settles: bool = False) -> None:
+        residency, machine = self.residency, self._machine
+        chunks = self._trace.update_chunks(moment.chunk.group)
+        reads: list[int] = []
+        writes: list[int] = []
+        for chunk in chunks:
+            replica = residency.replica(chunk, tier)
+            if self._trace.is_rounded(chunk):
+                residency.need_slab(replica)
+                residency.states[replica] = NEWEST
+            residency.need_newest(replica)
+            if chunk.role is not Role.GRAD:
+                residency.need_alone(replica)
+            (reads if chunk.role is Role.GRAD else writes).append(replica)
+        if tier is Tier.HOST:
+            duration_s = 0.0 if settles else self._host_update_s(moment)
+            self._issue(
+                HOST_UPDATE, () if settles else tuple(reads), tuple(writes), duration_s, moment.chunk, settles=settles
+            )
+            return
+        nbytes, Bps = sum(self._trace.chunk_nbytes[chunk] for chunk in chunks), machine.device_update_Bps
+        duration_s = nbytes / Bps if isfinite(Bps) else moment.duration_s
+        self._issue(COMPUTE, tuple(reads), tuple(writes), duration_s, moment.chunk)
+
+    def _begin(self, moment: Moment) -> None:
+        """Run the moment itself."""
+        residency, kind = self.residency, moment.kind
+        device = residency.replica(moment.chunk, Tier.DEVICE)
+        reads: tuple[int, ...] = ()
+        writes: tuple[int, ...] = ()
+        duration_s = moment.duration_s
+        if kind is Kind.HOLD:
+            residency.need_newest(device)
+            self._held.add(device)
+            reads = (device,)
+        elif kind is Kind.CREATE:
+            self._need_quiet(device ^ 1)
+            residency.need_slab(device)
+            residency.need_alone(device)
+            residency.states[device] = NEWEST
+            writes = (device,)
+        elif kind is Kind.WRITE:
+            residency.need_newest(device)
+            residency.need_alone(device)
+            writes = (device,)
+        elif kind is Kind.CONSUME:
+            self._consume(device)
+        elif kind is Kind.UPDATE:
+            if moment.chunk.group in self._ahead:
+                self._settle(moment)
+            elif not self._is_updated:
+                self._position.fail(f"an Update of group {moment.chunk.group} is missing")
+            if self._plan.update_tiers[moment.chunk.group] is Tier.DEVICE:
+                self._issue_update(moment, Tier.DEVICE)
+                return
+            # The update was issued among the actions; COMPUTE only passes the moment.
+            duration_s = 0.0
+        self._issue(COMPUTE, reads, writes, duration_s, moment.chunk)
+
+    def _consume(self, device: int) -> None:
+        states = self.residency.states
+        self._need_quiet(device ^ 1)
+        if states[device] != ABSENT:
+            states[device] = EMPTY
+        if states[device ^ 1] != ABSENT:
+            self._drop(device ^ 1)
+
+    def _issue(
+        self,
+        lane: int,
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+        duration_s: float,
+        chunk: ChunkId,
+        nbytes: int = 0,
+        *,
+        is_ahead: bool = False,
+        settles: bool = False,
+    ) -> None:
+        self.num_issued[lane] += 1
+        self._entries.append(
+            Operation(lane, reads, writes, duration_s, self._position.index, chunk, nbytes, is_ahead, settles)
+        )
+
+    def _check_far_waits(self) -> None:
+        for index, wait in self._far_waits:
+            num = self.num_issued[LANES.index(wait.on)]
+            if wait.count <= -num:
+                self._position.index, self._position.action = index, wait
+                self._position.fail(f"counts reach one lap back, in which {wait.on.name} has {num} operations")

@@ -1,0 +1,61 @@
+"""What a user is told when room cannot be made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from chunkmem.errors import CapacityError
+from chunkmem.plan.demand import Shortage
+from chunkmem.runtime.pool import SlabPool
+from chunkmem.runtime.store import Chunk
+from chunkmem.types import Tier
+from chunkmem.units import format_nbytes
+
+
+def shortage_error(
+    chunk: Chunk,
+    tier: Tier,
+    reader: object,
+    shortage: Shortage,
+    *,
+    pools: Mapping[Tier, SlabPool],
+    pinned_nbytes: int,
+) -> CapacityError:
+    """Return the error that names what needs `chunk` on `tier`, both numbers, and the cap that would do.
+
+    Args:
+        shortage: what is missing, where.
+        pools: by tier; their ledgers know the caps.
+        pinned_nbytes: in use on `tier`.
+    """
+    cap = pools[tier].ledger.cap_nbytes
+    needed = cap + shortage.here_nbytes
+    other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
+    other_cap = pools[other].ledger.cap_nbytes
+    if other_cap == 0:
+        return CapacityError(
+            f"{reader}: {format_nbytes(chunk.nbytes)} more needed for {chunk.label}, and "
+            f"{format_nbytes(chunk.nbytes - shortage.here_nbytes)} of {format_nbytes(cap)} RAM is left; raise "
+            "memory.host (or client.mem_tracer.overall_cpu_mem_ratio) to at least "
+            f"{format_nbytes(needed)} ({needed} bytes)",
+            needed_nbytes=needed,
+            cap_nbytes=cap,
+        )
+    if shortage.there_nbytes is not None:
+        other_needed = other_cap + shortage.there_nbytes
+        return CapacityError(
+            f"{reader}: {format_nbytes(chunk.nbytes)} more needed on {tier.name} for {chunk.label}, but what would "
+            f"leave it finds no room on {other.name}, which is {format_nbytes(shortage.there_nbytes)} short; "
+            f"raise memory.{other.value} from {format_nbytes(other_cap)} to {format_nbytes(other_needed)} "
+            f"({other_needed} bytes), or memory.{tier.value} from {format_nbytes(cap)} to {format_nbytes(needed)}",
+            needed_nbytes=other_needed,
+            cap_nbytes=other_cap,
+        )
+    return CapacityError(
+        f"{reader}: {format_nbytes(chunk.nbytes)} more needed on {tier.name} for {chunk.label}, only "
+        f"{format_nbytes(chunk.nbytes - shortage.here_nbytes)} can be made free "
+        f"({format_nbytes(pinned_nbytes)} in use); raise memory.{tier.value} from {format_nbytes(cap)} "
+        f"to at least {format_nbytes(needed)} ({needed} bytes), or lower default_chunk_size",
+        needed_nbytes=needed,
+        cap_nbytes=cap,
+    )

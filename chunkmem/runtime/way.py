@@ -1,0 +1,47 @@
+"""From what is where to what a plan has where: found by `plan.resync`, gone with blocking copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from chunkmem.plan.model import Action, Alloc, Copy, Free
+from chunkmem.plan.resync import Residency, resync
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.store import ChunkStore
+from chunkmem.types import Tier
+
+
+def way_to(
+    wanted: Residency, executor: DemandExecutor, *, peak_nbytes: Mapping[Tier, int], keep_duplicates: bool
+) -> list[Action] | None:
+    """Return what leads to `wanted` from what is where now; None if that is not possible. Copies have to be over.
+
+    The arguments are those of `resync`. What the plan wants and nobody has any more is rounded anew on the way.
+    """
+    store = executor.store
+    chunks = store.chunks.values()
+    for chunk in chunks:
+        executor.notice_writes(chunk)
+        if wanted.has_content(chunk.id) and not executor.restore(chunk):
+            return None
+    return resync(
+        Residency({(c.id, tier): c.ready(tier) for c in chunks for tier in c.replicas}),
+        wanted,
+        held=frozenset((c.id, t) for c in chunks for t, r in c.replicas.items() if r.pins > 0),
+        chunk_nbytes={chunk.id: chunk.nbytes for chunk in chunks},
+        free_nbytes={t: pool.ledger.limit_nbytes - pool.ledger.chunk_nbytes for t, pool in store.pools.items()},
+        peak_nbytes=peak_nbytes,
+        keep_duplicates=keep_duplicates,
+        rounded=frozenset(c.id for c in chunks if c.can_be_rounded),
+    )
+
+
+def go(actions: Iterable[Action], store: ChunkStore) -> None:
+    """Do what `way_to` returned, one after the other."""
+    for action in actions:
+        if isinstance(action, Alloc):
+            store.take_slab(store.chunks[action.chunk], action.tier)
+        elif isinstance(action, Copy):
+            store.copy(store.chunks[action.chunk], action.source, action.target)
+        elif isinstance(action, Free):
+            store.drop(store.chunks[action.chunk], action.tier)
