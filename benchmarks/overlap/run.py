@@ -143,7 +143,7 @@ def measure(precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def hidden_shares(times: Mapping[str, Sequence[Mapping[str, float]]], variant: str) -> list[float]:
-    """Return, by round, 1 - (T_both - T_backward) / T_update: what part of the update a variant's step does not show."""
+    """Return, by round, what part of the update a variant's step does not show: 1 - (T_both - T_backward) / T_update."""
     return [
         1 - (both["backward_s"] + both["update_s"] - alone["backward_s"]) / alone["update_s"]
         for alone, both in zip(times["waits"], times[variant], strict=True)
@@ -157,8 +157,8 @@ def table(results: Mapping[str, Any]) -> str:
         f"`{results['command']}`",
         "",
         f"{hardware['cpu']}, {hardware['num_cpus']} cores; {results['threads']} threads; torch {versions['torch']}, "
-        f"Python {versions['python']}, {versions['os']}. {results['numel']:,} parameters in {results['layers']} chunks, "
-        f"{results['rounds']} rounds. Load average before and after: "
+        f"Python {versions['python']}, {versions['os']}. {results['numel']:,} parameters in "
+        f"{results['layers']} chunks, {results['rounds']} rounds. Load average before and after: "
         f"{', '.join(f'{load:.1f}' for load in results['load_average_1min'])}.",
         "",
         "| precision | updates | backward, ms | step(), ms | both, ms | hidden, median (95 % interval) |",
