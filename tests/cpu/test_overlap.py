@@ -300,7 +300,7 @@ def test_what_fails_beside_backward_is_said_and_made_in_the_step(monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(runs[0].manager._updater.native, "update_beside", broken)
-        with pytest.warns(UserWarning, match=r"group \d beside backward failed and is made now: MemoryError\('no threads"):
+        with pytest.warns(UserWarning, match=r"beside backward failed and is made now: MemoryError\('no threads left'"):
             runs[0].step(9)
     runs[1].step(9)
     assert_alike(*runs)
