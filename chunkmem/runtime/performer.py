@@ -86,7 +86,9 @@ class Performer:
         self._pending: dict[Lane, list[Event]] = {lane: [] for lane in (Lane.H2D, Lane.D2H)}
         """What the next copy on a lane comes after."""
         self._update_after: list[tuple[Lane, Event]] = []
-        """What the next update on HOST comes after, and on which lane that is."""
+        """What the next update that the host makes itself comes after, and on which lane that is."""
+        self._ahead_after: list[Event] = []
+        """Those of them that no update ahead has waited for: one may be left to the step."""
         self._log = Counter(
             trace.chunk_nbytes[chunk]
             for group in updates_ahead(trace, plan.actions)
@@ -206,7 +208,7 @@ class Performer:
             self._previous[lane] = []
             # What was just moved in the stream that computes comes before anything that is issued now.
             self._pending[lane] = [] if self._is_host else [self._lanes.compute_event()]
-        self._update_after = []
+        self._update_after, self._ahead_after = [], []
         self._cursor = moment
         self._on_plan = True
         self._unfit, self._patience = 0, 1
@@ -251,7 +253,7 @@ class Performer:
             if self._is_host:
                 return None
             if wait.lane is Lane.HOST_UPDATE:
-                return lambda: self._update_after.append((Lane.COMPUTE, self._lanes.compute_event()))
+                return lambda: self._update_comes_after(Lane.COMPUTE, self._lanes.compute_event())
             return lambda: self._pending[wait.lane].append(self._lanes.compute_event())
         if wait.lane is Lane.COMPUTE:
             return lambda: self._compute_waits(wait)
@@ -276,11 +278,15 @@ class Performer:
     def _update_waits(self, wait: Wait) -> None:
         event = self._event(wait)
         if event is not None:
-            self._update_after.append((wait.on, event))
+            self._update_comes_after(wait.on, event)
+
+    def _update_comes_after(self, lane: Lane, event: Event) -> None:
+        self._update_after.append((lane, event))
+        self._ahead_after.append(event)
 
     def _wait_for_update(self) -> None:
         """The host is about to update a group itself."""
-        after, self._update_after = self._update_after, []
+        after, self._update_after, self._ahead_after = self._update_after, [], []
         for lane, event in after:
             started_s = time.perf_counter()
             event.wait()
@@ -288,9 +294,9 @@ class Performer:
 
     def _update_ahead(self, group: int) -> None:
         if self._on_plan:
-            after, self._update_after = self._update_after, []
-            event = self._executor.begin_update(group, [event for _, event in after])
+            event = self._executor.begin_update(group, self._ahead_after)
             if event is not None:
+                self._ahead_after = []
                 self.journal.updated(self._update_moments[group], self._store.chunks[ChunkId(Role.PARAM, group)], event)
 
     def _lane_waits(self, wait: Wait) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -317,3 +318,20 @@ def test_a_closed_manager_leaves_no_thread() -> None:
     run.manager.close()
     with pytest.raises(chunkmem.StateError):
         run.step(10)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_left_to_the_step_waits_for_its_copies(seed: int, unruly_lanes: Callable[..., MakeLanes]) -> None:
+    """No update goes ahead while guesses are wrong, though the plan has them all: the step has to wait instead."""
+    runs = pair(make_lanes=unruly_lanes("adversarial", seed), never_off=False)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        runs[0].manager._store.pools[tier].poison = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that guesses are wrong is said
+        for step in range(20):
+            for run in runs:
+                run.backward(step)
+                run.optimizer.param_groups[0]["lr"] = 1e-3 * (1 + step % 7)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+    assert_alike(*runs)
