@@ -49,3 +49,15 @@ class CheckpointError(ChunkmemError):
 
 class TierIOError(ChunkmemError):
     """Reading from or writing to a tier failed."""
+
+
+class RankError(ChunkmemError):
+    """A rank of the job died, left or hangs, or the ranks are in different places of the program.
+
+    Attributes:
+        ranks: those that are suspected, by their numbers in the job; none if all of them answered.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks

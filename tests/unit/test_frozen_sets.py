@@ -29,6 +29,7 @@ PUBLIC_NAMES = {
     "LayoutError",
     "MemoryReport",
     "PlanError",
+    "RankError",
     "StateError",
     "TierIOError",
     "TraceError",

@@ -1,0 +1,155 @@
+"""Who is missing when an exchange between ranks fails.
+
+[Note: Roll call] When a rank dies, gloo tells it, by a network address, to those that were just talking with it; all
+others wait until their time is up. When one hangs, the time of all others is up. So whoever sees an exchange fail
+
+1. lingers: lets messages arrive that are on their way, as gloo forgets to tell a receiver of a connection that is
+   closed in the middle of one, and it would wait until its time is up;
+2. hangs up: closes its own connections, so that ranks that wait for it fail too, and do the same;
+3. writes into the store that the ranks met in where it was, and which connections were closed before it hung up;
+4. reads what others write for a while. Who writes nothing is dead, hangs, or has not noticed. If some of the silent
+   have closed connections, it is those that are named: the kernel closes those of a dead process, and who hangs up
+   does not keep silent.
+
+Ranks that have hung up are of no more use to each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from chunkmem.errors import RankError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_POLL_S = 0.02
+_STORE_GRACE_S = 0.5
+"""What an answer of the store may take."""
+_UNSENT_TAG = 1 << 30
+"""Of a message that nobody sends."""
+_NEXT = "see the output of every rank for the first error, then start all of them again"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says of itself when the roll is called."""
+
+    label: str
+    """Where it waited."""
+    waited_s: float
+    closed: Sequence[int] = ()
+    """The ranks whose connections to it were closed before it hung up."""
+
+
+@dataclass
+class _Roll:
+    """What is known of the ranks, filled in by a thread."""
+
+    answers: dict[int, Answer]
+    complete: threading.Event = field(default_factory=threading.Event)
+    """All there is to know is known; otherwise the store was lost or is silent."""
+
+    def read(self, store: Store, rank: int, size: int, limit_s: float) -> None:
+        """Write this rank's answer, and read the others'."""
+        deadline_s = time.monotonic() + limit_s
+        # Without the store there is no more to read; that it was lost shows in `complete`.
+        with contextlib.suppress(RuntimeError):
+            store.set(str(rank), json.dumps(asdict(self.answers[rank])))
+            missing = set(range(size)) - {rank}
+            while missing and time.monotonic() < deadline_s:
+                for other in [other for other in missing if store.check([str(other)])]:
+                    self.answers[other] = Answer(**json.loads(store.get(str(other))))
+                    missing.remove(other)
+                time.sleep(_POLL_S)
+            self.complete.set()
+
+
+def hang_up(group: dist.ProcessGroup, rank: int, size: int) -> set[int]:
+    """Close a rank's connections over gloo; return the ranks whose connections to it were closed before."""
+    closed, unsent = set(), []
+    for peer in range(size):
+        if peer != rank:
+            try:
+                unsent.append(group.recv([torch.empty(1, device="cpu")], peer, _UNSENT_TAG))
+            except RuntimeError:
+                closed.add(peer)
+    for work in unsent:
+        # It is meant to fail: when a receive runs out of time, gloo closes all connections.
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(milliseconds=1))
+    return closed
+
+
+def call_roll(
+    store: Store, rank: int, numbers: Sequence[int], answer: Answer, *, limit_s: float, error: RuntimeError
+) -> RankError:
+    """Return the error to raise on this rank, within `limit_s`.
+
+    Args:
+        store: of these ranks and this purpose alone.
+        rank: this one, counted from 0.
+        numbers: what messages call each rank.
+        answer: this rank's.
+        limit_s: how long others may take to answer.
+        error: what made this rank give up.
+    """
+    roll = _Roll({rank: answer})
+    limit_s = max(0.0, limit_s - _STORE_GRACE_S)
+    # In a thread of its own, as a TCPStore in a stopped process never answers, whatever timeout it is given.
+    reader = threading.Thread(
+        target=roll.read, args=(store, rank, len(numbers), limit_s), name="chunkmem roll call", daemon=True
+    )
+    reader.start()
+    reader.join(limit_s + _STORE_GRACE_S)
+    answers = dict(sorted(roll.answers.items()))
+    start = f"{answer.label}: after {answer.waited_s:.1f} s"
+    if not roll.complete.is_set() and 0 not in (numbers[other] for other in answers):
+        lost = "the store that the ranks met in does not answer, which is in rank 0 unless torchrun keeps it"
+        return RankError(f"{start} {lost}: rank 0 died, left, or is stuck; {_NEXT}", (0,))
+    silent = [other for other in range(len(numbers)) if other not in answers]
+    closed = {other for each in answers.values() for other in each.closed}
+    # In this order: see [Note: Roll call].
+    suspects = [other for other in silent if other in closed] or silent
+    if not suspects:
+        return RankError(f"{start} {_disagreement(answers, numbers, error)}", ())
+    who = f"{named(suspects, numbers)} {_do(suspects)} not answer"
+    return RankError(
+        f"{start} {who}, {named([*answers], numbers)} {_do(answers)}: died, left, or stuck elsewhere; {_NEXT}",
+        tuple(numbers[other] for other in suspects),
+    )
+
+
+def _do(ranks: Sized) -> str:
+    return "do" if len(ranks) > 1 else "does"
+
+
+def named(ranks: Sequence[int], numbers: Sequence[int]) -> str:
+    """Return ``"rank 3"``, or ``"ranks 0, 2 and 3"``, by their numbers."""
+    words = [str(numbers[rank]) for rank in ranks]
+    return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
+
+
+def _disagreement(answers: Mapping[int, Answer], numbers: Sequence[int], error: RuntimeError) -> str:
+    """Say what may be wrong when nobody is missing."""
+    if len({answer.label for answer in answers.values()}) > 1:
+        where = ", ".join(
+            f"rank {numbers[rank]} for {answer.waited_s:.1f} s in '{answer.label}'" for rank, answer in answers.items()
+        )
+        return f"the ranks wait for each other: {where}; all have to run the same modules in the same order"
+    times = ", ".join(f"rank {numbers[rank]} after {answer.waited_s:.1f} s" for rank, answer in answers.items())
+    words = str(error).partition("\n")[0]
+    return (
+        f"no rank is missing, but all gave up: {times} ({words}); "
+        f"if one only came late, allow more with distributed.timeout_s"
+    )

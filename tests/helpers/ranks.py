@@ -1,0 +1,224 @@
+"""A function run in several real processes at once; the test fails if one of them fails, hangs or dies.
+
+Processes are started anew, not forked, and kept for the next function, as most of their time goes into importing torch.
+Whatever goes wrong, all of them are killed and waited for before the error is raised; the next function gets new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Self
+
+START_S = 120.0
+"""What starting may take on a machine that does other things too."""
+GRACE_S = 1.0
+"""How long the others may take to answer after one has failed."""
+LATE_S = 0.2
+"""How much later than the others a rank may answer that is not meant to answer at all."""
+
+
+class RankFailure(AssertionError):
+    """What each rank did that did not do its part."""
+
+
+@dataclass
+class _Member:
+    rank: int
+    process: BaseProcess
+    connection: Connection
+    stack: Path
+    """Where the process writes where it is, when it gets SIGUSR1."""
+
+    def fate(self) -> str:
+        """Say how the process, which is over, ended."""
+        self.process.join()
+        code = self.process.exitcode
+        assert code is not None
+        return f"died of {signal.Signals(-code).name}" if code < 0 else f"left with status {code}"
+
+
+class Team:
+    """As many processes as ranks, with a gloo group over all of them."""
+
+    def __init__(self, size: int, *, gloo: bool = True) -> None:
+        """Promise the processes; they are started when they are needed.
+
+        Args:
+            size: how many.
+            gloo: false leaves torch out of them, unless the function brings it in.
+        """
+        self.size = size
+        self._gloo = gloo
+        self._members: list[_Member] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that there are now."""
+        return [member.process.pid for member in self._members if member.process.pid is not None]
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, lost: Collection[int] = ()
+    ) -> list[Any]:
+        """Call ``function(rank, *args)`` on every rank at once; return what it returned, by rank.
+
+        Args:
+            function: of a module; it, the arguments and the results are pickled.
+            args: the same for all.
+            timeout_s: after which a rank that has not answered hangs.
+            lost: ranks that are not meant to answer: for them the result is None. All processes end with the call.
+
+        Raises:
+            RankFailure: a rank raised, did not answer in time, or died; or one of `lost` answered.
+        """
+        if not self._members:
+            self._start()
+        for member in self._members:
+            member.connection.send((function, args))
+        found = self._collect(time.monotonic() + timeout_s, [m for m in self._members if m.rank not in lost])
+        # The lost ones had all the time that the others needed.
+        found |= {m.rank: ("answered", None) for m in self._members if m.rank in lost and self._has_answered(m)}
+        problems = [
+            f"rank {rank} {kind}{_indented(what)}" for rank, (kind, what) in sorted(found.items()) if kind != "done"
+        ]
+        if problems or lost:
+            self._kill()
+        if problems:
+            raise RankFailure("\n".join([f"{function.__name__} on {self.size} ranks:", *problems]))
+        return [found[rank][1] if rank in found else None for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End the processes. They start again if they are needed."""
+        for member in self._members:
+            with contextlib.suppress(OSError):  # it is over
+                member.connection.send(None)
+        for member in self._members:
+            member.process.join(GRACE_S)
+        self._kill()
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            stack = folder / f"stack {rank}"
+            store = str(folder / "store") if self._gloo else None
+            process = context.Process(target=_serve, args=(rank, self.size, there, store, stack), daemon=True)
+            process.start()
+            # Else the pipe would stay open when the process dies.
+            there.close()
+            self._members.append(_Member(rank, process, here, stack))
+        self._check("starting", self._collect(time.monotonic() + START_S, self._members))
+
+    def _check(self, name: str, found: dict[int, tuple[str, Any]]) -> None:
+        """Raise what is bad among the answers, when all processes are gone."""
+        bad = {rank: answer for rank, answer in sorted(found.items()) if answer[0] != "done"}
+        if bad:
+            self._kill()
+            what = [f"rank {rank} {kind}{_indented(text)}" for rank, (kind, text) in bad.items()]
+            raise RankFailure("\n".join([f"{name} {self.size} ranks:", *what]))
+
+    def _collect(self, deadline_s: float, members: Collection[_Member]) -> dict[int, tuple[str, Any]]:
+        """Wait for an answer of each; after the first that is bad, the others have `GRACE_S`."""
+        found: dict[int, tuple[str, Any]] = {}
+        waiting = {member.connection: member for member in members}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                member = waiting.pop(connection)
+                try:
+                    found[member.rank] = connection.recv()
+                except (EOFError, ConnectionError):
+                    found[member.rank] = member.fate(), ""
+                if found[member.rank][0] != "done":
+                    deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+        for member in waiting.values():
+            found[member.rank] = "did not answer; it is in", _where(member)
+        return found
+
+    @staticmethod
+    def _has_answered(member: _Member) -> bool:
+        try:
+            return member.connection.poll(LATE_S) and bool(member.connection.recv())
+        except (EOFError, ConnectionError):
+            return False
+
+    def _kill(self) -> None:
+        members, self._members = self._members, []
+        for member in members:
+            member.process.kill()
+        for member in members:
+            member.process.join()
+            member.process.close()
+            member.connection.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _indented(what: Any) -> str:
+    return "".join(f"\n    {line}" for line in str(what or "").splitlines())
+
+
+def _where(member: _Member) -> str:
+    """Return the stacks of a process that hangs, or nothing if it is too far gone to write them."""
+    assert member.process.pid is not None
+    os.kill(member.process.pid, signal.SIGUSR1)
+    deadline_s = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline_s and not (member.stack.exists() and member.stack.stat().st_size):
+        wait([member.process.sentinel], timeout=0.02)
+    return member.stack.read_text() if member.stack.exists() else ""
+
+
+def _serve(rank: int, size: int, connection: Connection, store: str | None, stack: Path) -> None:
+    """Answer what comes over the connection, until None comes or nobody is there to send it."""
+    with stack.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        # Ctrl-C is for the test, which then ends its processes.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if store is not None:
+            _join(rank, size, store)
+        connection.send(("done", None))
+        with contextlib.suppress(EOFError):
+            while (task := connection.recv()) is not None:
+                function, args = task
+                try:
+                    connection.send(("done", function(rank, *args)))
+                except BaseException:
+                    connection.send(("raised", traceback.format_exc()))
+        faulthandler.unregister(signal.SIGUSR1)
+    # Not through torch's end of a process: what a failed test left behind may make it wait.
+    os._exit(0)
+
+
+def _join(rank: int, size: int, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=START_S)
+    )
