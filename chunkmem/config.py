@@ -253,10 +253,17 @@ AVAILABLE: Final = MappingProxyType(
         "use_cpu_embedding": (False,),
         "memory.disk": (None,),
         "client.mem_tracer.use_fake_dist": (False,),
-        "client.opts.with_mem_saving_comm": (None,),
     }
 )
 """What this version can do with the keys it cannot do everything with; the default is always among it."""
+
+
+def flattened(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """Return the values of nested sections by their key paths."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flattened(value, f"{at}{key}.") if isinstance(value, Mapping) else {f"{at}{key}": value}
+    return found
 
 
 def unavailable_keys(config: Config) -> list[str]:

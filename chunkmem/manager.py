@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from chunkmem.comm import require_one_process
-from chunkmem.config import Config, unavailable_keys
+from chunkmem.comm.methods import choose_exchange
+from chunkmem.comm.ranks import Ranks
+from chunkmem.config import Config, flattened, unavailable_keys
 from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.layout.spec import digest
 from chunkmem.memory import MemoryReport
@@ -31,8 +33,11 @@ from chunkmem.nn.guard import AccessGuard, DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks
 from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
 from chunkmem.nn.precision import cast_at_borders
+from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.registry import ModelRegistry, check_fits
+from chunkmem.nn.sharing import Sharing
 from chunkmem.nn.surface import ModuleSurface
+from chunkmem.nn.units import Units
 from chunkmem.optim.ahead import UpdatesAhead
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.optim.native import NativeUpdate
@@ -58,6 +63,7 @@ from chunkmem.trace.model import Trace
 from chunkmem.tracing.watch import Watch
 from chunkmem.types import ChunkId, Role, Tier
 
+T = TypeVar("T")
 _DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
 
@@ -66,7 +72,7 @@ class ChunkManager:
 
     Args:
         config: see `Config`; None is all defaults.
-        process_group: a group of one process; more are not available in this version.
+        process_group: the ranks that train a model together; None is torch.distributed's default group, or one process.
         device_index: which CUDA device to compute on; None is the current one.
         machine: speeds that plans are made for; None measures this machine, once, and remembers.
         make_lanes: makes what copies beside computing; None is threads, or streams on CUDA.
@@ -91,8 +97,10 @@ class ChunkManager:
             )
         if keys := unavailable_keys(self.config):
             raise ConfigError(f"{', '.join(keys)}: not available in this version; leave out or set to the default")
-        require_one_process(process_group)
         self._compute = ComputeDevice.default(device_index)
+        self._ranks = Ranks(process_group, timeout_s=self.config.distributed.timeout_s)
+        for path, value in flattened(self.config.to_dict()).items() if self._ranks.size > 1 else ():
+            self._ranks.agree(f"{path} of the configuration", json.dumps(value))
         self._dtype = _DTYPES[self.config.precision]
         self._scaler = LossScaler(self.config.fp16) if self._dtype is torch.float16 else None
         self._tiers = Tiers(self.config, self._compute)
@@ -110,11 +118,16 @@ class ChunkManager:
         blocking = not (opts.with_async_move and backend.moves_contents)
         self._lanes = (make_lanes or partial(open_lanes, blocking=blocking))(self._compute)
         self._undo_log_nbytes = 0 if blocking else undo_log_nbytes(opts, self._compute, self._tiers.caps)
+        self._sharing = self._share() if self._ranks.size > 1 else None
+        self._units = Units(self._sharing)
         self._access = AccessTracker(self._executor)
-        self._backward = BackwardTracker(self._executor, self._access)
+        self._backward = BackwardTracker(self._executor, self._access, self._units)
         self._gradients = GradientBook(
             self._executor, settles=lambda group: self._updater.settles(group), then=self._backward.landed
         )
+        self._reduction = None if self._sharing is None else Reduction(self._sharing, self._gradients, self._executor)
+        if self._reduction is not None:
+            self._units.reduce = self._reduction.reduce_groups
         native = NativeUpdate(lambda: load_kernels(with_cuda=self._compute.is_accelerator))
         self._updater = GroupUpdater(
             self._executor,
@@ -135,14 +148,26 @@ class ChunkManager:
         self._executor.begin_update = self._updater.ahead.begin
         self._executor.reserve_log = self._updater.ahead.reserve
         self._autocast_cache = AutocastCache(self._compute.device.type, precision=self.config.precision)
-        self._hooks = ModuleHooks(self._access, self._backward, on_root=self._begin_root, make_guard=self._make_guard)
+        self._hooks = ModuleHooks(
+            self._access, self._backward, units=self._units, on_root=self._begin_root, make_guard=self._make_guard
+        )
         self._surface = ModuleSurface(read=self._read, write=self._write)
         self._declared = DeclaredReads()
         self._collector: Collector | None = None
         self._stepping = False
         self._gathers_open = 0
+        self._averaged: list[nn.Parameter] = []
+        """Of excluded modules, those whose gradients are averaged over ranks."""
+        self._has_landed = False
+        """A rank had a gradient when the step began."""
         self._conductor = self._make_conductor(machine)
         self._executor.close_in_children()
+
+    def _share(self) -> Sharing:
+        how = choose_exchange(
+            self._ranks, self._compute.device, memory_saving=self.config.client.opts.with_mem_saving_comm
+        )
+        return Sharing(self._ranks, how, self._executor)
 
     def _make_conductor(self, machine: Machine | None) -> Conductor:
         caps, compute = self._tiers.caps, self._compute
@@ -165,6 +190,7 @@ class ChunkManager:
                 static_nbytes=share if tracer.with_static_partition else None,
             ),
             layout=lambda: digest(model.layout for model in self._registry.models),
+            plans=self._sharing is None,
             watch=lambda: Watch(self._tiers, is_chunk=self._declared.is_chunk, sample=tracer.use_async_mem_monitor),
         )
 
@@ -196,7 +222,7 @@ class ChunkManager:
                 yield
         finally:
             self._collector = None
-        self._add(collector.roots(), collector.excluded())
+        self._add(collector.roots(), collector.excluded(), kept=collector.not_reduced())
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Pack the parameters of a model that exists; return the same object. Raises what `init` does."""
@@ -214,21 +240,41 @@ class ChunkManager:
         """
         if self._collector is None:
             raise StateError("manager.exclude() belongs inside manager.init()")
-        with self._collector.excluding():
+        with self._collector.excluding(reduce=reduce):
             yield
+
+    def unit(self, module: nn.Module) -> nn.Module:
+        """Make a module one unit of exchange between ranks; call it before it is packed. Returns the same object.
+
+        By default, units are the children of ModuleList and Sequential. With one process it changes nothing.
+        """
+        self._require_open()
+        if not isinstance(module, nn.Module):
+            raise LayoutError(f"manager.unit() takes a torch.nn.Module, not a {type(module).__name__}")
+        self._units.mark(module)
+        return module
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, **kwargs: Any) -> None:
         """Run `loss.backward(**kwargs)`; in fp16, of the loss times the loss scale.
 
         `last` tells whether `step()` comes next; it decides when gradients are exchanged, so with one process it
-        changes nothing.
+        changes nothing. None: as many backwards a step as `accumulate` declares, or as the step before had; a
+        wrong guess costs traffic, never a wrong sum.
         """
         self._require_open()
         if not isinstance(loss, torch.Tensor):
             raise StateError(f"manager.backward() takes the loss as a tensor, not a {type(loss).__name__}")
+        self._units.declared = last
         guard = self._make_guard()
         with guard or contextlib.nullcontext():
             self._scaled(loss).backward(**kwargs)
+
+    def accumulate(self, num_backwards: int) -> None:
+        """Declare how many backwards there are before each `step()`; see `backward`."""
+        self._require_open()
+        if not isinstance(num_backwards, int) or isinstance(num_backwards, bool) or num_backwards < 1:
+            raise StateError(f"manager.accumulate() takes a number of backwards of at least 1, not {num_backwards!r}")
+        self._units.accumulate(num_backwards)
 
     @property
     def loss_scale(self) -> float:
@@ -267,6 +313,7 @@ class ChunkManager:
                 executor=self._executor,
                 gradients=self._gradients,
                 take_up=self._updater.take_up,
+                sharing=self._sharing,
             ):
                 yield
         finally:
@@ -276,11 +323,13 @@ class ChunkManager:
     def state_dict(self, model: nn.Module | None = None, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the keys, order, shapes and dtypes of `model.state_dict()`: CPU copies, never views.
 
-        `model` may be left out if the manager has one. `rank0_only` matters with several processes only.
+        `model` may be left out if the manager has one. Over ranks, all have to call it; with `rank0_only` only the
+        first one gets it, and the others an empty dict.
         """
         self._require_open()
         self._registry.check()
-        return self._surface.state_dict(self._registry.only_root(model))
+        state = self._surface.state_dict(self._registry.only_root(model))
+        return {} if rank0_only and self._ranks.rank > 0 else state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], model: nn.Module | None = None, strict: bool = True
@@ -362,6 +411,8 @@ class ChunkManager:
             self._conductor.close()
             self._access.reset(step=True)
             self._backward.reset(step=True)
+            self._units.reset()
+            self._ranks.close()
             self._executor.closed = "its manager is closed; take manager.state_dict() before manager.close()"
             self._store.close()
             give_back_freed_ram()
@@ -378,9 +429,18 @@ class ChunkManager:
         if self._executor.closed is not None:
             raise StateError(f"this manager cannot be used: {self._executor.closed}")
 
-    def _add(self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module]) -> None:
+    def _add(
+        self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module], *, kept: Sequence[nn.Module] = ()
+    ) -> None:
+        """Pack; gradients of `kept` modules, which are excluded, are not averaged over ranks."""
         self._conductor.forget()
         added = self._registry.add(roots, excluded)
+        reduced = [module for module in excluded if module not in kept]
+        self._averaged += [param for module in reduced for param in module.parameters(recurse=False)]
+        if self._sharing is not None:
+            self._ranks.agree("the layout of the chunks", digest(packed.layout for packed in added))
+            for packed in added:
+                self._sharing.let_go_of_others(group.id for group in packed.layout.groups)
         for root in roots if self._dtype is not torch.float32 else ():
             cast_at_borders(root, self._dtype, besides=excluded)
         for packed in added:
@@ -402,11 +462,21 @@ class ChunkManager:
 
     def _write(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         self._require_open()
-        self._updater.write_weight(managed, value)
+        if self._owns(managed):
+            self._updater.write_weight(managed, value)
 
     def _read(self, managed: ManagedParameter) -> torch.Tensor:
         self._require_open()
-        return self._updater.read_weight(managed)
+        return self._from_owner(managed, lambda: self._updater.read_weight(managed))
+
+    def _owns(self, managed: ManagedParameter) -> bool:
+        return self._sharing is None or self._sharing.owns(managed.group)
+
+    def _from_owner(self, managed: ManagedParameter, read: Callable[[], T]) -> T:
+        """Return what `read` returns on the rank that owns a parameter; every rank calls it."""
+        if self._sharing is None:
+            return read()
+        return self._sharing.from_owner(managed.group, read, reader=managed.name)
 
     def _begin_root(self) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
@@ -414,6 +484,7 @@ class ChunkManager:
         self._autocast_cache.switch_off()
         self._access.reset(step=False)
         self._backward.reset(step=False)
+        self._units.reset()
         self._conductor.begin_root(grad_enabled=torch.is_grad_enabled())
         self._registry.check()
         self._gradients.watch(self._registry.parameters)
@@ -434,6 +505,7 @@ class ChunkManager:
             raise StateError("optimizer.step() inside manager.gather(): leave the block first, its writes count then")
         self._access.reset(step=True)
         self._backward.reset(step=True)
+        self._units.reset()
         self._registry.check()
         for chunk in self._access.chunks.values():
             self._executor.notice_writes(chunk)
@@ -442,9 +514,14 @@ class ChunkManager:
         self._stepping = True
         try:
             self._gradients.take_assigned(m for m in self._registry.parameters if m.param.grad is not None)
+            if self._reduction is not None:
+                self._units.attend()
+                landed = self._reduction.reduce(list(self._registry.parameters))
+                self._has_landed = landed | self._reduction.reduce_excluded(self._averaged)
             yield
             if updates:
                 self._conductor.end_step()
+                self._units.end_step()
         finally:
             self._stepping = False
 

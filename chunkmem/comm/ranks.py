@@ -155,15 +155,15 @@ class Ranks:
         """Return the largest over ranks, NaN if one is NaN. Arguments and errors are those of `sum_over`."""
         return tuple(torch.stack(self._all_values(values, label)).amax(dim=0).tolist())
 
-    def broadcast_object(self, value: _T, *, label: str = "sending an object") -> _T:
-        """Return what the first rank passes, as `pickle` copies it; the first rank's is the one it passed.
+    def broadcast_object(self, value: _T, *, label: str = "sending an object", source: int = 0) -> _T:
+        """Return what rank `source` passes, as `pickle` copies it; that rank's is the one it passed.
 
         Raises:
             RankError: a rank did not come.
         """
-        sent = pickle.dumps(value) if self.rank == 0 else b""
-        received = self._all_bytes(sent, label)[0]
-        return value if self.rank == 0 else cast(_T, pickle.loads(received))
+        sent = pickle.dumps(value) if self.rank == source else b""
+        received = self._all_bytes(sent, label)[source]
+        return value if self.rank == source else cast(_T, pickle.loads(received))
 
     def barrier(self, *, label: str) -> None:
         """Return once every rank has come.

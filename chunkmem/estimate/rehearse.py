@@ -40,6 +40,7 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import only_makes_a_view
 from chunkmem.nn.hooks import ModuleHooks
 from chunkmem.nn.packing import groups_by_role, tensor_specs
+from chunkmem.nn.units import Units
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import Chunk
@@ -170,13 +171,16 @@ class _Stage:
         self._clock = clock
         self._executor = DemandExecutor(WeightlessStore())
         self._access = AccessTracker(self._executor)
-        self._backward = BackwardTracker(self._executor, self._access)
+        units = Units(None)
+        self._backward = BackwardTracker(self._executor, self._access, units)
         self._gradients = GradientBook(self._executor, settles=lambda _: False, then=self._backward.landed)
         named = list(module.named_parameters())
         self.layout = _lay_out(named, setting)
         self._managed = self._pack(named, mastered=setting.dtype is not torch.float32)
         self._gradients.add(self._managed)
-        hooks = ModuleHooks(self._access, self._backward, on_root=self._begin_root, make_guard=lambda: None)
+        hooks = ModuleHooks(
+            self._access, self._backward, units=units, on_root=self._begin_root, make_guard=lambda: None
+        )
         hooks.fit(module, {id(managed.param): managed for managed in self._managed})
         self._gradients.watch(self._managed)
         weights = {managed.bound.storage_id for managed in self._managed}

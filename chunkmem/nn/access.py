@@ -18,6 +18,7 @@ from torch import nn
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.guard import AccessGuard
+from chunkmem.nn.units import Unit
 from chunkmem.nn.values import storage_id, tensors_in
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import Chunk
@@ -85,7 +86,9 @@ class ParameterReads(dict[str, nn.Parameter | None]):
 class Frame:
     """One running call of a module: what it has read, and so what it pins."""
 
-    __slots__ = ("containers", "given", "groups", "guard", "inputs", "module", "name", "reads", "recomputing")
+    __slots__ = (
+        "containers", "given", "groups", "guard", "inputs", "module", "name", "opened", "reads", "recomputing", "unit"
+    )  # fmt: skip
 
     def __init__(self, name: str, module: nn.Module | None = None, *, recomputing: bool = False) -> None:
         self.name = name
@@ -93,6 +96,10 @@ class Frame:
         self.recomputing = recomputing
         self.reads: dict[ManagedParameter, None] = {}
         self.groups: dict[int, None] = {}
+        self.unit: Unit | None = None
+        """The unit of exchange that the module belongs to; None with one rank."""
+        self.opened: Unit | None = None
+        """The same if it was entered by this call."""
         self.guard: AccessGuard | None = None
         """The check that runs while this frame does."""
         self.inputs: list[tuple[torch.Tensor, int]] = []

@@ -17,6 +17,7 @@ import torch
 
 from chunkmem.nn.access import AccessTracker, Frame
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.units import Unit, Units
 from chunkmem.nn.values import kept_tensors, tensors_in
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import Chunk
@@ -26,11 +27,12 @@ from chunkmem.types import Tier
 class BackwardCall:
     """One module call whose backward may come: what it read, and what of that is still waited for."""
 
-    __slots__ = ("frozen", "inputs", "inputs_left", "name", "open", "reads")
+    __slots__ = ("frozen", "inputs", "inputs_left", "name", "open", "reads", "unit")
 
-    def __init__(self, name: str, reads: tuple[ManagedParameter, ...]) -> None:
+    def __init__(self, name: str, reads: tuple[ManagedParameter, ...], unit: Unit | None = None) -> None:
         self.name = name
         self.reads = reads
+        self.unit = unit
         self.inputs = 0
         """Inputs whose gradients tell that frozen reads are over; 0 if those have to wait for the backward's end."""
         self.inputs_left: set[int] = set()
@@ -46,9 +48,10 @@ class BackwardCall:
 class BackwardTracker:
     """Pins of running backwards."""
 
-    def __init__(self, executor: DemandExecutor, access: AccessTracker) -> None:
+    def __init__(self, executor: DemandExecutor, access: AccessTracker, units: Units) -> None:
         self._executor = executor
         self._access = access
+        self._units = units
         self._chunks: dict[int, Chunk] = access.chunks
         self._waiting: dict[ManagedParameter, list[BackwardCall]] = {}
         self._running: dict[int, list[BackwardCall]] = {}
@@ -77,7 +80,7 @@ class BackwardTracker:
         outputs = {id(t): t for t in (*made, *bases) if t.grad_fn is not None}
         if not outputs:
             return
-        call = BackwardCall(frame.name, tuple(frame.reads))
+        call = BackwardCall(frame.name, tuple(frame.reads), frame.unit)
 
         def announce(_grad: torch.Tensor) -> None:
             self._announce(call)
@@ -97,7 +100,8 @@ class BackwardTracker:
     def reset(self, *, step: bool) -> None:
         """Drop what an interrupted backward left; at a step, also what was held for a second backward."""
         for task in list(self._running):
-            self._end(task)
+            self._unpin(task)
+        self._access.end_backward()
         self._waiting.clear()
         if step:
             for chunk in self._held:
@@ -106,6 +110,7 @@ class BackwardTracker:
 
     def _announce(self, call: BackwardCall) -> None:
         """A gradient of the call's output is there: its backward comes next. Idempotent while it is announced."""
+        self._units.announce(call.unit)  # also if it is announced: another unit may have come in between
         if call.open:
             return
         task = torch._C._current_graph_task_id()
@@ -151,9 +156,13 @@ class BackwardTracker:
             tensor.register_hook(lambda _grad, index=index: on_gradient(index))
 
     def _end(self, task: int) -> None:
+        self._unpin(task)
+        if not self._running:
+            self._access.end_backward()
+            self._units.end_backward()
+
+    def _unpin(self, task: int) -> None:
         for call in self._running.pop(task, ()):
             for group in call.open:
                 self._executor.unpin(self._chunks[group], Tier.DEVICE)
             call.open.clear()
-        if not self._running:
-            self._access.end_backward()

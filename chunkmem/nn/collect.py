@@ -19,7 +19,9 @@ class Collector:
     def __init__(self) -> None:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._excluded: dict[int, weakref.ref[nn.Module]] = {}
-        self._excluding = 0
+        self._not_reduced: dict[int, weakref.ref[nn.Module]] = {}
+        self._excluding: list[bool] = []
+        """For each block around what is built: are gradients averaged over ranks?"""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -35,13 +37,13 @@ class Collector:
                 handle.remove()
 
     @contextmanager
-    def excluding(self) -> Iterator[None]:
-        """Leave the modules that register parameters meanwhile ordinary PyTorch."""
-        self._excluding += 1
+    def excluding(self, *, reduce: bool) -> Iterator[None]:
+        """Leave the modules that register parameters meanwhile ordinary PyTorch; see `ChunkManager.exclude`."""
+        self._excluding.append(reduce)
         try:
             yield
         finally:
-            self._excluding -= 1
+            self._excluding.pop()
 
     def roots(self) -> list[nn.Module]:
         """Return the collected modules that are no module's child, in the order they were seen."""
@@ -53,10 +55,16 @@ class Collector:
         """Return the modules that stay ordinary."""
         return [module for ref in self._excluded.values() if (module := ref()) is not None]
 
+    def not_reduced(self) -> list[nn.Module]:
+        """Return those of them whose gradients are not averaged over ranks."""
+        return [module for ref in self._not_reduced.values() if (module := ref()) is not None]
+
     def _on_parameter(self, module: nn.Module, _name: str, _param: nn.Parameter | None) -> None:
         self._see(module)
         if self._excluding:
             self._excluded[id(module)] = weakref.ref(module)
+            if not self._excluding[-1]:
+                self._not_reduced[id(module)] = weakref.ref(module)
 
     def _on_module(self, module: nn.Module, _name: str, child: nn.Module | None) -> None:
         if child is not None:

@@ -11,6 +11,7 @@ from torch import nn
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
+from chunkmem.nn.sharing import Sharing
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import Chunk
 from chunkmem.types import ChunkId, Role, Tier
@@ -25,15 +26,22 @@ def gathered(
     executor: DemandExecutor,
     gradients: GradientBook,
     take_up: Callable[[Iterable[int]], None],
+    sharing: Sharing | None = None,
 ) -> Iterator[None]:
     """Pin the chunks of `params` on DEVICE; with `grads`, `.grad` is the gradient's slot meanwhile.
 
-    `take_up` has the master copies of these groups, where there are some, follow what was written.
+    `take_up` has the master copies of these groups, where there are some, follow what was written. With `sharing`, all
+    ranks call it, weights come from their owners, and what an owner has written to its own is kept.
 
     Raises:
         CapacityError: they do not fit DEVICE together; nothing has been moved.
     """
     wanted = list(params)
+    if sharing is not None and grads:
+        raise StateError(
+            "manager.gather(grads=True): gradients are spread over ranks until the step; clip them with "
+            "optimizer.clip_grad_norm_(), or train with one process to look at them"
+        )
     exposed = [m for m in wanted if grads and m not in gradients.exposed]  # the others are, by a block around this one
     landed = [m for m in exposed if m in gradients.landed.get(m.group, ())]
     weights = [executor.store.chunks[group] for group in dict.fromkeys(ChunkId(Role.PARAM, m.group) for m in wanted)]
@@ -42,20 +50,26 @@ def gathered(
     pinned: list[Chunk] = []
     try:
         for chunk in chunks:
-            executor.pin(chunk, Tier.DEVICE, reader="gather", elastic=True)
+            if chunk.is_remote and Tier.DEVICE not in chunk.replicas:
+                executor.hold_empty(chunk, Tier.DEVICE, "gather")
+            else:
+                executor.pin(chunk, Tier.DEVICE, reader="gather", elastic=True)
             pinned.append(chunk)
+        if sharing is not None:
+            sharing.gather((chunk.id.group for chunk in weights), reader="gather")
         with gradients.exposing(exposed, landed):
             yield
     finally:
         if executor.closed is None:
             if len(pinned) == len(chunks):
                 executor.before_demand()
-                for chunk in weights:
+                own = [chunk for chunk in weights if not chunk.is_remote]
+                for chunk in own:
                     # What was written through `.data` or numpy passed autograd's version counter by.
                     assert chunk.home is not None
                     chunk.home.take_written()
                     executor.store.mark_written(chunk, Tier.DEVICE)
-                take_up(chunk.id.group for chunk in weights)
+                take_up(chunk.id.group for chunk in own)
             for chunk in pinned:
                 executor.unpin(chunk, Tier.DEVICE)
 

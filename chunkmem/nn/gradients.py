@@ -41,6 +41,12 @@ class GradientBook:
         self.members: dict[int, tuple[ManagedParameter, ...]] = {}
         """All parameters of each group, in slot order."""
         self._landed: dict[int, set[ManagedParameter]] = {}
+        self._reduced: set[int] = set()
+        """Groups whose gradient is a mean over ranks."""
+        self.given: set[ManagedParameter] = set()
+        """Parameters whose gradient went into a mean over ranks since the last step."""
+        self._carried: dict[int, torch.Tensor] = {}
+        """By group: such a mean, while further gradients land beside it."""
         self.exposed: set[ManagedParameter] = set()
         """Parameters whose `.grad` is the user's for a while, inside `manager.gather(grads=True)`."""
         self._expected: dict[int, int] = {}
@@ -50,6 +56,11 @@ class GradientBook:
     def landed(self) -> dict[int, set[ManagedParameter]]:
         """Parameters with a gradient, by group; the group whose gradient landed last comes last."""
         return self._landed
+
+    @property
+    def fresh(self) -> dict[int, set[ManagedParameter]]:
+        """What has landed and is not part of a mean over ranks."""
+        return {group: landed for group, landed in self._landed.items() if group not in self._reduced}
 
     def add(self, parameters: Iterable[ManagedParameter]) -> None:
         """Take in the parameters of a model that was packed."""
@@ -87,6 +98,8 @@ class GradientBook:
             )
         chunk = self.chunks[managed.group]
         reader = f"{managed.name} gradient"
+        if managed.group in self._reduced:
+            self._carry(managed.group, reader)
         if chunk.version == NO_CONTENT:
             self._executor.create(chunk, Tier.DEVICE, reader=reader, zero=False)
             self._landed[managed.group] = set()
@@ -104,6 +117,55 @@ class GradientBook:
         if len(chunk.replicas) > 1:
             self._executor.store.mark_written(chunk, Tier.DEVICE)
         chunk.settled = len(landed) >= self._expected[managed.group] and self._settles(managed.group)
+
+    def complete(self, group: int, wanted: Collection[ManagedParameter], *, reader: str) -> None:
+        """Have a gradient, of zeros where none has landed, for parameters of a group on DEVICE: to be reduced."""
+        chunk = self.chunks[group]
+        if group in self._reduced:
+            self._carry(group, reader)
+        if chunk.version == NO_CONTENT:
+            self._executor.create(chunk, Tier.DEVICE, reader=reader, zero=True)
+            self._landed[group] = set()
+        else:
+            self._executor.use(chunk, Tier.DEVICE, reader=reader)
+        missing = set(wanted) - self._landed[group]
+        with runtime_mode():
+            for managed in missing:
+                self._slot(managed).zero_()
+        if len(chunk.replicas) > 1:
+            self._executor.store.mark_written(chunk, Tier.DEVICE)
+
+    def reduced(self, group: int) -> None:
+        """A group's gradient, on DEVICE, is the mean over ranks now."""
+        self.given |= self._landed[group]
+        chunk = self.chunks[group]
+        carried = self._carried.pop(group, None)
+        if carried is not None:
+            with runtime_mode():
+                chunk.replicas[Tier.DEVICE].flat.add_(carried.to(chunk.replicas[Tier.DEVICE].flat.device))
+        self._reduced.add(group)
+        self._executor.store.mark_written(chunk, Tier.DEVICE)
+        chunk.settled = self._settles(group)
+
+    def give_up(self, group: int) -> None:
+        """Another rank has a group's gradient now."""
+        self.given |= self._landed.pop(group, set())
+        self._executor.consume(self.chunks[group])
+
+    def _carry(self, group: int, reader: str) -> None:
+        """More comes after a mean was formed: keep that beside, and begin anew."""
+        chunk = self.chunks[group]
+        with runtime_mode():
+            tier = chunk.newest_tier()
+            assert tier is not None
+            self._carried[group] = chunk.replicas[tier].flat.to("cpu", copy=True)
+            members = self._landed[group]
+        self._reduced.discard(group)
+        self._executor.use(chunk, Tier.DEVICE, reader=reader)
+        with runtime_mode():
+            chunk.replicas[Tier.DEVICE].flat.zero_()
+        self._executor.store.mark_written(chunk, Tier.DEVICE)
+        self._landed[group] = set(members)
 
     def _on_gradient(self, managed: ManagedParameter) -> None:
         if managed not in self.exposed:
@@ -156,6 +218,7 @@ class GradientBook:
 
     def discard(self, params: Collection[ManagedParameter]) -> None:
         """Forget the gradients of `params`, as after their update."""
+        self.given.difference_update(params)
         for group in {managed.group for managed in params}:
             landed = self._landed.get(group)
             if landed is None:
@@ -163,6 +226,8 @@ class GradientBook:
             landed.difference_update(params)
             if not landed:
                 del self._landed[group]
+                self._reduced.discard(group)
+                self._carried.pop(group, None)
                 self._executor.consume(self.chunks[group])
 
     def any_landed(self, params: Iterable[ManagedParameter]) -> bool:

@@ -14,6 +14,7 @@ from chunkmem.nn.access import AccessTracker, Frame, ParameterReads, in_backward
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.guard import AccessGuard
+from chunkmem.nn.units import Unit, Units
 from chunkmem.nn.values import tensors_in
 
 
@@ -27,6 +28,8 @@ class FittedModule:
     unseen: tuple[ManagedParameter, ...]
     """Managed parameters it also holds elsewhere (an RNN's flat weight list), whose uses are no lookups."""
     is_leaf: bool
+    unit: Unit | None
+    """The unit of exchange it belongs to; None with one rank."""
 
 
 class ModuleHooks:
@@ -37,12 +40,14 @@ class ModuleHooks:
         access: AccessTracker,
         backward: BackwardTracker,
         *,
+        units: Units,
         on_root: Callable[[], None],
         make_guard: Callable[[], AccessGuard | None],
     ) -> None:
         """Make hooks; `on_root` runs before each outermost call, `make_guard` gives it a guard if one is wanted."""
         self._access = access
         self._backward = backward
+        self._units = units
         self._on_root = on_root
         self._make_guard = make_guard
         self._fitted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -59,6 +64,7 @@ class ModuleHooks:
         `by_id` maps the identities of Parameters to what is known of them.
         """
         owned: dict[nn.Module, dict[str, ManagedParameter]] = {}
+        units = self._units.of(root, by_id)
         for name, module in root.named_modules():
             if module in self._fitted:
                 continue
@@ -69,6 +75,7 @@ class ModuleHooks:
                 tuple(own.values()),
                 tuple(_held_elsewhere(module, by_id)),
                 not any(True for _ in module.children()),
+                units.get(module),
             )
             if own:
                 vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.read)
@@ -89,11 +96,21 @@ class ModuleHooks:
         frame.containers = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, dict))]
         if frame.containers:
             frame.given = {id(tensor): tensor for tensor in tensors_in(frame.containers)}
+        if fitted.unit is not None:
+            self._enter_unit(fitted.unit, frame)
         access.push(frame, fitted.unseen)
         if is_root:
             frame.guard = self._make_guard()
             if frame.guard is not None:
                 frame.guard.__enter__()  # type: ignore[no-untyped-call]
+
+    def _enter_unit(self, unit: Unit, frame: Frame) -> None:
+        frame.unit = unit
+        if frame.recomputing:
+            self._units.announce(unit)
+        elif not self._access.stack or self._access.stack[-1].unit is not unit:
+            self._units.enter(unit)
+            frame.opened = unit
 
     def _leave(self, module: nn.Module, _args: Any, result: Any) -> None:
         frame = self._access.pop(module)
@@ -103,6 +120,8 @@ class ModuleHooks:
             self._backward.watch(frame, result)
             self._access.hand_on(frame, result)
         self._access.release(frame)
+        if frame.opened is not None:
+            self._units.leave(frame.opened)
 
 
 def _held_elsewhere(module: nn.Module, by_id: Mapping[int, ManagedParameter]) -> Iterator[ManagedParameter]:

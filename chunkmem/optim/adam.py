@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -97,7 +98,8 @@ class Adam(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             check_options(group)
-            managed = [m for p in group["params"] if (m := self._manager._lookup(p)) is not None]
+            looked_up = (self._manager._lookup(p) for p in group["params"])
+            managed = [m for m in looked_up if m is not None and self._manager._owns(m)]
             self._updater.require_room([*self._managed(), *managed])
         except Exception:
             self.param_groups.pop()
@@ -120,7 +122,8 @@ class Adam(torch.optim.Optimizer):
         with self._manager._step(updates=True):
             self._updater.check_owner(self._managed(), self)
             pending = self._pending()
-            if not pending and not any(p.grad is not None for p in self._excluded()):
+            has_landed = self._manager._has_landed or any(p.grad is not None for p in self._excluded())
+            if not pending and not has_landed:
                 raise StateError("step() without a gradient: call manager.backward(loss) or loss.backward() before it")
             if self._manager._dtype is torch.float32:
                 if self.max_grad_norm > 0:  # where they are, as torch does: to the bit
@@ -160,11 +163,12 @@ class Adam(torch.optim.Optimizer):
         self._manager._require_open()
         super().zero_grad(set_to_none)  # those of excluded parameters, and what was assigned to `.grad`
         if set_to_none:
-            self._updater.gradients.discard(set(self._managed()))
+            self._updater.gradients.discard({m for m in self._looked_up() if m is not None})
             if self._manager._scaler is not None:
                 self._manager._scaler.is_used = False
             return
-        pending = self._pending()
+        landed = self._updater.gradients.landed
+        pending = [m for m in self._looked_up() if m is not None and m in landed.get(m.group, ())]
         with runtime_mode():
             for managed in pending:
                 for slot in self._updater.gradient_replicas(managed):
@@ -214,7 +218,11 @@ class Adam(torch.optim.Optimizer):
                 hook.remove()
 
     def _managed(self) -> list[ManagedParameter]:
-        return [m for g in self.param_groups for p in g["params"] if (m := self._manager._lookup(p)) is not None]
+        """Return the managed parameters, over ranks those that this one owns: it has their states."""
+        return [m for m in self._looked_up() if m is not None and self._manager._owns(m)]
+
+    def _looked_up(self) -> list[ManagedParameter | None]:
+        return [self._manager._lookup(param) for group in self.param_groups for param in group["params"]]
 
     def _excluded(self) -> list[torch.Tensor]:
         return [p for g in self.param_groups for p in g["params"] if self._manager._lookup(p) is None]
@@ -234,6 +242,7 @@ class Adam(torch.optim.Optimizer):
             self._updater,
             is_lowered=manager._dtype is not torch.float32,
             scaler=manager._scaler,
+            ranks=manager._ranks,
         )
 
     def _update(self, pending: list[ManagedParameter], *, multiplier: float | None) -> None:
@@ -283,13 +292,20 @@ class Adam(torch.optim.Optimizer):
                 managed = self._manager._lookup(param)
                 if managed is None and own.get(param):
                     self.state[param] = {key: value.to("cpu", copy=True) for key, value in own[param].items()}
-                elif managed is not None and managed in self._steps:
-                    chunks = {role.value: self._updater.state(role, managed) for role in STATE_ROLES}
-                    values = {key: self._updater.read(chunk, managed) for key, chunk in chunks.items()}
-                    self.state[param] = {"step": self._steps[managed].clone(), **values}
+                elif managed is not None:
+                    state = self._manager._from_owner(managed, partial(self._read_state, managed))
+                    if state is not None:
+                        self.state[param] = state
             yield
         finally:
             self.state = own
+
+    def _read_state(self, managed: ManagedParameter) -> dict[str, torch.Tensor] | None:
+        if managed not in self._steps:
+            return None
+        chunks = {role.value: self._updater.state(role, managed) for role in STATE_ROLES}
+        values = {key: self._updater.read(chunk, managed) for key, chunk in chunks.items()}
+        return {"step": self._steps[managed].clone(), **values}
 
     def _take_managed(self, state_dict: dict[str, Any], taken: dict[ManagedParameter, Any]) -> dict[str, Any]:
         """Move the states of managed parameters to `taken`, once it is certain that they can be loaded."""
@@ -298,8 +314,9 @@ class Adam(torch.optim.Optimizer):
         for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=True):
             for index, param in zip(saved["params"], own["params"], strict=True):
                 managed = self._manager._lookup(param)
-                if managed is not None:
-                    taken[managed] = states.pop(index, {})
+                state = states.pop(index, {}) if managed is not None else {}
+                if managed is not None and self._manager._owns(managed):
+                    taken[managed] = state
         self._prepare_states([managed for managed, state in taken.items() if state])
         return {**state_dict, "state": states}
 

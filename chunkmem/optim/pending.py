@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.ops import global_norm
@@ -26,6 +27,7 @@ class PendingGradients:
         *,
         is_lowered: bool,
         scaler: LossScaler | None,
+        ranks: Ranks,
     ) -> None:
         """Look the gradients up.
 
@@ -35,6 +37,7 @@ class PendingGradients:
             updater: knows where gradients are.
             is_lowered: the model computes in less than float32, and squares are summed in that.
             scaler: by which the losses were multiplied; None: they were not.
+            ranks: over which the norm is formed: each has the gradients of its own groups, all those of `.grad`.
 
         Raises:
             StateError: there is no gradient.
@@ -43,13 +46,14 @@ class PendingGradients:
         self._updater = updater
         self._is_lowered = is_lowered
         self._scaler = scaler
+        self._ranks = ranks
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
         for param in params:
             if param in self._managed:
                 self._grads[param] = updater.gradient(self._managed[param])
             elif param.grad is not None:
                 self._grads[param] = param.grad
-        if not self._grads:
+        if not self._grads and ranks.size == 1:
             raise StateError("no gradient to clip: call manager.backward(loss) or loss.backward() before it")
 
     def clip(self, max_norm: float) -> torch.Tensor:
@@ -92,23 +96,38 @@ class PendingGradients:
         by_group: dict[int, list[ManagedParameter]] = {}
         for managed in sorted(self._managed.values(), key=lambda managed: managed.position):
             by_group.setdefault(managed.group, []).append(managed)
-        if not self._is_lowered:
-            parts = (self._updater.ahead.norm_parts(group) for group in by_group)
-            known: dict[torch.Tensor, torch.Tensor] = {
-                managed.param: norm for part in parts for managed, norm in part.norms.items()
-            }
-            return global_norm(self._grads, known=known)
+        if self._is_lowered:
+            norm = self._norm_in_float32(by_group)
+            return norm if self._scaler is None else norm / self._scaler.scale
+        parts = (self._updater.ahead.norm_parts(group) for group in by_group)
+        known: dict[torch.Tensor, torch.Tensor] = {
+            managed.param: norm for part in parts for managed, norm in part.norms.items()
+        }
+        grads = self._counted()
+        norm = global_norm(grads, known=known) if grads else torch.zeros(())
+        if self._ranks.size == 1:
+            return norm
+        (total,) = self._ranks.sum_over((float(norm.double().square()),), label="norm of the gradients")
+        return torch.tensor(total, dtype=torch.float64).sqrt().float()
+
+    def _norm_in_float32(self, by_group: dict[int, list[ManagedParameter]]) -> torch.Tensor:
         squares = [self._squares_of(group, by_group[group]) for group in sorted(by_group)]
         excluded: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for param, grad in self._grads.items():
+        for param, grad in self._counted().items():
             if param not in self._managed:
                 excluded.setdefault((grad.dtype, grad.device), []).append(grad)
         squares += [self._updater.native.squares(alike) for alike in excluded.values()]
-        total, is_finite = torch.stack(squares).unbind(1)
-        if not is_finite.all():
-            return torch.tensor(float("inf"))
-        norm = total.sum().sqrt().float()
-        return norm if self._scaler is None else norm / self._scaler.scale
+        total = math.fsum(float(square) for square, _ in squares)
+        num_infinite = float(sum(not is_finite for _, is_finite in squares))
+        if self._ranks.size > 1:
+            total, num_infinite = self._ranks.sum_over((total, num_infinite), label="norm of the gradients")
+        return torch.tensor(math.inf if num_infinite else math.sqrt(total))
+
+    def _counted(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the gradients that this rank adds: every rank has those of excluded parameters, one counts them."""
+        if self._ranks.rank == 0:
+            return self._grads
+        return {param: grad for param, grad in self._grads.items() if param in self._managed}
 
     def _squares_of(self, group: int, members: list[ManagedParameter]) -> torch.Tensor:
         known = self._updater.ahead.norm_parts(group).squares

@@ -18,7 +18,7 @@ def require_room(groups: Collection[int], store: ChunkStore) -> None:
         CapacityError: they cannot, whatever is moved.
     """
     ledgers = {tier: pool.ledger for tier, pool in store.pools.items()}
-    sizes = {key: chunk.nbytes for key, chunk in store.chunks.items()}
+    sizes = {key: chunk.nbytes for key, chunk in store.chunks.items() if not chunk.is_remote}
     weights = [nbytes for key, nbytes in sizes.items() if key.role in (Role.PARAM, Role.MASTER)]
     need = sum(weights) + sum(
         sizes.get(ChunkId(role, group), 0) for group in groups for role in (Role.GRAD, *STATE_ROLES)

@@ -114,7 +114,7 @@ class GroupUpdater:
         """Return what groups other than `besides` are meant to take on DEVICE: PARAM, and by their place the rest."""
         total = 0
         for key, chunk in self._store.chunks.items():
-            if key.group not in besides:
+            if key.group not in besides and not chunk.is_remote:
                 is_there = key.role is Role.PARAM or (
                     key.group in self._on_device if key.role is Role.GRAD else self._on_device.get(key.group, False)
                 )

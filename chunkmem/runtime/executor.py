@@ -106,8 +106,11 @@ class DemandExecutor:
             if not elastic:
                 self._note_required(tier, pinned)
 
-    def _hold_empty(self, chunk: Chunk, tier: Tier, reader: object) -> None:
-        """Like `_hold`, for a chunk whose content is about to be made anew."""
+    def hold_empty(self, chunk: Chunk, tier: Tier, reader: object) -> None:
+        """Like `pin`, for a chunk whose content is about to be made anew.
+
+        Raises: what `pin` does.
+        """
         if tier not in chunk.replicas:
             self._require_open(reader)
             self.before_demand()
@@ -127,6 +130,8 @@ class DemandExecutor:
         replica.pins -= 1
         if replica.pins == 0:
             self.pinned_nbytes[tier] -= chunk.nbytes
+            if chunk.is_remote:
+                self.store.drop(chunk, tier)
         return replica.pins == 0
 
     @contextmanager
@@ -147,7 +152,7 @@ class DemandExecutor:
         try:
             for chunk in chunks:
                 if chunk.can_be_rounded and chunk.newest_tier() is None:
-                    self._hold_empty(chunk, tier, reader)
+                    self.hold_empty(chunk, tier, reader)
                 else:
                     self._hold(chunk, tier, reader, elastic=True)
                 held.append(chunk)
@@ -244,6 +249,11 @@ class DemandExecutor:
         source = chunk.newest_tier()
         if source is None and chunk.can_be_rounded:
             return self._make_again(chunk, tier, reader, elastic)
+        if source is None and chunk.is_remote:
+            raise StateError(
+                f"{reader}: {chunk.label} belongs to another rank and is read outside of its unit; read it inside "
+                "that module's forward, or inside manager.gather()"
+            )
         assert source is not None, f"{chunk.label} has no content"
         if tier not in chunk.replicas:
             # The source must survive the making of room: it may be the other tier's redundant-looking copy.

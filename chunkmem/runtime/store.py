@@ -73,6 +73,8 @@ class Chunk:
     home: ChunkHome | None = None
     master: Chunk | None = None
     """The float32 chunk that this one is rounded from: what is lost of this one can be made again."""
+    is_remote: bool = False
+    """Another rank owns it: here it has content only while it is pinned on DEVICE."""
     version: int = NO_CONTENT
     settled: bool = False
     """Complete, and wanted next where it is updated, not on DEVICE."""
@@ -94,7 +96,7 @@ class Chunk:
     @property
     def can_be_rounded(self) -> bool:
         """Whether its content may be dropped everywhere, since it can be made again from `master`."""
-        return self.master is not None and self.master.newest_tier() is not None
+        return self.master is not None and not self.is_remote and self.master.newest_tier() is not None
 
     def newest_besides(self, tier: Tier) -> Tier | None:
         """A tier other than `tier` that holds the newest version."""
@@ -195,7 +197,7 @@ class ChunkStore:
         """Give a replica's slab back. Never a pinned one, never the only one of the newest version."""
         replica = chunk.replicas[tier]
         assert replica.pins == 0, f"{chunk.label} is pinned on {tier.value}"
-        others = chunk.newest_besides(tier) is not None or chunk.can_be_rounded
+        others = chunk.newest_besides(tier) is not None or chunk.can_be_rounded or chunk.is_remote
         assert others or not chunk.ready(tier), f"{chunk.label}: its only newest replica is on {tier.value}"
         self._give_slab_back(chunk, tier)
 

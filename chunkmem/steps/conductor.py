@@ -44,6 +44,7 @@ class Conductor:
         options: PlanOptions,
         layout: Callable[[], str],
         watch: Callable[[], Watch],
+        plans: bool = True,
     ) -> None:
         """Begin with nothing known.
 
@@ -55,6 +56,7 @@ class Conductor:
             options: of the planner.
             layout: returns the digest of everything packed.
             watch: begins to watch memory, for a step that is recorded.
+            plans: false serves every step on demand.
         """
         self._executor = executor
         self._tiers = tiers
@@ -63,6 +65,7 @@ class Conductor:
         self._machine: Machine | None = None
         self._layout = layout
         self._make_watch = watch
+        self._plans = plans
         self._courses = {
             mode: Course(
                 mode,
@@ -193,13 +196,13 @@ class Conductor:
         for other, course in self._courses.items():
             if other is not mode:
                 course.stop()
-        performer = self._courses[mode].prepare()
+        performer = self._courses[mode].prepare() if self._plans else None
         self._mode, self._is_running = mode, True
         for ledger in self._ledgers:
             ledger.restart_peak()
         if performer is not None:
             self._follow(performer)
-        elif self._courses[mode].wants_record:
+        elif self._plans and self._courses[mode].wants_record:
             self._record(mode)
         else:
             self._serve_on_demand()

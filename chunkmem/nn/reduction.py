@@ -1,0 +1,106 @@
+"""Gradients over ranks: the owner of each group gets the mean, once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from chunkmem.comm.exchange import Shard
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.gradients import GradientBook
+from chunkmem.nn.sharing import Sharing
+from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.types import Tier
+
+_READER = "reduction of gradients"
+_BUCKET_NUMEL = 1 << 22
+
+
+class Reduction:
+    """Reduces what has landed on any rank and has not been reduced yet."""
+
+    def __init__(self, sharing: Sharing, gradients: GradientBook, executor: DemandExecutor) -> None:
+        self._sharing = sharing
+        self._gradients = gradients
+        self._executor = executor
+
+    def reduce(self, params: Sequence[ManagedParameter]) -> bool:
+        """Let the owners have the means over ranks; a rank without a gradient counts as one of zeros.
+
+        Args:
+            params: all managed parameters, in the same order on all ranks.
+
+        Returns:
+            Whether a rank had a gradient that was not reduced yet.
+
+        Raises:
+            CapacityError: a chunk of gradients does not fit DEVICE.
+            RankError: a rank is missing, or somewhere else.
+        """
+        gradients = self._gradients
+        fresh, given = gradients.fresh, gradients.given
+        rows = [float(managed in fresh.get(managed.group, ())) for managed in params]
+        rows += [float(managed in given) for managed in params]
+        anywhere = self._sharing.ranks.max_over(rows, label=_READER) if rows else ()
+        is_fresh, has_any = anywhere[: len(params)], anywhere[len(params) :]
+        open_groups = {m.group for m, found in zip(params, is_fresh, strict=True) if found}
+        for together in self._sharing.together(open_groups):
+            self.reduce_groups(together)
+        for managed, *found in zip(params, is_fresh, has_any, strict=True):
+            if any(found) and self._sharing.owns(managed.group):
+                gradients.landed.setdefault(managed.group, set()).add(managed)
+        given.clear()
+        return any(anywhere)
+
+    def reduce_groups(self, groups: Sequence[int]) -> None:
+        """Let the owners of these groups have the means of what has landed on any rank. Raises what `reduce` does."""
+        for together in self._sharing.together(groups):
+            self._reduce({g: {m for m in self._gradients.members[g] if m.param.requires_grad} for g in together})
+
+    def _reduce(self, wanted: dict[int, set[ManagedParameter]]) -> None:
+        gradients, executor = self._gradients, self._executor
+        chunks = {group: gradients.chunks[group] for group in wanted}
+        held = []
+        try:
+            for group, members in wanted.items():
+                gradients.complete(group, members, reader=_READER)
+                executor.pin(chunks[group], Tier.DEVICE, reader=_READER)
+                held.append(chunks[group])
+            self._sharing.reduce(chunks, reader=_READER)
+        finally:
+            for chunk in held:
+                executor.unpin(chunk, Tier.DEVICE)
+        for group in wanted:
+            if self._sharing.owns(group):
+                gradients.reduced(group)
+            else:
+                gradients.give_up(group)
+
+    def reduce_excluded(self, params: Sequence[torch.Tensor]) -> bool:
+        """Let every rank have the means of the gradients of parameters that no chunk holds; tell if there was one.
+
+        `params` are the same on all ranks, in one order. Where one has a gradient, the others get one.
+        """
+        ranks = self._sharing.ranks
+        anywhere = ranks.max_over([float(p.grad is not None) for p in params], label=_READER) if params else ()
+        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for param, found in zip(params, anywhere, strict=True):
+            if found:
+                alike.setdefault((param.dtype, param.device), []).append(param)
+        with runtime_mode():
+            for some in alike.values():
+                self._reduce_alike(some)
+        return bool(alike)
+
+    def _reduce_alike(self, params: Collection[torch.Tensor]) -> None:
+        ranks, exchange = self._sharing.ranks, self._sharing.exchange
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
+        shards = [Shard(index, index % ranks.size, part) for index, part in enumerate(flat.split(_BUCKET_NUMEL))]
+        exchange.reduce(shards, label=_READER).wait()
+        exchange.gather(shards, label=_READER).wait()
+        for param, mean in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            if param.grad is None:
+                param.grad = torch.empty_like(param)
+            param.grad.copy_(mean.view_as(param))

@@ -1,0 +1,235 @@
+"""Units of exchange: modules whose weights come together from their owners as a whole, before they are used.
+
+[Note: One order] Every rank gathers and reduces the same in the same order, whatever is read inside of a unit on which
+rank. Forward gathers a unit when a call enters it. Backward gathers it when the gradients of its outputs begin to
+arrive, and again if another unit's came in between; when it has left all units that a group has a part in, the group
+is reduced, if no micro-batch is thought to follow. A recomputed forward inside a backward counts as backward. So what
+is exchanged depends on the order of units alone, which is the same on all ranks, and not on what a rank still has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.sharing import Sharing
+
+Reduce = Callable[[Sequence[int]], None]
+"""Reduces groups, all ranks the same."""
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module and its weights, but for those of units inside of it."""
+
+    name: str
+    groups: tuple[int, ...] = ()
+    depth: int = field(default=0, init=False)
+    """Calls of it that run."""
+    is_root: bool = False
+    """What is in no other unit; backward may come back to it at any time."""
+
+    def __str__(self) -> str:
+        return f"unit {self.name}"
+
+
+class Units:
+    """Which units are open. With one rank there are none, and nothing is done."""
+
+    def __init__(self, sharing: Sharing | None) -> None:
+        self._sharing = sharing
+        self.reduce: Reduce = lambda groups: None
+        """Called with groups whose gradients are complete."""
+        self.expected: int | None = None
+        """Backwards a step: declared, or as many as the step before had; None: not known."""
+        self._is_declared = False
+        self.declared: bool | None = None
+        """Whether the next backward is the last one before the step; None: what is `expected` tells."""
+        self._marked: list[nn.Module] = []
+        self._users: dict[int, set[Unit]] = {}
+        """By group: the units that have a part in it."""
+        self._running: list[Unit] = []
+        """Held by calls."""
+        self._backward: dict[Unit, None] = {}
+        """Held by a backward."""
+        self._last: Unit | None = None
+        """The one that backward is in."""
+        self._visited: dict[Unit, None] = {}
+        """Those that the running backward has been in."""
+        self._is_last = False
+        """No other backward is thought to follow the running one before the step."""
+        self._num_backwards = 0
+        """Since the last step."""
+        self._log: list[tuple[str, tuple[int, ...]]] = []
+        """What was exchanged since the last step."""
+        self._reduced: set[int] = set()
+        """Groups that the running backward has reduced."""
+        self._schedule: list[tuple[str, tuple[int, ...]]] = []
+        """The same of the step before."""
+
+    def accumulate(self, num_backwards: int) -> None:
+        """Expect so many backwards before each step from now on."""
+        self.expected, self._is_declared = num_backwards, True
+
+    def mark(self, module: nn.Module) -> None:
+        """Make a module a unit when it is packed."""
+        self._marked.append(module)
+
+    def of(self, root: nn.Module, by_id: Mapping[int, ManagedParameter]) -> dict[nn.Module, Unit]:
+        """Return the unit that each module under `root` belongs to: marked modules, children of lists, or the root.
+
+        Args:
+            root: a model that was packed.
+            by_id: managed parameters by the identity of their Parameter.
+        """
+        if self._sharing is None:
+            return {}
+        found: dict[nn.Module, Unit] = {}
+        members: dict[Unit, dict[int, None]] = {}
+        marked, self._marked = {id(module) for module in self._marked}, []
+
+        def visit(module: nn.Module, name: str, unit: Unit, *, splits: bool) -> None:
+            if module in found:
+                return
+            found[module] = unit
+            for param in module._parameters.values():
+                if param is not None and id(param) in by_id:
+                    members.setdefault(unit, {})[by_id[id(param)].group] = None
+            is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+            for key, child in module._modules.items():
+                if child is None:
+                    continue
+                path = f"{name}.{key}" if name else key
+                begins = id(child) in marked or (is_list and splits)
+                visit(child, path, Unit(path) if begins else unit, splits=splits and not begins)
+
+        visit(root, "", Unit(type(root).__name__, is_root=True), splits=True)
+        for unit, groups in members.items():
+            unit.groups = tuple(sorted(groups))
+            for group in groups:
+                self._users.setdefault(group, set()).add(unit)
+        return found
+
+    def enter(self, unit: Unit) -> None:
+        """A call of a module begins that belongs to another unit than its caller.
+
+        Raises:
+            CapacityError: its weights do not fit DEVICE.
+            RankError: a rank is missing, or somewhere else.
+        """
+        assert self._sharing is not None
+        if unit.depth == 0:
+            self._sharing.hold(unit.groups, reader=unit)
+            unit.depth = 1
+            self._running.append(unit)
+            self._gather(unit.groups, unit)
+        else:
+            unit.depth += 1
+
+    def leave(self, unit: Unit) -> None:
+        """That call is over."""
+        unit.depth -= 1
+        if unit.depth == 0:
+            self._running.remove(unit)
+            self._release(unit)
+
+    def announce(self, unit: Unit | None) -> None:
+        """Backward goes on in a unit. Raises what `enter` does."""
+        if unit is None or unit is self._last or self._sharing is None:
+            return
+        if self._last is None and not self._visited:
+            self._begin_backward()
+        self._last = unit
+        self._visited[unit] = None
+        for other in [other for other in self._backward if other is not unit]:
+            del self._backward[other]
+            self._release(other)
+        self._reduce_left()
+        if unit not in self._backward:
+            self._sharing.hold(unit.groups, reader=unit)
+            self._backward[unit] = None
+        self._gather(unit.groups, f"{unit} backward")
+
+    def _begin_backward(self) -> None:
+        self._num_backwards += 1
+        declared, self.declared = self.declared, None
+        self._is_last = self._num_backwards == self.expected if declared is None else declared
+        self._reduced = set()
+
+    def _is_left(self, unit: Unit) -> bool:
+        """Backward has been in it, and is not thought to come back."""
+        return unit in self._visited and unit is not self._last and not unit.is_root
+
+    def _reduce_left(self, *, is_over: bool = False) -> None:
+        """Reduce what only units that backward has left have a part in; when it is over, all that it has been in."""
+        if not self._is_last:
+            return
+        ready = {
+            group
+            for unit in self._visited
+            for group in unit.groups
+            if group not in self._reduced and (is_over or all(self._is_left(user) for user in self._users[group]))
+        }
+        if ready:
+            self._reduced |= ready
+            groups = tuple(sorted(ready))
+            self._log.append(("reduce", groups))
+            self.reduce(groups)
+
+    def end_backward(self) -> None:
+        """No backward runs any more."""
+        if self._visited:
+            self._reduce_left(is_over=True)
+        self._close_backward()
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+        if self._num_backwards and not self._is_declared:
+            self.expected = self._num_backwards
+        if self._log:
+            self._schedule = self._log
+        self._log, self._num_backwards = [], 0
+
+    def attend(self) -> None:
+        """Take part in what the other ranks exchange, if this one has had no batch since the last step.
+
+        They are taken to do what they did in the step before; this rank adds gradients of zero.
+        """
+        if self._sharing is None or self._log:
+            return
+        for what, groups in self._schedule:
+            if what == "reduce":
+                self.reduce(groups)
+            else:
+                self._sharing.hold(groups, reader="a step without a batch")
+                self._sharing.gather(groups, reader="a step without a batch")
+                self._sharing.release(groups)
+
+    def _gather(self, groups: tuple[int, ...], reader: object) -> None:
+        assert self._sharing is not None
+        if torch.is_grad_enabled() or self._last is not None:  # an evaluation is not part of a step
+            self._log.append(("gather", groups))
+        self._sharing.gather(groups, reader=reader)
+
+    def _close_backward(self) -> None:
+        self._last, self._is_last = None, False
+        self._visited.clear()
+        open_units, self._backward = self._backward, {}
+        for unit in open_units:
+            self._release(unit)
+
+    def reset(self) -> None:
+        """Drop what interrupted calls left open."""
+        self._close_backward()
+        running, self._running = self._running, []
+        for unit in running:
+            unit.depth = 0
+            self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        assert self._sharing is not None
+        self._sharing.release(unit.groups)

@@ -1,0 +1,387 @@
+"""Training over ranks: the numbers of one process that adds up the gradients of all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chunkmem
+from tests.helpers.ranks import RankFailure, Team
+from tests.helpers.shared_training import (
+    MODELS,
+    Block,
+    Net,
+    Outcome,
+    Task,
+    batch_of,
+    loss_of,
+    make_config,
+    serial,
+    train,
+)
+
+ORDINARY, ALL = (2, 3), (2, 3, 4)
+CHUNK_NBYTES = 1600 * 4
+NUM_CHUNKS = 4
+"""Of weights, in the model with tied ones."""
+WAYS: dict[str, dict[str, Any]] = {
+    "point to point": {},
+    "grouped": {"client": {"opts": {"with_mem_saving_comm": False}}},
+    "memory-saving": {"client": {"opts": {"with_mem_saving_comm": True}}},
+}
+
+
+@pytest.fixture(scope="module")
+def teams() -> Iterator[dict[int, Team]]:
+    found = {size: Team(size) for size in ALL}
+    yield found
+    for team in found.values():
+        team.close()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(teams: dict[int, Team], size: int, task: Task) -> list[Outcome]:
+    outcomes: list[Outcome] = teams[size].run(train, task)
+    for outcome in outcomes[1:]:
+        assert_equal(outcome, outcomes[0].weights, outcomes[0].states)
+    return outcomes
+
+
+def assert_equal(outcome: Outcome, weights: dict[str, Tensor], states: dict[int, dict[str, Tensor]]) -> None:
+    assert outcome.weights.keys() == weights.keys()
+    assert [key for key, value in weights.items() if not torch.equal(value, outcome.weights[key])] == []
+    assert outcome.states.keys() == states.keys()
+    for index, state in states.items():
+        assert all(torch.equal(value, outcome.states[index][key]) for key, value in state.items()), index
+
+
+def sized(sizes: tuple[int, ...] = ALL) -> list[Any]:
+    return [pytest.param(size, marks=[] if size in ORDINARY else [pytest.mark.full]) for size in sizes]
+
+
+@pytest.mark.parametrize("size", sized())
+@pytest.mark.parametrize("model", MODELS)
+def test_point_to_point_has_the_bits_of_one_process(teams: dict[int, Team], size: int, model: str) -> None:
+    task = Task(model)
+    losses, weights, states = serial(task, size)
+    for rank, outcome in enumerate(run(teams, size, task)):
+        assert outcome.losses == losses[rank]
+        assert_equal(outcome, weights, states)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", ALL)
+@pytest.mark.parametrize("device_nbytes", [26 << 10, 1 << 20])
+@pytest.mark.parametrize("model", MODELS)
+def test_twenty_steps_at_any_cap(teams: dict[int, Team], size: int, model: str, device_nbytes: int) -> None:
+    task = Task(model, steps=20, device_nbytes=device_nbytes)
+    _, weights, states = serial(task, size)
+    for outcome in run(teams, size, task):
+        assert_equal(outcome, weights, states)
+
+
+@pytest.mark.parametrize("size", sized())
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "point to point"])
+def test_collectives_of_the_library_come_close(teams: dict[int, Team], size: int, way: str) -> None:
+    task = Task("reused", steps=20, config=WAYS[way])
+    losses, _, _ = serial(task, size)
+    for rank, outcome in enumerate(run(teams, size, task)):
+        assert outcome.losses == pytest.approx(losses[rank], abs=1e-5)
+
+
+@pytest.mark.parametrize("keys", [{}, {"says_last": True}], ids=["guessed", "said"])
+def test_micro_batches_are_reduced_once_a_step(teams: dict[int, Team], keys: dict[str, Any]) -> None:
+    task = Task(micro_batches=3, steps=5, **keys)
+    _, weights, states = serial(task, 2)
+    one = run(teams, 2, Task(steps=5, **keys))
+    for outcome in run(teams, 2, task):
+        assert outcome.num_reductions == one[0].num_reductions
+        assert_equal(outcome, weights, states)
+
+
+def test_a_wrong_guess_costs_traffic_only(teams: dict[int, Team]) -> None:
+    """The first step has one backward more than declared: what was reduced too early is reduced again."""
+    outcomes = teams[2].run(train_with_a_wrong_guess)
+    expected = serial(Task(micro_batches=2, steps=3), 2)[1]
+    for weights in outcomes:
+        # Means are added up in another order: (a + b) / 2 + (c + d) / 2.
+        assert all(torch.allclose(weights[key], value, atol=1e-6) for key, value in expected.items())
+    assert all(torch.equal(outcomes[0][key], value) for key, value in outcomes[1].items())
+
+
+def train_with_a_wrong_guess(rank: int) -> dict[str, Tensor]:
+    task = Task(micro_batches=2, steps=3)
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        manager.accumulate(1)
+        for step in range(3):
+            for micro in range(2):
+                manager.backward(loss_of(model, batch_of(task, step, micro, rank)))
+            optimizer.step()
+        return manager.state_dict()
+
+
+@pytest.mark.parametrize("size", sized())
+def test_a_rank_without_a_batch_adds_zeros(teams: dict[int, Team], size: int) -> None:
+    task = Task("routed", steps=6, empty=((2, 1), (4, 0), (5, 1)))
+    _, weights, states = serial(task, size)
+    for outcome in run(teams, size, task):
+        assert_equal(outcome, weights, states)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_clipping_is_by_the_norm_over_all_ranks(teams: dict[int, Team], precision: str) -> None:
+    keys = {
+        "gradient_clipping": 0.05,
+        "precision": precision,
+        "fp16": {"enabled": precision == "fp16", "initial_scale_power": 8},
+    }
+    task = Task(config=keys, steps=4)
+    losses, _, _ = serial(task, 2)
+    tolerance = 1e-5 if precision == "fp32" else 5e-2
+    for rank, outcome in enumerate(run(teams, 2, task)):
+        assert outcome.losses == pytest.approx(losses[rank], abs=tolerance)
+
+
+def test_each_rank_keeps_its_share(teams: dict[int, Team]) -> None:
+    """Own weights and states, and on DEVICE what units need of the others."""
+    task = Task(steps=4, device_nbytes=26 << 10)
+    outcomes = run(teams, 2, task)
+    tiers = [(outcome.memory.host.by_role, outcome.memory.device.by_role) for outcome in outcomes]
+    for role in ("param", "exp_avg", "exp_avg_sq"):
+        now = [sum(found.get(role, (0, 0))[0] for found in both) for both in tiers]
+        assert sum(now) == NUM_CHUNKS * CHUNK_NBYTES
+        assert sorted(now) == [NUM_CHUNKS // 2 * CHUNK_NBYTES, (NUM_CHUNKS + 1) // 2 * CHUNK_NBYTES]
+    assert all(outcome.memory.device.peak_nbytes <= 26 << 10 for outcome in outcomes)
+    assert all(
+        outcome.memory.host.by_role["exp_avg"][1] <= (NUM_CHUNKS + 1) // 2 * CHUNK_NBYTES for outcome in outcomes
+    )
+
+
+def test_another_configuration_on_a_rank_stops_all(teams: dict[int, Team]) -> None:
+    said = refusals(teams[2], train_otherwise)
+    assert said[0] == said[1]
+    assert "memory.device of the configuration differs between ranks: 65536 on rank 0, 65537 on rank 1" in said[0]
+
+
+def refusals(team: Team, function: Callable[[int], object]) -> list[str]:
+    """Run what every rank refuses; return their messages."""
+    with pytest.raises(RankFailure) as caught:
+        team.run(function)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    said = [line for line in lines if line.startswith("chunkmem.errors.")]
+    assert len(said) == team.size
+    return said
+
+
+def train_otherwise(rank: int) -> None:
+    train(rank, Task(device_nbytes=(64 << 10) + rank))
+
+
+def test_another_model_on_a_rank_stops_all(teams: dict[int, Team]) -> None:
+    said = refusals(teams[2], train_another_model)
+    assert said[0] == said[1]
+    assert "the layout of the chunks differs between ranks" in said[0]
+
+
+def train_another_model(rank: int) -> None:
+    train(rank, Task("tied" if rank else "plain"))
+
+
+# What is not in chunks, and what leaves them.
+
+
+class Mixed(nn.Module):
+    """A shared part, an excluded one whose gradients are averaged, and one whose are each rank's own."""
+
+    def __init__(self, manager: chunkmem.ChunkManager | None) -> None:
+        super().__init__()
+        self.first = Block()
+        with manager.exclude() if manager else contextlib.nullcontext():
+            self.averaged = nn.Linear(16, 16)
+        with manager.exclude(reduce=False) if manager else contextlib.nullcontext():
+            self.own = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.own(self.averaged(self.first(x)))
+        return result
+
+
+def train_mixed(rank: int) -> dict[str, Tensor]:
+    with chunkmem.ChunkManager(make_config(Task())) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Mixed(manager)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(4):
+            draw = torch.Generator().manual_seed(10 * step + rank)
+            manager.backward(model(torch.randn(3, 16, generator=draw)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return manager.state_dict()
+
+
+def test_excluded_modules_are_averaged_unless_said_otherwise(teams: dict[int, Team]) -> None:
+    first, second = teams[2].run(train_mixed)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Mixed(None))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) for model in models]
+    for step in range(4):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            model(
+                torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+            ).square().mean().backward()
+        for (name, one), two in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            if not name.startswith("own"):
+                assert one.grad is not None
+                assert two.grad is not None
+                one.grad = (one.grad + two.grad) / 2
+                two.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for outcome, model in zip((first, second), models, strict=True):
+        assert all(torch.equal(value, outcome[key]) for key, value in model.state_dict().items())
+    assert not torch.equal(first["own.weight"], second["own.weight"])
+
+
+def overflow(rank: int) -> tuple[list[int], list[float], dict[str, Tensor], dict[str, Tensor]]:
+    task = Task(config={"precision": "fp16", "fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}})
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        skipped, scales = [], []
+        before = manager.state_dict()
+        after = before
+        for step in range(3):
+            factor = float("inf") if (step, rank) == (1, 1) else 1.0
+            manager.backward(loss_of(model, batch_of(task, step, 0, rank)) * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(manager.num_skipped_steps)
+            scales.append(manager.loss_scale)
+            if step == 0:
+                before = manager.state_dict()
+            elif step == 1:
+                after = manager.state_dict()
+        return skipped, scales, before, after
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_all(teams: dict[int, Team]) -> None:
+    for skipped, scales, before, after in teams[2].run(overflow):
+        assert skipped == [0, 1, 1]
+        assert scales == [16, 8, 8]
+        assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+def resume(rank: int, folder: str, part: int) -> dict[str, Tensor]:
+    """Train 6 steps (part 0), or 3 and save (1), or load into other weights and train 3 more (2)."""
+    task = Task(config={"precision": "bf16"})
+    path = Path(folder) / "state.pt"
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        torch.manual_seed(7 if part == 2 else 0)
+        with manager.init():
+            model = Net()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        if part == 2:
+            saved = torch.load(path)
+            manager.load_state_dict(saved["weights"])
+            optimizer.load_state_dict(saved["optimizer"])
+        for step in (range(6), range(3), range(3, 6))[part]:
+            manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights, states = manager.state_dict(rank0_only=part == 1), optimizer.state_dict()
+        assert bool(weights) == (part != 1 or rank == 0)
+        if part == 1 and rank == 0:
+            torch.save({"weights": weights, "optimizer": states}, path)
+        return weights
+
+
+def test_a_training_is_resumed_to_the_bit(teams: dict[int, Team], tmp_path: Path) -> None:
+    whole, _, again = (teams[2].run(resume, str(tmp_path), part) for part in range(3))
+    for one, other in zip(whole, again, strict=True):
+        assert all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def look(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    """Gather, write, and look again; read outside of everything."""
+    with chunkmem.ChunkManager(make_config(Task())) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net()
+        with manager.gather(), torch.no_grad():
+            seen = {key: value.clone() for key, value in model.named_parameters()}
+            for param in model.parameters():
+                param.mul_(2 + rank)
+        with manager.gather(model.blocks[1]):
+            doubled = {key: value.detach().clone() for key, value in model.blocks[1].named_parameters()}
+        said = ""
+        try:
+            for param in model.parameters():
+                param.sum()
+            (model.blocks[0].up.weight + model.blocks[2].up.weight + model.blocks[3].up.weight).sum()
+        except chunkmem.StateError as error:
+            said = str(error)
+        return seen, doubled, said
+
+
+def test_gather_is_whole_on_every_rank_and_keeps_what_owners_write(teams: dict[int, Team]) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    outcomes = teams[2].run(look)
+    for seen, _, said in outcomes:
+        assert all(torch.equal(seen[key], value) for key, value in model.named_parameters())
+        assert "belongs to another rank and is read outside of its unit; read it inside" in said
+    for key, value in model.blocks[1].named_parameters():
+        written = [outcome[1][key] for outcome in outcomes]
+        assert torch.equal(written[0], written[1])
+        assert any(torch.equal(written[0], value * (2 + rank)) for rank in range(2))
+
+
+def die(rank: int) -> str:
+    task = Task(config={"distributed": {"timeout_s": 8}})
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        try:
+            for step in range(3):
+                loss = loss_of(model, batch_of(task, step, 0, rank))
+                if (step, rank) == (1, 1):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                manager.backward(loss)
+                optimizer.step()
+        except chunkmem.RankError as error:
+            return f"{error.ranks} {error}"
+    return "nothing happened"
+
+
+def test_a_rank_that_dies_is_named_by_the_others(teams: dict[int, Team]) -> None:
+    first, _, third = teams[3].run(die, lost=(1,))
+    for said in (first, third):
+        assert said.startswith("(1,) ")
+        assert "rank 1 does not answer" in said

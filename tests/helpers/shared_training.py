@@ -1,0 +1,222 @@
+"""Small models trained over ranks, and what one process has to do for the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import chunkmem
+
+WIDTH = 16
+WORDS = 11
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """An embedding, blocks in a list, and a head tied to the embedding."""
+
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.body(self.words(x)))
+        return result
+
+
+class Checkpointed(Net):
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class OneSegment(Net):
+    segments = 1
+
+    def body(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint_sequential(list(self.blocks), self.segments, x, use_reentrant=False)
+        return result
+
+
+class FourSegments(OneSegment):
+    segments = 4
+
+
+class Reused(Net):
+    """The same blocks twice, the other way round."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, *reversed(self.blocks)):
+            x = block(x)
+        return x
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].up.requires_grad_(False)
+
+
+class Experts(nn.Module):
+    """Which one is used depends on the input, and so on the rank; the last one never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({str(index): Block() for index in range(4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = int(x.detach().sum().mul(1000)) % 3
+        result: Tensor = self.experts[str(index)](x)
+        return result
+
+
+class Routed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() if index % 2 else Block() for index in range(4))
+
+
+class Plain(nn.Sequential):
+    """Nothing but a list: every unit is its child."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(WORDS, WIDTH), Block(), Block(), nn.Linear(WIDTH, WORDS))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Plain,
+    "tied": Net,
+    "checkpointed": Checkpointed,
+    "one segment": OneSegment,
+    "four segments": FourSegments,
+    "reused": Reused,
+    "frozen": Frozen,
+    "routed": Routed,
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank does."""
+
+    model: str = "tied"
+    steps: int = 6
+    config: dict[str, Any] = field(default_factory=dict)
+    device_nbytes: int = 64 << 10
+    micro_batches: int = 1
+    says_last: bool = False
+    batch: int = 3
+    empty: tuple[tuple[int, int], ...] = ()
+    """(step, rank): that rank has no batch in that step."""
+
+
+@dataclass
+class Outcome:
+    """What one rank ends with."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    states: dict[int, dict[str, Tensor]]
+    memory: chunkmem.MemoryReport
+    num_gathers: int
+    num_reductions: int
+
+
+def batch_of(task: Task, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    shape = (task.batch + rank, 7)
+    return torch.randint(0, WORDS, shape, generator=draw), torch.randint(0, WORDS, shape, generator=draw)
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def make_config(task: Task) -> chunkmem.Config:
+    base = {"default_chunk_size": 1600, "memory": {"device": task.device_nbytes, "host": 8 << 20}}
+    return chunkmem.Config.from_dict({**base, **task.config})
+
+
+def train(rank: int, task: Task) -> Outcome:
+    """Train on one rank of the default process group."""
+    torch.set_num_threads(1)
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = MODELS[task.model]()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        losses = []
+        for step in range(task.steps):
+            for micro in range(task.micro_batches if (step, rank) not in task.empty else 0):
+                loss = loss_of(model, batch_of(task, step, micro, rank))
+                last = micro == task.micro_batches - 1 if task.says_last else None
+                manager.backward(loss, last=last)
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert manager._sharing is not None
+        traffic = manager._sharing.exchange.traffic
+        counts = traffic.num_gathers, traffic.num_reductions
+        memory = manager.memory()
+        states = optimizer.state_dict()["state"]
+        return Outcome(losses, manager.state_dict(), states, memory, *counts)
+
+
+def serial(task: Task, size: int) -> tuple[list[list[float]], dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    """Do the same in one process: the gradients of ranks are added in their order, and divided by their number."""
+    torch.manual_seed(0)
+    model = MODELS[task.model]()
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=1e-2, fused=True)
+    losses: list[list[float]] = [[] for _ in range(size)]
+    for step in range(task.steps):
+        grads: list[list[Tensor | None]] = []
+        for rank in range(size):
+            optimizer.zero_grad()
+            for micro in range(task.micro_batches if (step, rank) not in task.empty else 0):
+                loss = loss_of(model, batch_of(task, step, micro, rank))
+                loss.backward()
+                losses[rank].append(loss.item())
+            grads.append([param.grad for param in params])
+        for param, *each in zip(params, *grads, strict=True):
+            param.grad = _mean(param, each)
+        if clip := task.config.get("gradient_clipping"):
+            nn.utils.clip_grad_norm_(params, clip)
+        optimizer.step()
+    state = optimizer.state_dict()["state"]
+    return losses, {key: value.detach() for key, value in model.state_dict().items()}, state
+
+
+def _mean(param: Tensor, grads: Sequence[Tensor | None]) -> Tensor | None:
+    if all(grad is None for grad in grads):
+        return None
+    first, *others = (torch.zeros_like(param) if grad is None else grad for grad in grads)
+    total = first.clone()
+    for other in others:
+        total += other
+    return total / len(grads)
