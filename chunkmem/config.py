@@ -252,7 +252,6 @@ AVAILABLE: Final = MappingProxyType(
     {
         "use_cpu_embedding": (False,),
         "memory.disk": (None,),
-        "client.mem_tracer.use_fake_dist": (False,),
     }
 )
 """What this version can do with the keys it cannot do everything with; the default is always among it."""

@@ -103,7 +103,7 @@ class ChunkManager:
             self._ranks.agree(f"{path} of the configuration", json.dumps(value))
         self._dtype = _DTYPES[self.config.precision]
         self._scaler = LossScaler(self.config.fp16) if self._dtype is torch.float16 else None
-        self._tiers = Tiers(self.config, self._compute)
+        self._tiers = Tiers(self.config, self._compute, num_local=self._ranks.num_local)
         self._store = ChunkStore({Tier.DEVICE: self._tiers.device_pool, Tier.HOST: self._tiers.host_pool})
         self._executor = DemandExecutor(self._store)
         size = self.config.default_chunk_size
@@ -119,15 +119,13 @@ class ChunkManager:
         self._lanes = (make_lanes or partial(open_lanes, blocking=blocking))(self._compute)
         self._undo_log_nbytes = 0 if blocking else undo_log_nbytes(opts, self._compute, self._tiers.caps)
         self._sharing = self._share() if self._ranks.size > 1 else None
-        self._units = Units(self._sharing)
+        self._units = Units(self._sharing, lambda groups: self._reduce_groups(groups))
         self._access = AccessTracker(self._executor)
         self._backward = BackwardTracker(self._executor, self._access, self._units)
         self._gradients = GradientBook(
             self._executor, settles=lambda group: self._updater.settles(group), then=self._backward.landed
         )
         self._reduction = None if self._sharing is None else Reduction(self._sharing, self._gradients, self._executor)
-        if self._reduction is not None:
-            self._units.reduce = self._reduction.reduce_groups
         native = NativeUpdate(lambda: load_kernels(with_cuda=self._compute.is_accelerator))
         self._updater = GroupUpdater(
             self._executor,
@@ -468,6 +466,10 @@ class ChunkManager:
     def _read(self, managed: ManagedParameter) -> torch.Tensor:
         self._require_open()
         return self._from_owner(managed, lambda: self._updater.read_weight(managed))
+
+    def _reduce_groups(self, groups: Sequence[int]) -> None:
+        assert self._reduction is not None
+        self._reduction.reduce_groups(groups)
 
     def _owns(self, managed: ManagedParameter) -> bool:
         return self._sharing is None or self._sharing.owns(managed.group)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -68,6 +69,8 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         if self.rank < 0:
             raise ConfigError("this process is not one of the ranks of process_group; pass it on its ranks only")
+        self.num_local = 1
+        """Ranks on this machine, this one included."""
         self.timeout_s = timeout_s
         self._given = group
         self._chunks: dist.ProcessGroup | None = None
@@ -78,6 +81,8 @@ class Ranks:
         self._failure: RankError | None = None
         if group is not None and self.size > 1:
             self._open(group)
+            here = socket.gethostname().encode()
+            self.num_local = self._all_bytes(here, "looking for ranks on the same machine").count(here)
 
     def _open(self, group: dist.ProcessGroup) -> None:
         self._names = tuple(dist.get_process_group_ranks(group))

@@ -50,7 +50,7 @@ def gathered(
     pinned: list[Chunk] = []
     try:
         for chunk in chunks:
-            if chunk.is_remote and Tier.DEVICE not in chunk.replicas:
+            if chunk.is_remote:
                 executor.hold_empty(chunk, Tier.DEVICE, "gather")
             else:
                 executor.pin(chunk, Tier.DEVICE, reader="gather", elastic=True)

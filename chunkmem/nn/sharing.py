@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
-from chunkmem.comm.exchange import Exchange, Shard
+from chunkmem.comm.exchange import Exchange, Shard, Work
 from chunkmem.comm.ranks import Ranks
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
@@ -62,7 +63,7 @@ class Sharing:
         try:
             for group in groups:
                 chunk = self._weights(group)
-                if chunk.is_remote and Tier.DEVICE not in chunk.replicas:
+                if chunk.is_remote:
                     self._executor.hold_empty(chunk, Tier.DEVICE, reader)
                 else:
                     self._executor.pin(chunk, Tier.DEVICE, reader=reader)
@@ -78,15 +79,43 @@ class Sharing:
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
+        self.arrive(self.send(groups, reader=reader))
+
+    def send(self, groups: Iterable[int], *, reader: object) -> list[tuple[Work, list[Chunk]]]:
+        """Begin what `gather` does; `arrive` ends it."""
+        found = []
         for together in self.together(groups):
             chunks = [self._weights(group) for group in together]
             with runtime_mode():
-                self.exchange.gather(self._shards(chunks), label=f"{reader}: {chunks[0].label}").wait()
+                label = f"{reader}: {chunks[0].label}"
+                found.append((self.exchange.gather(self._shards(chunks), label=label), chunks))
+        return found
+
+    def arrive(self, sent: Iterable[tuple[Work, list[Chunk]]]) -> None:
+        """Wait for what `send` has begun; raises what `gather` does."""
+        for work, chunks in sent:
+            with runtime_mode():
+                work.wait()
                 for chunk in chunks:
                     if chunk.is_remote:
                         chunk.replicas[Tier.DEVICE].version = chunk.version
                         assert chunk.home is not None
                         chunk.home.bind()
+
+    def fits_beside(self, groups: Iterable[Sequence[int]], *, always: Sequence[int]) -> bool:
+        """Tell whether on every rank two lists of groups that follow each other fit DEVICE at a time.
+
+        Beside them `always`, and gradients: those that land, and those that are reduced. All ranks call it.
+        """
+        lists = [set(each) - set(always) for each in groups]
+        pairs = [self._nbytes(one | other) for one, other in pairwise(lists)]
+        largest = max((chunk.nbytes for chunk in self._store.chunks.values()), default=0)
+        needed = max(pairs, default=0) + self._nbytes(always) + (self.ranks.size + 1) * largest
+        fits = needed <= self._store.pools[Tier.DEVICE].ledger.cap_nbytes
+        return not any(self.ranks.max_over((float(not fits),), label="room to gather ahead"))
+
+    def _nbytes(self, groups: Iterable[int]) -> int:
+        return sum(self._weights(group).nbytes for group in groups)
 
     def release(self, groups: Iterable[int]) -> None:
         """Undo `hold`; the content of others goes."""

@@ -5,6 +5,8 @@ rank. Forward gathers a unit when a call enters it. Backward gathers it when the
 arrive, and again if another unit's came in between; when it has left all units that a group has a part in, the group
 is reduced, if no micro-batch is thought to follow. A recomputed forward inside a backward counts as backward. So what
 is exchanged depends on the order of units alone, which is the same on all ranks, and not on what a rank still has.
+
+A rank without a batch goes through the units as it did in the step before, where nothing happens in them.
 """
 
 from __future__ import annotations
@@ -16,10 +18,8 @@ import torch
 from torch import nn
 
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.course import Course
 from chunkmem.nn.sharing import Sharing
-
-Reduce = Callable[[Sequence[int]], None]
-"""Reduces groups, all ranks the same."""
 
 
 @dataclass(eq=False)
@@ -28,27 +28,32 @@ class Unit:
 
     name: str
     groups: tuple[int, ...] = ()
-    depth: int = field(default=0, init=False)
-    """Calls of it that run."""
     is_root: bool = False
     """What is in no other unit; backward may come back to it at any time."""
+    depth: int = field(default=0, init=False)
+    """Calls of it that run."""
 
     def __str__(self) -> str:
         return f"unit {self.name}"
 
 
+Event = tuple[str, Unit | bool | None]
+"""What happens in a step: a unit is entered, left, or announced; a backward begins, declared to be the last one or not,
+or ends."""
+
+
 class Units:
     """Which units are open. With one rank there are none, and nothing is done."""
 
-    def __init__(self, sharing: Sharing | None) -> None:
+    def __init__(self, sharing: Sharing | None, reduce: Callable[[Sequence[int]], None]) -> None:
+        """Begin with none; `reduce` is called with groups whose gradients are complete, by all ranks alike."""
+        self._course = None if sharing is None else Course(sharing, reduce)
         self._sharing = sharing
-        self.reduce: Reduce = lambda groups: None
-        """Called with groups whose gradients are complete."""
-        self.expected: int | None = None
+        self.declared: bool | None = None
+        """Whether the next backward is the last one before the step; None: what the steps before tell."""
+        self._expected: int | None = None
         """Backwards a step: declared, or as many as the step before had; None: not known."""
         self._is_declared = False
-        self.declared: bool | None = None
-        """Whether the next backward is the last one before the step; None: what is `expected` tells."""
         self._marked: list[nn.Module] = []
         self._users: dict[int, set[Unit]] = {}
         """By group: the units that have a part in it."""
@@ -60,20 +65,21 @@ class Units:
         """The one that backward is in."""
         self._visited: dict[Unit, None] = {}
         """Those that the running backward has been in."""
+        self._reduced: set[int] = set()
+        """Groups that it has reduced."""
         self._is_last = False
         """No other backward is thought to follow the running one before the step."""
         self._num_backwards = 0
         """Since the last step."""
-        self._log: list[tuple[str, tuple[int, ...]]] = []
-        """What was exchanged since the last step."""
-        self._reduced: set[int] = set()
-        """Groups that the running backward has reduced."""
-        self._schedule: list[tuple[str, tuple[int, ...]]] = []
-        """The same of the step before."""
+        self._events: list[Event] = []
+        """Since the last step."""
+        self._events_before: list[Event] = []
+        """Of the last step that had a batch."""
+        self._is_attending = False
 
     def accumulate(self, num_backwards: int) -> None:
         """Expect so many backwards before each step from now on."""
-        self.expected, self._is_declared = num_backwards, True
+        self._expected, self._is_declared = num_backwards, True
 
     def mark(self, module: nn.Module) -> None:
         """Make a module a unit when it is packed."""
@@ -122,16 +128,18 @@ class Units:
             RankError: a rank is missing, or somewhere else.
         """
         assert self._sharing is not None
+        self._note("enter", unit)
         if unit.depth == 0:
             self._sharing.hold(unit.groups, reader=unit)
             unit.depth = 1
             self._running.append(unit)
-            self._gather(unit.groups, unit)
+            self._gather(unit, unit)
         else:
             unit.depth += 1
 
     def leave(self, unit: Unit) -> None:
         """That call is over."""
+        self._note("leave", unit)
         unit.depth -= 1
         if unit.depth == 0:
             self._running.remove(unit)
@@ -141,10 +149,12 @@ class Units:
         """Backward goes on in a unit. Raises what `enter` does."""
         if unit is None or unit is self._last or self._sharing is None:
             return
-        if self._last is None and not self._visited:
-            self._begin_backward()
-        self._last = unit
+        is_first = not self._visited
         self._visited[unit] = None
+        if is_first:
+            self._begin_backward()
+        self._note("announce", unit)
+        self._last = unit
         for other in [other for other in self._backward if other is not unit]:
             del self._backward[other]
             self._release(other)
@@ -152,12 +162,73 @@ class Units:
         if unit not in self._backward:
             self._sharing.hold(unit.groups, reader=unit)
             self._backward[unit] = None
-        self._gather(unit.groups, f"{unit} backward")
+        self._gather(unit, f"{unit} backward")
+
+    def end_backward(self) -> None:
+        """No backward runs any more."""
+        if self._visited:
+            self._note("end", None)
+            self._reduce_left(is_over=True)
+        self._close_backward()
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+        if self._course is None:
+            return
+        if self._num_backwards and not self._is_declared:
+            self._expected = self._num_backwards
+        roots = {group for users in self._users.values() for unit in users if unit.is_root for group in unit.groups}
+        self._course.end_step(always=sorted(roots))
+        self._events_before, self._events = self._events or self._events_before, []
+        self._num_backwards = 0
+
+    def attend(self) -> None:
+        """Take part in what the other ranks exchange, if this one has had no batch since the last step.
+
+        They are taken to do what they did in the step before; this rank adds gradients of zero. Raises what
+        `enter` does.
+        """
+        if self._events or self._sharing is None:
+            return
+        self._is_attending = True
+        try:
+            for what, value in self._events_before:
+                self._repeat(what, value)
+        finally:
+            self._is_attending = False
+
+    def reset(self) -> None:
+        """Drop what interrupted calls left open."""
+        if self._course is not None:
+            self._course.reset()
+        self._close_backward()
+        running, self._running = self._running, []
+        for unit in running:
+            unit.depth = 0
+            self._release(unit)
+
+    def _repeat(self, what: str, value: Unit | bool | None) -> None:
+        if isinstance(value, Unit):
+            {"enter": self.enter, "leave": self.leave, "announce": self.announce}[what](value)
+        elif what == "begin":
+            self.declared = value
+        else:
+            self.end_backward()
+
+    def _note(self, what: str, value: Unit | bool | None) -> None:
+        if self._is_part:
+            self._events.append((what, value))
+
+    @property
+    def _is_part(self) -> bool:
+        """What happens is part of a step; an evaluation is not."""
+        return torch.is_grad_enabled() or bool(self._visited) or self._is_attending
 
     def _begin_backward(self) -> None:
         self._num_backwards += 1
+        self._note("begin", self.declared)
         declared, self.declared = self.declared, None
-        self._is_last = self._num_backwards == self.expected if declared is None else declared
+        self._is_last = self._num_backwards == self._expected if declared is None else declared
         self._reduced = set()
 
     def _is_left(self, unit: Unit) -> bool:
@@ -168,66 +239,22 @@ class Units:
         """Reduce what only units that backward has left have a part in; when it is over, all that it has been in."""
         if not self._is_last:
             return
-        ready = {
-            group
-            for unit in self._visited
-            for group in unit.groups
-            if group not in self._reduced and (is_over or all(self._is_left(user) for user in self._users[group]))
-        }
+        visited = {group for unit in self._visited for group in unit.groups} - self._reduced
+        ready = {group for group in visited if is_over or all(map(self._is_left, self._users[group]))}
         if ready:
             self._reduced |= ready
-            groups = tuple(sorted(ready))
-            self._log.append(("reduce", groups))
-            self.reduce(groups)
+            assert self._course is not None
+            self._course.reduce(tuple(sorted(ready)))
 
-    def end_backward(self) -> None:
-        """No backward runs any more."""
-        if self._visited:
-            self._reduce_left(is_over=True)
-        self._close_backward()
-
-    def end_step(self) -> None:
-        """The optimizer has stepped."""
-        if self._num_backwards and not self._is_declared:
-            self.expected = self._num_backwards
-        if self._log:
-            self._schedule = self._log
-        self._log, self._num_backwards = [], 0
-
-    def attend(self) -> None:
-        """Take part in what the other ranks exchange, if this one has had no batch since the last step.
-
-        They are taken to do what they did in the step before; this rank adds gradients of zero.
-        """
-        if self._sharing is None or self._log:
-            return
-        for what, groups in self._schedule:
-            if what == "reduce":
-                self.reduce(groups)
-            else:
-                self._sharing.hold(groups, reader="a step without a batch")
-                self._sharing.gather(groups, reader="a step without a batch")
-                self._sharing.release(groups)
-
-    def _gather(self, groups: tuple[int, ...], reader: object) -> None:
-        assert self._sharing is not None
-        if torch.is_grad_enabled() or self._last is not None:  # an evaluation is not part of a step
-            self._log.append(("gather", groups))
-        self._sharing.gather(groups, reader=reader)
+    def _gather(self, unit: Unit, reader: object) -> None:
+        assert self._course is not None
+        self._course.gather(unit.groups, reader=reader, is_part=self._is_part)
 
     def _close_backward(self) -> None:
         self._last, self._is_last = None, False
         self._visited.clear()
         open_units, self._backward = self._backward, {}
         for unit in open_units:
-            self._release(unit)
-
-    def reset(self) -> None:
-        """Drop what interrupted calls left open."""
-        self._close_backward()
-        running, self._running = self._running, []
-        for unit in running:
-            unit.depth = 0
             self._release(unit)
 
     def _release(self, unit: Unit) -> None:

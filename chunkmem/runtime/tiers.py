@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chunkmem.config import Config, OptsConfig
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes
@@ -22,12 +22,23 @@ class TierCaps:
     """Both are one piece of RAM: everything stays on DEVICE and nothing is copied twice."""
 
 
-def tier_caps(config: Config, compute: ComputeDevice) -> TierCaps:
-    """Work out the caps: explicit ones as they are, real capacities times their ratio."""
+def tier_caps(config: Config, compute: ComputeDevice, *, num_local: int = 1) -> TierCaps:
+    """Work out the caps: explicit ones as they are, real capacities times their ratio.
+
+    `num_local` ranks share the RAM of this machine, and with `use_fake_dist` everything.
+    """
+    caps = _caps_of_one(config, compute, num_local=num_local)
+    if not config.client.mem_tracer.use_fake_dist:
+        return caps
+    host = caps.host_nbytes if config.memory.host is None else caps.host_nbytes // num_local
+    return replace(caps, device_nbytes=caps.device_nbytes // num_local, host_nbytes=host)
+
+
+def _caps_of_one(config: Config, compute: ComputeDevice, *, num_local: int) -> TierCaps:
     tracer = config.client.mem_tracer
     host = config.memory.host
     if host is None:
-        host = int(ram_nbytes() * tracer.overall_cpu_mem_ratio)
+        host = int(ram_nbytes() * tracer.overall_cpu_mem_ratio) // num_local
     device = config.memory.device
     if device is None:
         if not compute.is_accelerator:
@@ -52,9 +63,10 @@ def undo_log_nbytes(opts: OptsConfig, compute: ComputeDevice, caps: TierCaps) ->
 class Tiers:
     """Ledgers and pools of DEVICE and HOST."""
 
-    def __init__(self, config: Config, compute: ComputeDevice) -> None:
+    def __init__(self, config: Config, compute: ComputeDevice, *, num_local: int = 1) -> None:
+        """Make them; `num_local` ranks share this machine."""
         self.compute = compute
-        self.caps = tier_caps(config, compute)
+        self.caps = tier_caps(config, compute, num_local=num_local)
         opts = config.client.opts
         device = self.caps.device_nbytes
         # On an accelerator the cap covers activations too. Until a step has shown how much they take, chunks get the

@@ -119,6 +119,11 @@ class Conductor:
         Raises:
             TraceError: it is of another model or layout.
         """
+        if not self._plans:
+            raise TraceError(
+                "several processes train together, and their steps are served on demand in this version; leave the trace "
+                "out, or train with one process"
+            )
         own = self._layout()
         if trace.layout != own:
             raise TraceError(

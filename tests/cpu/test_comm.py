@@ -15,13 +15,13 @@ from functools import reduce
 import pytest
 import torch
 import torch.distributed as dist
+from chunkmem.layout.shard import Sharding
 
 from chunkmem.comm import require_one_process
 from chunkmem.comm.exchange import Shard, mean_in_order
 from chunkmem.comm.methods import Chunkwise, Grouped, PointToPoint, choose_exchange
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ConfigError, RankError, StateError
-from chunkmem.layout.shard import Sharding
 from tests.helpers.ranks import Team
 
 MEMBERS = {1: (2,), 2: (1, 3), 3: (0, 1, 3), 4: (0, 1, 2, 3)}

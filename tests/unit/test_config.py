@@ -251,8 +251,6 @@ def test_unavailable_keys_are_named(path: str) -> None:
     possible: dict[str, tuple[object, ...]] = {
         "use_cpu_embedding": (False,),
         "memory.disk": (None,),
-        "client.mem_tracer.use_fake_dist": (False,),
-        "client.opts.with_mem_saving_comm": (None,),
     }
     assert set(AVAILABLE) == set(possible)
     for value, kept in KEYS[path].good:
@@ -264,6 +262,6 @@ def test_unavailable_keys_are_named(path: str) -> None:
 
 
 def test_all_unavailable_keys_are_named_at_once() -> None:
-    opts = OptsConfig(with_mem_saving_comm=True, overlap_optimizer=False)
-    config = Config(precision="fp16", use_cpu_embedding=True, client=ClientConfig(opts=opts))
-    assert unavailable_keys(config) == ["use_cpu_embedding", "client.opts.with_mem_saving_comm"]
+    memory = {"disk": {"path": "/somewhere", "capacity": 1}}
+    config = Config.from_dict({"precision": "fp16", "use_cpu_embedding": True, "memory": memory})
+    assert unavailable_keys(config) == ["use_cpu_embedding", "memory.disk"]

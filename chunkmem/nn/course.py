@@ -1,0 +1,102 @@
+"""The exchanges of a step, one after the other, and the next gather begun ahead of its time.
+
+[Note: Gathering ahead] Steps repeat. While a unit computes, the gather that came next in the step before is begun, if
+all ranks have room for two units at a time. If something else comes, all ranks see that alike, let what was begun
+arrive, and begin nothing ahead until the next step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from chunkmem.comm.exchange import Work
+from chunkmem.errors import RankError
+from chunkmem.nn.sharing import Sharing
+from chunkmem.runtime.store import Chunk
+
+Groups = tuple[int, ...]
+_AHEAD = "gathering ahead"
+
+
+@dataclass(eq=False)
+class Sent:
+    """A gather under way; its groups are held."""
+
+    groups: Groups
+    works: list[tuple[Work, list[Chunk]]]
+
+
+class Course:
+    """What is exchanged, as it was in the step before or not."""
+
+    def __init__(self, sharing: Sharing, reduce: Callable[[Sequence[int]], None]) -> None:
+        self._sharing = sharing
+        self._reduce = reduce
+        self._log: list[tuple[str, Groups]] = []
+        """Exchanged since the last step: gather or reduce, and which groups."""
+        self._schedule: list[tuple[str, Groups]] = []
+        """The same of the step before."""
+        self._ahead: Sent | None = None
+        self._fits = False
+        """All ranks have room for two units at a time."""
+        self._is_alike = False
+        """This step has been like the one before so far."""
+
+    def gather(self, groups: Groups, *, reader: object, is_part: bool) -> None:
+        """Bring groups, which the caller holds, together from their owners; `is_part` of a step.
+
+        Raises:
+            RankError: a rank is missing, or somewhere else.
+        """
+        ahead = self._ahead
+        if ahead is not None and is_part and ahead.groups == groups:
+            self._ahead = None
+            self._sharing.arrive(ahead.works)
+            self._sharing.release(groups)
+        else:
+            self._drop()
+            self._sharing.gather(groups, reader=reader)
+        if is_part:
+            self._done("gather", groups)
+
+    def reduce(self, groups: Groups) -> None:
+        """Give owners the means of gradients. Raises what `gather` does."""
+        self._drop()
+        self._reduce(groups)
+        self._done("reduce", groups)
+
+    def end_step(self, *, always: Sequence[int]) -> None:
+        """The step is over; `always` are groups that are held all the time. Raises what `gather` does."""
+        self._drop()
+        if self._log != self._schedule:
+            self._schedule = self._log
+            gathers = [groups for what, groups in self._schedule if what == "gather"]
+            self._fits = self._sharing.fits_beside(gathers, always=always)
+        self._log, self._is_alike = [], True
+
+    def reset(self) -> None:
+        """Drop what an interrupted step has begun. If that failed, whoever exchanges next hears of it."""
+        with contextlib.suppress(RankError):
+            self._drop()
+
+    def _done(self, what: str, groups: Groups) -> None:
+        self._log.append((what, groups))
+        at = len(self._log)
+        self._is_alike = self._is_alike and at < len(self._schedule) and self._log[-1] == self._schedule[at - 1]
+        if not (self._is_alike and self._fits):
+            return
+        following, wanted = self._schedule[at]
+        if following == "gather":
+            self._sharing.hold(wanted, reader=_AHEAD)
+            self._ahead = Sent(wanted, self._sharing.send(wanted, reader=_AHEAD))
+
+    def _drop(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._is_alike = False
+            try:
+                self._sharing.arrive(ahead.works)
+            finally:
+                self._sharing.release(ahead.groups)

@@ -1,0 +1,176 @@
+"""The example under torchrun: two processes, one of which may die."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+TEXT = b"for word in ('chunk', 'slab', 'tier', 'role'):\n    print(word)\n" * 20
+SEQ = 16
+TINY = ("--model", "1m", "--batch", "2", "--seq", str(SEQ), "--sample", "4")
+WRITTEN = {"checkpoint.pt", "sample.txt"}
+PATIENCE_S = 300
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "words.py"
+    path.write_bytes(TEXT)
+    return path
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import pretrain_gpt
+
+    return pretrain_gpt
+
+
+@contextmanager
+def torchrun(*arguments: object, log: Path, restarts: int = 0) -> Iterator[subprocess.Popen[bytes]]:
+    """Start two ranks of the example; whatever happens, nothing of them is left."""
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", restarts)
+    command = [sys.executable, *map(str, (*start, EXAMPLES / "pretrain_gpt.py", *TINY, *arguments))]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(command, env=env, stdout=file, stderr=file, cwd=log.parent) as process,
+    ):
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                    each.kill()
+
+
+def finish(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Wait for the end, which has to be a good one; return what was said."""
+    code = process.wait(PATIENCE_S)
+    said = log.read_text()
+    assert code == 0, said
+    return said
+
+
+def train(*arguments: object, log: Path) -> str:
+    with torchrun(*arguments, log=log) as process:
+        return finish(process, log)
+
+
+def checkpoint(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(folder / "checkpoint.pt", weights_only=True)
+    return state
+
+
+def assert_equal(left: Any, right: Any, name: str = "") -> None:
+    assert type(left) is type(right), name
+    if isinstance(left, dict):
+        assert left.keys() == right.keys(), name
+        for key, value in left.items():
+            assert_equal(value, right[key], f"{name}/{key}")
+    elif isinstance(left, list):
+        assert_equal(dict(enumerate(left)), dict(enumerate(right)), name)
+    else:
+        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right, name
+
+
+def loss_of(model: torch.nn.Module) -> float:
+    rows = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8).long().unfold(0, SEQ + 1, SEQ)
+    with torch.no_grad():
+        return float(model(rows[:, :-1], rows[:, 1:]))
+
+
+def test_two_ranks_train_what_plain_pytorch_loads(tmp_path: Path, text: Path, example: Any) -> None:
+    said = train("--steps", 6, "--save-every", 4, "--data", text, "--out", "run", log=tmp_path / "log")
+    assert said.count("0/6 [") == 1  # one bar, which begins once
+    assert len(re.findall("validation loss", said)) == 1
+    assert re.search(r"[\d,]+ tokens/s on 2 ranks, peak [\d.]+ MiB of [\d.]+ MiB on rank 0", said)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == WRITTEN
+    torch.manual_seed(0)
+    model = example.GPT(example.PRESETS["1m"], SEQ)
+    loss_before = loss_of(model)
+    state = checkpoint(tmp_path / "run")
+    assert state["step"] == 6
+    model.load_state_dict(state["model"])
+    assert loss_of(model) < loss_before - 0.5
+
+
+def worker(process: subprocess.Popen[bytes], rank: int) -> psutil.Process:
+    """Return the process that is a rank now."""
+    (found,) = (child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == str(rank))
+    return found
+
+
+@pytest.mark.full
+def test_a_killed_rank_is_started_again_and_nothing_is_lost(tmp_path: Path, text: Path) -> None:
+    arguments = ("--steps", 24, "--save-every", 3, "--data", text)
+    train(*arguments, "--out", "whole", log=tmp_path / "whole.log")
+    log, saved = tmp_path / "parts.log", tmp_path / "parts" / "checkpoint.pt"
+    saved.parent.mkdir()
+    saved.write_bytes(b"of an earlier training")
+    with torchrun(*arguments, "--out", "parts", log=log, restarts=1) as process:
+        # `wait` comes back early if the training ends, which it must not yet.
+        while not (saved.exists() and saved.stat().st_size > 1000):
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.05)
+        workers = [worker(process, rank) for rank in range(2)]
+        workers[1].send_signal(signal.SIGKILL)
+        said = finish(process, log)
+    (step,) = re.findall(r"started again by torchrun: goes on after step (\d+) of 24", said)
+    assert int(step) in range(3, 24, 3)
+    assert said.count(f"{step}/24 [00:00<?") == 1
+    assert not any(each.is_running() for each in workers)
+    assert not [each for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info["cmdline"])]
+    assert {path.name for path in saved.parent.iterdir()} == {*WRITTEN, "earlier-checkpoint.pt"}
+    assert (saved.parent / "earlier-checkpoint.pt").read_bytes() == b"of an earlier training"
+    assert_equal(checkpoint(tmp_path / "parts"), checkpoint(tmp_path / "whole"))
+
+
+@pytest.mark.full
+def test_what_ranks_refuse_is_said_with_their_number(tmp_path: Path, text: Path) -> None:
+    log = tmp_path / "log"
+    with torchrun("--res_check", "--data", text, log=log) as process:
+        assert process.wait(PATIENCE_S) == 1
+    said = log.read_text()
+    assert re.search(r"pretrain_gpt\.py: rank \d: --res_check compares one process with plain PyTorch", said)
+
+
+def test_a_restart_goes_on_from_its_own_training_only(tmp_path: Path, example: Any) -> None:
+    args, path = Namespace(out=tmp_path, resume=False, steps=4), tmp_path / "checkpoint.pt"
+    state: dict[str, Any] = {"step": 2, "model": {}, "optimizer": {}, "scheduler": {}}
+    first, again = (example.Ranks(num_restarts=count, may_restart=True) for count in (0, 1))
+    assert example.start_of(args, again) is None  # died before anything was saved
+    example.save(state, path)
+    assert example.start_of(args, again) == state
+    assert example.start_of(args, example.Ranks()) is None
+    assert path.exists()
+    assert example.start_of(args, first) is None
+    assert example.start_of(args, again) is None
+    assert {each.name for each in tmp_path.iterdir()} == {"earlier-checkpoint.pt"}
+
+
+def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path, example: Any) -> None:
+    path = tmp_path / "sample.txt"
+    path.write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt), example.replacing(path) as file:
+        file.write(b"ne")
+        raise KeyboardInterrupt
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"old"]
+    with example.replacing(path) as file:
+        file.write(b"new")
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"new"]
