@@ -44,6 +44,7 @@ bench: $(VENV)/.test
 	$(RUN) -m benchmarks.estimate.run
 	$(RUN) -m benchmarks.adam.run
 	$(RUN) -m benchmarks.overlap.run
+	$(RUN) -m benchmarks.distributed.run
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +36,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--steps", type=_integer(1), default=500, metavar="N", help="of the whole training (default: 500)")
     add("--stop-after", type=_integer(1), metavar="N", help="end early, after so many steps of this run")
     add("--save-every", type=_integer(1), default=100, metavar="N", help="steps (default: 100)")
-    add("--batch", type=_integer(1), default=16, metavar="N", help="sequences a step (default: 16)")
+    add("--batch", type=_integer(1), default=16, metavar="N", help="sequences a step and rank (default: 16)")
     add("--seq", type=_integer(1), default=64, metavar="N", help="bytes a sequence (default: 64)")
     add("--lr", type=float, help="at its peak; default: the configuration's, which suits a small model")
     add("--seed", type=_integer(0), default=0, metavar="N")
@@ -44,9 +45,10 @@ def parse_arguments(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_config(args: argparse.Namespace, device: torch.device) -> chunkmem.Config:
+def make_config(args: argparse.Namespace, device: torch.device, *, num_ranks: int) -> chunkmem.Config:
     """Read the configuration; the command line wins. Without any cap, DEVICE gets a third of the weights' bytes.
 
+    Over ranks it gets as much as they have: blocks come as a whole, gradients of several chunks at a time.
     An accelerator keeps the configuration's default: its cap covers activations too, which only a step can tell.
     """
     settings = chunkmem.Config.from_json(args.config).to_dict()
@@ -60,7 +62,7 @@ def make_config(args: argparse.Namespace, device: torch.device) -> chunkmem.Conf
     if args.device_cap is not None:
         settings["memory"]["device"] = _parse_cap(args.device_cap, weight_nbytes(args))
     elif settings["memory"]["device"] is None and device.type == "cpu":
-        settings["memory"]["device"] = weight_nbytes(args) // 3
+        settings["memory"]["device"] = weight_nbytes(args) // (3 if num_ranks == 1 else 1)
     return chunkmem.Config.from_dict(settings)
 
 
@@ -71,8 +73,9 @@ def weight_nbytes(args: argparse.Namespace) -> int:
 
 
 def fail(message: str, *, code: int = 2) -> NoReturn:
-    """End with one line on stderr."""
-    print(f"pretrain_gpt.py: {' '.join(message.split())}", file=sys.stderr)
+    """End with one line on stderr; of several ranks, it says which."""
+    who = f"rank {os.environ.get('RANK')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    print(f"pretrain_gpt.py: {who}{' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)
 
 

@@ -3,6 +3,7 @@
 python examples/pretrain_gpt.py                            # a small model on the standard library's sources
 python examples/pretrain_gpt.py --steps 20 --res_check     # the numbers of plain PyTorch, bit for bit?
 python examples/pretrain_gpt.py --model gpt2-small --data my/text --device-cap 25% --out runs/small
+torchrun --nproc-per-node 2 --max-restarts 1 examples/pretrain_gpt.py    # --batch is each rank's; restarts resume
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import argparse
 import math
 import os
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,10 @@ from typing import Any, NoReturn
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from files import load, make_folder, replacing, save, set_aside
 from gpt import GPT, PRESETS, continue_text
 from options import fail, make_config, parse_arguments, weight_nbytes
+from ranks import Ranks, join_ranks
 from res_check import Outcome, first_difference, train_in_plain_pytorch
 from text import Text, TextError, batch_at, load_text
 from torch import Tensor
@@ -44,6 +46,7 @@ class Run:
     config: chunkmem.Config
     text: Text
     device: torch.device
+    ranks: Ranks
     start: dict[str, Any] | None
     """A saved state to go on from; None is the beginning."""
 
@@ -51,6 +54,10 @@ class Run:
     def steps(self) -> range:
         first = self.start["step"] if self.start else 0
         return range(first, min(self.args.steps, first + (self.args.stop_after or self.args.steps)))
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.args.out / "checkpoint.pt"
 
     def model(self) -> GPT:
         torch.manual_seed(self.args.seed)
@@ -65,18 +72,19 @@ class Run:
     def bar(self, title: str) -> tqdm[NoReturn]:
         # A log keeps every refresh as text: one in ten seconds is enough there.
         interval_s = 0.1 if sys.stderr.isatty() else 10
-        return tqdm(total=self.args.steps, initial=self.steps.start, desc=title, unit="step", mininterval=interval_s)
+        span = {"total": self.args.steps, "initial": self.steps.start, "mininterval": interval_s}
+        return tqdm(desc=title, unit="step", disable=not self.ranks.is_first, **span)
 
     def batch(self, text: Tensor, step: int) -> tuple[Tensor, Tensor]:
         args = self.args
         return batch_at(text, step, batch=args.batch, seq=args.seq, seed=args.seed, device=self.device)
 
 
-def train(run: Run) -> Outcome:
-    """Train in chunks, then save and show what came out."""
-    args = run.args
+def train(run: Run) -> Outcome | None:
+    """Train in chunks, then save and show what came out; return it where it is compared."""
+    args, ranks = run.args, run.ranks
     manager = chunkmem.ChunkManager(run.config)
-    require_room(args, manager)
+    require_room(run, manager)
     with manager.init():
         model = run.model()
     optimizer = getattr(chunkmem, run.config.optimizer.type)(model.parameters(), manager=manager)
@@ -89,7 +97,7 @@ def train(run: Run) -> Outcome:
     losses: list[float] = []
     with Progress(run, manager) as progress:
         for step in run.steps:
-            loss = model(*run.batch(run.text.training, step))
+            loss = model(*run.batch(run.text.training, step * ranks.size + ranks.rank))
             manager.backward(loss)
             optimizer.step()  # clips, too: gradient_clipping in the configuration
             optimizer.zero_grad()
@@ -97,15 +105,19 @@ def train(run: Run) -> Outcome:
             losses.append(loss.item())
             progress.show(losses[-1])
             if step == run.steps[-1] or (step + 1) % args.save_every == 0:
-                state = {"model": manager.state_dict(), "optimizer": optimizer.state_dict()}
-                save({"step": step + 1, "scheduler": scheduler.state_dict(), **state}, args.out / "checkpoint.pt")
+                # All ranks take part, and the first one writes.
+                state = {"model": manager.state_dict(rank0_only=True), "optimizer": optimizer.state_dict()}
+                if ranks.is_first:
+                    save({"step": step + 1, "scheduler": scheduler.state_dict(), **state}, run.checkpoint)
 
-    print(f"\n{progress}\nvalidation loss {validation_loss(run, model):.3f} nats a byte\n\n{manager.memory()}\n")
+    ranks.say(f"\n{progress}\nvalidation loss {validation_loss(run, model):.3f} nats a byte\n\n{manager.memory()}\n")
     sample = continue_text(model, os.fsencode(args.prompt), args.sample, device=run.device)
-    print(sample.decode(errors="backslashreplace").expandtabs(4), flush=True)
-    (args.out / "sample.txt").write_bytes(sample)
-    report(manager, args.out)
-    return Outcome(losses, manager.state_dict(), optimizer.state_dict()["state"])
+    ranks.say(sample.decode(errors="backslashreplace").expandtabs(4))
+    if ranks.is_first:
+        with replacing(args.out / "sample.txt") as file:
+            file.write(sample)
+        report(run, manager)
+    return Outcome(losses, manager.state_dict(), optimizer.state_dict()["state"]) if args.res_check else None
 
 
 @torch.no_grad()
@@ -119,7 +131,8 @@ class Progress:
 
     def __init__(self, run: Run, manager: chunkmem.ChunkManager) -> None:
         self.manager = manager
-        self.step_tokens = run.args.batch * run.args.seq
+        self.num_ranks = run.ranks.size
+        self.step_tokens = run.args.batch * run.args.seq * self.num_ranks
         self.start_s = time.perf_counter()
         self.num_steps = 0
         self.bar = run.bar("chunks")
@@ -138,49 +151,29 @@ class Progress:
 
     def __str__(self) -> str:
         tokens_per_s = self.num_steps * self.step_tokens / (time.perf_counter() - self.start_s)
-        return f"{tokens_per_s:,.0f} tokens/s, {self.manager.timeline()}"
+        if self.num_ranks == 1:
+            return f"{tokens_per_s:,.0f} tokens/s, {self.manager.timeline()}"
+        device = self.manager.memory().device
+        peak = f"{format_nbytes(device.step_peak_nbytes)} of {format_nbytes(device.cap_nbytes)} on rank 0"
+        return f"{tokens_per_s:,.0f} tokens/s on {self.num_ranks} ranks, peak {peak}"
 
 
-def require_room(args: argparse.Namespace, manager: chunkmem.ChunkManager) -> None:
+def require_room(run: Run, manager: chunkmem.ChunkManager) -> None:
     """Refuse a model before it is built if its weights, gradients and two optimizer states fit nowhere."""
-    need = 4 * weight_nbytes(args)
+    weights = weight_nbytes(run.args)
+    # Every rank builds the model as a whole, and then keeps its share.
+    need = max(weights, 4 * weights // run.ranks.size)
     room = manager.memory().device.cap_nbytes + manager.memory().host.cap_nbytes
     if need > room:
-        fail(f"--model {args.model} takes {format_nbytes(need)}, and there is room for {format_nbytes(room)}")
+        fail(f"--model {run.args.model} takes {format_nbytes(need)}, and there is room for {format_nbytes(room)}")
 
 
-def make_folder(path: Path) -> None:
-    """Find out before the training, not after it, whether results can be written."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError as error:
-        fail(f"--out {path} cannot be written to: {error.strerror}")
-
-
-def save(state: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint; whenever this is interrupted, the file is the old one or the new one, never half of one."""
-    partial = path.with_name(f"{path.name}.partial")
-    with open(partial, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
-def load(path: Path) -> dict[str, Any]:
-    """Read what `save` wrote."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        return {key: state[key] for key in ("step", "model", "optimizer", "scheduler")}
-    except FileNotFoundError:
-        fail(f"{path} does not exist, so there is nothing to resume")
-    except Exception:  # torch.load raises half a dozen kinds for files that are cut off or something else
-        fail(f"{path} is not a checkpoint of this program")
-
-
-def report(manager: chunkmem.ChunkManager, folder: Path) -> None:
+def report(run: Run, manager: chunkmem.ChunkManager) -> None:
     """Record the last training step, and show it as `chunkmem report` does: a picture and a page."""
+    folder = run.args.out
+    if run.ranks.size > 1:
+        print("no report: steps over ranks are not recorded yet", file=sys.stderr)
+        return
     if manager.plan is None:
         print("no report: no plan was followed (the first step is recorded, the second one planned)", file=sys.stderr)
         return
@@ -191,19 +184,38 @@ def report(manager: chunkmem.ChunkManager, folder: Path) -> None:
         print(note, file=sys.stderr)
 
 
+def start_of(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any] | None:
+    """Return the state to go on from: with --resume, or when torchrun has started the ranks again."""
+    path = args.out / "checkpoint.pt"
+    if args.resume or (ranks.num_restarts and path.exists()):
+        start = load(path)
+    else:
+        start = None
+        if ranks.is_first and ranks.may_restart and not ranks.num_restarts:
+            set_aside(path)  # a restart must not go on from an earlier training
+    step = start["step"] if start else 0
+    ranks.require_one("the step of checkpoint.pt", step)
+    if ranks.num_restarts and ranks.is_first:
+        print(f"started again by torchrun: goes on after step {step} of {args.steps}", file=sys.stderr)
+    return start
+
+
 def main() -> None:
     args = parse_arguments(__doc__)
     sys.stdout.reconfigure(errors="backslashreplace")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ranks, device = join_ranks()
+    if args.res_check and ranks.size > 1:
+        fail("--res_check compares one process with plain PyTorch; leave it out, or start without torchrun")
     if args.res_check and device.type == "cuda":  # otherwise plain PyTorch does not even repeat itself
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     try:
-        make_folder(args.out)
+        if ranks.is_first:
+            make_folder(args.out)
         text = load_text(args.data, seq=args.seq)
-        start = load(args.out / "checkpoint.pt") if args.resume else None
-        run = Run(args, make_config(args, device), text, device, start)
-        if not run.steps:
+        start = start_of(args, ranks)
+        run = Run(args, make_config(args, device, num_ranks=ranks.size), text, device, ranks, start)
+        if not run.steps and not ranks.num_restarts:
             fail(f"all {args.steps} steps are done; to go on, give more --steps")
         outcome = train(run)
     except (TextError, chunkmem.ChunkmemError) as error:
@@ -212,7 +224,7 @@ def main() -> None:
         fail(str(error))
     except KeyboardInterrupt:
         fail("interrupted; --resume goes on from the last checkpoint", code=130)
-    if args.res_check:
+    if outcome is not None:
         difference = first_difference(outcome, train_in_plain_pytorch(run))
         if difference:
             fail(f"res_check: not what plain PyTorch gives: {difference}", code=1)
@@ -220,6 +232,7 @@ def main() -> None:
             f"res_check: {len(outcome.losses)} losses, {len(outcome.weights)} weights and the states of "
             f"{len(outcome.states)} parameters are bit for bit what plain PyTorch gives"
         )
+    ranks.leave()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,10 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pretrain_gpt.py"
-DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("differences", "getting-started", "tuning", "timeline")))
+DOCUMENTS = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("differences", "distributed", "getting-started", "tuning", "timeline")),
+)
 
 TINY = ("--model", "1m", "--batch", "2", "--seq", "16", "--sample", "4")
 WRITTEN = {"checkpoint.pt", "sample.txt"}
