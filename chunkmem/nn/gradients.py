@@ -150,7 +150,10 @@ class GradientBook:
     def give_up(self, group: int) -> None:
         """Another rank has a group's gradient now."""
         self.given |= self._landed.pop(group, set())
-        self._executor.consume(self.chunks[group])
+        chunk = self.chunks[group]
+        self._executor.consume(chunk)
+        if Tier.DEVICE in chunk.replicas:  # unlike the owner's, it is not wanted before the next backward
+            self._executor.store.drop(chunk, Tier.DEVICE)
 
     def _carry(self, group: int, reader: str) -> None:
         """More comes after a mean was formed: keep that beside, and begin anew."""
