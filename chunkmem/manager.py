@@ -113,6 +113,7 @@ class ChunkManager:
             chunk_numel=None if size == "auto" else size,
             device_cap_nbytes=self._tiers.caps.device_nbytes,
             dtype=self._dtype,
+            num_ranks=self._ranks.size,
         )
         opts = self.config.client.opts
         blocking = not (opts.with_async_move and backend.moves_contents)

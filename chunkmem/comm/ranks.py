@@ -167,8 +167,21 @@ class Ranks:
             RankError: a rank did not come.
         """
         sent = pickle.dumps(value) if self.rank == source else b""
-        received = self._all_bytes(sent, label)[source]
-        return value if self.rank == source else cast(_T, pickle.loads(received))
+        lengths = torch.tensor([len(sent)], dtype=torch.int64, device="cpu")
+        length = int(self._broadcast(lengths, source, label))
+        memory = bytearray(sent or bytes(length))
+        self._broadcast(torch.frombuffer(memory, dtype=torch.uint8), source, label)
+        return value if self.rank == source else cast(_T, pickle.loads(memory))
+
+    def _broadcast(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
+        if self.size > 1:
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            with self.waiting(label):
+                if self._numbers is None:
+                    raise StateError(f"{label}: the ranks were closed")
+                self._numbers.broadcast([tensor], options).wait()
+        return tensor
 
     def barrier(self, *, label: str) -> None:
         """Return once every rank has come.

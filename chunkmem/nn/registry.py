@@ -35,8 +35,13 @@ class ModelRegistry:
         chunk_numel: int | None,
         device_cap_nbytes: int,
         dtype: torch.dtype = torch.float32,
+        num_ranks: int = 1,
     ) -> None:
-        """Make an empty registry; `chunk_numel` None searches the slab size on the first model; see `Precision`."""
+        """Make an empty registry; `chunk_numel` None searches the slab size on the first model; see `Precision`.
+
+        `num_ranks` share the chunks: slabs are small enough that each rank gets about as many bytes.
+        """
+        self._num_ranks = num_ranks
         self._dtype = dtype
         self._packer = packer
         self._chunk_numel = chunk_numel
@@ -161,9 +166,10 @@ class ModelRegistry:
             raise errors[0]
 
     def _choose_slab_nbytes(self, named: Sequence[tuple[str, nn.Parameter]], precision: Precision) -> int:
-        return choose_slab_nbytes(
-            tensor_specs(named, precision), chunk_numel=self._chunk_numel, device_cap_nbytes=self._device_cap_nbytes
-        )
+        specs, cap_nbytes = tensor_specs(named, precision), self._device_cap_nbytes
+        if self._num_ranks > 1:  # the search looks at slabs of 1/64 of this at least: an eighth of a rank's share
+            cap_nbytes = min(cap_nbytes, 8 * sum(spec.nbytes for spec in specs) // self._num_ranks)
+        return choose_slab_nbytes(specs, chunk_numel=self._chunk_numel, device_cap_nbytes=cap_nbytes)
 
 
 def check_fits(state: Mapping[str, Any], expected: Mapping[str, Any], *, strict: bool) -> None:

@@ -121,8 +121,8 @@ class Conductor:
         """
         if not self._plans:
             raise TraceError(
-                "several processes train together, and this version serves their steps on demand: leave the trace out, or"
-                " train with one process"
+                "several processes train together, and this version serves their steps on demand: leave the trace out, "
+                "or train with one process"
             )
         own = self._layout()
         if trace.layout != own:
