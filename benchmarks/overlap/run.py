@@ -143,7 +143,7 @@ def measure(precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def hidden_shares(times: Mapping[str, Sequence[Mapping[str, float]]], variant: str) -> list[float]:
-    """Return, by round, what part of the update a variant's step does not show: 1 - (T_both - T_backward) / T_update."""
+    """Return, by round, what part of an update a variant's step does not show: 1 - (T_both - T_backward) / T_update."""
     return [
         1 - (both["backward_s"] + both["update_s"] - alone["backward_s"]) / alone["update_s"]
         for alone, both in zip(times["waits"], times[variant], strict=True)
