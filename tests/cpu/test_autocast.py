@@ -66,7 +66,7 @@ CASES = [
         case,
         variant,
         id=f"{case.name}-{variant.name}",
-        marks=[] if variant.name == "plain" or case.name == "gpt" else [pytest.mark.full],
+        marks=[] if case.name in ("gpt", "cnn", "lstm", "reused") and variant.name == "plain" else [pytest.mark.full],
     )
     for case in RUNS_IN_BF16
     for variant in VARIANTS

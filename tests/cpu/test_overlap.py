@@ -215,7 +215,7 @@ BETWEEN = (
 
 
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda function: function.__name__)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_what_happens_between_backward_and_step_counts(precision: str, between: Callable[[Run], None]) -> None:
     runs = pair(precision=precision)
     train(runs, range(LEARNED))

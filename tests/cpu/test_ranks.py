@@ -29,7 +29,7 @@ from tests.helpers.shared_training import (
 )
 
 ALL = (2, 3, 4)
-ORDINARY = {(2, model) for model in MODELS} | {(3, "routed")}
+ORDINARY = {(2, model) for model in MODELS}
 """What an ordinary run trains: ranks and models."""
 CHUNK_NBYTES = 1600 * 4
 NUM_CHUNKS = 4
