@@ -240,9 +240,9 @@ class Ranks:
                 groups = [group for group in (self._chunks, self._numbers) if group is not None]
                 closed = {peer for group in groups for peer in hang_up(group, self.rank, self.size)}
                 answer = Answer(label, waited_s, sorted(closed))
-                self._failure = call_roll(
-                    self._store, self.rank, self._names, answer, limit_s=self._roll_call_s - linger_s, error=error
-                )
+                # Stores may take longer to run out of time than they are told.
+                limit_s = min(self._roll_call_s, self.timeout_s - waited_s) - linger_s
+                self._failure = call_roll(self._store, self.rank, self._names, answer, limit_s=limit_s, error=error)
             return self._failure
 
 

@@ -67,10 +67,12 @@ class _Roll:
         with contextlib.suppress(RuntimeError):
             store.set(str(rank), json.dumps(asdict(self.answers[rank])))
             missing = set(range(size)) - {rank}
-            while missing and time.monotonic() < deadline_s:
+            while True:
                 for other in [other for other in missing if store.check([str(other)])]:
                     self.answers[other] = Answer(**json.loads(store.get(str(other))))
                     missing.remove(other)
+                if not missing or time.monotonic() > deadline_s:
+                    break
                 time.sleep(_POLL_S)
             self.complete.set()
 
