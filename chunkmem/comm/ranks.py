@@ -31,18 +31,6 @@ _LINGER_SHARE = 0.1
 """Of the roll call."""
 
 
-def require_one_process(process_group: Any) -> None:
-    """Refuse to run in a group of several processes.
-
-    Raises:
-        ConfigError: the group, or the default one, has more than one rank.
-    """
-    group = _group_of(process_group)
-    world = 1 if group is None else dist.get_world_size(group)
-    if world > 1:
-        raise ConfigError(f"a process group of {world} ranks: training over ranks is not available in this version")
-
-
 class Ranks:
     """The processes that train one model together; without a process group, one.
 

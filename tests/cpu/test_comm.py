@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from chunkmem.comm import require_one_process
 from chunkmem.comm.exchange import Shard, mean_in_order
 from chunkmem.comm.methods import Chunkwise, Grouped, PointToPoint, choose_exchange
 from chunkmem.comm.ranks import Ranks
@@ -294,11 +293,8 @@ def test_ranks_are_opened_and_closed_as_often_as_one_likes(team: Team) -> None:
 
 
 def refuse(rank: int) -> None:
-    with pytest.raises(ConfigError, match="a process group of 4 ranks: training over ranks is not available"):
-        require_one_process(None)
     only_zero = dist.new_group([0])
     if rank == 0:
-        require_one_process(only_zero)
         assert Ranks(only_zero, timeout_s=TIMEOUT_S).size == 1
     else:
         with pytest.raises(ConfigError, match="this process is not one of the ranks of process_group"):
@@ -553,7 +549,6 @@ def test_one_process_exchanges_nothing() -> None:
         assert (traffic.num_gathers, traffic.num_reductions) == (2, 1)
         assert traffic.num_operations == traffic.sent_nbytes == traffic.received_nbytes == 0
     ranks.close()
-    require_one_process(None)
 
 
 def test_a_group_without_torch_distributed_is_refused() -> None:
