@@ -83,7 +83,7 @@ def resync(
         free_nbytes: room on each tier at present.
         peak_nbytes: what the plan takes of each tier at most.
         keep_duplicates: leave copies on HOST, as far as there is room, that the plan has no use for: another plan has.
-        rounded: chunks whose content may go, since it can be made again.
+        rounded: chunks of the plan's whose content may go, since it can be made again.
     """
     way = _Way(now, wanted, held, chunk_nbytes, free_nbytes, peak_nbytes)
     way.keep_duplicates, way.rounded = keep_duplicates, rounded
@@ -116,7 +116,8 @@ class _Way:
         content = {chunk for chunk, _ in self.now.newest if self.now.has_content(chunk)}
         if any(not self.wanted.has_content(chunk) for chunk in content & self.known - self.rounded):
             return False
-        self._let_bystanders_stay(content)
+        dropped = {chunk for chunk in content & self.rounded if not self.wanted.has_content(chunk)}
+        self._let_bystanders_stay(content - dropped)
         self._free_the_needless()
         # DEVICE makes room first: HOST is where chunks are when nothing else is known.
         for source in (Tier.DEVICE, Tier.HOST):

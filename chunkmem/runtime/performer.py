@@ -196,6 +196,7 @@ class Performer:
         actions = way_to(
             wanted,
             self._executor,
+            own=self.trace.chunk_nbytes,
             peak_nbytes=self.predicted.peak_nbytes,
             keep_duplicates=self.trace.mode is Mode.EVAL,
         )

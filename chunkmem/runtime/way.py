@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from chunkmem.plan.model import Action, Alloc, Copy, Free
 from chunkmem.plan.resync import Residency, resync
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import Tier
+from chunkmem.types import ChunkId, Tier
 
 
 def way_to(
-    wanted: Residency, executor: DemandExecutor, *, peak_nbytes: Mapping[Tier, int], keep_duplicates: bool
+    wanted: Residency,
+    executor: DemandExecutor,
+    *,
+    own: Container[ChunkId],
+    peak_nbytes: Mapping[Tier, int],
+    keep_duplicates: bool,
 ) -> list[Action] | None:
     """Return what leads to `wanted` from what is where now; None if that is not possible. Copies have to be over.
 
-    The arguments are those of `resync`. What the plan wants and nobody has any more is rounded anew on the way.
+    The arguments are those of `resync`, and `own`, the chunks that the plan knows. What the plan wants and nobody has any more is rounded anew on the way.
     """
     store = executor.store
     chunks = store.chunks.values()
@@ -32,7 +37,7 @@ def way_to(
         free_nbytes={t: pool.ledger.limit_nbytes - pool.ledger.chunk_nbytes for t, pool in store.pools.items()},
         peak_nbytes=peak_nbytes,
         keep_duplicates=keep_duplicates,
-        rounded=frozenset(c.id for c in chunks if c.can_be_rounded),
+        rounded=frozenset(c.id for c in chunks if c.can_be_rounded and c.id in own),
     )
 
 
