@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.ahead import Intent
-from chunkmem.optim.checks import STATE_ROLES, check_number, check_options, check_state
+from chunkmem.optim.checks import STATE_ROLES, check_number, check_options, check_state, plain_options
 from chunkmem.optim.excluded import update_excluded
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.pending import PendingGradients
@@ -152,7 +152,7 @@ class Adam(torch.optim.Optimizer):
             index = self._options_of.get(managed)
             if index is None or index >= len(self.param_groups) or managed not in self._steps:
                 return None
-            item = items.setdefault(index, (dict(self.param_groups[index]), []))
+            item = items.setdefault(index, (plain_options(self.param_groups[index]), []))
             item[1].append((managed, self._steps[managed] + 1))
         scaler = self._manager._scaler
         multiplier = None if scaler is None or scaler.scale == 1.0 else 1.0 / scaler.scale

@@ -39,6 +39,12 @@ def check_options(group: Mapping[str, Any]) -> None:
             raise ConfigError(f"{option}=True is not available; use torch.optim over an unmanaged model for it")
 
 
+def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group's options with the numbers that tensors and lists have now: they may change in place."""
+    numbers = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
+    return {**group, **numbers, "betas": tuple(map(float, group["betas"]))}
+
+
 def check_number(name: str, value: object, *, below: float | None = None) -> None:
     """Check that `value` is a number, or a tensor of one, of at least 0 and `below` a bound.
 

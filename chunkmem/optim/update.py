@@ -154,8 +154,8 @@ class GroupUpdater:
         states = [self._chunk(role, group) for role in STATE_ROLES]
         chunks = [self._chunk(Role.PARAM, group), self._chunk(Role.GRAD, group)]
         chunks += states if master is None else [master, *states]
-        is_to_be_filled = chunks[0].newest_tier() is None
         with self._executor.updating(chunks, reader="optimizer step") as tier, runtime_mode():
+            is_to_be_filled = not chunks[0].ready(tier)  # a plan that is gone on with has dropped it only now
             if self.ahead.take_over(group, tier, items, multiplier):
                 pass
             elif master is None:

@@ -21,7 +21,8 @@ def way_to(
 ) -> list[Action] | None:
     """Return what leads to `wanted` from what is where now; None if that is not possible. Copies have to be over.
 
-    The arguments are those of `resync`, and `own`, the chunks that the plan knows. What the plan wants and nobody has any more is rounded anew on the way.
+    The arguments are those of `resync`, and `own`, the chunks that the plan knows. What the plan wants and nobody has
+    any more is rounded anew on the way.
     """
     store = executor.store
     chunks = store.chunks.values()

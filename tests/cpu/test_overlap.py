@@ -335,3 +335,47 @@ def test_what_is_left_to_the_step_waits_for_its_copies(seed: int, unruly_lanes: 
                 run.optimizer.step()
                 run.optimizer.zero_grad()
     assert_alike(*runs)
+
+
+def test_numbers_that_change_in_place_and_back_do_not_show(unruly_lanes: Callable[..., MakeLanes]) -> None:
+    """A learning rate may be a tensor: what an update ahead takes is its value when that begins."""
+    runs = pair(make_lanes=unruly_lanes("adversarial", 3))
+    for run in runs:
+        for group in run.optimizer.param_groups:
+            group["lr"] = torch.tensor(3e-3)
+    train(runs, range(LEARNED))
+    for step in range(LEARNED, LEARNED + 6):
+        for run in runs:
+            run.backward(step)
+            for group in run.optimizer.param_groups:
+                group["lr"].fill_(0.5)
+            run.manager._executor.drain()
+            for group in run.optimizer.param_groups:
+                group["lr"].fill_(3e-3)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    assert_alike(*runs)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_frozen_weights_in_a_group_that_is_updated_are_rounded_too(*, overlap: bool) -> None:
+    """A gather before the step has the plan gone on with in the update: it drops weights that were there until then."""
+    run = Run(overlap=overlap, precision="bf16", device_nbytes=36 << 10)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        run.manager._store.pools[tier].poison = True
+    for name, param in run.model.named_parameters():
+        param.requires_grad_("up.weight" not in name)
+    for step in range(8):
+        run.backward(step)
+        if step >= LEARNED:
+            with run.manager.gather(run.model[2]):
+                pass
+        run.optimizer.step()
+        run.manager._executor.drain()
+        for chunk in run.manager._store.chunks.values():
+            if chunk.master is not None and (tier := chunk.newest_tier()) is not None:
+                source = chunk.master.newest_tier()
+                assert source is not None
+                expected = chunk.master.replicas[source].flat.bfloat16()
+                assert torch.equal(chunk.replicas[tier].flat, expected), (step, chunk.label)
+        run.optimizer.zero_grad()

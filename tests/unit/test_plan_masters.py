@@ -102,6 +102,14 @@ def test_weights_that_a_plan_has_dropped_are_no_bystanders() -> None:
     sizes = {param(0): 1, param(1): 1, grad(0): 1}
     wanted = Residency({(grad(0), Tier.HOST): True})
     now = Residency(dict.fromkeys(((grad(0), Tier.HOST), (param(0), Tier.HOST), (param(1), Tier.HOST)), True))
-    found = resync(now, wanted, held=frozenset(), chunk_nbytes=sizes, free_nbytes={Tier.DEVICE: 0, Tier.HOST: 0},
-                   peak_nbytes={Tier.HOST: 2}, keep_duplicates=False, rounded=frozenset({param(0), param(1)}))  # fmt: skip
+    found = resync(
+        now,
+        wanted,
+        held=frozenset(),
+        chunk_nbytes=sizes,
+        free_nbytes={Tier.DEVICE: 0, Tier.HOST: 0},
+        peak_nbytes={Tier.HOST: 2},
+        keep_duplicates=False,
+        rounded=frozenset({param(0), param(1)}),
+    )
     assert found == [Free(param(0), Tier.HOST), Free(param(1), Tier.HOST)]
