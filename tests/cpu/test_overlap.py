@@ -7,15 +7,17 @@ import copy
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import chunkmem
+from chunkmem.optim import pending
+from chunkmem.optim.ops import global_norm
 from chunkmem.plan.ahead import UNDO_LOG
-from chunkmem.types import Tier
+from chunkmem.types import Role, Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import MakeLanes, unruly_lanes_fixture  # noqa: F401
 from tests.helpers.overlapped import Run, assert_alike
@@ -308,6 +310,42 @@ def test_what_fails_beside_backward_is_said_and_made_in_the_step(monkeypatch: py
     ahead, _ = train(runs, range(10, 16))
     assert ahead > 0
     audit(runs[0].manager)
+
+
+def test_a_norm_is_made_of_what_updates_ahead_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients are not read a second time."""
+    run = Run(overlap=True, precision="bf16", max_norm=2.0)
+    for seed in range(LEARNED):
+        run.step(seed)
+    native = run.manager._updater.native
+    squares, num_read = native.squares, 0
+
+    def counted(grads: Sequence[torch.Tensor], **how: int) -> torch.Tensor:
+        nonlocal num_read
+        num_read += 1
+        return squares(grads, **how)
+
+    monkeypatch.setattr(native, "squares", counted)
+    run.step(9)
+    num_groups = sum(chunk.id.role is Role.GRAD for chunk in run.manager._store.chunks.values())
+    assert run.num_ahead > 2
+    assert num_read == num_groups
+
+
+def test_a_norm_in_float32_is_made_of_what_updates_ahead_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(overlap=True, max_norm=2.0)
+    for seed in range(LEARNED):
+        run.step(seed)
+    num_known = []
+
+    def noted(grads: Any, *, known: Any) -> torch.Tensor:
+        num_known.append(len(known))
+        return global_norm(grads, known=known)
+
+    monkeypatch.setattr(pending, "global_norm", noted)
+    run.step(9)
+    assert run.num_ahead > 2
+    assert num_known[0] > len(list(run.model.parameters())) // 2
 
 
 def test_a_closed_manager_leaves_no_thread() -> None:

@@ -1,0 +1,202 @@
+"""Updates beside backward one by one: when one is begun, what it holds, and when it is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.ahead import Intent, NormParts, UpdatesAhead
+from chunkmem.optim.guesses import Items
+from chunkmem.optim.native import NativeUpdate
+from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.events import Event, Lanes
+from chunkmem.runtime.store import Chunk
+from chunkmem.runtime.undo import UndoLog
+from chunkmem.types import Role, Tier
+from tests.helpers.world import SLAB, World, values_on
+
+ROLES = (Role.PARAM, Role.GRAD, Role.EXP_AVG)
+WRITTEN = (Role.PARAM, Role.EXP_AVG)
+OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
+
+
+class Later:
+    """Work that is done when it is waited for, and not before."""
+
+    started_s = ended_s = 0.0
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work: Callable[[], object] | None = work
+
+    def done(self) -> bool:
+        return self._work is None
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work()
+
+
+class LazyLanes:
+    def __init__(self) -> None:
+        self.issued: list[Later] = []
+
+    def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
+        self.issued.append(Later(work))
+        return self.issued[-1]
+
+
+class PlusTen:
+    """An update that adds 10 to whatever it reads."""
+
+    has_torch_bits = True
+
+    def update_beside(self, layout: object, old: Any, new: Any, items: Items, **how: object) -> None:
+        with runtime_mode():
+            for role, memory in new.items():
+                memory.copy_(old[role] + 10)
+
+
+class Rig:
+    """Two groups whose weights, gradient and moment are on HOST, full of 1, 2 and 3."""
+
+    def __init__(self, *, reserve: int = 4) -> None:
+        self.world = World([1, 1], device=6)
+        for group in (0, 1):
+            for value, role in enumerate(ROLES, start=1):
+                chunk = self.world.chunk(role, group)
+                self.world.executor.create(chunk, Tier.HOST, reader="test", zero=False, elastic=True)
+                self.world.fill(chunk, Tier.HOST, value)
+        self.lanes = LazyLanes()
+        self.log = UndoLog(self.world.store.pools[Tier.HOST])
+        self.intent: Intent | None = Intent(self.items(0), 0.5, needs_norm=True)
+        self.ahead = UpdatesAhead(
+            self.world.store,
+            cast(Lanes, self.lanes),
+            self.log,
+            cast(NativeUpdate, PlusTen()),
+            intent_of=lambda group: self.intent,
+            num_threads=1,
+        )
+        self.ahead.reserve({SLAB: reserve})
+        self.reserved = reserve
+
+    def items(self, group: int) -> Items:
+        step = torch.tensor(1.0)
+        return {0: (OPTIONS, [(managed, step) for managed in self.world.parameters[group]])}
+
+    def chunk(self, role: Role, group: int = 0) -> Chunk:
+        return self.world.chunk(role, group)
+
+    @property
+    def num_idle(self) -> int:
+        """Slabs of the log that nobody has."""
+        taken = []
+        while (slab := self.log.take(SLAB)) is not None:
+            taken.append(slab)
+        for slab in taken:
+            self.log.give(slab)
+        return len(taken)
+
+    def take_over(self, tier: Tier = Tier.HOST, multiplier: float | None = 0.5) -> bool:
+        return self.ahead.take_over(0, tier, self.items(0), multiplier)
+
+    def weights(self) -> float:
+        return values_on(self.chunk(Role.PARAM), Tier.HOST)[0]
+
+
+def test_its_results_are_taken_over_and_not_seen_before() -> None:
+    rig = Rig()
+    assert rig.ahead.begin(0, ()) is rig.lanes.issued[0]
+    assert rig.num_idle == rig.reserved - len(WRITTEN)
+    rig.lanes.issued[0].wait()
+    assert rig.weights() == 1
+    assert rig.take_over()
+    assert rig.weights() == 11
+    assert values_on(rig.chunk(Role.EXP_AVG), Tier.HOST) == [13] * 7
+    assert rig.num_idle == rig.reserved
+    assert not rig.take_over(), "once only"
+
+
+def test_one_that_is_under_way_is_not_begun_again() -> None:
+    rig = Rig()
+    rig.ahead.begin(0, ())
+    assert rig.ahead.begin(0, ()) is None
+    assert len(rig.lanes.issued) == 1
+
+
+def test_one_whose_gradient_has_changed_since_is_begun_anew() -> None:
+    rig = Rig()
+    rig.ahead.begin(0, ())
+    rig.world.store.mark_written(rig.chunk(Role.GRAD), Tier.HOST)
+    assert rig.ahead.begin(0, ()) is rig.lanes.issued[1]
+    assert rig.lanes.issued[0].done(), "its slabs are not lent again while it writes to them"
+    assert rig.num_idle == rig.reserved - len(WRITTEN)
+    assert rig.take_over()
+
+
+def test_a_log_that_has_too_little_left_keeps_it() -> None:
+    rig = Rig(reserve=1)
+    assert rig.ahead.begin(0, ()) is None
+    assert rig.num_idle == 1
+    assert not rig.take_over()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_what_is_not_on_host_is_left_to_the_step(role: Role) -> None:
+    rig = Rig()
+    chunk = rig.chunk(role)
+    rig.world.store.take_slab(chunk, Tier.DEVICE)
+    rig.world.store.copy(chunk, Tier.HOST, Tier.DEVICE)
+    assert rig.ahead.begin(0, ()) is not None
+    rig.ahead.forget()
+    rig.world.store.mark_written(chunk, Tier.DEVICE)
+    assert rig.ahead.begin(0, ()) is None
+    rig.world.store.take_slab(chunk, Tier.HOST)  # there, with an older content or none
+    assert rig.ahead.begin(0, ()) is None
+
+
+@pytest.mark.parametrize("how", [{"tier": Tier.DEVICE}, {"multiplier": 0.25}, {"multiplier": None}])
+def test_a_step_that_is_another_than_was_guessed_gets_nothing(how: dict[str, Any]) -> None:
+    rig = Rig()
+    rig.ahead.begin(0, ())
+    assert not rig.take_over(**how)
+    assert rig.weights() == 1
+    assert rig.num_idle == rig.reserved
+    rig.ahead.end_step()
+    assert rig.ahead.guesses.num_wrong == 1
+
+
+@pytest.mark.parametrize("forget", [UpdatesAhead.forget, UpdatesAhead.mistaken])
+def test_what_is_forgotten_is_over_before_its_slabs_are_lent_again(forget: Callable[[UpdatesAhead], None]) -> None:
+    rig = Rig()
+    rig.ahead.begin(0, ())
+    forget(rig.ahead)
+    assert rig.lanes.issued[0].done()
+    assert rig.num_idle == rig.reserved
+    assert not rig.take_over()
+    assert rig.weights() == 1
+
+
+def test_its_norms_are_those_of_gradients_that_are_still_there() -> None:
+    rig = Rig()
+    assert rig.ahead.norm_parts(0) == NormParts()
+    rig.ahead.begin(0, ())
+    norms: dict[ManagedParameter, torch.Tensor] = rig.ahead.norm_parts(0).norms
+    assert {managed.name: float(norm) for managed, norm in norms.items()} == {
+        "p0.0": pytest.approx(24**0.5),
+        "p0.1": 2.0,
+    }
+    rig.world.store.mark_written(rig.chunk(Role.GRAD), Tier.HOST)
+    assert rig.ahead.norm_parts(0) == NormParts()
+
+
+def test_nothing_is_begun_that_cannot_be_known() -> None:
+    rig = Rig()
+    rig.intent = None
+    assert rig.ahead.begin(0, ()) is None
+    assert rig.num_idle == rig.reserved
