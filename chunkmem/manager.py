@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
@@ -59,6 +60,7 @@ from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers, undo_log_nbytes
 from chunkmem.runtime.undo import UndoLog
 from chunkmem.steps.conductor import Conductor
+from chunkmem.steps.trial import AheadTrial
 from chunkmem.trace.model import Trace
 from chunkmem.tracing.watch import Watch
 from chunkmem.types import ChunkId, Role, Tier
@@ -159,7 +161,9 @@ class ChunkManager:
         """Of excluded modules, those whose gradients are averaged over ranks."""
         self._has_landed = False
         """A rank had a gradient when the step began."""
+        self._exchange_Bps = inf
         self._conductor = self._make_conductor(machine)
+        self._trial = self._make_trial()
         self._executor.close_in_children()
 
     def _share(self) -> Sharing:
@@ -183,15 +187,29 @@ class ChunkManager:
                 device_nbytes=caps.device_nbytes,
                 host_nbytes=caps.host_nbytes,
                 undo_log_nbytes=self._undo_log_nbytes,
+                exchange_Bps=self._exchange_Bps,
             ),
             options=PlanOptions(
                 margin_use_ratio=tracer.margin_use_ratio if hybrid else 0.0,
                 static_nbytes=share if tracer.with_static_partition else None,
             ),
-            layout=lambda: digest(model.layout for model in self._registry.models),
-            plans=self._sharing is None,
+            layout=self._layout_digest,
+            is_lone=self._sharing is None,
             watch=lambda: Watch(self._tiers, is_chunk=self._declared.is_chunk, sample=tracer.use_async_mem_monitor),
         )
+
+    def _layout_digest(self) -> str:
+        found = digest(model.layout for model in self._registry.models)
+        return found if self._sharing is None else f"{found} on rank {self._ranks.rank} of {self._ranks.size}"
+
+    def _make_trial(self) -> AheadTrial | None:
+        course = self._units.course
+        return None if course is None else AheadTrial(course, self._conductor, self._ranks, measure=self._measure_links)
+
+    def _measure_links(self, groups: tuple[int, ...]) -> None:
+        assert self._sharing is not None
+        if groups:
+            self._exchange_Bps = self._sharing.measure(groups)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError("a manager cannot be copied or pickled: make another from its config")
@@ -410,7 +428,7 @@ class ChunkManager:
             self._conductor.close()
             self._access.reset(step=True)
             self._backward.reset(step=True)
-            self._units.reset()
+            self._units.close()
             self._ranks.close()
             self._executor.closed = "its manager is closed; take manager.state_dict() before manager.close()"
             self._store.close()
@@ -433,6 +451,7 @@ class ChunkManager:
     ) -> None:
         """Pack; gradients of `kept` modules, which are excluded, are not averaged over ranks."""
         self._conductor.forget()
+        self._trial = self._make_trial()
         added = self._registry.add(roots, excluded)
         reduced = [module for module in excluded if module not in kept]
         self._averaged += [param for module in reduced for param in module.parameters(recurse=False)]
@@ -525,6 +544,8 @@ class ChunkManager:
             if updates:
                 self._conductor.end_step()
                 self._units.end_step()
+                if self._trial is not None:
+                    self._trial.end_step()
         finally:
             self._stepping = False
 

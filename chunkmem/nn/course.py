@@ -1,31 +1,21 @@
 """The exchanges of a step, one after the other, and the next gather begun ahead of its time.
 
-[Note: Gathering ahead] Steps repeat. While a unit computes, the gather that came next in the step before is begun, if
-all ranks have room for two units at a time. If something else comes, all ranks see that alike, let what was begun
-arrive, and begin nothing ahead until the next step.
+[Note: Gathering ahead] Steps repeat. While a unit computes, the gather that came next in the step before is begun,
+over a reduction if there is one between. It is if all ranks have room for two units at a time, and unless a trial has
+shown the slowest of them to be faster without (`chunkmem.steps.trial`). If something else comes, all ranks see that
+alike, let what was begun arrive, and begin nothing ahead until the next step.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from chunkmem.comm.exchange import Work
 from chunkmem.errors import RankError
 from chunkmem.nn.sharing import Sharing
-from chunkmem.runtime.store import Chunk
 
 Groups = tuple[int, ...]
 _AHEAD = "gathering ahead"
-
-
-@dataclass(eq=False)
-class Sent:
-    """A gather under way; its groups are held."""
-
-    groups: Groups
-    works: list[tuple[Work, list[Chunk]]]
 
 
 class Course:
@@ -38,8 +28,11 @@ class Course:
         """Exchanged since the last step: gather or reduce, and which groups."""
         self._schedule: list[tuple[str, Groups]] = []
         """The same of the step before."""
-        self._ahead: Sent | None = None
-        self._fits = False
+        self._ahead: Groups | None = None
+        """What is gathered ahead; held."""
+        self.is_wanted = False
+        """Gathers are to be begun ahead where there is room."""
+        self.has_room = False
         """All ranks have room for two units at a time."""
         self._is_alike = False
         """This step has been like the one before so far."""
@@ -50,20 +43,19 @@ class Course:
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
-        ahead = self._ahead
-        if ahead is not None and is_part and ahead.groups == groups:
+        if not groups:
+            return
+        if is_part and self._ahead == groups:
             self._ahead = None
-            self._sharing.arrive(ahead.works)
             self._sharing.release(groups)
         else:
             self._drop()
-            self._sharing.gather(groups, reader=reader)
+        self._sharing.gather(groups, reader=reader)
         if is_part:
             self._done("gather", groups)
 
     def reduce(self, groups: Groups) -> None:
         """Give owners the means of gradients. Raises what `gather` does."""
-        self._drop()
         self._reduce(groups)
         self._done("reduce", groups)
 
@@ -72,31 +64,37 @@ class Course:
         self._drop()
         if self._log != self._schedule:
             self._schedule = self._log
-            gathers = [groups for what, groups in self._schedule if what == "gather"]
-            self._fits = self._sharing.fits_beside(gathers, always=always)
+            self.has_room = self._sharing.fits_beside(self._gathers(), always=always)
         self._log, self._is_alike = [], True
+
+    def largest(self) -> Groups:
+        """Return the groups of the largest gather of the step before; none if there was no gather."""
+        return max(self._gathers(), key=len, default=())
 
     def reset(self) -> None:
         """Drop what an interrupted step has begun. If that failed, whoever exchanges next hears of it."""
         with contextlib.suppress(RankError):
             self._drop()
 
+    def _gathers(self) -> list[Groups]:
+        return [groups for what, groups in self._schedule if what == "gather"]
+
     def _done(self, what: str, groups: Groups) -> None:
         self._log.append((what, groups))
         at = len(self._log)
         self._is_alike = self._is_alike and at < len(self._schedule) and self._log[-1] == self._schedule[at - 1]
-        if not (self._is_alike and self._fits):
-            return
-        following, wanted = self._schedule[at]
-        if following == "gather":
-            self._sharing.hold(wanted, reader=_AHEAD)
-            self._ahead = Sent(wanted, self._sharing.send(wanted, reader=_AHEAD))
+        if self._is_alike and self.is_wanted and self.has_room and self._ahead is None:
+            following = next((wanted for what, wanted in self._schedule[at:] if what == "gather"), None)
+            if following is not None:
+                self._sharing.hold(following, reader=_AHEAD)
+                self._ahead = following
+                self._sharing.send(following, reader=_AHEAD)
 
     def _drop(self) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self._is_alike = False
             try:
-                self._sharing.arrive(ahead.works)
+                self._sharing.arrive(ahead, reader=_AHEAD)
             finally:
-                self._sharing.release(ahead.groups)
+                self._sharing.release(ahead)

@@ -48,15 +48,16 @@ def gathered(
     chunks = [*weights, *(gradients.chunks[group] for group in dict.fromkeys(m.group for m in landed))]
     _require_room(chunks, executor)
     pinned: list[Chunk] = []
+    held: list[int] = []
     try:
-        for chunk in chunks:
-            if chunk.is_remote:
-                executor.hold_empty(chunk, Tier.DEVICE, "gather")
-            else:
-                executor.pin(chunk, Tier.DEVICE, reader="gather", elastic=True)
-            pinned.append(chunk)
         if sharing is not None:
-            sharing.gather((chunk.id.group for chunk in weights), reader="gather")
+            groups = [chunk.id.group for chunk in weights]
+            sharing.hold(groups, reader="gather")
+            held += groups
+            sharing.gather(held, reader="gather")
+        for chunk in chunks:
+            executor.pin(chunk, Tier.DEVICE, reader="gather", elastic=True)
+            pinned.append(chunk)
         with gradients.exposing(exposed, landed):
             yield
     finally:
@@ -72,6 +73,9 @@ def gathered(
                 take_up(chunk.id.group for chunk in own)
             for chunk in pinned:
                 executor.unpin(chunk, Tier.DEVICE)
+            if sharing is not None:
+                sharing.renew(held)
+                sharing.release(held)
 
 
 def _require_room(chunks: list[Chunk], executor: DemandExecutor) -> None:

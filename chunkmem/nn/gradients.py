@@ -152,23 +152,17 @@ class GradientBook:
         self.given |= self._landed.pop(group, set())
         chunk = self.chunks[group]
         self._executor.consume(chunk)
-        if Tier.DEVICE in chunk.replicas:  # unlike the owner's, it is not wanted before the next backward
-            self._executor.store.drop(chunk, Tier.DEVICE)
+        self._executor.discard_remote(chunk)  # unlike the owner's, it is not wanted before the next backward
 
     def _carry(self, group: int, reader: str) -> None:
         """More comes after a mean was formed: keep that beside, and begin anew."""
         chunk = self.chunks[group]
+        replica = self._executor.use(chunk, Tier.DEVICE, reader=reader)
         with runtime_mode():
-            tier = chunk.newest_tier()
-            assert tier is not None
-            self._carried[group] = chunk.replicas[tier].flat.to("cpu", copy=True)
-            members = self._landed[group]
-        self._reduced.discard(group)
-        self._executor.use(chunk, Tier.DEVICE, reader=reader)
-        with runtime_mode():
-            chunk.replicas[Tier.DEVICE].flat.zero_()
+            self._carried[group] = replica.flat.to("cpu", copy=True)
+            replica.flat.zero_()
         self._executor.store.mark_written(chunk, Tier.DEVICE)
-        self._landed[group] = set(members)
+        self._reduced.discard(group)
 
     def _on_gradient(self, managed: ManagedParameter) -> None:
         if managed not in self.exposed:

@@ -69,13 +69,13 @@ class Reduction:
                 executor.pin(chunks[group], Tier.DEVICE, reader=_READER)
                 held.append(chunks[group])
             self._sharing.reduce(chunks, reader=_READER)
+            for group in filter(self._sharing.owns, wanted):
+                gradients.reduced(group)  # before a plan may copy it anywhere
         finally:
             for chunk in held:
                 executor.unpin(chunk, Tier.DEVICE)
         for group in wanted:
-            if self._sharing.owns(group):
-                gradients.reduced(group)
-            else:
+            if not self._sharing.owns(group):
                 gradients.give_up(group)
 
     def reduce_excluded(self, params: Sequence[torch.Tensor]) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -14,8 +18,17 @@ from chunkmem.runtime.store import Chunk, ChunkStore
 from chunkmem.types import ChunkId, Role, Tier
 
 T = TypeVar("T")
+_MEASURING = "measuring the links between ranks"
+_NUM_TRIALS = 3
 _KEPT_ROLES = (Role.PARAM, Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
 """Of these only the owner has content between uses; every rank has gradients of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Transfer:
+    chunks: list[Chunk]
+    work: Work
+    issued_s: float
 
 
 class Sharing:
@@ -26,6 +39,12 @@ class Sharing:
         self.exchange = exchange
         self._executor = executor
         self._store: ChunkStore = executor.store
+        self._holds: Counter[int] = Counter()
+        """By group: how often it is held. The same on all ranks."""
+        self._present: set[int] = set()
+        """Held groups that were sent since they are. The same on all ranks."""
+        self._under_way: dict[int, _Transfer] = {}
+        """By group: a gather that has not been waited for."""
 
     def owner(self, group: int) -> int:
         """Return the rank that keeps a group and updates it."""
@@ -54,53 +73,99 @@ class Sharing:
                             self._store.drop(chunk, tier)
 
     def hold(self, groups: Iterable[int], *, reader: object) -> None:
-        """Pin the weights of groups on DEVICE: the own ones with their content, the others without any yet.
+        """Pin the weights of groups on DEVICE: the own ones with their content, the others for an exchange to fill.
+
+        All ranks hold and release the same, in one order.
 
         Raises:
             CapacityError: they do not fit.
         """
-        held: list[Chunk] = []
+        held: list[int] = []
         try:
             for group in groups:
                 chunk = self._weights(group)
                 if chunk.is_remote:
-                    self._executor.hold_empty(chunk, Tier.DEVICE, reader)
+                    self._executor.pin_remote(chunk, reader=reader)
                 else:
                     self._executor.pin(chunk, Tier.DEVICE, reader=reader)
-                held.append(chunk)
+                self._holds[group] += 1
+                held.append(group)
         except BaseException:
-            for chunk in held:
-                self._executor.unpin(chunk, Tier.DEVICE)
+            self.release(held)
             raise
 
-    def gather(self, groups: Iterable[int], *, reader: object) -> None:
-        """Have every rank see the owners' weights of groups that all ranks `hold`. All ranks call it, in one order.
+    def release(self, groups: Iterable[int]) -> None:
+        """Undo `hold`; with the last one, the content of others goes."""
+        for group in groups:
+            self._holds[group] -= 1
+            if not self._holds[group]:
+                del self._holds[group]
+                self._present.discard(group)
+            self._executor.unpin(self._weights(group), Tier.DEVICE)
+
+    def send(self, groups: Iterable[int], *, reader: object) -> None:
+        """Begin to have every rank see the owners' weights of groups that all ranks `hold`; `arrive` ends it.
+
+        What is there since it was first held is not sent again. All ranks call it, in one order.
 
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
-        self.arrive(self.send(groups, reader=reader))
-
-    def send(self, groups: Iterable[int], *, reader: object) -> list[tuple[Work, list[Chunk]]]:
-        """Begin what `gather` does; `arrive` ends it."""
-        found = []
-        for together in self.together(groups):
+        for together in self.together(set(groups) - self._present):
             chunks = [self._weights(group) for group in together]
+            self._executor.exchange(chunks, reader=reader)
+            issued_s = time.perf_counter()
             with runtime_mode():
                 label = f"{reader}: {chunks[0].label}"
-                found.append((self.exchange.gather(self._shards(chunks), label=label), chunks))
-        return found
+                work = self.exchange.gather(self._shards(chunks), label=label)
+            self._present.update(together)
+            self._under_way.update(dict.fromkeys(together, _Transfer(chunks, work, issued_s)))
 
-    def arrive(self, sent: Iterable[tuple[Work, list[Chunk]]]) -> None:
-        """Wait for what `send` has begun; raises what `gather` does."""
-        for work, chunks in sent:
-            with runtime_mode():
-                work.wait()
-                for chunk in chunks:
-                    if chunk.is_remote:
-                        chunk.replicas[Tier.DEVICE].version = chunk.version
-                        assert chunk.home is not None
-                        chunk.home.bind()
+    def arrive(self, groups: Iterable[int], *, reader: object) -> None:
+        """Wait for what `send` has begun; raises what it does."""
+        for group in sorted(set(groups)):
+            transfer = self._under_way.get(group)
+            if transfer is not None:
+                for chunk in transfer.chunks:
+                    del self._under_way[chunk.id.group]
+                self._executor.arrive(
+                    transfer.chunks, partial(self._finish, transfer), reader=reader, issued_s=transfer.issued_s
+                )
+
+    @staticmethod
+    def _finish(transfer: _Transfer) -> None:
+        transfer.work.wait()
+        for chunk in transfer.chunks:
+            if chunk.is_remote:
+                chunk.replicas[Tier.DEVICE].version = chunk.version
+                assert chunk.home is not None
+                chunk.home.bind()
+
+    def gather(self, groups: Iterable[int], *, reader: object) -> None:
+        """Send and arrive."""
+        found = list(groups)
+        self.send(found, reader=reader)
+        self.arrive(found, reader=reader)
+
+    def renew(self, groups: Iterable[int]) -> None:
+        """Owners may have written to their weights: have them sent again by the next `send`, though they are held."""
+        self._present.difference_update(groups)
+
+    def measure(self, groups: Sequence[int]) -> float:
+        """Return the bytes of chunks a second that a gather of these groups exchanges; on all ranks the same."""
+        self.hold(groups, reader=_MEASURING)
+        try:
+            nbytes, times = self._nbytes(groups), []
+            for _ in range(_NUM_TRIALS):
+                self.renew(groups)
+                self.ranks.barrier(label=_MEASURING)
+                started_s = time.perf_counter()
+                self.gather(groups, reader=_MEASURING)
+                times.append(time.perf_counter() - started_s)
+        finally:
+            self.release(groups)
+        (slowest_s,) = self.ranks.max_over((min(times),), label=_MEASURING)
+        return nbytes / max(slowest_s, 1e-9)
 
     def fits_beside(self, groups: Iterable[Sequence[int]], *, always: Sequence[int]) -> bool:
         """Tell whether on every rank two lists of groups that follow each other fit DEVICE at a time.
@@ -117,19 +182,18 @@ class Sharing:
     def _nbytes(self, groups: Iterable[int]) -> int:
         return sum(self._weights(group).nbytes for group in groups)
 
-    def release(self, groups: Iterable[int]) -> None:
-        """Undo `hold`; the content of others goes."""
-        for group in groups:
-            self._executor.unpin(self._weights(group), Tier.DEVICE)
-
     def reduce(self, chunks: Mapping[int, Chunk], *, reader: object) -> None:
         """Give the owners the means of chunks that are pinned on DEVICE, by group: at most one of each owner.
 
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
+        found = list(chunks.values())
+        self._executor.exchange(found, reader=reader)
+        issued_s = time.perf_counter()
         with runtime_mode():
-            self.exchange.reduce(self._shards(list(chunks.values())), label=str(reader)).wait()
+            work = self.exchange.reduce(self._shards(found), label=str(reader))
+        self._executor.arrive(found, work.wait, reader=reader, issued_s=issued_s)
 
     def from_owner(self, group: int, read: Callable[[], T], *, reader: str) -> T:
         """Return what `read` returns on the rank that owns a group, as `pickle` copies it. All ranks call it."""

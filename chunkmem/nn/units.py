@@ -47,7 +47,8 @@ class Units:
 
     def __init__(self, sharing: Sharing | None, reduce: Callable[[Sequence[int]], None]) -> None:
         """Begin with none; `reduce` is called with groups whose gradients are complete, by all ranks alike."""
-        self._course = None if sharing is None else Course(sharing, reduce)
+        self.course = None if sharing is None else Course(sharing, reduce)
+        """The exchanges; None with one rank."""
         self._sharing = sharing
         self.declared: bool | None = None
         """Whether the next backward is the last one before the step; None: what the steps before tell."""
@@ -173,12 +174,12 @@ class Units:
 
     def end_step(self) -> None:
         """The optimizer has stepped."""
-        if self._course is None:
+        if self.course is None:
             return
         if self._num_backwards and not self._is_declared:
             self._expected = self._num_backwards
         roots = {group for users in self._users.values() for unit in users if unit.is_root for group in unit.groups}
-        self._course.end_step(always=sorted(roots))
+        self.course.end_step(always=sorted(roots))
         self._events_before, self._events = self._events or self._events_before, []
         self._num_backwards = 0
 
@@ -198,14 +199,20 @@ class Units:
             self._is_attending = False
 
     def reset(self) -> None:
-        """Drop what interrupted calls left open."""
-        if self._course is not None:
-            self._course.reset()
+        """Drop what interrupted calls left open, if they did."""
+        if self.course is not None and (self._running or self._visited):
+            self.course.reset()
         self._close_backward()
         running, self._running = self._running, []
         for unit in running:
             unit.depth = 0
             self._release(unit)
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        if self.course is not None:
+            self.course.reset()
+        self.reset()
 
     def _repeat(self, what: str, value: Unit | bool | None) -> None:
         if isinstance(value, Unit):
@@ -243,12 +250,12 @@ class Units:
         ready = {group for group in visited if is_over or all(map(self._is_left, self._users[group]))}
         if ready:
             self._reduced |= ready
-            assert self._course is not None
-            self._course.reduce(tuple(sorted(ready)))
+            assert self.course is not None
+            self.course.reduce(tuple(sorted(ready)))
 
     def _gather(self, unit: Unit, reader: object) -> None:
-        assert self._course is not None
-        self._course.gather(unit.groups, reader=reader, is_part=self._is_part)
+        assert self.course is not None
+        self.course.gather(unit.groups, reader=reader, is_part=self._is_part)
 
     def _close_backward(self) -> None:
         self._last, self._is_last = None, False

@@ -166,7 +166,8 @@ def find_gaps(trace: Trace, update_tiers: Mapping[int, Tier], *, one_tier: bool 
     for at, moment in enumerate(trace.moments):
         own = index[moment.chunk]
         if moment.kind is Kind.HOLD:
-            uses[own].append(Use(at, -1))
+            arrives = trace.is_remote(moment.chunk) and moment.chunk.role is Role.PARAM
+            uses[own].append(Use(at, -1, creates=arrives, writes=arrives))
         elif moment.kind is Kind.RELEASE:
             uses[own][-1].stop = at
         elif moment.kind in (Kind.CREATE, Kind.WRITE):
@@ -185,7 +186,8 @@ def find_gaps(trace: Trace, update_tiers: Mapping[int, Tier], *, one_tier: bool 
         elif moment.kind is Kind.CONSUME:
             # Until then the content is there, on DEVICE where the update was there, else on HOST.
             last = uses[own][-1] if uses[own] else None
-            if last is not None and (one_tier or trace.moments[last.start].kind is Kind.UPDATE):
+            stays = one_tier or trace.is_remote(moment.chunk)
+            if last is not None and (stays or trace.moments[last.start].kind is Kind.UPDATE):
                 last.stop = at + 1
             else:
                 hosted[own].append(at)

@@ -19,9 +19,9 @@ from chunkmem.plan.timeline import Span
 from chunkmem.trace.model import Moment
 from chunkmem.types import ChunkId, Tier
 
-LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST_UPDATE)
+LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST_UPDATE, Lane.COLLECTIVE)
 """The lanes of one rank without a disk. In a program a lane is an index into these."""
-COMPUTE, H2D, D2H, HOST_UPDATE = range(4)
+COMPUTE, H2D, D2H, HOST_UPDATE, COLLECTIVE = range(5)
 _ALL = 2**63
 """More operations than there will ever be."""
 
@@ -106,7 +106,7 @@ class _Slab:
     def __init__(self) -> None:
         self.writer = COMPUTE
         self.written = 0
-        self.reads = [0, 0, 0, 0]
+        self.reads = [0] * len(LANES)
 
 
 class Lanes:
@@ -128,11 +128,13 @@ class Lanes:
             self._slabs[replica] = _Slab()
         # Of each lane: how far it has seen every lane (itself: all the way), the same at each of its operations, and
         # the ends of those. Operations count from 1.
-        self._seen: list[tuple[int, ...]] = [tuple(_ALL if a == b else 0 for b in range(4)) for a in range(4)]
+        self._seen: list[tuple[int, ...]] = [
+            tuple(_ALL if a == b else 0 for b in range(len(LANES))) for a in range(len(LANES))
+        ]
         self._seen_at: list[list[tuple[int, ...]]] = [[seen] for seen in self._seen]
         self._ends: list[list[float]] = [[0.0] for _ in LANES]
-        self._base = [0, 0, 0, 0]
-        self._held_until = [0.0, 0.0, 0.0, 0.0]
+        self._base = [0] * len(LANES)
+        self._held_until = [0.0] * len(LANES)
         self._host_s = 0.0
         self._arrived = 0
 
@@ -251,6 +253,7 @@ class Lanes:
             H2D: f"Copy {operation.chunk} to DEVICE",
             D2H: f"Copy {operation.chunk} to HOST",
             HOST_UPDATE: f"Update group {operation.chunk.group} on HOST",
+            COLLECTIVE: f"exchanging {operation.chunk}",
         }[operation.lane]
         # Counts reach one lap back; to wait for something older, the first operation of the lap before will do.
         count = max(number - self._base[lane], 1 - self._num_operations(lane))

@@ -35,9 +35,11 @@ class Machine:
     """DEVICE and HOST compute on the same cores, so updates on them take turns."""
     undo_log_nbytes: int = 0
     """Bytes of HOST that updates ahead of their moment may take beside the chunks; 0: there are none."""
+    exchange_Bps: float = inf
+    """Bytes of chunks that all ranks together exchange in a second, whoever owns them."""
 
     def __post_init__(self) -> None:
-        for name in ("h2d_Bps", "d2h_Bps", "device_update_Bps", "host_update_Bps"):
+        for name in ("h2d_Bps", "d2h_Bps", "device_update_Bps", "host_update_Bps", "exchange_Bps"):
             speed = getattr(self, name)
             if not speed > 0:
                 raise PlanError(
@@ -95,16 +97,18 @@ class Machine:
             charges_non_model=fields.one("charges_non_model", BOOL),
             one_processor=fields.one("one_processor", BOOL),
             undo_log_nbytes=fields.one("undo_log_nbytes", COUNT),
+            exchange_Bps=speed("exchange_Bps"),
         )
 
 
+_ADDED = {"undo_log_nbytes": 0, "exchange_Bps": None}
+"""Came later: plans of before have no updates ahead, and are of one rank."""
 _FORMAT = Format(
     name="chunkmem machine",
     version=1,
-    keys=tuple(field.name for field in dataclasses.fields(Machine) if field.name != "undo_log_nbytes"),
+    keys=tuple(field.name for field in dataclasses.fields(Machine) if field.name not in _ADDED),
     error=PlanError,
-    # Came later: plans of before have no updates ahead.
-    added={"undo_log_nbytes": 0},
+    added=_ADDED,
 )
 _SPEED = either(NULL, Check(f"{FINITE.allowed} of bytes a second", FINITE.parse))
 """Null: infinite."""

@@ -7,6 +7,9 @@ point of that order. Everything that touches memory is an operation on a lane: a
 D2H, an update on COMPUTE or HOST_UPDATE. The operations of one lane run in the order they are issued; between lanes
 nothing is ordered but by `Wait`.
 
+What is exchanged between ranks is no action: all ranks have to exchange alike, so no plan of one of them may move it.
+An EXCHANGE moment issues it on COLLECTIVE, behind what was computed; its ARRIVE is waited for by COMPUTE.
+
 A freed slab can be taken at once, but its memory may still be read or written by operations issued before. So what is
 first done to a slab has to wait for all of those. Which slab an `Alloc` takes is part of the meaning: the one of
 exactly its size that was freed last on that tier, or new memory if there is none.
@@ -76,20 +79,6 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
-    """All-gather a chunk group: every rank gets the replicas it has slabs for."""
-
-    chunk: ChunkId
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """Reduce-scatter a chunk group: the owner gets the sum."""
-
-    chunk: ChunkId
-
-
-@dataclass(frozen=True, slots=True)
 class Update:
     """Update a group on a tier. On DEVICE it is the moment's operation on COMPUTE."""
 
@@ -114,7 +103,7 @@ class Wait:
     count: int
 
 
-Action = Alloc | Free | Copy | Gather | Reduce | Update | Wait
+Action = Alloc | Free | Copy | Update | Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +205,6 @@ def _action_reader(fields: Fields, chunk: Check) -> Callable[[str, object], Acti
         "alloc": (Alloc, (chunk, _TIER)),
         "free": (Free, (chunk, _TIER)),
         "copy": (Copy, (chunk, _TIER, _TIER)),
-        "gather": (Gather, (chunk,)),
-        "reduce": (Reduce, (chunk,)),
         "update": (Update, (COUNT, _TIER)),
         "wait": (Wait, (_LANE, _LANE, _INTEGER)),
     }

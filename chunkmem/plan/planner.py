@@ -10,7 +10,7 @@ from chunkmem.plan.ahead import advance_updates
 from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recently_used, sweep
 from chunkmem.plan.gaps import After, Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import Plan
+from chunkmem.plan.model import Lane, Plan
 from chunkmem.plan.placement import GroupBytes, place_states
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.search import least_traffic
@@ -19,7 +19,7 @@ from chunkmem.plan.stays import Stays, find_stays, free_room, linger, prefetch
 from chunkmem.plan.timeline import Timeline
 from chunkmem.plan.waits import add_waits
 from chunkmem.trace.model import Kind, Mode, Trace
-from chunkmem.types import Role, Tier
+from chunkmem.types import ChunkId, Role, Tier
 from chunkmem.units import format_nbytes
 
 _CLOSE = 0.01
@@ -51,8 +51,8 @@ class Candidate:
 
     @property
     def nbytes(self) -> int:
-        """Bytes moved in a lap, over both links."""
-        return sum(self.timeline.moved_nbytes.values())
+        """Bytes moved in a lap, over both links. What is exchanged between ranks is the same in all plans."""
+        return sum(nbytes for lane, nbytes in self.timeline.moved_nbytes.items() if lane is not Lane.COLLECTIVE)
 
 
 def make_plan(trace: Trace, machine: Machine, *, options: PlanOptions | None = None) -> Plan:
@@ -130,7 +130,8 @@ def _placements(
         yield dict.fromkeys(groups, Tier.DEVICE)
         return
     sizes = [_group_bytes(trace, group) for group in groups]
-    others = sum(n for chunk, n in trace.chunk_nbytes.items() if chunk.group not in groups)
+    own = {chunk: n for chunk, n in trace.chunk_nbytes.items() if not trace.is_remote(chunk)}
+    others = sum(n for chunk, n in own.items() if chunk.group not in groups) + _remote_nbytes(trace)
     allowed = place_states(sizes, cap_nbytes=min(budget, default=0) - others, margin_use_ratio=margin_use_ratio)
     tried = []
     small = len(trace.moments) <= _LARGE
@@ -139,6 +140,22 @@ def _placements(
         if on_device not in tried:
             tried.append(on_device)
             yield {group: Tier.DEVICE if group in on_device else Tier.HOST for group in groups}
+
+
+def _remote_nbytes(trace: Trace) -> int:
+    """Return the most bytes that chunks of other ranks take on DEVICE at a time."""
+    now = peak = 0
+    there: set[ChunkId] = set()
+    for moment in trace.moments if trace.remote_groups else ():
+        chunk = moment.chunk
+        if trace.is_remote(chunk) and moment.kind in (Kind.HOLD, Kind.CREATE) and chunk not in there:
+            there.add(chunk)
+            now += trace.chunk_nbytes[chunk]
+        elif chunk in there and moment.kind is (Kind.RELEASE if chunk.role is Role.PARAM else Kind.CONSUME):
+            there.remove(chunk)
+            now -= trace.chunk_nbytes[chunk]
+        peak = max(peak, now)
+    return peak
 
 
 def _group_bytes(trace: Trace, group: int) -> GroupBytes:
@@ -196,7 +213,12 @@ def _keep_slabs(problem: Problem, kept: frozenset[int], stays: Stays, budget: Se
     free = free_room(problem, stays, budget)
     spare = set()
     dying = [
-        at for at, g in enumerate(problem.gaps) if g.after is After.DIES and g.hosted_by is None and g.start < g.stop
+        at
+        for at, g in enumerate(problem.gaps)
+        if g.after is After.DIES
+        and g.hosted_by is None
+        and g.start < g.stop
+        and not problem.trace.is_remote(problem.chunks[g.chunk])
     ]
     for at in sorted(dying, key=lambda at: (problem.gaps[at].stop - problem.gaps[at].start, at)):
         gap = problem.gaps[at]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Plan
 from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Tier
+from chunkmem.types import ChunkId, Role, Tier
 
 _OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
 
@@ -51,6 +51,10 @@ def residency_before(plan: Plan, trace: Trace, moment: int) -> Residency:
         event = trace.moments[at]
         if event.kind is Kind.CREATE:
             now.newest[event.chunk, Tier.DEVICE] = True
+        elif event.kind is Kind.HOLD and trace.is_remote(event.chunk):
+            now.newest[event.chunk, Tier.DEVICE] = True  # an exchange brings it
+        elif event.kind is Kind.RELEASE and trace.is_remote(event.chunk) and event.chunk.role is Role.PARAM:
+            now.newest.pop((event.chunk, Tier.DEVICE), None)
         elif event.kind is Kind.CONSUME:
             now.consume(event.chunk)
         elif event.kind is Kind.UPDATE and trace.is_rounded(event.chunk):

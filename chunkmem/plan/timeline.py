@@ -55,7 +55,7 @@ class Timeline:
 
     @cached_property
     def moved_nbytes(self) -> Mapping[Lane, int]:
-        """Bytes copied on each link."""
+        """Bytes copied on each link, and those of chunks that were exchanged with other ranks."""
         moved = dict.fromkeys((Lane.H2D, Lane.D2H), 0)
         for span in self.spans:
             if span.nbytes and not span.is_stall:
@@ -68,9 +68,12 @@ class Timeline:
         return sum(span.end_s - span.start_s for span in self.spans if span.is_stall)
 
     def __str__(self) -> str:
-        moved = sum(self.moved_nbytes.values())
+        moved = dict(self.moved_nbytes)
+        exchanged = moved.pop(Lane.COLLECTIVE, 0)
         return (
-            f"moved {format_nbytes(moved)}, stalled {1e3 * self.stall_s:.0f} ms, "
+            f"moved {format_nbytes(sum(moved.values()))}, "
+            + (f"exchanged {format_nbytes(exchanged)}, " if exchanged else "")
+            + f"stalled {1e3 * self.stall_s:.0f} ms, "
             f"prefetched {self.prefetched}/{self.fetched}, departures {self.departures}, "
             f"peak {format_nbytes(self.peak_nbytes[Tier.DEVICE])} of {format_nbytes(self.cap_nbytes[Tier.DEVICE])}"
         )

@@ -6,6 +6,7 @@ from math import isfinite
 
 from chunkmem.plan.ahead import log_nbytes, updates_ahead
 from chunkmem.plan.hazards import (
+    COLLECTIVE,
     COMPUTE,
     D2H,
     H2D,
@@ -42,6 +43,8 @@ class Reader:
         self._ahead: dict[int, tuple[int, ...]] = {}
         """By group that is being updated ahead of its moment: the replicas which that reads."""
         self._log_nbytes = 0
+        self._exchanges: dict[int, int] = {}
+        """By replica that is being exchanged: the number of that operation."""
 
     def read(self) -> Program:
         """Go through one lap. A lap ends as it begins, so this holds for all of them."""
@@ -58,6 +61,8 @@ class Reader:
                 released = residency.replica(moment.chunk, Tier.DEVICE)
                 self._held.remove(released)
                 self._entries.append(Unhold(released))
+                if self._arrives(moment.chunk):
+                    residency.states[released] = EMPTY
             for action in actions:
                 position.action = action
                 self._act(action)
@@ -80,15 +85,13 @@ class Reader:
             self._free(action)
         elif isinstance(action, Copy):
             self._copy(action)
-        elif isinstance(action, Update):
-            self._update(action)
         else:
-            self._position.fail("there is one rank, and nothing to exchange")
+            self._update(action)
 
     def _wait(self, wait: Wait) -> None:
         for lane in (wait.lane, wait.on):
-            if lane not in LANES:
-                self._position.fail(f"nothing is ever issued on {lane.name}")
+            if lane not in LANES or lane is Lane.COLLECTIVE:
+                self._position.fail(f"no plan issues anything on {lane.name}")
         if wait.lane is wait.on:
             self._position.fail("a lane is in order by itself")
         on = LANES.index(wait.on)
@@ -210,10 +213,17 @@ class Reader:
         reads: tuple[int, ...] = ()
         writes: tuple[int, ...] = ()
         duration_s = moment.duration_s
-        if kind is Kind.HOLD:
+        if kind is Kind.HOLD and self._arrives(moment.chunk):
+            residency.need_slab(device)
+            residency.states[device] = NEWEST
+            self._held.add(device)
+            writes = (device,)
+        elif kind is Kind.HOLD:
             residency.need_newest(device)
             self._held.add(device)
             reads = (device,)
+        elif kind is Kind.ARRIVE:
+            self._entries.append(Await(COMPUTE, COLLECTIVE, self._exchanges.pop(device)))
         elif kind is Kind.CREATE:
             self._need_quiet(device ^ 1)
             residency.need_slab(device)
@@ -237,6 +247,22 @@ class Reader:
             # The update was issued among the actions; COMPUTE only passes the moment.
             duration_s = 0.0
         self._issue(COMPUTE, reads, writes, duration_s, moment.chunk)
+        if kind is Kind.EXCHANGE:
+            self._exchange(moment.chunk, device)
+
+    def _arrives(self, chunk: ChunkId) -> bool:
+        """Tell whether an exchange brings a chunk's content, each time it is held."""
+        return chunk.role is Role.PARAM and self._trace.is_remote(chunk)
+
+    def _exchange(self, chunk: ChunkId, device: int) -> None:
+        """Issue an exchange behind all that was computed; the ARRIVE waits for it."""
+        writes = self._trace.is_remote(chunk) is (chunk.role is Role.PARAM)
+        nbytes = self._trace.chunk_nbytes[chunk]
+        self._entries.append(Await(COLLECTIVE, COMPUTE, self.num_issued[COMPUTE]))
+        replicas = (device,)
+        duration_s = nbytes / self._machine.exchange_Bps
+        self._issue(COLLECTIVE, () if writes else replicas, replicas if writes else (), duration_s, chunk, nbytes)
+        self._exchanges[device] = self.num_issued[COLLECTIVE]
 
     def _consume(self, device: int) -> None:
         states = self.residency.states

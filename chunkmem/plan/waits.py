@@ -119,10 +119,10 @@ class _Follower:
         key = (moment.chunk, device)
         reads: tuple[_Slab, ...] = ()
         writes: tuple[_Slab, ...] = ()
-        if moment.kind is Kind.HOLD:
-            reads = (self.slabs[key],)
-        elif moment.kind in (Kind.CREATE, Kind.WRITE):
+        if moment.kind in (Kind.CREATE, Kind.WRITE) or self._is_exchanged(moment):
             writes = (self.slabs[key],)
+        elif moment.kind is Kind.HOLD:
+            reads = (self.slabs[key],)
         if moment.kind is Kind.UPDATE and moment.chunk.group in self.ahead:
             self.ahead.remove(moment.chunk.group)
             chunks = self.trace.update_chunks(moment.chunk.group)
@@ -140,6 +140,17 @@ class _Follower:
             self.out.append(update)
         if moment.kind is Kind.CONSUME and (moment.chunk, Tier.HOST) in self.slabs:
             self._free(moment.chunk, Tier.HOST)
+
+    def _is_exchanged(self, moment: Moment) -> bool:
+        """Tell whether COMPUTE has to come after all that touched a chunk, or all others after it, for an exchange.
+
+        That writes weights of other ranks after their HOLD, and means of own gradients before their ARRIVE. In between
+        nothing else is done with a held chunk, so COLLECTIVE itself needs no waits.
+        """
+        is_remote = self.trace.is_remote(moment.chunk)
+        if moment.chunk.role is Role.PARAM:
+            return moment.kind is Kind.HOLD and is_remote
+        return moment.kind is Kind.ARRIVE and not is_remote
 
     def _operate(self, lane: int, reads: Sequence[_Slab], writes: Sequence[_Slab]) -> None:
         known = self.known[lane]

@@ -8,6 +8,7 @@ again, so that without a listener, or where it did nothing, everything works the
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,10 @@ class DemandExecutor:
         """Called where a plan has a group updated ahead of its moment; returns the end of that, if it is done."""
         self.reserve_log: Callable[[Mapping[int, int]], None] = lambda counts: None
         """Called while no plan is followed, with how many slabs of which sizes updates ahead are going to need."""
+        self.on_arrival: Callable[[Chunk, float, float], None] = lambda chunk, issued_s, waited_s: None
+        """Called when the exchange of a chunk is over: when it was issued, and since when it was waited for."""
+        self.is_planned: Callable[[], bool] = lambda: False
+        """Tells whether a plan decides what leaves DEVICE."""
         self._clock = 0
 
     def close_in_children(self) -> None:
@@ -118,10 +123,48 @@ class DemandExecutor:
             self.store.take_slab(chunk, tier)
         self._pin(chunk, tier, elastic=True)
 
+    def pin_remote(self, chunk: Chunk, *, reader: object) -> None:
+        """Like `pin`, for a chunk of another rank, which an exchange is about to bring to DEVICE.
+
+        Raises: what `pin` does.
+        """
+        replica = chunk.replicas.get(Tier.DEVICE)
+        if replica is None or replica.pins == 0:
+            self.on_event(Kind.HOLD, chunk, reader)
+        if Tier.DEVICE not in chunk.replicas:
+            self._require_open(reader)
+            self.before_demand()
+            self._make_room(chunk, Tier.DEVICE, reader, elastic=False)
+            self.store.take_slab(chunk, Tier.DEVICE)
+        self._pin(chunk, Tier.DEVICE, elastic=False)
+
+    def exchange(self, chunks: Sequence[Chunk], *, reader: object) -> None:
+        """Announce that chunks, which are pinned on DEVICE, begin to be exchanged with other ranks."""
+        for chunk in chunks:
+            self.on_event(Kind.EXCHANGE, chunk, reader)
+
+    def arrive(self, chunks: Sequence[Chunk], wait: Callable[[], None], *, reader: object, issued_s: float) -> None:
+        """Announce that an exchange is waited for, wait for it, and say how long that took."""
+        for chunk in chunks:
+            self.on_event(Kind.ARRIVE, chunk, reader)
+        waited_s = time.perf_counter()
+        with runtime_mode():
+            wait()
+        for chunk in chunks:
+            self.on_arrival(chunk, issued_s, waited_s)
+            waited_s = time.perf_counter()  # all have been waited for at once
+
     def unpin(self, chunk: Chunk, tier: Tier) -> None:
         """Undo one `pin`."""
         if self._let_go(chunk, tier) and tier is Tier.DEVICE:
             self.on_event(Kind.RELEASE, chunk, None)
+            if chunk.is_remote:
+                self.discard_remote(chunk)
+
+    def discard_remote(self, chunk: Chunk) -> None:
+        """Drop the memory on DEVICE of a chunk that another rank has now, unless a plan is going to do so."""
+        if Tier.DEVICE in chunk.replicas and not self.is_planned():
+            self.store.drop(chunk, Tier.DEVICE)
 
     def _let_go(self, chunk: Chunk, tier: Tier) -> bool:
         """Undo one `_hold`; tell whether it was the last."""
@@ -131,7 +174,7 @@ class DemandExecutor:
         if replica.pins == 0:
             self.pinned_nbytes[tier] -= chunk.nbytes
             if chunk.is_remote:
-                self.store.drop(chunk, tier)
+                replica.version = NO_CONTENT
         return replica.pins == 0
 
     @contextmanager

@@ -9,7 +9,7 @@ from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.store import Chunk
-from chunkmem.trace.model import Trace
+from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import Tier
 
 
@@ -23,6 +23,10 @@ class Journal:
         """(lane waited for, moment, start, seconds), also those of 0 seconds"""
         self.copies: list[tuple[Lane, int, Chunk, Event | tuple[float, float]]] = []
         """(lane, moment, chunk, event or times)"""
+        self.exchanges: list[tuple[int, Chunk, float, float]] = []
+        """(moment, chunk, when it was issued, when it was there)"""
+        self._issued: dict[Chunk, int] = {}
+        """By chunk: the moment its last exchange was issued in."""
         self.updates: list[tuple[int, int, Chunk, Event]] = []
         """(moment it is for, moment it was begun in, PARAM chunk, event)"""
         self.device_nbytes: list[int] = []
@@ -30,9 +34,11 @@ class Journal:
         self.departures = 0
         """Accesses that were not foreseen."""
 
-    def begin(self, moment: int) -> None:
+    def begin(self, moment: int, kind: Kind, chunk: Chunk) -> None:
         """A moment begins; its actions come next."""
         self.began.append((moment, time.perf_counter()))
+        if kind is Kind.EXCHANGE:
+            self._issued[chunk] = moment
 
     def waited(self, lane: Lane, started_s: float, stall_s: float) -> None:
         """COMPUTE or the host has waited for a copy on `lane`."""
@@ -45,6 +51,12 @@ class Journal:
     def updated(self, moment: int, chunk: Chunk, event: Event) -> None:
         """A group's update has been begun ahead of its `moment`; `chunk` is its PARAM."""
         self.updates.append((moment, self._moment, chunk, event))
+
+    def exchanged(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
+        """A chunk that was exchanged with other ranks since `issued_s`, and waited for since `waited_s`, is there."""
+        now_s = time.perf_counter()
+        self.exchanges.append((self._issued.get(chunk, self._moment), chunk, issued_s, now_s))
+        self.stalls.append((Lane.COLLECTIVE, self._moment, waited_s, now_s - waited_s))
 
     def served(self, chunk: Chunk, target: Tier, started_s: float) -> None:
         """A copy was made on demand, and waited for."""
@@ -95,6 +107,11 @@ class Journal:
             start_s, end_s = _times(event, otherwise_s=last_s)
             label = f"{chunk.id} to {'DEVICE' if lane is Lane.H2D else 'HOST'}"
             spans.append(Span(lane, label, start_s - first_s, end_s - first_s, moment, chunk.id, chunk.nbytes))
+        for moment, chunk, start_s, end_s in self.exchanges:
+            label = f"{chunk.id} between ranks"
+            spans.append(
+                Span(Lane.COLLECTIVE, label, start_s - first_s, end_s - first_s, moment, chunk.id, chunk.nbytes)
+            )
         for _, moment, chunk, event in self.updates:
             start_s, end_s = _times(event, otherwise_s=last_s)
             label = f"update of group {chunk.id.group}"

@@ -136,7 +136,7 @@ class Performer:
             cue = found
         self._cursor += 1
         journal = self.journal
-        journal.begin(self._cursor - 1)
+        journal.begin(self._cursor - 1, kind, chunk)
         if torch.autograd.profiler._is_profiler_enabled or self._profiling is not None:
             self._show(cue.label)
         for step in cue.steps:

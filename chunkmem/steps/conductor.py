@@ -44,7 +44,7 @@ class Conductor:
         options: PlanOptions,
         layout: Callable[[], str],
         watch: Callable[[], Watch],
-        plans: bool = True,
+        is_lone: bool = True,
     ) -> None:
         """Begin with nothing known.
 
@@ -56,7 +56,8 @@ class Conductor:
             options: of the planner.
             layout: returns the digest of everything packed.
             watch: begins to watch memory, for a step that is recorded.
-            plans: false serves every step on demand.
+            is_lone: there is one rank. Else steps are recorded from when `may_record` says so, since the exchanges of
+                the first ones are not those of the others.
         """
         self._executor = executor
         self._tiers = tiers
@@ -65,7 +66,11 @@ class Conductor:
         self._machine: Machine | None = None
         self._layout = layout
         self._make_watch = watch
-        self._plans = plans
+        self._is_lone = self.may_record = is_lone
+        """`may_record`: training steps are like those to come."""
+        self._is_first_of_two = False
+        """What was just recorded is put aside for `compare`."""
+        self._aside: Trace | None = None
         self._courses = {
             mode: Course(
                 mode,
@@ -119,10 +124,10 @@ class Conductor:
         Raises:
             TraceError: it is of another model or layout.
         """
-        if not self._plans:
+        if not self._is_lone:
             raise TraceError(
-                "several processes train together, and this version serves their steps on demand: leave the trace out, "
-                "or train with one process"
+                "several ranks train together, and have to agree on how far ahead they gather: leave the trace out, it "
+                "is recorded within three steps"
             )
         own = self._layout()
         if trace.layout != own:
@@ -184,8 +189,31 @@ class Conductor:
         """The lap that runs is not like the others: the next one is recorded instead, and no plan suffers from it."""
         self._is_excused = True
 
+    # Two ways to step, of which one is kept; see `chunkmem.steps.trial`.
+
+    def record_another(self) -> None:
+        """The next step goes another way than the one recorded before it, or just now: record it, too."""
+        self._is_first_of_two = True
+
+    def compare(self) -> tuple[float, float] | None:
+        """Return how long computing stands still in steps of both ways, as planned; inf: there is no plan for it.
+
+        None if the two are not both known. What they compute is the same, but not how long that took when recorded.
+        """
+        course = self._courses[Mode.TRAIN]
+        if self._aside is None or course.trace is None:
+            return None
+        return course.planned_stall_s(self._aside), course.planned_stall_s(course.trace)
+
+    def keep(self, *, first: bool) -> None:
+        """Forget one of the two."""
+        aside, self._aside = self._aside, None
+        if first and aside is not None:
+            self._courses[Mode.TRAIN].take(aside)
+
     def forget(self) -> None:
         """There is more to manage than was recorded: record anew."""
+        self._aside, self._is_first_of_two = None, False
         self._recorder = None
         self._stop_watch()
         for course in self._courses.values():
@@ -201,13 +229,13 @@ class Conductor:
         for other, course in self._courses.items():
             if other is not mode:
                 course.stop()
-        performer = self._courses[mode].prepare() if self._plans else None
+        performer = self._courses[mode].prepare(has_alternative=mode is Mode.TRAIN and self._aside is not None)
         self._mode, self._is_running = mode, True
         for ledger in self._ledgers:
             ledger.restart_peak()
         if performer is not None:
             self._follow(performer)
-        elif self._plans and self._courses[mode].wants_record:
+        elif self._courses[mode].wants_record and (self.may_record or mode is Mode.EVAL):
             self._record(mode)
         else:
             self._serve_on_demand()
@@ -225,7 +253,11 @@ class Conductor:
         if is_excused:
             return
         if recorder is not None:
-            self._courses[recorder.mode].recorded(lambda: recorder.trace(self._layout(), self._executor.store.chunks))
+            course = self._courses[recorder.mode]
+            course.recorded(lambda: recorder.trace(self._layout(), self._executor.store.chunks))
+            if self._is_first_of_two and recorder.mode is Mode.TRAIN:
+                self._is_first_of_two, self._aside = False, course.trace
+                course.forget()
         elif mode is not None and self._performer is self._courses[mode].performer:
             self._courses[mode].learn()
 
@@ -244,7 +276,7 @@ class Conductor:
         """A second optimizer's updates belong to the lap that is over; a read outside of it only has to be safe."""
         if kind is Kind.HOLD:
             self._executor.drain()
-        else:
+        elif kind not in (Kind.EXCHANGE, Kind.ARRIVE):
             self._in_lap(kind, chunk, reader)
 
     def _record(self, mode: Mode) -> None:
@@ -256,6 +288,7 @@ class Conductor:
         self._journal = self._recorder.journal
         self._executor.on_event = self._recorder.event
         self._executor.store.on_copy = self._journal.served
+        self._executor.on_arrival = self._journal.exchanged
 
     def _follow(self, performer: Performer) -> None:
         executor = self._executor
@@ -266,7 +299,9 @@ class Conductor:
         executor.before_demand = performer.depart
         executor.drain = performer.drain
         executor.update_tier = performer.update_tier
+        executor.is_planned = lambda: performer.is_on_plan
         executor.store.on_copy = performer.journal.served
+        executor.on_arrival = performer.journal.exchanged
 
     def _serve_on_demand(self) -> None:
         executor = self._executor
@@ -276,7 +311,9 @@ class Conductor:
         executor.on_event = self._in_lap = _ignore
         executor.before_demand = executor.drain = lambda: None
         executor.update_tier = lambda group: None
+        executor.is_planned = lambda: False
         executor.store.on_copy = lambda chunk, target, started_s: None
+        executor.on_arrival = lambda chunk, issued_s, waited_s: None
 
     def _stop_watch(self) -> None:
         watch, self._watch = self._watch, None

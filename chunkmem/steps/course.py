@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 
 from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.machine import Machine
@@ -78,6 +79,19 @@ class Course:
         self._is_hopeless = False
         self._num_refinements = self._departed = self._failed_records = 0
 
+    def take(self, trace: Trace) -> None:
+        """Go on with a trace of another way to step, which was recorded in this run."""
+        self.forget()
+        self.trace = trace
+
+    def planned_stall_s(self, trace: Trace) -> float:
+        """Return how long computing stands still in a planned step of a trace; inf if there is no plan for it."""
+        try:
+            plan = self.plan if trace is self.trace else None
+            return simulate(plan or self._make_plan(trace), trace).step_s - trace.compute_s
+        except PlanError:
+            return inf
+
     def stop(self) -> None:
         """Follow the plan no further, until the next lap begins."""
         if self.performer is not None:
@@ -92,8 +106,11 @@ class Course:
             self._failed_records += 1
             self._is_hopeless = self._failed_records >= _MAX_FAILED_RECORDS
 
-    def prepare(self) -> Performer | None:
+    def prepare(self, *, has_alternative: bool = False) -> Performer | None:
         """Return what the next step follows; None if it is to be recorded or served on demand.
+
+        Args:
+            has_alternative: there is another way to step, if this one does not fit.
 
         Raises:
             CapacityError: a moment of the step does not fit; with the smallest cap that works.
@@ -104,9 +121,10 @@ class Course:
             try:
                 self.plan = self._make_plan(self.trace)
             except PlanError as error:
-                if isinstance(error, CapacityError) and not error.on_host:
+                if isinstance(error, CapacityError) and not error.on_host and not has_alternative:
                     raise
-                warnings.warn(f"no plan is followed, every access is served on demand: {error}", stacklevel=2)
+                if not has_alternative:
+                    warnings.warn(f"no plan is followed, every access is served on demand: {error}", stacklevel=2)
                 self._is_hopeless = True
                 return None
         if self.performer is None:

@@ -1,4 +1,9 @@
-"""What one step does to memory, as plain data: the moments of a trace."""
+"""What one step does to memory, as plain data: the moments of a trace.
+
+[Note: Remote groups] A group that another rank owns has weights here only while they are held: a HOLD begins with none,
+an exchange brings them, the RELEASE ends them. Gradients that land here end with the CONSUME after their exchange. All
+ranks have the same exchanges in the same order; what lies between them may differ.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +38,11 @@ class Kind(enum.Enum):
     Where there is a MASTER, PARAM is only written."""
     CONSUME = "consume"
     """A chunk's content is used up: gradients after the update. A slab on DEVICE stays, empty."""
+    EXCHANGE = "exchange"
+    """A held chunk begins to be exchanged with other ranks: weights go from their owner to all, gradients' mean to
+    their owner."""
+    ARRIVE = "arrive"
+    """What is computed from now on comes after that."""
 
     __hash__ = object.__hash__
 
@@ -78,9 +88,12 @@ class Trace:
     moments: tuple[Moment, ...]
     sampling_interval_s: float = 0.0
     """Longest time between two looks of the sampling thread: what lives shorter may be missed; 0: none ran."""
+    remote_groups: frozenset[int] = frozenset()
+    """Groups that another rank owns: [Note: Remote groups]."""
 
     def __post_init__(self) -> None:
         held: set[ChunkId] = set()
+        exchanged: set[ChunkId] = set()
         for index, moment in enumerate(self.moments):
             if moment.chunk not in self.chunk_nbytes:
                 raise TraceError(f"moment {index} ({moment}) names {moment.chunk}, which the trace has no size of")
@@ -91,7 +104,16 @@ class Trace:
             elif moment.kind is Kind.RELEASE:
                 if moment.chunk not in held:
                     raise TraceError(f"moment {index} ({moment}) releases {moment.chunk}, which is not held")
+                if moment.chunk in exchanged:
+                    raise TraceError(f"moment {index} ({moment}) releases {moment.chunk}, whose exchange has no ARRIVE")
                 held.remove(moment.chunk)
+            elif moment.kind in (Kind.EXCHANGE, Kind.ARRIVE):
+                if moment.chunk not in held or (moment.chunk in exchanged) is (moment.kind is Kind.EXCHANGE):
+                    raise TraceError(
+                        f"moment {index} ({moment}): {moment.kind.value} of {moment.chunk}, which has to be held, and "
+                        "has one ARRIVE after each EXCHANGE"
+                    )
+                exchanged ^= {moment.chunk}
             elif moment.chunk in held:
                 raise TraceError(f"moment {index} ({moment}): {moment.kind.value} of {moment.chunk} while it is held")
             if moment.duration_s < 0 or moment.non_model_peak_nbytes < 0:
@@ -117,6 +139,10 @@ class Trace:
         """Return those of `update_chunks` whose content an update reads: all but a PARAM that MASTER is rounded to."""
         return tuple(chunk for chunk in self.update_chunks(group) if not self.is_rounded(chunk))
 
+    def is_remote(self, chunk: ChunkId) -> bool:
+        """Tell whether another rank owns a chunk."""
+        return chunk.group in self.remote_groups
+
     def is_rounded(self, chunk: ChunkId) -> bool:
         """Tell whether a chunk is rounded from one in float32, so that its content can be made again at any time."""
         return chunk.role is Role.PARAM and ChunkId(Role.MASTER, chunk.group) in self.chunk_nbytes
@@ -126,7 +152,8 @@ class Trace:
         """Identity of the sequence of events; durations, peaks and how they were measured do not enter."""
         events = [(m.kind.value, m.chunk.role.value, m.chunk.group) for m in self.moments]
         sizes = sorted((c.role.value, c.group, n) for c, n in self.chunk_nbytes.items())
-        text = json.dumps([self.mode.value, self.layout, sizes, events], separators=(",", ":"))
+        ranks = [sorted(self.remote_groups)] if self.remote_groups else []
+        text = json.dumps([self.mode.value, self.layout, sizes, events, *ranks], separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -166,7 +193,8 @@ class Trace:
             for moment in self.moments
         ]
         table = [[chunk.role.value, chunk.group, nbytes] for chunk, nbytes in self.chunk_nbytes.items()]
-        return _FORMAT.document(self.mode.value, self.layout, table, list(labels), moments, self.sampling_interval_s)
+        added = self.sampling_interval_s, sorted(self.remote_groups)
+        return _FORMAT.document(self.mode.value, self.layout, table, list(labels), moments, *added)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Trace:
@@ -181,7 +209,8 @@ class Trace:
         label = item_of("labels", fields.column("labels", TEXT))
         moments = tuple(Moment(*row) for row in fields.rows("moments", _KIND, chunk, label, SECONDS, COUNT, COUNT))
         mode, layout = fields.one("mode", _MODE), fields.one("layout", TEXT)
-        return cls(mode, layout, sizes, moments, fields.one("sampling_interval_s", SECONDS))
+        remote = frozenset(fields.column("remote_groups", COUNT))
+        return cls(mode, layout, sizes, moments, fields.one("sampling_interval_s", SECONDS), remote)
 
 
 _FORMAT = Format(
@@ -189,8 +218,9 @@ _FORMAT = Format(
     version=1,
     keys=("mode", "layout", "chunks", "labels", "moments"),
     error=TraceError,
-    # Came later: traces of before are read as if no thread had run, which says nothing of what it missed.
-    added={"sampling_interval_s": 0.0},
+    # Came later: traces of before are read as if no thread had run, which says nothing of what it missed, and are of
+    # one rank.
+    added={"sampling_interval_s": 0.0, "remote_groups": []},
 )
 _MODE = member_of(Mode)
 _ROLE = member_of(Role)

@@ -41,7 +41,7 @@ class Recorder:
         """Something happens: the moment before is over."""
         self._close_moment()
         self._events.append((kind, chunk.id, label_of(kind, chunk.id, reader)))
-        self.journal.begin(len(self._events) - 1)
+        self.journal.begin(len(self._events) - 1, kind, chunk)
 
     def end(self) -> None:
         """The step is over."""
@@ -70,11 +70,12 @@ class Recorder:
         )
         wanted = {moment.chunk for moment in moments}
         if self.mode is Mode.TRAIN:
-            wanted |= {key for key, chunk in chunks.items() if chunk.version != NO_CONTENT}
+            wanted |= {key for key, chunk in chunks.items() if chunk.version != NO_CONTENT and not chunk.is_remote}
         return Trace(
             self.mode,
             layout,
             {key: chunks[key].nbytes for key in sorted(wanted, key=lambda key: (key.group, key.role.value))},
             moments,
             self._sampling_interval_s,
+            frozenset(chunk.id.group for chunk in chunks.values() if chunk.is_remote),
         )

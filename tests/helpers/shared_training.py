@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import chunkmem
+from chunkmem.runtime.unruly import AdversarialLanes
+from chunkmem.types import Tier
+from tests.helpers.unruly_exchange import LateExchange
 
 WIDTH = 16
 WORDS = 11
@@ -133,6 +136,8 @@ class Task:
     batch: int = 3
     empty: tuple[tuple[int, int], ...] = ()
     """(step, rank): that rank has no batch in that step."""
+    unruly: int | None = None
+    """Seed of copies and exchanges that are as late as they may be, over memory full of NaN; None: they are not."""
 
 
 @dataclass
@@ -162,10 +167,23 @@ def make_config(task: Task) -> chunkmem.Config:
     return chunkmem.Config.from_dict({**base, **task.config})
 
 
+def open_manager(rank: int, task: Task) -> chunkmem.ChunkManager:
+    """The manager of one rank."""
+    seed = task.unruly
+    if seed is None:
+        return chunkmem.ChunkManager(make_config(task))
+    manager = chunkmem.ChunkManager(make_config(task), make_lanes=lambda compute: AdversarialLanes(1000 * rank + seed))
+    for tier in (Tier.DEVICE, Tier.HOST):
+        manager._store.pools[tier].poison = True
+    assert manager._sharing is not None
+    manager._sharing.exchange = LateExchange(manager._sharing.exchange, rank=rank, seed=seed)
+    return manager
+
+
 def train(rank: int, task: Task) -> Outcome:
     """Train on one rank of the default process group."""
     torch.set_num_threads(1)
-    with chunkmem.ChunkManager(make_config(task)) as manager:
+    with open_manager(rank, task) as manager:
         torch.manual_seed(0)
         with manager.init():
             model = MODELS[task.model]()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from chunkmem.errors import PlanError, TraceError
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Gather, Lane, Placed, Plan, Reduce, Update, Wait
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Plan, Update, Wait
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
@@ -44,7 +44,7 @@ PLAN = Plan(
     actions=(
         (Alloc(PARAM, Tier.DEVICE), Wait(Lane.H2D, Lane.COMPUTE, -2), Copy(PARAM, Tier.HOST, Tier.DEVICE)),
         (),
-        (Gather(GRAD), Reduce(GRAD), Update(0, Tier.HOST), Free(PARAM, Tier.DEVICE)),
+        (Update(0, Tier.HOST), Free(PARAM, Tier.DEVICE)),
     ),
     update_tiers={0: Tier.HOST},
     name="belady, 2 ahead",
@@ -76,14 +76,14 @@ TRACE = Trace(
 MACHINE_TEXT = (
     '{"format":"chunkmem machine","version":1,"device_nbytes":4096,"host_nbytes":1099511627776,'
     '"h2d_Bps":12000000000.0,"d2h_Bps":null,"latency_s":1e-05,"device_update_Bps":null,"host_update_Bps":null,'
-    '"charges_non_model":false,"one_processor":true,"undo_log_nbytes":0}'
+    '"charges_non_model":false,"one_processor":true,"undo_log_nbytes":0,"exchange_Bps":null}'
 )
 PLAN_TEXT = (
     '{"format":"chunkmem plan","version":1,"name":"belady, 2 ahead","trace_digest":"0123456789abcdef",'
     f'"machine":{MACHINE_TEXT},"chunks":[["grad",0],["param",0]],'
     '"start":[[0,"device",false],[1,"host",true]],"update_tiers":[[0,"host"]],'
     '"actions":[[["alloc",1,"device"],["wait","h2d","compute",-2],["copy",1,"host","device"]],[],'
-    '[["gather",0],["reduce",0],["update",0,"host"],["free",1,"device"]]]}'
+    '[["update",0,"host"],["free",1,"device"]]]}'
 )
 TIMELINE_TEXT = (
     '{"format":"chunkmem timeline","version":1,"step_s":1.0,"departures":1,"prefetched":2,"fetched":3,'
@@ -129,8 +129,6 @@ def plans() -> st.SearchStrategy[Plan]:
         st.builds(Alloc, chunks(), tiers),
         st.builds(Free, chunks(), tiers),
         st.builds(Copy, chunks(), tiers, tiers),
-        st.builds(Gather, chunks()),
-        st.builds(Reduce, chunks()),
         st.builds(Update, groups, tiers),
         st.builds(Wait, lanes, lanes, st.integers(-(2**63), 2**63 - 1)),
     )
@@ -300,18 +298,18 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
         (("update_tiers", 0, 1), None, 'update_tiers[0][1] is None, but must be "device", "host" or "disk"'),
         (("actions",), {"0": []}, "actions is {'0': []}, but must be a list"),
         (("actions", 1), 0, "actions[1] is 0, but must be a list"),
-        (("actions", 2, 0), "gather", "actions[2][0] is 'gather', but must be a list"),
+        (("actions", 2, 0), "free", "actions[2][0] is 'free', but must be a list"),
         (
             ("actions", 2, 0),
             [],
-            'actions[2][0][0] is None, but must be "alloc", "free", "copy", "gather", "reduce", "update" or "wait"',
+            'actions[2][0][0] is None, but must be "alloc", "free", "copy", "update" or "wait"',
         ),
         (
             ("actions", 2, 0, 0),
             "move",
-            'actions[2][0][0] is \'move\', but must be "alloc", "free", "copy", "gather", "reduce", "update" or "wait"',
+            'actions[2][0][0] is \'move\', but must be "alloc", "free", "copy", "update" or "wait"',
         ),
-        (("actions", 2, 0), ["gather"], "actions[2][0] is ['gather'], but must be a list of 2 values"),
+        (("actions", 2, 0), ["free"], "actions[2][0] is ['free'], but must be a list of 3 values"),
         (("actions", 0, 2, 3), "host ", 'actions[0][2][3] is \'host \', but must be "device", "host" or "disk"'),
         (
             ("actions", 0, 1, 2),

@@ -9,7 +9,7 @@ import pytest
 
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Gather, Lane, Placed, Plan, Update, Wait
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Plan, Update, Wait
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Span
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
@@ -348,10 +348,9 @@ WRONG = {
         "Wait of H2D on COMPUTE, count 3: COMPUTE has only been issued 2",
     ),
     "wait for itself": (2, None, Wait(H2D, H2D, 1), "Wait of H2D on H2D, count 1: a lane is in order by itself"),
-    "no such lane": (2, None, Wait(Lane.DISK, H2D, 1), "Wait of DISK on H2D, count 1: nothing is ever issued on DISK"),
+    "no such lane": (2, None, Wait(Lane.DISK, H2D, 1), "Wait of DISK on H2D, count 1: no plan issues anything on DISK"),
     "no disk": (2, None, Alloc(P1, Tier.DISK), "Alloc param chunk 1 on DISK: there is no DISK"),
     "unknown chunk": (2, None, Alloc(P2, D), "Alloc param chunk 2 on DEVICE: the trace does not know param chunk 2"),
-    "gather": (2, None, Gather(P1), "Gather param chunk 1: there is one rank, and nothing to exchange"),
     "update elsewhere": (11, None, Update(0, H), "Update group 0 on HOST: 200 bytes pass the undo log of 0"),
     "update another": (12, None, Update(1, D), "Update group 1 on DEVICE: this moment updates group 0"),
     "update twice": (12, None, Update(0, H), "Update group 0 on HOST: the group is updated twice"),

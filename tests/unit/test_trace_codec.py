@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ SMALL_TEXT = (
     '{"format":"chunkmem trace","version":1,"mode":"train","layout":"5f0c",'
     '"chunks":[["param",0,4096],["grad",0,2048]],"labels":["fc forward","fc backward","update 0",""],'
     '"moments":[["hold",0,0,0.1,300,280],["create",1,1,1e-07,500,0],["release",0,0,0.0,0,0],["update",0,2,2.5,0,0],'
-    '["consume",1,3,0.0,0,0]],"sampling_interval_s":0.002}'
+    '["consume",1,3,0.0,0,0]],"sampling_interval_s":0.002,"remote_groups":[]}'
 )
 
 
@@ -57,18 +57,25 @@ def traces(draw: st.DrawFn) -> Trace:
     events = st.tuples(st.sampled_from(Kind), st.sampled_from(sorted(sizes, key=str)))
     chosen: list[tuple[Kind, ChunkId]] = []
     held: set[ChunkId] = set()
+    exchanged: set[ChunkId] = set()
     for kind, chunk in draw(st.lists(events, max_size=20)):
-        # Only what is held can be released, and nothing else can happen to it.
-        if (chunk in held) != (kind is Kind.RELEASE):
+        # Only what is held can be released or exchanged, and nothing else can happen to it.
+        if (chunk in held) != (kind in (Kind.RELEASE, Kind.EXCHANGE, Kind.ARRIVE)):
             continue
+        if (chunk in exchanged) != (kind is Kind.ARRIVE) and chunk in held:
+            continue
+        if kind in (Kind.EXCHANGE, Kind.ARRIVE):
+            exchanged ^= {chunk}
         if kind is Kind.HOLD:
             held.add(chunk)
         elif kind is Kind.RELEASE:
             held.remove(chunk)
         chosen.append((kind, chunk))
+    chosen += [(Kind.ARRIVE, chunk) for chunk in sorted(exchanged, key=str)]
     chosen += [(Kind.RELEASE, chunk) for chunk in sorted(held, key=str)]
     moments = tuple(Moment(*event, *draw(st.tuples(st.text(), seconds, nbytes, nbytes))) for event in chosen)
-    return Trace(draw(st.sampled_from(Mode)), draw(st.text()), sizes, moments, draw(seconds))
+    remote = frozenset(draw(st.sets(st.integers(0, 2**40), max_size=3)))
+    return Trace(draw(st.sampled_from(Mode)), draw(st.text()), sizes, moments, draw(seconds), remote)
 
 
 def long_trace(num_moments: int) -> Trace:
@@ -122,7 +129,7 @@ def test_every_trace_survives(trace: Trace) -> None:
 
 def test_a_trace_of_before_the_sampling_interval_was_kept() -> None:
     values = trace_to_dict(SMALL)
-    del values["sampling_interval_s"]
+    del values["sampling_interval_s"], values["remote_groups"]
     read = trace_from_dict(values)
     assert read == replace(SMALL, sampling_interval_s=0.0)
     assert read.digest == SMALL.digest, "plans made from it still fit"
@@ -372,7 +379,8 @@ def test_a_message_is_one_line_whatever_is_in_labels_and_paths(tmp_path: Path) -
         (
             ("moments", 1, 0),
             "read",
-            'moments[1][0] is \'read\', but must be "hold", "release", "create", "write", "update" or "consume"',
+            'moments[1][0] is \'read\', but must be "hold", "release", "create", "write", "update", "consume", '
+            '"exchange" or "arrive"',
         ),
         (("moments", 1, 1), 2, "moments[1][1] is 2, but must be an index into chunks, which has 2 of them"),
         (("moments", 1, 1), -1, "moments[1][1] is -1, but must be an index into chunks, which has 2 of them"),
@@ -388,7 +396,7 @@ def test_a_message_is_one_line_whatever_is_in_labels_and_paths(tmp_path: Path) -
             ("lanes",),
             [],
             "this has a key 'lanes', which no chunkmem trace has; allowed: format, version, mode, layout, chunks, "
-            "labels, moments, sampling_interval_s",
+            "labels, moments, sampling_interval_s, remote_groups",
         ),
         (
             ("sampling_interval_s",),
@@ -406,11 +414,34 @@ def test_values_that_no_trace_has(path: tuple[Any, ...], value: object, says: st
     assert raised_by(lambda: trace_from_dict(changed(path, value))) == says
 
 
-@pytest.mark.parametrize("key", sorted({*trace_to_dict(SMALL)} - {"sampling_interval_s"}))
+@pytest.mark.parametrize("key", sorted({*trace_to_dict(SMALL)} - {"sampling_interval_s", "remote_groups"}))
 def test_every_key_of_the_first_day_is_needed(key: str) -> None:
     values = trace_to_dict(SMALL)
     del values[key]
     assert raised_by(lambda: trace_from_dict(values)) == f"{key} is missing, which every chunkmem trace has"
+
+
+EXCHANGED = [(Kind.HOLD, PARAM), (Kind.EXCHANGE, PARAM), (Kind.ARRIVE, PARAM), (Kind.RELEASE, PARAM)]
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        ((1, 2), "moment 0 (exchange param chunk 0): exchange of param chunk 0, which has to be held"),
+        ((0, 2, 3), "moment 1 (arrive param chunk 0): arrive of param chunk 0, which has to be held"),
+        ((0, 1, 1, 2, 3), "moment 2 (exchange param chunk 0): exchange of param chunk 0, which has to be held"),
+        ((0, 1, 3), "moment 2 (release param chunk 0) releases param chunk 0, whose exchange has no ARRIVE"),
+    ],
+)
+def test_an_exchange_is_of_what_is_held_and_ends_before_its_release(order: Sequence[int], says: str) -> None:
+    moments = tuple(Moment(*EXCHANGED[at]) for at in order)
+    assert raised_by(lambda: Trace(Mode.TRAIN, "", {PARAM: 4}, moments)).startswith(says)
+
+
+def test_whose_groups_are_remote_is_part_of_the_identity() -> None:
+    moments = tuple(Moment(*event) for event in EXCHANGED)
+    one, other = (Trace(Mode.TRAIN, "", {PARAM: 4}, moments, remote_groups=frozenset(found)) for found in ((), (0,)))
+    assert one.digest != other.digest
 
 
 def test_a_negative_interval() -> None:

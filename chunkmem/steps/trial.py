@@ -1,0 +1,72 @@
+"""Whether gathers between ranks are begun ahead: both ways are recorded and planned, and the slowest rank decides.
+
+[Note: Trial] All ranks go through the same states, one a step, since every one of them comes to the end of each step.
+
+1. The first step shows what is exchanged, and when. After it the links are measured.
+2. One is recorded that gathers when it needs to. If there is room, the next one gathers ahead, and is recorded, too.
+3. One follows the plan for that. After it the two plans are compared by how long computing stands still, as simulated:
+   the largest over ranks counts. The way that stands still for less is kept by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chunkmem.comm.ranks import Ranks
+from chunkmem.nn.course import Course
+from chunkmem.steps.conductor import Conductor
+
+_LABEL = "choosing whether to gather ahead"
+
+
+class AheadTrial:
+    """Leads through the trial, step by step."""
+
+    def __init__(
+        self, course: Course, conductor: Conductor, ranks: Ranks, *, measure: Callable[[tuple[int, ...]], None]
+    ) -> None:
+        """Begin before the first step.
+
+        Args:
+            course: which gathers ahead, or not.
+            conductor: which records and plans.
+            ranks: which have to agree.
+            measure: is called once, by all ranks, with groups that they gather together.
+        """
+        self._course = course
+        self._conductor = conductor
+        self._ranks = ranks
+        self._measure = measure
+        course.is_wanted = conductor.may_record = False
+        self._states = iter((self._learned, self._recorded, self._recorded_ahead, self._followed))
+
+    def end_step(self) -> None:
+        """A step is over, on all ranks.
+
+        Raises:
+            RankError: a rank is missing, or somewhere else.
+        """
+        state = next(self._states, None)
+        if state is not None:
+            state()
+
+    def _learned(self) -> None:
+        self._measure(self._course.largest())
+        self._conductor.may_record = True
+
+    def _recorded(self) -> None:
+        if self._course.has_room:
+            self._course.is_wanted = True
+            self._conductor.record_another()
+
+    def _recorded_ahead(self) -> None:
+        """The next step follows the plan that is made from it."""
+
+    def _followed(self) -> None:
+        if not self._course.is_wanted:
+            return
+        # A rank that does not know, as it had no batch, agrees with the others.
+        lazy_s, ahead_s = self._ranks.max_over(self._conductor.compare() or (0.0, 0.0), label=_LABEL)
+        is_lazy = lazy_s < ahead_s
+        self._course.is_wanted = not is_lazy
+        self._conductor.keep(first=is_lazy)

@@ -1,0 +1,213 @@
+"""Steps over ranks that follow a plan: they do what was predicted, and exchange and hold what the formulas say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chunkmem
+from chunkmem.types import Tier
+from tests.helpers.audit import assert_as_predicted, audit
+from tests.helpers.ranks import Team
+from tests.helpers.shared_training import MODELS, Block, Task, batch_of, loss_of, make_config, serial, train
+from tests.helpers.unruly_exchange import LateExchange
+
+ALL = (2, 3, 4)
+SIZES = [pytest.param(size, marks=[] if size == 2 else [pytest.mark.full]) for size in ALL]
+STEADY = sorted(set(MODELS) - {"routed"})
+"""Models whose ranks do the same in every step."""
+MEMORY_SAVING = {"client": {"opts": {"with_mem_saving_comm": True}}}
+GROUPED = {"client": {"opts": {"with_mem_saving_comm": False}}}
+
+
+@pytest.fixture(scope="module")
+def teams() -> Iterator[dict[int, Team]]:
+    made = {size: Team(size) for size in ALL}
+    yield made
+    for team in made.values():
+        team.close()
+
+
+def follow(rank: int, task: Task) -> bool:
+    """Train; assert that the last step did what was predicted; tell whether gathers are begun ahead."""
+    torch.set_num_threads(1)
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = MODELS[task.model]()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(task.steps):
+            manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+        audit(manager)
+        assert_as_predicted(manager)
+        course = manager._units.course
+        assert course is not None
+        return course.is_wanted
+
+
+@pytest.mark.parametrize("config", [{}, pytest.param(GROUPED, marks=pytest.mark.full), MEMORY_SAVING])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("model", STEADY)
+def test_a_step_does_what_was_predicted(teams: dict[int, Team], model: str, size: int, config: dict[str, Any]) -> None:
+    task = Task(model, steps=6, config=config, device_nbytes=100 << 10)
+    assert teams[size].run(follow, task) == [True] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_where_there_is_room_for_one_unit_nothing_is_gathered_ahead(teams: dict[int, Team], size: int) -> None:
+    assert teams[size].run(follow, Task(steps=6, device_nbytes=26 << 10)) == [False] * size
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[] if s < 2 else [pytest.mark.full]) for s in range(20)])
+@pytest.mark.parametrize("device_nbytes", [32 << 10, 100 << 10])
+@pytest.mark.parametrize("model", ["tied", "four segments", "reused"])
+def test_no_order_of_copies_and_exchanges_shows(
+    teams: dict[int, Team], model: str, device_nbytes: int, seed: int
+) -> None:
+    task = Task(model, device_nbytes=device_nbytes, unruly=seed)
+    _, weights, states = serial(task, 2)
+    for outcome in teams[2].run(train, task):
+        assert all(torch.equal(value, outcome.weights[key]) for key, value in weights.items())
+        for index, state in states.items():
+            assert all(torch.equal(value, outcome.states[index][key]) for key, value in state.items())
+
+
+def read_too_early(rank: int) -> list[float]:
+    """Return what is in the memory of a gather before and after it is waited for."""
+    with chunkmem.ChunkManager(make_config(Task())) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            block = Block()
+        sharing = manager._sharing
+        assert sharing is not None
+        late = LateExchange(sharing.exchange, rank=rank, seed=0)
+        sharing.exchange = late
+        sharing.hold([0], reader="test")
+        sharing.send([0], reader="test")
+        flat = manager._store.chunks[next(iter(manager._store.chunks))].replicas[Tier.DEVICE].flat
+        before = float(flat[0])
+        assert late.num_late == 1
+        sharing.arrive([0], reader="test")
+        after = float(flat[0])
+        sharing.release([0])
+        assert block.training
+        return [before, after]
+
+
+def test_the_late_exchange_shows_who_reads_too_early(teams: dict[int, Team]) -> None:
+    (owner_before, owner_after), (other_before, other_after) = teams[2].run(read_too_early)
+    assert owner_before == owner_after == other_after
+    assert other_before != other_before, "NaN"
+
+
+# Formulas. One block is one chunk, and one unit.
+
+NUM_BLOCKS = 6
+BLOCK_NUMEL = 1104
+CHUNK_NBYTES = 4 * BLOCK_NUMEL
+
+
+@dataclass
+class Measured:
+    """What one rank did in its last step, and what it keeps after it."""
+
+    num_gathers: int
+    num_reductions: int
+    sent_nbytes: int
+    received_nbytes: int
+    device: dict[str, tuple[int, int]]
+    host: dict[str, tuple[int, int]]
+
+
+def stack(rank: int, size: int, device_nbytes: int, micro_batches: int) -> Measured:
+    """Train a stack of blocks; the exchanges of a step with so many backwards, and the memory of it."""
+    torch.set_num_threads(1)
+    values = {"default_chunk_size": BLOCK_NUMEL, "memory": {"device": device_nbytes, "host": 8 << 20}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        manager.accumulate(micro_batches)
+        assert manager._sharing is not None
+        traffic = manager._sharing.exchange.traffic
+        before = (0, 0, 0, 0)
+        for step in range(6):
+            before = (traffic.num_gathers, traffic.num_reductions, traffic.sent_nbytes, traffic.received_nbytes)
+            for _ in range(micro_batches):
+                x: Tensor = torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+                manager.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_as_predicted(manager)
+        after = (traffic.num_gathers, traffic.num_reductions, traffic.sent_nbytes, traffic.received_nbytes)
+        memory = manager.memory()
+        counts = [now - then for now, then in zip(after, before, strict=True)]
+        timeline = manager.timeline()
+        assert timeline is not None
+        peaks: dict[Tier, dict[str, tuple[int, int]]] = {}
+        for tier, report in ((Tier.DEVICE, memory.device), (Tier.HOST, memory.host)):
+            peaks[tier] = {
+                role: (report.by_role.get(role, (0, 0))[0], timeline.role_peak_nbytes.get((tier, role), 0))
+                for role in ("param", "grad", "exp_avg", "exp_avg_sq")
+            }
+        return Measured(*counts, peaks[Tier.DEVICE], peaks[Tier.HOST])
+
+
+def own(size: int, rank: int) -> list[int]:
+    return [group for group in range(NUM_BLOCKS) if group % size == rank]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_exchanged_is_as_the_formulas_say(teams: dict[int, Team], size: int, micro_batches: int) -> None:
+    """Units are gathered for forward and backward, but where one follows the other; gradients are reduced once."""
+    gathers = dict.fromkeys(range(NUM_BLOCKS), 2 * micro_batches)
+    gathers[NUM_BLOCKS - 1] -= micro_batches  # backward begins where forward ends
+    gathers[0] -= micro_batches - 1  # and the other way round
+    for rank, found in enumerate(teams[size].run(stack, size, 1 << 20, micro_batches)):
+        num_own = len(own(size, rank))
+        num_sent = sum(gathers[group] for group in own(size, rank))
+        num_received = sum(gathers.values()) - num_sent
+        assert found.num_gathers == sum(gathers.values())
+        assert found.num_reductions == NUM_BLOCKS
+        assert found.sent_nbytes == (num_sent * (size - 1) + NUM_BLOCKS - num_own) * CHUNK_NBYTES
+        assert found.received_nbytes == (num_received + num_own * (size - 1)) * CHUNK_NBYTES
+
+
+def most_of_others(size: int, rank: int, *, at_a_time: int) -> int:
+    """The most chunks of other ranks among so many blocks that follow each other."""
+    windows = [range(start, start + at_a_time) for start in range(NUM_BLOCKS - at_a_time + 1)]
+    return max(sum(group % size != rank for group in window) for window in windows)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_a_rank_holds_is_as_the_formulas_say(teams: dict[int, Team], size: int) -> None:
+    """With room for all: on DEVICE own chunks, weights of two units and one gradient of others; on HOST nothing."""
+    for rank, found in enumerate(teams[size].run(stack, size, 1 << 20, 1)):
+        own_nbytes = len(own(size, rank)) * CHUNK_NBYTES
+        others_nbytes = most_of_others(size, rank, at_a_time=2) * CHUNK_NBYTES
+        assert found.device["param"] == (own_nbytes, own_nbytes + others_nbytes)
+        assert found.device["grad"][1] <= own_nbytes + CHUNK_NBYTES
+        for role in ("exp_avg", "exp_avg_sq"):
+            assert found.device[role] == (own_nbytes, own_nbytes)
+        assert set(found.host.values()) == {(0, 0)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_a_rank_holds_where_room_is_short(teams: dict[int, Team], size: int) -> None:
+    """HOST has the own share; DEVICE what is in use: a unit's weights and its gradient."""
+    for rank, found in enumerate(teams[size].run(stack, size, 2 * CHUNK_NBYTES, 1)):
+        own_nbytes = len(own(size, rank)) * CHUNK_NBYTES
+        for role in ("exp_avg", "exp_avg_sq"):
+            assert found.host[role] == (own_nbytes, own_nbytes)
+        assert max(found.host["param"]) <= own_nbytes
+        assert found.host["grad"][1] <= own_nbytes
+        assert found.device["param"][1] + found.device["grad"][1] <= 4 * CHUNK_NBYTES
