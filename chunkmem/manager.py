@@ -313,7 +313,8 @@ class ChunkManager:
     def gather(self, params: Any = None, *, grads: bool = False) -> Iterator[None]:
         """Make parameters (a Parameter, a Module, or several; default all) present and writable inside the block.
 
-        With `grads`, their gradients are in `.grad` meanwhile. Writes are kept.
+        With `grads`, their gradients are in `.grad` meanwhile, over several ranks their means. Writes are kept; over
+        several ranks, those of the parameter's owner are, so write the same on all.
 
         Raises:
             CapacityError: they do not fit DEVICE together.
@@ -330,7 +331,7 @@ class ChunkManager:
                 executor=self._executor,
                 gradients=self._gradients,
                 take_up=self._updater.take_up,
-                sharing=self._sharing,
+                reduction=self._reduction,
             ):
                 yield
         finally:

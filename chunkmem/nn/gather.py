@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
+from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.sharing import Sharing
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import Chunk
@@ -26,56 +27,76 @@ def gathered(
     executor: DemandExecutor,
     gradients: GradientBook,
     take_up: Callable[[Iterable[int]], None],
-    sharing: Sharing | None = None,
+    reduction: Reduction | None = None,
 ) -> Iterator[None]:
     """Pin the chunks of `params` on DEVICE; with `grads`, `.grad` is the gradient's slot meanwhile.
 
-    `take_up` has the master copies of these groups, where there are some, follow what was written. With `sharing`, all
-    ranks call it, weights come from their owners, and what an owner has written to its own is kept.
+    `take_up` has the master copies of these groups, where there are some, follow what was written. With `reduction`,
+    all ranks call it, weights and means of gradients come from their owners, and what an owner has written to its own
+    is kept.
 
     Raises:
         CapacityError: they do not fit DEVICE together; nothing has been moved.
     """
     wanted = list(params)
-    if sharing is not None and grads:
-        raise StateError(
-            "manager.gather(grads=True): gradients are spread over ranks until the step; clip them with "
-            "optimizer.clip_grad_norm_(), or train with one process to look at them"
-        )
+    sharing = None if reduction is None else reduction.sharing
     exposed = [m for m in wanted if grads and m not in gradients.exposed]  # the others are, by a block around this one
     landed = [m for m in exposed if m in gradients.landed.get(m.group, ())]
+    if reduction is not None and grads:
+        landed = reduction.reduce_early(exposed)
     weights = [executor.store.chunks[group] for group in dict.fromkeys(ChunkId(Role.PARAM, m.group) for m in wanted)]
-    chunks = [*weights, *(gradients.chunks[group] for group in dict.fromkeys(m.group for m in landed))]
-    _require_room(chunks, executor)
-    pinned: list[Chunk] = []
-    held: list[int] = []
-    try:
+    grad_chunks = [gradients.chunks[group] for group in dict.fromkeys(m.group for m in landed)]
+    _require_room([*weights, *grad_chunks], executor)
+    with ExitStack() as stack:
         if sharing is not None:
-            groups = [chunk.id.group for chunk in weights]
-            sharing.hold(groups, reader="gather")
-            held += groups
-            sharing.gather(held, reader="gather")
+            stack.enter_context(_shared([chunk.id.group for chunk in weights], sharing, executor))
+        own = [chunk for chunk in weights if not chunk.is_remote]
+        stack.enter_context(_pinned(own, executor))
+        stack.callback(_take_writes, own, executor, take_up)
+        lent = [m for m in landed if sharing is not None and not sharing.owns(m.group)]
+        others = {m.group for m in lent}
+        stack.enter_context(_pinned((chunk for chunk in grad_chunks if chunk.id.group not in others), executor))
+        stack.enter_context(gradients.borrowing(lent, reader="gather"))
+        if sharing is not None and grad_chunks:
+            sharing.gather_chunks(grad_chunks, reader="gather")
+        with gradients.exposing([m for m in exposed if m not in lent], [m for m in landed if m not in lent]):
+            yield
+
+
+@contextmanager
+def _shared(groups: list[int], sharing: Sharing, executor: DemandExecutor) -> Iterator[None]:
+    sharing.hold(groups, reader="gather")
+    try:
+        sharing.gather(groups, reader="gather")
+        yield
+    finally:
+        if executor.closed is None:
+            sharing.renew(groups)  # whoever goes on holding them reads what was written
+            sharing.release(groups)
+
+
+def _take_writes(own: list[Chunk], executor: DemandExecutor, take_up: Callable[[Iterable[int]], None]) -> None:
+    if executor.closed is None:
+        executor.before_demand()
+        for chunk in own:
+            # What was written through `.data` or numpy passed autograd's version counter by.
+            assert chunk.home is not None
+            chunk.home.take_written()
+            executor.store.mark_written(chunk, Tier.DEVICE)
+        take_up(chunk.id.group for chunk in own)
+
+
+@contextmanager
+def _pinned(chunks: Iterable[Chunk], executor: DemandExecutor) -> Iterator[None]:
+    pinned: list[Chunk] = []
+    try:
         for chunk in chunks:
             executor.pin(chunk, Tier.DEVICE, reader="gather", elastic=True)
             pinned.append(chunk)
-        with gradients.exposing(exposed, landed):
-            yield
+        yield
     finally:
-        if executor.closed is None:
-            if len(pinned) == len(chunks):
-                executor.before_demand()
-                own = [chunk for chunk in weights if not chunk.is_remote]
-                for chunk in own:
-                    # What was written through `.data` or numpy passed autograd's version counter by.
-                    assert chunk.home is not None
-                    chunk.home.take_written()
-                    executor.store.mark_written(chunk, Tier.DEVICE)
-                take_up(chunk.id.group for chunk in own)
-            for chunk in pinned:
-                executor.unpin(chunk, Tier.DEVICE)
-            if sharing is not None:
-                sharing.renew(held)
-                sharing.release(held)
+        for chunk in pinned if executor.closed is None else ():
+            executor.unpin(chunk, Tier.DEVICE)
 
 
 def _require_room(chunks: list[Chunk], executor: DemandExecutor) -> None:

@@ -186,6 +186,30 @@ class GradientBook:
             if self._executor.closed is None:
                 self.take_assigned(exposed)
 
+    @contextmanager
+    def borrowing(self, lent: Collection[ManagedParameter], *, reader: str) -> Iterator[None]:
+        """Let `.grad` be the gradient that another rank has, in memory on DEVICE that is filled inside the block.
+
+        Nothing of it is kept. Raises what `land` does.
+        """
+        made: list[int] = []
+        try:
+            for group in dict.fromkeys(managed.group for managed in lent):
+                self._executor.create(self.chunks[group], Tier.DEVICE, reader=reader, zero=True, elastic=True)
+                self._executor.pin(self.chunks[group], Tier.DEVICE, reader=reader, elastic=True)
+                made.append(group)
+            for managed in lent:
+                managed.param.grad = self._slot(managed)
+            self.exposed.update(lent)
+            yield
+        finally:
+            self.exposed.difference_update(lent)
+            for managed in lent:
+                managed.param.grad = None
+            for group in made if self._executor.closed is None else ():
+                self._executor.unpin(self.chunks[group], Tier.DEVICE)
+                self.give_up(group)
+
     def take_assigned(self, params: Iterable[ManagedParameter]) -> None:
         """Let `.grad`, which a user may have set, take the place of what has landed.
 
@@ -198,12 +222,19 @@ class GradientBook:
         grad = managed.param.grad
         chunk = self.chunks[managed.group]
         landed = managed in self._landed.get(managed.group, ())
-        if landed and grad is not None and chunk.ready(Tier.DEVICE) and grad.is_set_to(self._slot(managed)):
-            managed.param.grad = None
-            self._executor.store.mark_written(chunk, Tier.DEVICE)
-        else:
-            self.discard({managed})
-            self._take(managed)
+        if landed and grad is not None and chunk.ready(Tier.DEVICE):
+            slot = self._slot(managed)
+            is_slot = grad.is_set_to(slot)
+            if not is_slot and managed.group in self._reduced:  # what takes the place of a mean is one
+                with runtime_mode():
+                    slot.copy_(grad)
+                is_slot = True
+            if is_slot:
+                managed.param.grad = None
+                self._executor.store.mark_written(chunk, Tier.DEVICE)
+                return
+        self.discard({managed})
+        self._take(managed)
 
     def _take(self, managed: ManagedParameter) -> None:
         grad, managed.param.grad = managed.param.grad, None

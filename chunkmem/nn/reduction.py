@@ -22,7 +22,7 @@ class Reduction:
     """Reduces what has landed on any rank and has not been reduced yet."""
 
     def __init__(self, sharing: Sharing, gradients: GradientBook, executor: DemandExecutor) -> None:
-        self._sharing = sharing
+        self.sharing = sharing
         self._gradients = gradients
         self._executor = executor
 
@@ -39,24 +39,39 @@ class Reduction:
             CapacityError: a chunk of gradients does not fit DEVICE.
             RankError: a rank is missing, or somewhere else.
         """
+        is_any = self._reduce_fresh(params)
+        self._gradients.given.clear()
+        return is_any
+
+    def _reduce_fresh(self, params: Sequence[ManagedParameter]) -> bool:
         gradients = self._gradients
         fresh, given = gradients.fresh, gradients.given
         rows = [float(managed in fresh.get(managed.group, ())) for managed in params]
         rows += [float(managed in given) for managed in params]
-        anywhere = self._sharing.ranks.max_over(rows, label=_READER) if rows else ()
+        anywhere = self.sharing.ranks.max_over(rows, label=_READER) if rows else ()
         is_fresh, has_any = anywhere[: len(params)], anywhere[len(params) :]
         open_groups = {m.group for m, found in zip(params, is_fresh, strict=True) if found}
-        for together in self._sharing.together(open_groups):
+        for together in self.sharing.together(open_groups):
             self.reduce_groups(together)
         for managed, *found in zip(params, is_fresh, has_any, strict=True):
-            if any(found) and self._sharing.owns(managed.group):
+            if any(found) and self.sharing.owns(managed.group):
                 gradients.landed.setdefault(managed.group, set()).add(managed)
-        given.clear()
         return any(anywhere)
+
+    def reduce_early(self, params: Sequence[ManagedParameter]) -> list[ManagedParameter]:
+        """Reduce before the step what has landed so far; return those of `params` that have a gradient on any rank.
+
+        Raises what `reduce` does.
+        """
+        members = self._gradients.members
+        self._reduce_fresh([managed for group in sorted(members) for managed in members[group]])
+        rows = [float(m in self._gradients.landed.get(m.group, ())) for m in params]
+        anywhere = self.sharing.ranks.max_over(rows, label=_READER) if rows else ()
+        return [managed for managed, has in zip(params, anywhere, strict=True) if has]
 
     def reduce_groups(self, groups: Sequence[int]) -> None:
         """Let the owners of these groups have the means of what has landed on any rank. Raises what `reduce` does."""
-        for together in self._sharing.together(groups):
+        for together in self.sharing.together(groups):
             self._reduce({g: {m for m in self._gradients.members[g] if m.param.requires_grad} for g in together})
 
     def _reduce(self, wanted: dict[int, set[ManagedParameter]]) -> None:
@@ -68,14 +83,14 @@ class Reduction:
                 gradients.complete(group, members, reader=_READER)
                 executor.pin(chunks[group], Tier.DEVICE, reader=_READER)
                 held.append(chunks[group])
-            self._sharing.reduce(chunks, reader=_READER)
-            for group in filter(self._sharing.owns, wanted):
+            self.sharing.reduce(chunks, reader=_READER)
+            for group in filter(self.sharing.owns, wanted):
                 gradients.reduced(group)  # before a plan may copy it anywhere
         finally:
             for chunk in held:
                 executor.unpin(chunk, Tier.DEVICE)
         for group in wanted:
-            if not self._sharing.owns(group):
+            if not self.sharing.owns(group):
                 gradients.give_up(group)
 
     def reduce_excluded(self, params: Sequence[torch.Tensor]) -> bool:
@@ -83,7 +98,7 @@ class Reduction:
 
         `params` are the same on all ranks, in one order. Where one has a gradient, the others get one.
         """
-        ranks = self._sharing.ranks
+        ranks = self.sharing.ranks
         anywhere = ranks.max_over([float(p.grad is not None) for p in params], label=_READER) if params else ()
         alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for param, found in zip(params, anywhere, strict=True):
@@ -95,7 +110,7 @@ class Reduction:
         return bool(alike)
 
     def _reduce_alike(self, params: Collection[torch.Tensor]) -> None:
-        ranks, exchange = self._sharing.ranks, self._sharing.exchange
+        ranks, exchange = self.sharing.ranks, self.sharing.exchange
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
         shards = [Shard(index, index % ranks.size, part) for index, part in enumerate(flat.split(_BUCKET_NUMEL))]
         exchange.reduce(shards, label=_READER).wait()

@@ -147,6 +147,17 @@ class Sharing:
         self.send(found, reader=reader)
         self.arrive(found, reader=reader)
 
+    def gather_chunks(self, chunks: Iterable[Chunk], *, reader: object) -> None:
+        """Have every rank see what the owners have in other chunks than weights, pinned on DEVICE by all ranks.
+
+        Raises what `send` does.
+        """
+        by_group = {chunk.id.group: chunk for chunk in chunks}
+        for together in self.together(by_group):
+            some = [by_group[group] for group in together]
+            with runtime_mode():
+                self.exchange.gather(self._shards(some), label=f"{reader}: {some[0].label}").wait()
+
     def renew(self, groups: Iterable[int]) -> None:
         """Owners may have written to their weights: have them sent again by the next `send`, though they are held."""
         self._present.difference_update(groups)

@@ -369,6 +369,54 @@ def test_gather_is_whole_on_every_rank_and_keeps_what_owners_write(teams: dict[i
         assert any(torch.equal(written[0], value * (2 + rank)) for rank in range(2))
 
 
+def look_at_gradients(rank: int, how: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[bool]]:
+    """Gather gradients between backward and step, and halve them; return them, and the weights after the step."""
+    task = Task(config={"client": {"opts": {"with_async_move": how != "blocking"}}})
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        seen: dict[str, Tensor] = {}
+        for step in range(5):
+            manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
+            with manager.gather(grads=True), torch.no_grad():
+                for key, param in model.named_parameters():
+                    assert param.grad is not None
+                    seen[f"{step} {key}"] = param.grad.clone()
+                    if how == "in place":
+                        param.grad.mul_(0.5)
+                    else:
+                        param.grad = param.grad * 0.5
+            optimizer.step()
+            optimizer.zero_grad()
+        left = [param.grad is None for param in model.parameters()]
+        return seen, manager.state_dict(), left
+
+
+@pytest.mark.parametrize("how", ["in place", "instead", "blocking"])
+def test_gathered_gradients_are_means_and_what_owners_write_is_kept(teams: dict[int, Team], how: str) -> None:
+    task = Task()
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    outcomes = teams[2].run(look_at_gradients, how)
+    for step in range(5):
+        grads = []
+        for rank in range(2):
+            optimizer.zero_grad()
+            loss_of(model, batch_of(task, step, 0, rank)).backward()
+            grads.append([param.grad for param in model.parameters()])
+        for (key, param), one, two in zip(model.named_parameters(), *grads, strict=True):
+            mean = (one + two) / 2
+            assert all(torch.equal(seen[f"{step} {key}"], mean) for seen, _, _ in outcomes)
+            param.grad = mean * 0.5
+        optimizer.step()
+    for _, weights, left in outcomes:
+        assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+        assert all(left)
+
+
 def die(rank: int) -> str:
     task = Task(config={"distributed": {"timeout_s": 8}})
     with chunkmem.ChunkManager(make_config(task)) as manager:
