@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from chunkmem.comm.methods import choose_exchange
+from chunkmem.comm.methods import possible_exchanges
 from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config, flattened, unavailable_keys
 from chunkmem.errors import ConfigError, LayoutError, StateError
@@ -167,10 +167,10 @@ class ChunkManager:
         self._executor.close_in_children()
 
     def _share(self) -> Sharing:
-        how = choose_exchange(
+        ways = possible_exchanges(
             self._ranks, self._compute.device, memory_saving=self.config.client.opts.with_mem_saving_comm
         )
-        return Sharing(self._ranks, how, self._executor)
+        return Sharing(self._ranks, ways, self._executor)
 
     def _make_conductor(self, machine: Machine | None) -> Conductor:
         caps, compute = self._tiers.caps, self._compute
@@ -209,7 +209,7 @@ class ChunkManager:
     def _measure_links(self, groups: tuple[int, ...]) -> None:
         assert self._sharing is not None
         if groups:
-            self._exchange_Bps = self._sharing.measure(groups)
+            self._exchange_Bps = self._sharing.measure(groups, time_s=self._compute.time_s)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError("a manager cannot be copied or pickled: make another from its config")

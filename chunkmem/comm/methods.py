@@ -41,18 +41,19 @@ from chunkmem.errors import StateError
 _O = TypeVar("_O", "dist.BroadcastOptions", "dist.ReduceOptions")
 
 
-def choose_exchange(ranks: Ranks, device: torch.device, *, memory_saving: bool | None) -> Exchange:
-    """Return the exchange that a configuration means.
+def possible_exchanges(ranks: Ranks, device: torch.device, *, memory_saving: bool | None) -> list[Exchange]:
+    """Return the exchanges that a configuration leaves to choose from, the usual one first.
 
     Args:
         ranks: between whom.
         device: where the tensors are.
         memory_saving: `with_mem_saving_comm`: true is chunk by chunk, false is over groups. None is point to point in
-            RAM, where that is faster and means have the same bits at every run; elsewhere it is over groups.
+            RAM, where that is faster and means have the same bits at every run; elsewhere it is one of the two others.
     """
     if memory_saving is None and device.type == "cpu":
-        return PointToPoint(ranks)
-    return Chunkwise(ranks) if memory_saving else Grouped(ranks)
+        return [PointToPoint(ranks)]
+    both: list[Exchange] = [Grouped(ranks), Chunkwise(ranks)]
+    return both if memory_saving is None else both[memory_saving:][:1]
 
 
 class _Method:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.comm.exchange import Exchange, Shard, Traffic, Work
 from chunkmem.types import Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.ranks import Team
@@ -105,6 +108,84 @@ def test_the_late_exchange_shows_who_reads_too_early(teams: dict[int, Team]) -> 
     (owner_before, owner_after), (other_before, other_after) = teams[2].run(read_too_early)
     assert owner_before == owner_after == other_after
     assert other_before != other_before, "NaN"
+
+
+class Slow:
+    """An exchange that takes a while to gather."""
+
+    def __init__(self, inner: Exchange, takes_s: float) -> None:
+        self.inner = inner
+        self.takes_s = takes_s
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.inner.traffic
+
+    def gather(self, shards: Sequence[Shard], *, label: str) -> Work:
+        time.sleep(self.takes_s)  # which is what it is to be told from the other by
+        return self.inner.gather(shards, label=label)
+
+    def reduce(self, shards: Sequence[Shard], *, label: str) -> Work:
+        return self.inner.reduce(shards, label=label)
+
+
+def choose(rank: int, slow: int) -> tuple[int, float]:
+    """Which of two exchanges is used after a step, if one is slow, on this rank at least; and the speed found."""
+    task = Task(config=MEMORY_SAVING)
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = MODELS["tied"]()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        sharing = manager._sharing
+        assert sharing is not None
+        ways = [Slow(sharing.exchange, 0.05 if (index == slow and rank == 1) else 0.0) for index in range(2)]
+        sharing._exchanges, sharing.exchange = ways, ways[0]
+        for step in range(2):
+            manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
+            optimizer.step()
+        return [way is sharing.exchange for way in ways].index(True), manager._exchange_Bps
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_all_ranks_use_what_is_fastest_on_the_slowest_of_them(teams: dict[int, Team], slow: int) -> None:
+    (chosen, speed), other = teams[2].run(choose, slow)
+    assert (chosen, speed) == other
+    assert chosen == 1 - slow
+    assert 0 < speed < math.inf
+
+
+def first_gradients(rank: int, config: dict[str, Any]) -> dict[str, Tensor]:
+    task = Task(config=config)
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = MODELS["tied"]()
+        chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        manager.backward(loss_of(model, batch_of(task, 0, 0, rank)))
+        with manager.gather(grads=True):
+            return {key: param.grad.clone() for key, param in model.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("config", [GROUPED, MEMORY_SAVING], ids=["grouped", "memory-saving"])
+def test_the_library_comes_within_a_millionth_of_a_gradient(
+    teams: dict[int, Team], size: int, config: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = MODELS["tied"]()
+    total: dict[str, Tensor] = {}
+    for rank in range(size):
+        model.zero_grad()
+        loss_of(model, batch_of(Task(), 0, 0, rank)).backward()
+        for key, param in model.named_parameters():
+            assert param.grad is not None
+            total[key] = total.get(key, torch.zeros_like(param)) + param.grad
+    found = teams[size].run(first_gradients, config)
+    for key, value in total.items():
+        mean = value / size
+        assert all(torch.equal(grads[key], found[0][key]) for grads in found)
+        assert torch.linalg.vector_norm(found[0][key] - mean) <= 1e-6 * torch.linalg.vector_norm(mean)
 
 
 # Formulas. One block is one chunk, and one unit.
