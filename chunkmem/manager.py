@@ -122,7 +122,7 @@ class ChunkManager:
         self._lanes = (make_lanes or partial(open_lanes, blocking=blocking))(self._compute)
         self._undo_log_nbytes = 0 if blocking else undo_log_nbytes(opts, self._compute, self._tiers.caps)
         self._sharing = self._share() if self._ranks.size > 1 else None
-        self._units = Units(self._sharing, lambda groups: self._reduce_groups(groups))
+        self._units = Units(self._sharing, self._the_reduction)
         self._access = AccessTracker(self._executor)
         self._backward = BackwardTracker(self._executor, self._access, self._units)
         self._gradients = GradientBook(
@@ -488,9 +488,9 @@ class ChunkManager:
         self._require_open()
         return self._from_owner(managed, lambda: self._updater.read_weight(managed))
 
-    def _reduce_groups(self, groups: Sequence[int]) -> None:
+    def _the_reduction(self) -> Reduction:
         assert self._reduction is not None
-        self._reduction.reduce_groups(groups)
+        return self._reduction
 
     def _owns(self, managed: ManagedParameter) -> bool:
         return self._sharing is None or self._sharing.owns(managed.group)

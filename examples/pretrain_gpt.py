@@ -169,17 +169,16 @@ def require_room(run: Run, manager: chunkmem.ChunkManager) -> None:
 
 
 def report(run: Run, manager: chunkmem.ChunkManager) -> None:
-    """Record the last training step, and show it as `chunkmem report` does: a picture and a page."""
+    """Record the last training step, of this rank, and show it as `chunkmem report` does: a picture and a page."""
     folder = run.args.out
-    if run.ranks.size > 1:
-        print("no report: steps over ranks are not recorded yet", file=sys.stderr)
-        return
     if manager.plan is None:
-        print("no report: no plan was followed (the first step is recorded, the second one planned)", file=sys.stderr)
+        when = "second" if run.ranks.size == 1 else "fourth"
+        print(f"no report: no plan was followed (one is from the {when} step on)", file=sys.stderr)
         return
     manager.record(folder)
     files, notes = write_report([load_run(folder)], folder)
-    print(f"\nthe last step: {', '.join(str(path) for path in files.values() if path)}")
+    whose = "" if run.ranks.size == 1 else " of rank 0"
+    print(f"\nthe last step{whose}: {', '.join(str(path) for path in files.values() if path)}")
     for note in notes:
         print(note, file=sys.stderr)
 

@@ -171,7 +171,7 @@ class _Stage:
         self._clock = clock
         self._executor = DemandExecutor(WeightlessStore())
         self._access = AccessTracker(self._executor)
-        units = Units(None, lambda groups: None)
+        units = Units(None, None)
         self._backward = BackwardTracker(self._executor, self._access, units)
         self._gradients = GradientBook(self._executor, settles=lambda _: False, then=self._backward.landed)
         named = list(module.named_parameters())

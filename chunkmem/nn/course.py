@@ -1,29 +1,42 @@
-"""The exchanges of a step, one after the other, and the next gather begun ahead of its time.
+"""The exchanges of a step, one after the other: the next gather begun ahead, the last reduction ended later.
 
 [Note: Gathering ahead] Steps repeat. While a unit computes, the gather that came next in the step before is begun,
 over a reduction if there is one between. It is if all ranks have room for two units at a time, and unless a trial has
 shown the slowest of them to be faster without (`chunkmem.steps.trial`). If something else comes, all ranks see that
 alike, let what was begun arrive, and begin nothing ahead until the next step.
+
+Then, too, a reduction is waited for when the next one begins, or backward is over.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from chunkmem.errors import RankError
 from chunkmem.nn.sharing import Sharing
 
 Groups = tuple[int, ...]
+
+
+class Reduces(Protocol):
+    """Gives owners the means of gradients."""
+
+    def begin(self, groups: Groups) -> None: ...
+
+    def finish(self) -> None: ...
+
+
 _AHEAD = "gathering ahead"
 
 
 class Course:
     """What is exchanged, as it was in the step before or not."""
 
-    def __init__(self, sharing: Sharing, reduce: Callable[[Sequence[int]], None]) -> None:
+    def __init__(self, sharing: Sharing, reduction: Callable[[], Reduces]) -> None:
         self._sharing = sharing
-        self._reduce = reduce
+        self._reduction = reduction
         self._log: list[tuple[str, Groups]] = []
         """Exchanged since the last step: gather or reduce, and which groups."""
         self._schedule: list[tuple[str, Groups]] = []
@@ -56,8 +69,15 @@ class Course:
 
     def reduce(self, groups: Groups) -> None:
         """Give owners the means of gradients. Raises what `gather` does."""
-        self._reduce(groups)
+        self.settle()
+        self._reduction().begin(groups)
+        if not (self.is_wanted and self.has_room):
+            self.settle()
         self._done("reduce", groups)
+
+    def settle(self) -> None:
+        """Wait for the reduction that is under way. Raises what `gather` does."""
+        self._reduction().finish()
 
     def end_step(self, *, always: Sequence[int]) -> None:
         """The step is over; `always` are groups that are held all the time. Raises what `gather` does."""
@@ -75,6 +95,8 @@ class Course:
         """Drop what an interrupted step has begun. If that failed, whoever exchanges next hears of it."""
         with contextlib.suppress(RankError):
             self._drop()
+        with contextlib.suppress(RankError):
+            self.settle()
 
     def _gathers(self) -> list[Groups]:
         return [groups for what, groups in self._schedule if what == "gather"]

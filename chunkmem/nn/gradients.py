@@ -47,6 +47,8 @@ class GradientBook:
         """Parameters whose gradient went into a mean over ranks since the last step."""
         self._carried: dict[int, torch.Tensor] = {}
         """By group: such a mean, while further gradients land beside it."""
+        self.before_touching: Callable[[int], None] = lambda group: None
+        """Called before a gradient of a group lands or is completed: whoever reduces it finishes that."""
         self.exposed: set[ManagedParameter] = set()
         """Parameters whose `.grad` is the user's for a while, inside `manager.gather(grads=True)`."""
         self._expected: dict[int, int] = {}
@@ -98,6 +100,7 @@ class GradientBook:
             )
         chunk = self.chunks[managed.group]
         reader = f"{managed.name} gradient"
+        self.before_touching(managed.group)
         if managed.group in self._reduced:
             self._carry(managed.group, reader)
         if chunk.version == NO_CONTENT:
@@ -121,6 +124,7 @@ class GradientBook:
     def complete(self, group: int, wanted: Collection[ManagedParameter], *, reader: str) -> None:
         """Have a gradient, of zeros where none has landed, for parameters of a group on DEVICE: to be reduced."""
         chunk = self.chunks[group]
+        self.before_touching(group)
         if group in self._reduced:
             self._carry(group, reader)
         if chunk.version == NO_CONTENT:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -12,6 +12,7 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.sharing import Sharing
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.store import Chunk
 from chunkmem.types import Tier
 
 _READER = "reduction of gradients"
@@ -25,6 +26,9 @@ class Reduction:
         self.sharing = sharing
         self._gradients = gradients
         self._executor = executor
+        self._under_way: list[tuple[list[Chunk], Callable[[], None]]] = []
+        """Chunks that are being reduced, and what waits for that."""
+        gradients.before_touching = self._finish_one
 
     def reduce(self, params: Sequence[ManagedParameter]) -> bool:
         """Let the owners have the means over ranks; a rank without a gradient counts as one of zeros.
@@ -72,26 +76,51 @@ class Reduction:
     def reduce_groups(self, groups: Sequence[int]) -> None:
         """Let the owners of these groups have the means of what has landed on any rank. Raises what `reduce` does."""
         for together in self.sharing.together(groups):
-            self._reduce({g: {m for m in self._gradients.members[g] if m.param.requires_grad} for g in together})
+            self._begin(together)
+            self.finish()
 
-    def _reduce(self, wanted: dict[int, set[ManagedParameter]]) -> None:
-        gradients, executor = self._gradients, self._executor
-        chunks = {group: gradients.chunks[group] for group in wanted}
-        held = []
+    def begin(self, groups: Sequence[int]) -> None:
+        """Begin what `reduce_groups` does; until it is finished the gradients stay on DEVICE."""
+        for together in self.sharing.together(groups):
+            self._begin(together)
+
+    def finish(self) -> None:
+        """Wait for what was begun. Raises what `reduce` does."""
+        under_way, self._under_way = self._under_way, []
+        for chunks, wait in under_way:
+            try:
+                wait()
+                for chunk in chunks:
+                    if self.sharing.owns(chunk.id.group):
+                        self._gradients.reduced(chunk.id.group)  # before a plan may copy it anywhere
+            finally:
+                self._unpin(chunks)
+            for chunk in chunks:
+                if not self.sharing.owns(chunk.id.group):
+                    self._gradients.give_up(chunk.id.group)
+
+    def _finish_one(self, group: int) -> None:
+        """Wait for a group that is about to be touched."""
+        if any(chunk.id.group == group for chunks, _ in self._under_way for chunk in chunks):
+            self.finish()
+
+    def _begin(self, together: Sequence[int]) -> None:
+        gradients, held = self._gradients, []
         try:
-            for group, members in wanted.items():
-                gradients.complete(group, members, reader=_READER)
-                executor.pin(chunks[group], Tier.DEVICE, reader=_READER)
-                held.append(chunks[group])
-            self.sharing.reduce(chunks, reader=_READER)
-            for group in filter(self.sharing.owns, wanted):
-                gradients.reduced(group)  # before a plan may copy it anywhere
-        finally:
-            for chunk in held:
-                executor.unpin(chunk, Tier.DEVICE)
-        for group in wanted:
-            if not self.sharing.owns(group):
-                gradients.give_up(group)
+            for group in together:
+                trainable = {m for m in gradients.members[group] if m.param.requires_grad}
+                gradients.complete(group, trainable, reader=_READER)
+                self._executor.pin(gradients.chunks[group], Tier.DEVICE, reader=_READER)
+                held.append(gradients.chunks[group])
+            wait = self.sharing.begin_reduction(held, reader=_READER)
+        except BaseException:
+            self._unpin(held)
+            raise
+        self._under_way.append((held, wait))
+
+    def _unpin(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self._executor.unpin(chunk, Tier.DEVICE)
 
     def reduce_excluded(self, params: Sequence[torch.Tensor]) -> bool:
         """Let every rank have the means of the gradients of parameters that no chunk holds; tell if there was one.

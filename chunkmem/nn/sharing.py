@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -201,30 +201,34 @@ class Sharing:
     def fits_beside(self, groups: Iterable[Sequence[int]], *, always: Sequence[int]) -> bool:
         """Tell whether on every rank two lists of groups that follow each other fit DEVICE at a time.
 
-        Beside them `always`, and gradients: those that land, and those that are reduced. All ranks call it.
+        Beside them `always`, and gradients: those of the first list, which are reduced, and one that lands. All ranks
+        call it.
         """
         lists = [set(each) - set(always) for each in groups]
-        pairs = [self._nbytes(one | other) for one, other in pairwise(lists)]
+        pairs = [self._nbytes(one | other) + self._nbytes(one) for one, other in pairwise(lists)]
         largest = max((chunk.nbytes for chunk in self._store.chunks.values()), default=0)
-        needed = max(pairs, default=0) + self._nbytes(always) + (self.ranks.size + 1) * largest
+        needed = max(pairs, default=0) + self._nbytes(always) + largest
         fits = needed <= self._store.pools[Tier.DEVICE].ledger.cap_nbytes
         return not any(self.ranks.max_over((float(not fits),), label="room to gather ahead"))
 
     def _nbytes(self, groups: Iterable[int]) -> int:
         return sum(self._weights(group).nbytes for group in groups)
 
-    def reduce(self, chunks: Mapping[int, Chunk], *, reader: object) -> None:
-        """Give the owners the means of chunks that are pinned on DEVICE, by group: at most one of each owner.
+    def begin_reduction(self, chunks: Sequence[Chunk], *, reader: object) -> Callable[[], None]:
+        """Begin to give the owners the means of chunks that are pinned on DEVICE; return what waits for it.
+
+        Args:
+            chunks: at most one of each owner.
+            reader: who wants it.
 
         Raises:
-            RankError: a rank is missing, or somewhere else.
+            RankError: a rank is missing, or somewhere else; what waits raises it, too.
         """
-        found = list(chunks.values())
-        self._executor.exchange(found, reader=reader)
+        self._executor.exchange(chunks, reader=reader)
         issued_s = time.perf_counter()
         with runtime_mode():
-            work = self.exchange.reduce(self._shards(found), label=str(reader))
-        self._executor.arrive(found, work.wait, reader=reader, issued_s=issued_s)
+            work = self.exchange.reduce(self._shards(chunks), label=str(reader))
+        return lambda: self._executor.arrive(chunks, work.wait, reader=reader, issued_s=issued_s)
 
     def from_owner(self, group: int, read: Callable[[], T], *, reader: str) -> T:
         """Return what `read` returns on the rank that owns a group, as `pickle` copies it. All ranks call it."""

@@ -11,14 +11,14 @@ A rank without a batch goes through the units as it did in the step before, wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.course import Course
+from chunkmem.nn.course import Course, Reduces
 from chunkmem.nn.sharing import Sharing
 
 
@@ -45,9 +45,9 @@ or ends."""
 class Units:
     """Which units are open. With one rank there are none, and nothing is done."""
 
-    def __init__(self, sharing: Sharing | None, reduce: Callable[[Sequence[int]], None]) -> None:
-        """Begin with none; `reduce` is called with groups whose gradients are complete, by all ranks alike."""
-        self.course = None if sharing is None else Course(sharing, reduce)
+    def __init__(self, sharing: Sharing | None, reduction: Callable[[], Reduces] | None) -> None:
+        """Begin with none; what `reduction` returns reduces groups whose gradients are complete, on all ranks alike."""
+        self.course = None if sharing is None or reduction is None else Course(sharing, reduction)
         """The exchanges; None with one rank."""
         self._sharing = sharing
         self.declared: bool | None = None
@@ -170,6 +170,8 @@ class Units:
         if self._visited:
             self._note("end", None)
             self._reduce_left(is_over=True)
+            assert self.course is not None
+            self.course.settle()
         self._close_backward()
 
     def end_step(self) -> None:
