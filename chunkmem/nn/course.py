@@ -65,7 +65,7 @@ class Course:
             self._drop()
         self._sharing.gather(groups, reader=reader)
         if is_part:
-            self._done("gather", groups)
+            self._done("gather", groups, f"{reader}, gathering ahead")
 
     def reduce(self, groups: Groups) -> None:
         """Give owners the means of gradients. Raises what `gather` does."""
@@ -73,7 +73,7 @@ class Course:
         self._reduction().begin(groups)
         if not (self.is_wanted and self.has_room):
             self.settle()
-        self._done("reduce", groups)
+        self._done("reduce", groups, _AHEAD)
 
     def settle(self) -> None:
         """Wait for the reduction that is under way. Raises what `gather` does."""
@@ -101,16 +101,16 @@ class Course:
     def _gathers(self) -> list[Groups]:
         return [groups for what, groups in self._schedule if what == "gather"]
 
-    def _done(self, what: str, groups: Groups) -> None:
+    def _done(self, what: str, groups: Groups, reader: str) -> None:
         self._log.append((what, groups))
         at = len(self._log)
         self._is_alike = self._is_alike and at < len(self._schedule) and self._log[-1] == self._schedule[at - 1]
         if self._is_alike and self.is_wanted and self.has_room and self._ahead is None:
             following = next((wanted for what, wanted in self._schedule[at:] if what == "gather"), None)
             if following is not None:
-                self._sharing.hold(following, reader=_AHEAD)
+                self._sharing.hold(following, reader=reader)
                 self._ahead = following
-                self._sharing.send(following, reader=_AHEAD)
+                self._sharing.send(following, reader=reader)
 
     def _drop(self) -> None:
         ahead, self._ahead = self._ahead, None

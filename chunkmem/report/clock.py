@@ -40,7 +40,7 @@ def phases(trace: Trace) -> list[tuple[str, int, int]]:
     """
     names: list[str] = []
     for moment in trace.moments:
-        names.append(_phase(moment) or (names[-1] if names else FORWARD))
+        names.append(_phase(moment, trace) or (names[-1] if names else FORWARD))
     found, start = [], 0
     for name, run in groupby(names):
         stop = start + len(list(run))
@@ -49,10 +49,10 @@ def phases(trace: Trace) -> list[tuple[str, int, int]]:
     return found
 
 
-def _phase(moment: Moment) -> str:
+def _phase(moment: Moment, trace: Trace) -> str:
     """Return the phase that a moment shows it is in; empty if it shows nothing, as most releases do not."""
     if moment.kind in (Kind.UPDATE, Kind.CONSUME):
-        return STEP
+        return "" if trace.is_remote(moment.chunk) else STEP  # of others' gradients, when they have been reduced
     words = moment.label.split()
     if moment.kind in (Kind.CREATE, Kind.WRITE) or "backward" in words or "recomputation" in words:
         return BACKWARD

@@ -4,7 +4,7 @@ const AXIS_HEIGHT = 34;
 const MEMORY_HEIGHT = 46;
 const LANE_HEIGHT = 20;
 const LANE_GAP = 4;
-const LANE_NAMES = { "compute": "compute", "h2d": "copies to DEVICE", "d2h": "copies to HOST", "host-update": "updates on HOST" };
+const LANE_NAMES = { "compute": "compute", "h2d": "copies to DEVICE", "d2h": "copies to HOST", "host-update": "updates on HOST", "collective": "between ranks" };
 
 /** Lanes that either timeline of a run has, so that nothing jumps when they are exchanged. */
 function laneNames(run) {
@@ -120,12 +120,16 @@ function drawSpans(context, run, lane, scale, y) {
   }
   row.flush();
   context.textAlign = "left";
+  let named = -Infinity; // chunks that are exchanged together overlap: the first one is named
   for (const [a, b, color, at] of wide) {
     context.fillStyle = "#fff";
     context.fillRect(Math.floor(b) - 1, y, 1, LANE_HEIGHT);
-    const text = b - a > 48 ? cut(context, run.labels[spans.label[at]], b - a - 8) : "";
+    const text = b - a > 48 && a >= named - 1 ? cut(context, run.labels[spans.label[at]], b - a - 8) : "";
     context.fillStyle = DARK.has(color) ? "#fff" : "#000";
-    if (text) context.fillText(text, a + 4, y + LANE_HEIGHT / 2 + 1);
+    if (text) {
+      context.fillText(text, a + 4, y + LANE_HEIGHT / 2 + 1);
+      named = b;
+    }
   }
 }
 
