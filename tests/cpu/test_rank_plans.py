@@ -271,7 +271,7 @@ def most_of_others(size: int, rank: int, *, at_a_time: int) -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_a_rank_holds_is_as_the_formulas_say(teams: dict[int, Team], size: int) -> None:
-    """With room for all: on DEVICE own chunks, and of two units the weights and gradients of others; on HOST nothing."""
+    """With room for all: on DEVICE own chunks, and of two units what others own; on HOST nothing."""
     for rank, found in enumerate(teams[size].run(stack, size, 1 << 20, 1)):
         own_nbytes = len(own(size, rank)) * CHUNK_NBYTES
         others_nbytes = most_of_others(size, rank, at_a_time=2) * CHUNK_NBYTES
