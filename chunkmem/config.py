@@ -195,6 +195,7 @@ class Config(Section):
     default_chunk_size: int | Literal["auto"] = option(either(one_of("auto"), integer(1)), "auto")
     """Elements a chunk."""
     release_after_init: bool = option(BOOL, False)
+    """Over ranks, let go of what others own when the model is built; false: whenever a module is attached."""
     use_cpu_embedding: bool = option(BOOL, False)
     memory: MemoryConfig = option(subsection(MemoryConfig), MemoryConfig())
     distributed: DistributedConfig = option(subsection(DistributedConfig), DistributedConfig())

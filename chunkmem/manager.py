@@ -27,6 +27,7 @@ from chunkmem.nn.access import AccessTracker, in_backward
 from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.collect import Collector
 from chunkmem.nn.gather import gathered, parameters_in
 from chunkmem.nn.gradients import GradientBook
@@ -36,6 +37,7 @@ from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
 from chunkmem.nn.precision import cast_at_borders
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.registry import ModelRegistry, check_fits
+from chunkmem.nn.released import BuiltOverRanks
 from chunkmem.nn.sharing import Sharing
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.units import Units
@@ -227,6 +229,8 @@ class ChunkManager:
         Raises:
             LayoutError: a parameter cannot be packed; the modules are as they were built.
             CapacityError: the weights fit no tier; likewise.
+            StateError: over ranks, a parameter was written or read after its module had been attached to its parent
+                (see `release_after_init`). Whatever is raised there, the modules are lost: no rank has all values.
         """
         self._require_open()
         if self._collector is not None:
@@ -234,12 +238,15 @@ class ChunkManager:
                 "manager.init() inside manager.init(): build all modules in one block, or in blocks in turn"
             )
         collector = self._collector = Collector()
+        built = HERE
+        if self._sharing is not None and not self.config.release_after_init:
+            built = BuiltOverRanks(self._sharing, collector)
         try:
-            with collector.watching():
+            with collector.watching(), built.watching():
                 yield
         finally:
             self._collector = None
-        self._add(collector.roots(), collector.excluded(), kept=collector.not_reduced())
+        self._add(collector.roots(), collector.excluded(), kept=collector.not_reduced(), built=built)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Pack the parameters of a model that exists; return the same object. Raises what `init` does."""
@@ -448,12 +455,17 @@ class ChunkManager:
             raise StateError(f"this manager cannot be used: {self._executor.closed}")
 
     def _add(
-        self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module], *, kept: Sequence[nn.Module] = ()
+        self,
+        roots: Sequence[nn.Module],
+        excluded: Sequence[nn.Module],
+        *,
+        kept: Sequence[nn.Module] = (),
+        built: Built = HERE,
     ) -> None:
         """Pack; gradients of `kept` modules, which are excluded, are not averaged over ranks."""
         self._conductor.forget()
         self._trial = self._make_trial()
-        added = self._registry.add(roots, excluded)
+        added = self._registry.add(roots, excluded, built)
         reduced = [module for module in excluded if module not in kept]
         self._averaged += [param for module in reduced for param in module.parameters(recurse=False)]
         if self._sharing is not None:

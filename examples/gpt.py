@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 VOCAB = 256
 """One token a byte."""
+STD = 0.02
+"""Of the first weights, as in GPT-2."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,11 @@ class Shape:
     layers: int
     width: int
     heads: int
+
+    @property
+    def last_std(self) -> float:
+        """Of the weights that end a branch: so that the residual stream does not grow with depth."""
+        return STD / math.sqrt(2 * self.layers)
 
 
 # Layers, widths and heads as published. The names count the parameters with the original vocabularies; over bytes the
@@ -41,12 +48,29 @@ PRESETS = {
 }
 
 
+# A layer is initialised before it becomes part of another module: of several ranks that build a model, one keeps its
+# weights from then on.
+
+
+def linear(num_in: int, num_out: int, *, std: float = STD) -> nn.Linear:
+    layer = nn.Linear(num_in, num_out)
+    nn.init.normal_(layer.weight, std=std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def embedding(num: int, width: int) -> nn.Embedding:
+    layer = nn.Embedding(num, width)
+    nn.init.normal_(layer.weight, std=STD)
+    return layer
+
+
 class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.qkv = nn.Linear(shape.width, 3 * shape.width)
-        self.out = nn.Linear(shape.width, shape.width)
+        self.qkv = linear(shape.width, 3 * shape.width)
+        self.out = linear(shape.width, shape.width, std=shape.last_std)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, time, width) -> the same
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (batch, heads, time, -1)
@@ -60,8 +84,8 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(shape.width)
         self.attention = Attention(shape)
         self.norm2 = nn.LayerNorm(shape.width)
-        self.up = nn.Linear(shape.width, 4 * shape.width)
-        self.down = nn.Linear(4 * shape.width, shape.width)
+        self.up = linear(shape.width, 4 * shape.width)
+        self.down = linear(4 * shape.width, shape.width, std=shape.last_std)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -75,21 +99,10 @@ class GPT(nn.Module):
         super().__init__()
         self.seq = seq
         self.checkpointing = checkpointing
-        self.embedding = nn.Embedding(VOCAB, shape.width)
-        self.position = nn.Embedding(seq, shape.width)
+        self.embedding = embedding(VOCAB, shape.width)
+        self.position = embedding(seq, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
-        self.apply(self._init_weights)
-        for block in self.blocks:  # so that the residual stream does not grow with depth
-            for last in (block.attention.out, block.down):
-                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * shape.layers))
-
-    @staticmethod
-    def _init_weights(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear):
-            nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits (batch, time, 256) of `tokens` (batch, time); with `targets`, the mean loss in nats a byte."""

@@ -161,8 +161,7 @@ class Progress:
 def require_room(run: Run, manager: chunkmem.ChunkManager) -> None:
     """Refuse a model before it is built if its weights, gradients and two optimizer states fit nowhere."""
     weights = weight_nbytes(run.args)
-    # Every rank builds the model as a whole, and then keeps its share.
-    need = max(weights, 4 * weights // run.ranks.size)
+    need = max(weights if run.config.release_after_init else 0, 4 * weights // run.ranks.size)
     room = manager.memory().device.cap_nbytes + manager.memory().host.cap_nbytes
     if need > room:
         fail(f"--model {run.args.model} takes {format_nbytes(need)}, and there is room for {format_nbytes(room)}")

@@ -126,6 +126,22 @@ class _Method:
 class PointToPoint(_Method):
     """Messages between owners and others, in RAM. Means have the same bits at every run, for every number of ranks."""
 
+    def hand_over(self, shard: Shard, to: int, *, label: str) -> Work:
+        """Begin to copy the content of a chunk from its owner to one other rank. These two call it, nobody else does.
+
+        Raises:
+            RankError: an exchange failed before, or this one cannot begin.
+            StateError: the shard cannot be exchanged.
+        """
+        require_exchangeable([shard], self._ranks, label)
+        is_mine, tag = self._is_mine(shard), 2 * shard.index
+        with self._ranks.waiting(label):
+            group = self._group(shard)
+            transfer = group.send([shard.flat], to, tag) if is_mine else group.recv([shard.flat], shard.owner, tag)
+        nbytes = shard.flat.nbytes
+        self._count([transfer], sent=nbytes if is_mine else 0, received=0 if is_mine else nbytes)
+        return PendingWork(self._ranks, label, [transfer], held=[shard])
+
     def _issue_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
         works = []
         for shard in shards:

@@ -26,9 +26,10 @@ class ManagedParameter:
         position: int,
         bound: BoundChunk,
         *,
+        stride: tuple[int, ...] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Describe a parameter in `position` of its group, which computes in `dtype`; None: the one it has."""
+        """Describe a parameter in `position` of its group; None: its strides and its dtype are what it has now."""
         self.param = param
         self.name = name
         self.slot = slot
@@ -37,10 +38,10 @@ class ManagedParameter:
         self.group = slot.group
         self.bound = bound
         self.shape = param.shape
-        self.stride = dense_stride(param)
+        self.stride = dense_stride(param) if stride is None else stride
         self.view: torch.Tensor | None = None
         """The slot on DEVICE in the parameter's shape; made once, valid while the chunk is attached."""
-        self._blank = _blank(param.dtype if dtype is None else dtype, bound.device)
+        self._blank = blank(param.dtype if dtype is None else dtype, bound.device)
         self.placeholder = self._blank.expand(param.shape)
         """Reads as NaN and refuses most writes: all its elements are one. What it lets through, `clear` notices."""
         self.version = param._version
@@ -202,11 +203,11 @@ def dense_stride(param: torch.Tensor) -> tuple[int, ...]:
     return param.stride()
 
 
-def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The one element of a placeholder."""
+def blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the one element of a placeholder: NaN, or 0 of what has none."""
     with runtime_mode():
-        blank = torch.empty((), dtype=dtype, device=device)
-        return blank.fill_(_blank_value(blank))
+        element = torch.empty((), dtype=dtype, device=device)
+        return element.fill_(_blank_value(element))
 
 
 def _blank_value(blank: torch.Tensor) -> float:

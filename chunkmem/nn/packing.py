@@ -13,12 +13,13 @@ from chunkmem.errors import CapacityError, LayoutError, StateError
 from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, pack
 from chunkmem.layout.spec import Group, Layout, TensorSpec
 from chunkmem.nn.access import ParameterReads
-from chunkmem.nn.binding import BoundChunk, ManagedParameter, dense_stride
+from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.storage import ChunkStorage, StorageBackend
-from chunkmem.runtime.store import Chunk
+from chunkmem.runtime.store import FIRST_CONTENT, Chunk
 from chunkmem.types import ChunkId, Role, Tier
 from chunkmem.units import format_nbytes
 
@@ -34,7 +35,9 @@ class PackedModel:
     parameters: tuple[ManagedParameter, ...]
 
 
-def named_parameters_of(root: nn.Module, *, excluded: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+def named_parameters_of(
+    root: nn.Module, *, excluded: Iterable[nn.Module], built: Built = HERE
+) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) of the distinct parameters under `root`, checked, without those of `excluded` modules.
 
     Raises:
@@ -50,7 +53,8 @@ def named_parameters_of(root: nn.Module, *, excluded: Iterable[nn.Module]) -> li
             )
     found = [(name, param) for name, param in root.named_parameters() if id(param) not in skipped]
     for name, param in found:
-        _check(name, param)
+        if not built.is_released(param):
+            _check(name, param)
     return found
 
 
@@ -182,22 +186,28 @@ class Packer:
         slab_nbytes: int,
         first_group: int,
         precision: Precision = AS_BUILT,
+        built: Built = HERE,
     ) -> PackedModel:
         """Pack `named` into groups from `first_group` on. The values move chunk by chunk, each source freed on the way.
 
+        Where `built` is that of several ranks, only the chunks of own groups get content.
+
         Raises:
             CapacityError: the weights do not fit the tiers; the model is as it was.
+            ConfigError, RankError: not all ranks pack the same.
         """
         layout = pack(tensor_specs(named, precision), slab_nbytes=slab_nbytes, first_group=first_group)
         lowered = {group.id for group in layout.groups if id(named[group.slots[0].tensor][1]) in precision.lowered}
-        masters_nbytes = sum(group.numel * _FP32_NBYTES for group in layout.groups if group.id in lowered)
-        self._require_room(layout.chunk_nbytes + masters_nbytes)
-        self._expect_nbytes(layout.chunk_nbytes + masters_nbytes)
+        built.agree(layout)
+        own = [group for group in layout.groups if built.owns(group.id)]
+        nbytes = sum(group.nbytes + (group.numel * _FP32_NBYTES if group.id in lowered else 0) for group in own)
+        self._require_room(nbytes, built)
+        self._expect_nbytes(nbytes)
         managed: dict[int, ManagedParameter] = {}
         freed_nbytes = 0
         try:
             for group in layout.groups:
-                for parameter in self._pack_group(group, named, is_lowered=group.id in lowered):
+                for parameter in self._pack_group(group, named, built, is_lowered=group.id in lowered):
                     managed[parameter.slot.tensor] = parameter
                 freed_nbytes += group.nbytes
                 if freed_nbytes >= SLAB_FLOOR_NBYTES:
@@ -230,53 +240,69 @@ class Packer:
             with runtime_mode():
                 parameter.param.data = self._executor.store.views(chunk, tier)[parameter.position].clone()
 
-    def _require_room(self, nbytes: int) -> None:
+    def _require_room(self, nbytes: int, built: Built) -> None:
         ledgers = {tier: pool.ledger for tier, pool in self._executor.store.pools.items()}
         free = sum(ledger.limit_nbytes - ledger.total_nbytes for ledger in ledgers.values())
-        if nbytes > free:
+        lacking = built.largest(nbytes - free)
+        if lacking > 0:
             # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
             cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
-            needed = cap + nbytes - free
+            needed = cap + lacking
+            where = "" if nbytes - free == lacking else f", and another rank lacks {format_nbytes(lacking)}"
             raise CapacityError(
                 f"packing: the weights take {format_nbytes(nbytes)} in chunks, and DEVICE and HOST "
-                f"together have {format_nbytes(free)} free; raise memory.host from {format_nbytes(cap)} to at least "
-                f"{format_nbytes(needed)} ({needed} bytes)",
+                f"together have {format_nbytes(free)} free{where}; raise memory.host from {format_nbytes(cap)} to at "
+                f"least {format_nbytes(needed)} ({needed} bytes)",
                 needed_nbytes=needed,
                 cap_nbytes=cap,
             )
 
     def _pack_group(
-        self, group: Group, named: Sequence[tuple[str, nn.Parameter]], *, is_lowered: bool
+        self, group: Group, named: Sequence[tuple[str, nn.Parameter]], built: Built, *, is_lowered: bool
     ) -> list[ManagedParameter]:
         params = [named[slot.tensor] for slot in group.slots]
-        chunk, master = self._add_chunks(group, params, is_lowered=is_lowered)
-        store, home = self._executor.store, chunk.home
+        strides = [built.stride(param) for _, param in params]
+        chunk, master = self._add_chunks(group, params, strides, is_lowered=is_lowered)
+        home, filled = chunk.home, [each for each in (chunk, master) if each is not None]
         assert isinstance(home, BoundChunk)
-        for made in (chunk, master) if master is not None else (chunk,):
-            self._executor.place(made, reader="packing")
-            tier = made.newest_tier()
-            assert tier is not None
-            with runtime_mode():
-                for view, (_, param) in zip(store.views(made, tier), params, strict=True):
-                    view.copy_(param)
+        views = self._place(filled) if built.owns(group.id) else _elsewhere(filled)
         packed = []
-        with runtime_mode():
-            for position, (slot, (name, param)) in enumerate(zip(group.slots, params, strict=True)):
-                parameter = ManagedParameter(param, name, slot, position, home, dtype=chunk.dtype)
+        for position, (slot, (name, param)) in enumerate(zip(group.slots, params, strict=True)):
+            values = built.take(param, group.id, name=name)
+            with runtime_mode():
+                for each in views:
+                    each[position].copy_(values)
+                parameter = ManagedParameter(
+                    param, name, slot, position, home, stride=strides[position], dtype=chunk.dtype
+                )
                 home.add(parameter)
                 param.data = parameter.placeholder  # frees the source
                 parameter.version = param._version
-                packed.append(parameter)
-            if chunk.newest_tier() is Tier.DEVICE:
+            packed.append(parameter)
+        if chunk.newest_tier() is Tier.DEVICE:
+            with runtime_mode():
                 home.bind()
         return packed
 
+    def _place(self, chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:
+        """Begin the content of chunks; return views of their slots, to be written before anything else is placed."""
+        for chunk in chunks:
+            self._executor.place(chunk, reader="packing")
+        # The first may have made way for the second.
+        tiers = [chunk.newest_tier() for chunk in chunks]
+        return [self._executor.store.views(chunk, tier) for chunk, tier in zip(chunks, tiers, strict=True) if tier]
+
     def _add_chunks(
-        self, group: Group, params: Sequence[tuple[str, nn.Parameter]], *, is_lowered: bool
+        self,
+        group: Group,
+        params: Sequence[tuple[str, nn.Parameter]],
+        strides: Sequence[tuple[int, ...]],
+        *,
+        is_lowered: bool,
     ) -> tuple[Chunk, Chunk | None]:
         """Register the chunks of all roles; return those of PARAM and, if there is one, MASTER."""
         store = self._executor.store
-        forms = tuple((param.shape, dense_stride(param)) for _, param in params)
+        forms = tuple((param.shape, stride) for (_, param), stride in zip(params, strides, strict=True))
         inside = params[0][0] if len(params) == 1 else f"{params[0][0]} .. {params[-1][0]}"
         for role, form in groups_by_role(group, is_lowered=is_lowered).items():
             key, dtype = ChunkId(role, group.id), getattr(torch, form.dtype)
@@ -287,6 +313,13 @@ class Packer:
         chunk, master = store.chunks[ChunkId(Role.PARAM, group.id)], store.chunks.get(ChunkId(Role.MASTER, group.id))
         chunk.master = master
         return chunk, master
+
+
+def _elsewhere(chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:
+    """Another rank begins the content of chunks."""
+    for chunk in chunks:
+        chunk.version = FIRST_CONTENT
+    return []
 
 
 def move_ordinary_tensors(module: nn.Module, excluded: Iterable[nn.Module], device: torch.device) -> None:

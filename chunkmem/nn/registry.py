@@ -12,6 +12,7 @@ from chunkmem.errors import CheckpointError, StateError
 from chunkmem.layout.pack import choose_slab_nbytes
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.packing import (
     AS_BUILT,
     PackedModel,
@@ -61,17 +62,19 @@ class ModelRegistry:
         """Bytes of PARAM chunks that hold no parameter."""
         return sum(model.layout.padding_nbytes for model in self.models)
 
-    def add(self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module]) -> list[PackedModel]:
+    def add(self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module], built: Built = HERE) -> list[PackedModel]:
         """Pack the parameters under `roots`. All are checked before the first is touched.
 
         Raises:
             LayoutError, StateError, CapacityError: see `named_parameters_of` and `Packer.pack`.
         """
+        built.check(excluded)
         known = set(self._managed)
         named: list[list[tuple[str, nn.Parameter]]] = []
         for root in roots:
             # What another model holds too, packed before or above, has its slot already.
-            found = [(n, p) for n, p in named_parameters_of(root, excluded=excluded) if id(p) not in known]
+            own = named_parameters_of(root, excluded=excluded, built=built)
+            found = [(n, p) for n, p in own if id(p) not in known]
             known.update(id(param) for _, param in found)
             named.append(found)
         check_separate(roots, packed=known)
@@ -84,7 +87,7 @@ class ModelRegistry:
             for root, pairs in zip(roots, named, strict=True)
             if any(id(p) in known for p in root.parameters())
         }
-        added = self._pack(packable, slab_nbytes or ALIGN_NBYTES, precision)
+        added = self._pack(packable, slab_nbytes or ALIGN_NBYTES, precision, built)
         self._slab_nbytes = slab_nbytes
         self.models += added
         for packed in added:
@@ -103,13 +106,16 @@ class ModelRegistry:
         named: Mapping[nn.Module, Sequence[tuple[str, nn.Parameter]]],
         slab_nbytes: int,
         precision: Precision,
+        built: Built,
     ) -> list[PackedModel]:
         """Pack all roots or, if one cannot be, none."""
         added: list[PackedModel] = []
         first = sum(len(model.layout.groups) for model in self.models)
         try:
             for root, pairs in named.items():
-                packed = self._packer.pack(root, pairs, slab_nbytes=slab_nbytes, first_group=first, precision=precision)
+                packed = self._packer.pack(
+                    root, pairs, slab_nbytes=slab_nbytes, first_group=first, precision=precision, built=built
+                )
                 first += len(packed.layout.groups)
                 added.append(packed)
         except BaseException:

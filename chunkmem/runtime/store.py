@@ -16,6 +16,8 @@ from chunkmem.types import ChunkId, Tier
 
 NO_CONTENT = -1
 """The version of a chunk, or of a replica, that holds nothing."""
+FIRST_CONTENT = NO_CONTENT + 1
+"""The version of a chunk that was written to once."""
 
 
 class ChunkHome(Protocol):

@@ -1,0 +1,54 @@
+"""Where packing finds the values of the parameters that were built."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from chunkmem.layout.spec import Layout
+from chunkmem.nn.binding import dense_stride
+
+
+class Built:
+    """Where packing finds the values of what was built: all of them are on this rank."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look on while modules are built."""
+        yield
+
+    def check(self, excluded: Collection[nn.Module]) -> None:
+        """Raise a StateError if the values of a parameter are not what was built."""
+
+    def agree(self, layout: Layout) -> None:
+        """Raise a ConfigError if the ranks are not about to pack the same."""
+
+    def largest(self, value: int) -> int:
+        """Return the largest over the ranks that pack together."""
+        return value
+
+    def owns(self, group: int) -> bool:
+        """Tell whether the chunks of a group have content on this rank."""
+        return True
+
+    def is_released(self, param: nn.Parameter) -> bool:
+        """Tell whether one rank only has the values of a parameter; it was found fit to be packed."""
+        return False
+
+    def stride(self, param: nn.Parameter) -> tuple[int, ...]:
+        """Return the strides a parameter has in its slot."""
+        return dense_stride(param)
+
+    def take(self, param: nn.Parameter, group: int, *, name: str) -> torch.Tensor:
+        """Return the values of a parameter, to be packed into a group that this rank `owns`; else anything.
+
+        All ranks call it for every parameter, in one order.
+        """
+        return param
+
+
+HERE = Built()
+"""Every value is on this rank."""
