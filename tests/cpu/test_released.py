@@ -201,10 +201,11 @@ class Scales:
     on_its_way_nbytes: int = 0
 
     def params_nbytes(self) -> int:
-        """Return the bytes of storages; parameters in chunks, or held elsewhere, have one element."""
-        found = [param for ref in self.params if (param := ref()) is not None]
-        storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in found if any(p.stride())}
-        return sum(storage.nbytes() for storage in storages.values())
+        """Return the bytes of storages that are no chunks; parameters that are away have one element."""
+        chunks = {chunk.home.storage_id for chunk in self.manager._store.chunks.values() if chunk.home is not None}
+        found = [param for ref in self.params if (param := ref()) is not None and any(param.stride())]
+        storages = {param.untyped_storage()._cdata: param.untyped_storage() for param in found}
+        return sum(storage.nbytes() for memory, storage in storages.items() if memory not in chunks)
 
     def chunks_nbytes(self) -> int:
         return sum(pool.ledger.total_nbytes for pool in self.manager._store.pools.values())
