@@ -13,13 +13,12 @@ from chunkmem.layout.pack import choose_slab_nbytes
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.built import HERE, Built
+from chunkmem.nn.packable import check_separate, named_parameters_of
 from chunkmem.nn.packing import (
     AS_BUILT,
     PackedModel,
     Packer,
     Precision,
-    check_separate,
-    named_parameters_of,
     tensor_specs,
 )
 from chunkmem.nn.precision import lowered_parameters

@@ -330,6 +330,25 @@ def failures(team: Team, function: Callable[..., object], *args: Any) -> list[st
     return said
 
 
+def share_memory(rank: int, kind: str) -> None:
+    with manager_with() as manager, manager.init():
+        model = nn.Sequential(nn.Linear(3, 3), Block())
+        if kind == "a buffer's, later":
+            model.register_buffer("row", model[1].up.weight.data[3])
+        else:
+            first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+            second.weight.data = first.weight.data
+            model.extend(nn.ModuleList([first, second]))
+
+
+@pytest.mark.parametrize("kind", ["a buffer's, later", "another parameter's, before"])
+def test_shared_memory_is_refused_on_every_rank(teams: dict[int, Team], kind: str) -> None:
+    """Whoever holds which of them."""
+    first, second = failures(teams[2], share_memory, kind)
+    assert first == second
+    assert "share memory, which chunks cannot keep up" in first
+
+
 # What comes too late.
 
 

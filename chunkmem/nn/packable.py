@@ -1,0 +1,106 @@
+"""Which parameters of a model are packed, and why some cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from chunkmem.errors import LayoutError, StateError
+from chunkmem.nn.access import ParameterReads
+from chunkmem.nn.built import HERE, Built
+from chunkmem.nn.values import storage_id
+
+
+def named_parameters_of(
+    root: nn.Module, *, excluded: Iterable[nn.Module], built: Built = HERE
+) -> list[tuple[str, nn.Parameter]]:
+    """Return (name, parameter) of the distinct parameters under `root`, checked, without those of `excluded` modules.
+
+    Raises:
+        LayoutError: a parameter cannot be packed (lazy, meta, not a plain tensor).
+        StateError: a module under `root` is managed already.
+    """
+    skipped = {id(param) for module in excluded for param in module.parameters(recurse=False)}
+    for name, module in root.named_modules():
+        if isinstance(module._parameters, ParameterReads):
+            raise StateError(
+                f"module {name or type(root).__name__} is managed already; a module can be built in one "
+                "manager.init() or given to one manager.wrap() only"
+            )
+    found = [(name, param) for name, param in root.named_parameters() if id(param) not in skipped]
+    for name, param in found:
+        if not built.is_released(param):
+            _check(name, param)
+    return found
+
+
+def _check(name: str, param: nn.Parameter) -> None:
+    if is_lazy(param):
+        raise LayoutError(
+            f"parameter {name} is lazy, its shape is not known yet; build the model outside manager.init(), run one "
+            "batch through it first, then call manager.wrap(model)"
+        )
+    if param.is_meta:
+        raise LayoutError(
+            f"parameter {name} {tuple(param.shape)} is on the meta device and has no values; materialise it first "
+            "(module.to_empty(device='cpu'), then initialise it)"
+        )
+    plain = type(param) is nn.Parameter or type(param.data) is torch.Tensor
+    if not plain or param.layout is not torch.strided or param.is_quantized:
+        raise LayoutError(
+            f"parameter {name} is a {type(param).__name__} of {param.layout}; only plain dense tensors can be packed. "
+            "Build its module inside manager.exclude()"
+        )
+    if param.numel() > 1 and not any(param.stride()) and bool(param.detach().as_strided((1,), (1,)).isnan()):
+        raise LayoutError(
+            f"parameter {name} {tuple(param.shape)} is away in a chunk of another manager and has no values here; tie "
+            "parameters within one manager only"
+        )
+
+
+def check_separate(roots: Iterable[nn.Module], *, packed: Set[int]) -> None:
+    """Check that no parameter to be packed shares memory with another tensor of the models: chunks cannot keep that up.
+
+    `packed` holds the identities of the parameters to be packed.
+
+    Raises:
+        LayoutError: two of them do.
+    """
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for root in roots:
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            if storage_id(tensor) is not None and tensor.numel():
+                found.setdefault(id(tensor), (name, tensor))
+    farthest: tuple[str, torch.Tensor] | None = None
+    for name, tensor in sorted(found.values(), key=lambda pair: (str(pair[1].device), pair[1].data_ptr())):
+        if farthest is not None and farthest[1].device == tensor.device and tensor.data_ptr() < _end(farthest[1]):
+            other_name, other = farthest
+            if not packed.isdisjoint((id(other), id(tensor))) and _overlap(other, tensor):
+                raise LayoutError(
+                    f"{other_name} and {name} share memory, which chunks cannot keep up; register one nn.Parameter "
+                    "under both names to tie them, or clone one of them"
+                )
+            if _end(tensor) <= _end(other):
+                continue
+        farthest = name, tensor
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """Return the address after a tensor's last element."""
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Tell whether two tensors whose extents meet share an element; columns of one matrix do not."""
+    if first.dtype != second.dtype:
+        return True
+    start = min(first.data_ptr(), second.data_ptr())
+    itemsize = first.element_size()
+    mark = torch.zeros((max(_end(first), _end(second)) - start) // itemsize, dtype=torch.bool, device="cpu")
+    places = [mark.as_strided(t.shape, t.stride(), (t.data_ptr() - start) // itemsize) for t in (first, second)]
+    places[0].fill_(True)
+    return bool(places[1].any())
