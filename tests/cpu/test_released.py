@@ -176,6 +176,22 @@ def test_the_example_begins_with_the_weights_of_one_process(
         assert all(torch.equal(weights[key], value) for key, value in expected.items())
 
 
+def chunks_of(rank: int, keys: dict[str, Any]) -> dict[str, tuple[bool, int, list[str]]]:
+    with manager_with(precision="bf16", **keys) as manager:
+        with manager.init():
+            model = Net()
+        found = manager._store.chunks.values()
+        state = {str(c.id): (c.is_remote, c.version, sorted(tier.value for tier in c.replicas)) for c in found}
+        assert len(list(model.parameters())) == 1 + 4 * 6
+        return state
+
+
+def test_chunks_are_left_as_if_the_model_had_been_built_whole(teams: dict[int, Team]) -> None:
+    states = [teams[2].run(chunks_of, {"release_after_init": whole}) for whole in (False, True)]
+    assert states[0] == states[1]
+    assert states[0][0] != states[0][1]
+
+
 # What a rank holds.
 
 
