@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-import chunkmem.manager
+import chunkmem.machinery
 import chunkmem.optim.adam
 from chunkmem.types import Tier
 from tests.helpers.evicted_operations import OPERATIONS, Op, Scene

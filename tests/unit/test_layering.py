@@ -25,6 +25,7 @@ LAYERS = (
     ("nn",),
     ("optim", "checkpoint", "report", "bound"),
     ("steps", "estimate"),
+    ("machinery",),
     ("manager",),
     ("engine",),
     ("cli",),
