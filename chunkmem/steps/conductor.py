@@ -90,7 +90,7 @@ class Conductor:
         """Follows the lap that runs, or ran last; None if that is recorded or served on demand."""
         self._journal: Journal | None = None
         """Of the lap that runs, or ran last."""
-        self._is_excused = False
+        self.is_excused = False
         """Nothing is to be learnt from the lap that runs, or ran last."""
         self._in_lap: Listener = _ignore
         """Hears of events within the lap."""
@@ -187,7 +187,7 @@ class Conductor:
 
     def excuse_lap(self) -> None:
         """The lap that runs is not like the others: the next one is recorded instead, and no plan suffers from it."""
-        self._is_excused = True
+        self.is_excused = True
 
     # Two ways to step, of which one is kept; see `chunkmem.steps.trial`.
 
@@ -245,7 +245,7 @@ class Conductor:
         mode, recorder = self._mode, self._recorder
         if mode is Mode.EVAL:
             self._keep_timeline()
-        is_excused, self._is_excused = self._is_excused, False
+        is_excused, self.is_excused = self.is_excused, False
         self._mode, self._recorder, self._is_running = None, None, False
         if recorder is not None:
             recorder.end()

@@ -63,6 +63,12 @@ def test_a_step_does_what_was_predicted(teams: dict[int, Team], model: str, size
     assert teams[size].run(follow, task) == [True] * size
 
 
+def test_steps_that_overflow_are_no_part_of_the_trial(teams: dict[int, Team]) -> None:
+    """The loss scale is found in the first steps, all of which are skipped; after it three more lead to a plan."""
+    config = {"precision": "fp16", "fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
+    assert teams[2].run(follow, Task(steps=24, config=config, device_nbytes=100 << 10)) == [True] * 2
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_where_there_is_room_for_one_unit_nothing_is_gathered_ahead(teams: dict[int, Team], size: int) -> None:
     assert teams[size].run(follow, Task(steps=6, device_nbytes=26 << 10)) == [False] * size
