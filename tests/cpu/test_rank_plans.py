@@ -14,10 +14,21 @@ from torch import Tensor, nn
 
 import chunkmem
 from chunkmem.comm.exchange import Exchange, Shard, Traffic, Work
+from chunkmem.plan.model import Lane
 from chunkmem.types import Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.ranks import Team
-from tests.helpers.shared_training import MODELS, Block, Task, batch_of, loss_of, make_config, serial, train
+from tests.helpers.shared_training import (
+    MODELS,
+    Block,
+    Task,
+    batch_of,
+    loss_of,
+    make_config,
+    open_manager,
+    serial,
+    train,
+)
 from tests.helpers.unruly_exchange import LateExchange
 
 ALL = (2, 3, 4)
@@ -67,6 +78,40 @@ def test_steps_that_overflow_are_no_part_of_the_trial(teams: dict[int, Team]) ->
     """The loss scale is found in the first steps, all of which are skipped; after it three more lead to a plan."""
     config = {"precision": "fp16", "fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
     assert teams[2].run(follow, Task(steps=24, config=config, device_nbytes=100 << 10)) == [True] * 2
+
+
+OVERLAP = {
+    "optimizer": {"params": {"use_hybrid_adam": False}},
+    "client": {"opts": {"overlap_optimizer": True, "undo_log_ratio": 0.5}},
+}
+
+
+def train_ahead(rank: int, task: Task) -> tuple[dict[str, Tensor], int]:
+    """Weights, and the updates of the last step that were begun beside its backward."""
+    torch.set_num_threads(1)
+    with open_manager(rank, task) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = MODELS[task.model]()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(task.steps):
+            manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+        timeline = manager.timeline()
+        assert timeline is not None
+        return manager.state_dict(), sum(span.lane is Lane.HOST_UPDATE for span in timeline.spans)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("size", SIZES)
+def test_updates_go_ahead_once_their_gradients_are_means(teams: dict[int, Team], size: int, seed: int | None) -> None:
+    task = Task(steps=8, config=OVERLAP, device_nbytes=26 << 10, unruly=seed)
+    _, weights, _ = serial(task, size)
+    outcomes = teams[size].run(train_ahead, task)
+    for found, _ in outcomes:
+        assert all(torch.equal(value, found[key]) for key, value in weights.items())
+    assert sum(num_ahead for _, num_ahead in outcomes) > 0
 
 
 @pytest.mark.parametrize("size", SIZES)
