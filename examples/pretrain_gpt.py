@@ -171,8 +171,8 @@ def report(run: Run, manager: chunkmem.ChunkManager) -> None:
     """Record the last training step, of this rank, and show it as `chunkmem report` does: a picture and a page."""
     folder = run.args.out
     if manager.plan is None:
-        when = "second" if run.ranks.size == 1 else "fourth"
-        print(f"no report: no plan was followed (one is from the {when} step on)", file=sys.stderr)
+        steps = "first step is recorded, the second" if run.ranks.size == 1 else "first three are recorded, the fourth"
+        print(f"no report: no plan was followed (the {steps} one planned)", file=sys.stderr)
         return
     manager.record(folder)
     files, notes = write_report([load_run(folder)], folder)

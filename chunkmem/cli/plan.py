@@ -147,6 +147,11 @@ class Result:
         """Groups whose optimizer states live on DEVICE."""
         return sum(tier is Tier.DEVICE for tier in self.plan.update_tiers.values())
 
+    @property
+    def is_shared(self) -> bool:
+        """The trace is of one rank of several."""
+        return bool(self.trace.remote_groups)
+
     def data(self) -> dict[str, Any]:
         """Return what `--json` prints."""
         timeline = self.timeline
@@ -161,6 +166,7 @@ class Result:
             "h2d_nbytes": timeline.moved_nbytes[Lane.H2D],
             "d2h_nbytes": timeline.moved_nbytes[Lane.D2H],
             "moved_nbytes": self.moved_nbytes,
+            "exchanged_nbytes": timeline.exchanged_nbytes,
             "bound_nbytes": self.bound.nbytes,
             "bound_ratio": self.ratio,
             "certain_nbytes": self.bound.certain_nbytes,
@@ -194,6 +200,7 @@ class Result:
             ("both", format_nbytes(self.moved_nbytes)),
             ("lower bound", format_nbytes(self.bound.nbytes)),
             ("both / lower bound", "-" if self.ratio is None else f"{self.ratio:.3f}"),
+            *([("exchanged with other ranks", format_nbytes(timeline.exchanged_nbytes))] * self.is_shared),
             ("fetched before they were needed", f"{timeline.prefetched} of {timeline.fetched}"),
         ])  # fmt: skip
         yield ""

@@ -10,7 +10,7 @@ from chunkmem.plan.ahead import advance_updates
 from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recently_used, sweep
 from chunkmem.plan.gaps import After, Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import Lane, Plan
+from chunkmem.plan.model import Plan
 from chunkmem.plan.placement import GroupBytes, place_states
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.search import least_traffic
@@ -51,8 +51,8 @@ class Candidate:
 
     @property
     def nbytes(self) -> int:
-        """Bytes moved in a lap, over both links. What is exchanged between ranks is the same in all plans."""
-        return sum(nbytes for lane, nbytes in self.timeline.moved_nbytes.items() if lane is not Lane.COLLECTIVE)
+        """Bytes moved in a lap, over both links."""
+        return sum(self.timeline.moved_nbytes.values())
 
 
 def make_plan(trace: Trace, machine: Machine, *, options: PlanOptions | None = None) -> Plan:

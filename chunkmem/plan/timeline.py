@@ -55,12 +55,17 @@ class Timeline:
 
     @cached_property
     def moved_nbytes(self) -> Mapping[Lane, int]:
-        """Bytes copied on each link, and those of chunks that were exchanged with other ranks."""
+        """Bytes copied on each link."""
         moved = dict.fromkeys((Lane.H2D, Lane.D2H), 0)
         for span in self.spans:
-            if span.nbytes and not span.is_stall:
+            if span.nbytes and not span.is_stall and span.lane is not Lane.COLLECTIVE:
                 moved[span.lane] = moved.get(span.lane, 0) + span.nbytes
         return moved
+
+    @cached_property
+    def exchanged_nbytes(self) -> int:
+        """Bytes of chunks that were exchanged with other ranks."""
+        return sum(span.nbytes for span in self.spans if span.lane is Lane.COLLECTIVE)
 
     @cached_property
     def stall_s(self) -> float:
@@ -68,10 +73,9 @@ class Timeline:
         return sum(span.end_s - span.start_s for span in self.spans if span.is_stall)
 
     def __str__(self) -> str:
-        moved = dict(self.moved_nbytes)
-        exchanged = moved.pop(Lane.COLLECTIVE, 0)
+        exchanged = self.exchanged_nbytes
         return (
-            f"moved {format_nbytes(sum(moved.values()))}, "
+            f"moved {format_nbytes(sum(self.moved_nbytes.values()))}, "
             + (f"exchanged {format_nbytes(exchanged)}, " if exchanged else "")
             + f"stalled {1e3 * self.stall_s:.0f} ms, "
             f"prefetched {self.prefetched}/{self.fetched}, departures {self.departures}, "

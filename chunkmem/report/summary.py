@@ -41,6 +41,7 @@ def _figures(timeline: Timeline) -> dict[str, Any]:
         "stall_s": timeline.stall_s,
         "num_stalls": sum(span.is_stall for span in timeline.spans),
         "moved_nbytes": {lane.value: timeline.moved_nbytes.get(lane, 0) for lane in sorted(links, key=_by_lane)},
+        "exchanged_nbytes": timeline.exchanged_nbytes,
         "peak_nbytes": {tier.value: nbytes for tier, nbytes in timeline.peak_nbytes.items()},
         "role_peak_nbytes": roles,
         "departures": timeline.departures,

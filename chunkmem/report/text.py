@@ -34,6 +34,8 @@ def step_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     for lane in dict.fromkeys([*predicted["moved_nbytes"], *happened["moved_nbytes"]]):
         moved = (format_nbytes(view["moved_nbytes"].get(lane, 0)) for view in views)
         yield (_LINKS.get(lane, f"moved on {lane}"), *moved, "")
+    if any(view["exchanged_nbytes"] for view in views):
+        yield ("exchanged between ranks", *(format_nbytes(view["exchanged_nbytes"]) for view in views), "")
     for tier in dict.fromkeys([*predicted["peak_nbytes"], *happened["peak_nbytes"]]):
         peaks = (format_nbytes(view["peak_nbytes"].get(tier, 0)) for view in views)
         yield (f"peak on {tier.upper()}", *peaks, format_nbytes(caps[tier]) if tier in caps else "")

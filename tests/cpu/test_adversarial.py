@@ -34,8 +34,8 @@ MODELS = ("gpt", "cnn", "lstm", "moe", "t5", "reused", "loose")
 WAYS = {variant.name: variant for variant in VARIANTS}
 SHARES = (0.4, 1.6)
 """Caps, as shares of the PARAM bytes: 40 % of those, and 40 % of the model data."""
-MANY = [("cnn", "plain"), ("loose", "evaluation")]
-MANY_IN_FULL = [("gpt", "plain"), ("lstm", "micro_batches"), ("reused", "checkpoint")]
+MANY = [("loose", "evaluation")]
+MANY_IN_FULL = [("cnn", "plain"), ("gpt", "plain"), ("lstm", "micro_batches"), ("reused", "checkpoint")]
 FEW = {"gpt": "checkpoint", "cnn": "half_frozen", "lstm": "plain", "moe": "evaluation", "t5": "scheduler",
        "reused": "plain", "loose": "half_frozen"}  # fmt: skip
 """Every model once in an ordinary run."""

@@ -98,6 +98,7 @@ def test_mixed_precision_has_a_master_copy(capsys: pytest.CaptureFixture[str]) -
         assert said["role_nbytes"][role] * 2 == said["role_nbytes"]["param"] * nbytes
 
 
+@pytest.mark.full
 def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=320

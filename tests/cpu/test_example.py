@@ -147,7 +147,8 @@ def test_another_optimizer_cap_and_checkpointing_are_plain_pytorch_too(tmp_path:
     assert (group["initial_lr"], group["weight_decay"], group["decoupled_weight_decay"]) == (0.002, 0.1, False)
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_less_than_fp32_it_learns_and_resumes_to_the_bit(tmp_path: Path, text: Path, precision: str) -> None:
     options = ("--steps", 4, "--data", text, "--precision", precision)
     train(*options, "--out", "whole", cwd=tmp_path)

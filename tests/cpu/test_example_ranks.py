@@ -22,7 +22,8 @@ EXAMPLES = ROOT / "examples"
 TEXT = b"for word in ('chunk', 'slab', 'tier', 'role'):\n    print(word)\n" * 20
 SEQ = 16
 TINY = ("--model", "1m", "--batch", "2", "--seq", str(SEQ), "--sample", "4")
-WRITTEN = {"checkpoint.pt", "sample.txt"}
+REPORT = {"trace.json", "plan.json", "timeline.json", "timeline.html", "memory.png"}
+WRITTEN = {"checkpoint.pt", "sample.txt", *REPORT}
 PATIENCE_S = 300
 
 

@@ -271,6 +271,7 @@ def test_labels_are_text(show: Opener, run: Run) -> None:
     assert page.get("document.title") == f"{HOSTILE.replace('/', '|')} \u2013 chunkmem report"
 
 
+@pytest.mark.full
 def test_ten_thousand_moments_of_a_thousand_chunks(show: Opener, tmp_path: Path) -> None:
     run = make_run(tmp_path / "big", num_groups=250, modules_per_group=8, num_slabs=60, Bps=2e8)
     assert len(run.trace.moments) >= 10_000

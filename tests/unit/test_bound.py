@@ -23,7 +23,7 @@ from tests.helpers.traces import grad, param, random_trace, training_trace
 
 NBYTES = 64
 A, B, C = (param(group) for group in range(3))
-HOLD, RELEASE, CREATE, WRITE, UPDATE, CONSUME = Kind
+HOLD, RELEASE, CREATE, WRITE, UPDATE, CONSUME, *_ = Kind
 AMPLE = 1 << 50
 
 Events = list[tuple[Kind, ChunkId]]

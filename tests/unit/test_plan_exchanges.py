@@ -128,7 +128,8 @@ def test_an_exchange_takes_its_time_and_hides_behind_what_is_computed() -> None:
     exchanges = 3 * 2 * GATHER_S + 2 * 2 * GATHER_S
     assert lazy.step_s == pytest.approx(3 * COMPUTE_S + 2 * 0.1 + exchanges)
     assert ahead.step_s == pytest.approx(lazy.step_s - COMPUTE_S)
-    assert lazy.moved_nbytes[Lane.COLLECTIVE] == 10 * NBYTES
+    assert lazy.exchanged_nbytes == 10 * NBYTES
+    assert lazy.moved_nbytes == {Lane.H2D: 0, Lane.D2H: 0}
     spans = [span for span in lazy.spans if span.lane is Lane.COLLECTIVE]
     assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(exchanges)
 

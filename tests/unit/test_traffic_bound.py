@@ -17,7 +17,7 @@ from tests.helpers.traces import STATES, grad, param, random_trace, training_tra
 
 NBYTES = 64
 A, B, C, D, E = (param(group) for group in range(5))
-HOLD, RELEASE, CREATE, WRITE, UPDATE, CONSUME = Kind
+HOLD, RELEASE, CREATE, WRITE, UPDATE, CONSUME, *_ = Kind
 
 
 def loop(*events: tuple[Kind, ChunkId]) -> Trace:
@@ -269,7 +269,8 @@ def test_patrickstar_copies_back_what_host_has() -> None:
 
 def test_random_traces_have_all_that_the_rules_allow() -> None:
     traces = [random_trace(random.Random(seed), num_groups=5, uniform=seed % 2 == 0) for seed in range(50)]
-    assert {moment.kind for trace in traces for moment in trace.moments} == set(Kind)
+    of_one_rank = set(Kind) - {Kind.EXCHANGE, Kind.ARRIVE}
+    assert {moment.kind for trace in traces for moment in trace.moments} == of_one_rank
     assert {len(set(trace.chunk_nbytes.values())) == 1 for trace in traces} == {True, False}
     held_together = {max(map(len, chunks_in_use(trace, tiers_of(trace, Tier.HOST)))) for trace in traces}
     assert max(held_together) >= 3
