@@ -23,6 +23,8 @@ Groups = tuple[int, ...]
 class Reduces(Protocol):
     """Gives owners the means of gradients."""
 
+    def reduce_groups(self, groups: Groups) -> None: ...
+
     def begin(self, groups: Groups) -> None: ...
 
     def finish(self) -> None: ...
@@ -70,9 +72,10 @@ class Course:
     def reduce(self, groups: Groups) -> None:
         """Give owners the means of gradients. Raises what `gather` does."""
         self.settle()
-        self._reduction().begin(groups)
-        if not (self.is_wanted and self.has_room):
-            self.settle()
+        if self.is_wanted and self.has_room:
+            self._reduction().begin(groups)
+        else:
+            self._reduction().reduce_groups(groups)
         self._done("reduce", groups, _AHEAD)
 
     def settle(self) -> None:
