@@ -80,6 +80,40 @@ def test_steps_that_overflow_are_no_part_of_the_trial(teams: dict[int, Team]) ->
     assert teams[2].run(follow, Task(steps=24, config=config, device_nbytes=100 << 10)) == [True] * 2
 
 
+def disagree(rank: int) -> bool:
+    """Follow plans where the first way stands still for less, on rank 0; rank 1 does not know."""
+    torch.set_num_threads(1)
+    task = Task(device_nbytes=100 << 10)
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = MODELS[task.model]()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        compare, compared = manager._conductor.compare, []
+
+        def pretended() -> tuple[float, float] | None:
+            compared.append(compare())
+            return (0.5, 0.6) if rank == 0 else None
+
+        manager._conductor.compare = pretended  # type: ignore[method-assign]
+        for step in range(7):
+            manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(compared) == 1
+        assert compared[0] is not None, "both ways were recorded"
+        lazy_s, ahead_s = compared[0]
+        assert 0 < ahead_s < lazy_s
+        assert_as_predicted(manager)
+        course = manager._units.course
+        assert course is not None
+        return course.is_wanted
+
+
+def test_all_ranks_go_the_way_that_stands_still_for_less(teams: dict[int, Team]) -> None:
+    assert teams[2].run(disagree) == [False, False]
+
+
 OVERLAP = {
     "optimizer": {"params": {"use_hybrid_adam": False}},
     "client": {"opts": {"overlap_optimizer": True, "undo_log_ratio": 0.5}},
