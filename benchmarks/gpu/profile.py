@@ -1,0 +1,98 @@
+"""One step to look at: a chrome trace of what the device did, and chunkmem's own timeline page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.harness import Task
+from benchmarks.gpu.model import preset
+from benchmarks.gpu.rows import Store
+from benchmarks.gpu.setting import GIB, Cap, Setting
+from benchmarks.gpu.table import Rows, page
+from benchmarks.gpu.train import NUM_BATCHES, Work, batches_of, compute_device, hold_to, open_training
+
+NAME = "profile"
+SUMMARY = "a chrome trace and a timeline page of one step"
+BUDGET_S = 600.0
+MODEL, TOKENS, GIB_CAP = "1.3b", 4096, 8
+NUM_BEFORE = 6
+HEADER = ("row", "files", "step, s", "stalls, s", "busiest on the device")
+
+
+def tasks(setting: Setting, _store: Store) -> Iterator[Task]:
+    """Yield the one row."""
+    size = preset(MODEL, dry=setting.dry)
+    cap = setting.caps()[0] if setting.dry else min(
+        (Cap(f"{GIB_CAP} GiB", GIB_CAP * GIB), setting.caps()[-1]), key=lambda cap: cap.nbytes or 0
+    )  # fmt: skip
+    batch = 2 if setting.dry else TOKENS // size.seq
+    work = Work("chunkmem", size, batch=batch, micro_batch=batch, cap_nbytes=cap.nbytes)
+    key = f"chunkmem / {MODEL if not setting.dry else 'toy'} / {cap.label}"
+    arguments = {"work": asdict(work), "folder": str(setting.folder / "profile")}
+    yield Task(key, "benchmarks.gpu.profile:profile", arguments, 300, needs_gpu=False)
+
+
+def profile(*, work: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Train until the plan is settled, then write one step down twice: as torch's profiler and as chunkmem sees it."""
+    from chunkmem.report.files import write_report
+    from chunkmem.report.run import load_run
+
+    asked = Work.of(work)
+    device = compute_device()
+    hold_to(asked.cap_nbytes)
+    training = open_training(asked)
+    steps = batches_of(asked, device)
+    for index in range(NUM_BEFORE):
+        training.step(steps[index % NUM_BATCHES])
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profiler:
+        training.step(steps[0])
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    trace = place / "trace.json.gz"
+    profiler.export_chrome_trace(str(trace))
+    # A step without the profiler: it slows the host down, and the page is about time.
+    training.step(steps[1])
+    told = training.told()
+    training.manager.record(place / "run")
+    files, notes = write_report([load_run(place / "run")], place)
+    timeline = training.manager.timeline()
+    training.close()
+    names = [path.name for path in (trace, *(path for path in files.values() if path is not None))]
+    return {
+        "files": {name: (place / name).stat().st_size for name in names},
+        "notes": notes,
+        "step_s": timeline.step_s,
+        "stall_s": told.get("stall_s"),
+        "busiest": busiest(profiler) if device.type == "cuda" else [],
+    }
+
+
+def busiest(profiler: Any, num: int = 3) -> list[list[Any]]:
+    """Return the names of what took the device most time, and how many seconds."""
+    averages = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    return [[event.key[:60], 1e-6 * event.self_device_time_total] for event in averages[:num]]
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """Return the Markdown of a file of rows."""
+    return page(content, HEADER, _cells)
+
+
+def _cells(_key: str, figures: Mapping[str, Any], _rows: Rows) -> list[str]:
+    return [
+        ", ".join(f"`{name}` ({nbytes / 2**20:.1f} MiB)" for name, nbytes in figures["files"].items()),
+        f"{figures['step_s']:.3f}",
+        "–" if figures["stall_s"] is None else f"{figures['stall_s']:.3f}",
+        "; ".join(f"`{name}` {seconds:.3f} s" for name, seconds in figures["busiest"]) or "–",
+    ]

@@ -1,0 +1,143 @@
+"""How fast it trains, beside what the hardware would allow, what no offload gives, and what the others reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.gpu import rows as saved
+from benchmarks.gpu.harness import Task
+from benchmarks.gpu.machine import speeds
+from benchmarks.gpu.model import VOCAB, Size, preset
+from benchmarks.gpu.peers import PEERS
+from benchmarks.gpu.rows import Store
+from benchmarks.gpu.setting import Cap, Setting
+from benchmarks.gpu.table import Rows, gib, page
+from benchmarks.gpu.train import Work
+
+NAME = "speed"
+SUMMARY = "tokens/s and TFLOP/s at 1-13 B parameters, beside floors, no offload and the others"
+BUDGET_S = 600.0
+MODELS = ("6.7b", "1.3b", "13b", "2.7b")
+"""Those first whose rows say most."""
+TOKENS = (16384, 4096, 65536)
+GIB_CAPS = (24, 80)
+NO_OFFLOAD = "plain"
+LOGIT_NBYTES = 8
+"""Of each token and each entry of the vocabulary: bf16 logits, what their loss keeps, and their gradient."""
+HEADER = ("trainer / model / tokens a step / cap", "tokens/s", "TFLOP/s", "of no offload", "step, s",
+          "fastest – slowest", "stalls, s", "floor, s", "× floor", "bound by", "device, reserved GiB",
+          "micro-batches")  # fmt: skip
+Combination = tuple[str, int, Cap]
+
+
+def tasks(setting: Setting, _store: Store) -> Iterator[Task]:
+    """Yield rows so that each prefix of them is a comparison: one model and cap with all trainers, then the next."""
+    rates = probed(setting)
+    done: set[tuple[str, int]] = set()
+    for model, tokens, cap in _combinations(setting):
+        if (model, tokens) not in done:  # Without offload there is one row, under the largest cap.
+            done.add((model, tokens))
+            yield task(setting, NO_OFFLOAD, model, tokens, setting.caps()[-1], rates)
+        for trainer in ("chunkmem", *PEERS):
+            yield task(setting, trainer, model, tokens, cap, rates)
+
+
+def _combinations(setting: Setting) -> list[Combination]:
+    if setting.dry:
+        return [("toy", 64, setting.caps()[0])]
+    caps = setting.caps(*GIB_CAPS)
+    return [(model, tokens, cap) for tokens in TOKENS for cap in caps for model in MODELS]
+
+
+def probed(setting: Setting) -> dict[str, Any]:
+    """Return the rates that a probe beside these rows found; what there is none of is assumed, and named."""
+    path = setting.folder / "probe.json"
+    return speeds(saved.read(path)["rows"] if path.exists() else None)
+
+
+def task(
+    setting: Setting, trainer: str, model: str, tokens: int, cap: Cap, rates: Mapping[str, Any], **changes: Any
+) -> Task:
+    """Return the row of a trainer on a preset; `changes` are to its `Work`."""
+    size = preset(model, dry=setting.dry)
+    batch = max(1, tokens // size.seq)
+    micro_batch = first_micro_batch(size, batch, cap.nbytes)
+    if setting.dry:
+        changes = {"num_warm_up": 3, "num_timed": 3, **changes}
+    work = Work(trainer, size, batch=batch, micro_batch=micro_batch, cap_nbytes=cap.nbytes, **changes)
+    smaller = sorted({micro_batch // 2, micro_batch // 4, 1} - {0, micro_batch}, reverse=True)
+    return Task(
+        key_of(trainer, model, tokens, cap),
+        "benchmarks.gpu.train:measure",
+        {"work": asdict(work), "speeds": dict(rates)},
+        limit_s=60 if setting.dry else 200,
+        needs_gpu=trainer not in ("chunkmem", NO_OFFLOAD),
+        alternatives=[{"work": {**asdict(work), "micro_batch": smaller_one}} for smaller_one in smaller],
+    )
+
+
+def key_of(trainer: str, model: str, tokens: int, cap: Cap) -> str:
+    """Return the key of a row."""
+    return f"{trainer} / {model} / {tokens} / {cap.label}"
+
+
+def first_micro_batch(size: Size, batch: int, cap_nbytes: int | None) -> int:
+    """Return how many sequences to try at once: as many as leave half of the cap beside logits and kept inputs.
+
+    The same for all trainers. A row that has no room tries half, a quarter, and one.
+    """
+    if cap_nbytes is None:
+        return batch
+    kept_nbytes = size.layers * size.width * 2  # the input of each recomputed block, in bf16
+    per_sequence = size.seq * (VOCAB * LOGIT_NBYTES + kept_nbytes)
+    most = max(1, cap_nbytes // 2 // per_sequence)
+    micro_batch = batch
+    while micro_batch > most and micro_batch > 1:
+        micro_batch //= 2
+    return micro_batch
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """Return the Markdown of a file of rows."""
+    note = (
+        "Model FLOP are 6 × parameters × tokens: what is recomputed is not counted. All recompute their blocks. “Of "
+        "no offload” divides by the row of plain PyTorch with as many tokens, which may use the whole card; where that has "
+        "no room, there is nothing to divide by. The floor is max(compute, link, host) + tail of chunkmem's own plan, "
+        "from the rates of `probe`."
+    )
+    return f"{page(content, HEADER, cells)}\n\n{note}{_assumed(content['rows'])}"
+
+
+def _assumed(rows: Rows) -> str:
+    names = {name for row in rows.values() for name in (_floors(row.get("figures") or {}) or {}).get("assumed", ())}
+    return f" Assumed, as no probe found them: {', '.join(sorted(names))}." if names else ""
+
+
+def _floors(figures: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    found: Mapping[str, Any] | None = figures.get("floors")
+    return found
+
+
+def cells(key: str, figures: Mapping[str, Any], rows: Rows) -> list[str]:
+    """Return the cells of a row of training."""
+    _, model, tokens, _ = key.split(" / ")
+    base = [row["figures"] for other, row in rows.items() if row.get("figures")
+            and other.startswith(f"{NO_OFFLOAD} / {model} / {tokens} / ")]  # fmt: skip
+    share = f"{figures['tokens_per_s'] / base[0]['tokens_per_s']:.0%}" if base else "–"
+    floors = _floors(figures)
+    step_s = sum(figures["step_s"]) / len(figures["step_s"])
+    return [
+        f"{figures['tokens_per_s']:,.0f}",
+        f"{figures['model_flop_per_s'] / 1e12:.3g}",
+        share,
+        f"{step_s:.3f}",
+        f"{min(figures['step_s']):.3f} – {max(figures['step_s']):.3f}",
+        f"{figures['stall_s']:.3f}" if "stall_s" in figures else "–",
+        "–" if floors is None else f"{floors['floor_s']:.3f}",
+        "–" if floors is None else f"{step_s / floors['floor_s']:.2f}",
+        "–" if floors is None else str(floors["binding"]),
+        gib(figures["device_reserved_nbytes"]),
+        str(figures["num_micro_batches"]),
+    ]

@@ -1,0 +1,322 @@
+"""Train one GPT under a cap for some steps, and tell how long they took and what they held."""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.model import Size, build, tokens
+from chunkmem.estimate.model import checkpointed
+
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+NUM_BATCHES = 2
+DEVICE_SHARE = 0.95
+"""Of the cap on torch's allocator, what chunkmem is told it may use: the rest is for the allocator's own gaps."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A training that is measured; plain data."""
+
+    trainer: str
+    size: Size
+    batch: int
+    """Sequences a step."""
+    micro_batch: int
+    """Sequences at once; a step has as many as it takes."""
+    cap_nbytes: int | None
+    """What torch may allocate; None: on the CPU, see `toy_cap_nbytes`."""
+    num_warm_up: int = 4
+    """The first is recorded, the second follows a plan made from it, and the plan is made again from that."""
+    num_timed: int = 8
+    timed_s: float = 30.0
+    """No further step is begun after this long, but for the first `least_timed`."""
+    least_timed: int = 3
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further configuration, of chunkmem only."""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Work:
+        """Make it of what JSON has left of it."""
+        return cls(**{**arguments, "size": Size(**arguments["size"])})
+
+    @property
+    def num_micro_batches(self) -> int:
+        return -(-self.batch // self.micro_batch)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a step."""
+        return self.num_micro_batches * self.micro_batch * self.size.seq
+
+    @property
+    def device_nbytes(self) -> int:
+        """Return chunkmem's cap."""
+        if self.cap_nbytes is None:
+            return toy_cap_nbytes(self.size)
+        return int(DEVICE_SHARE * self.cap_nbytes)
+
+
+def toy_cap_nbytes(size: Size) -> int:
+    """Return a cap in RAM under which a toy has to move its chunks: 60 % of its model data, never below two slabs."""
+    return max(int(0.6 * 16 * size.num_params), 4 << 20)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model under training, whoever holds its parameters."""
+
+    model: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, bool], None]
+    """Of a loss; whether it is the last of the step."""
+    update: Callable[[], None]
+    """Also drops the gradients."""
+    told: Callable[[], dict[str, Any]] = dict
+    """What only this trainer knows, when all steps are over."""
+    close: Callable[[], None] = lambda: None
+    manager: Any = None
+    """chunkmem's, for what it knows of the step."""
+
+    def step(self, micro_batches: list[Tensor]) -> Tensor:
+        """Train one step; return the sum of the losses, not waited for."""
+        losses = []
+        for index, batch in enumerate(micro_batches):
+            loss = self.model(batch) / len(micro_batches)
+            self.backward(loss, index == len(micro_batches) - 1)
+            losses.append(loss.detach())
+        self.update()
+        return torch.stack(losses).sum()
+
+
+class Meter:
+    """Looks at memory between steps: torch's allocator, the whole device, the whole machine."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        self._available_nbytes = psutil.virtual_memory().available
+        self.device_wide_nbytes = 0
+        """Highest use of the device by everybody, at the times this was asked to look."""
+        self.host_nbytes = 0
+        """Highest use of RAM beyond what was in use at the beginning: page-locked memory of the driver counts too."""
+
+    def look(self) -> None:
+        """Note what is in use now."""
+        used = self._available_nbytes - psutil.virtual_memory().available
+        self.host_nbytes = max(self.host_nbytes, used, psutil.Process().memory_info().rss)
+        if self._on_cuda:
+            free, total = torch.cuda.mem_get_info(self._device)
+            self.device_wide_nbytes = max(self.device_wide_nbytes, total - free)
+
+    def reset(self) -> None:
+        """Forget the peaks: building is over."""
+        self.device_wide_nbytes = self.host_nbytes = 0
+        if self._on_cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the peaks since `reset`; None where there is no device."""
+        found: dict[str, Any] = {"host_nbytes": self.host_nbytes, "process_peak_nbytes": _process_peak_nbytes()}
+        keys = ("device_allocated_nbytes", "device_reserved_nbytes", "device_wide_nbytes", "num_alloc_retries")
+        if not self._on_cuda:
+            return found | dict.fromkeys(keys)
+        values = (
+            torch.cuda.max_memory_allocated(self._device),
+            torch.cuda.max_memory_reserved(self._device),
+            self.device_wide_nbytes,
+            torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0),
+        )
+        return found | dict(zip(keys, values, strict=True))
+
+
+def _process_peak_nbytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def compute_device() -> torch.device:
+    """Return the CUDA device, or the CPU of a dry run."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def hold_to(cap_nbytes: int | None) -> None:
+    """Have torch's allocator refuse what is above the cap, whoever asks."""
+    if cap_nbytes is not None:
+        _, total_nbytes = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_nbytes / total_nbytes))
+
+
+def open_training(work: Work) -> Training:
+    """Build the model and whatever trains it.
+
+    Raises:
+        NotHereError: the trainer's library is not here, or does not work.
+    """
+    from benchmarks.gpu import peers
+
+    makers = {"chunkmem": train_chunkmem, **peers.TRAINERS}
+    return makers[work.trainer](work)
+
+
+def train_chunkmem(work: Work) -> Training:
+    """chunkmem in bf16 with fp32 master weights, blocks recomputed, under the cap."""
+    import chunkmem
+
+    keys = {"precision": "bf16", "memory": {"device": work.device_nbytes}, **work.options}
+    manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(keys))
+    with manager.init():
+        model = build(work.size)
+    # Not before it is packed: what manages modules has to see them as they were built.
+    checkpointed(model)
+    optimizer = chunkmem.AdamW(model.parameters(), manager=manager, **ADAMW)
+    manager.accumulate(work.num_micro_batches)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Training(
+        model,
+        lambda loss, last: manager.backward(loss, last=last),
+        update,
+        lambda: _of_manager(manager),
+        manager.close,
+        manager,
+    )
+
+
+def _of_manager(manager: Any) -> dict[str, Any]:
+    from chunkmem.plan.model import Lane
+
+    timeline, memory = manager.timeline(), manager.memory()
+    found: dict[str, Any] = {
+        "chunk_peak_nbytes": memory.device.peak_nbytes,
+        "host_chunk_nbytes": memory.host.peak_nbytes,
+    }
+    if timeline is not None:
+        found |= {
+            "stall_s": timeline.stall_s,
+            "departures": timeline.departures,
+            "h2d_nbytes": timeline.moved_nbytes.get(Lane.H2D, 0),
+            "d2h_nbytes": timeline.moved_nbytes.get(Lane.D2H, 0),
+        }
+    return found
+
+
+def batches_of(work: Work, device: torch.device) -> list[list[Tensor]]:
+    """Return the micro-batches of each of the steps that are repeated."""
+    return [
+        [
+            tokens(work.size, work.micro_batch, device=device, seed=step * work.num_micro_batches + index)
+            for index in range(work.num_micro_batches)
+        ]
+        for step in range(NUM_BATCHES)
+    ]
+
+
+def measure(work: Mapping[str, Any], speeds: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Train as a `Work` says; return its figures, beside their floors if rates are given. What a row's process calls.
+
+    Raises:
+        ValueError: a loss is not finite.
+    """
+    asked = Work.of(work)
+    training, figures = run(asked)
+    if training.manager is not None and speeds is not None:
+        from benchmarks.gpu.floors import floors_of_step
+
+        figures["floors"] = floors_of_step(training.manager, asked, speeds)
+    training.close()
+    return figures
+
+
+def run(work: Work) -> tuple[Training, dict[str, Any]]:
+    """Train; return the training, still open, and the figures."""
+    device = compute_device()
+    meter = Meter(device)
+    hold_to(work.cap_nbytes)
+    began_s = time.perf_counter()
+    training = open_training(work)
+    build_s = time.perf_counter() - began_s
+    steps = batches_of(work, device)
+    losses = []
+    for index in range(work.num_warm_up):
+        losses.append(float(training.step(steps[index % NUM_BATCHES])))
+        meter.look()
+        if index == 0:
+            # What building took is over; what the first step takes is part of what training needs.
+            first = meter.figures()
+            meter.reset()
+    step_s, loss = _timed(training, steps, work, meter, device)
+    losses.append(float(loss))
+    if not all(math.isfinite(value) for value in losses):
+        raise ValueError(f"{work.trainer}: a loss is not finite: {losses}")
+    total_s = sum(step_s)
+    num_params = work.size.num_params
+    per_s = work.tokens * len(step_s) / total_s
+    told = training.told()
+    found = meter.figures()
+    held_nbytes = (found["device_reserved_nbytes"] or told.get("chunk_peak_nbytes") or 0) + found["host_nbytes"]
+    return training, {
+        "num_params": num_params,
+        "tokens": work.tokens,
+        "micro_batch": work.micro_batch,
+        "num_micro_batches": work.num_micro_batches,
+        "cap_nbytes": work.cap_nbytes,
+        "build_s": build_s,
+        "step_s": step_s,
+        "median_step_s": statistics.median(step_s),
+        "tokens_per_s": per_s,
+        "model_flop_per_s": 6 * num_params * per_s,
+        "losses": losses,
+        "first_step": first,
+        **found,
+        "held_nbytes_per_param": held_nbytes / num_params,
+        **told,
+    }
+
+
+def _timed(
+    training: Training, steps: list[list[Tensor]], work: Work, meter: Meter, device: torch.device
+) -> tuple[list[float], Tensor]:
+    """Return the seconds of each timed step, which add up to those of all, and the last loss.
+
+    On CUDA the device is waited for at the beginning and the end only; a step lasts from one event to the next.
+    """
+    on_cuda = device.type == "cuda"
+    ends: list[Any] = []
+
+    def mark() -> None:
+        if on_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            ends.append(event)
+        else:
+            ends.append(time.perf_counter())
+
+    if on_cuda:
+        torch.cuda.synchronize()
+    began_s = time.perf_counter()
+    mark()
+    loss = torch.zeros(())
+    for index in range(work.num_timed):
+        loss = training.step(steps[index % NUM_BATCHES])
+        mark()
+        meter.look()
+        if index + 1 >= work.least_timed and time.perf_counter() - began_s > work.timed_s:
+            break
+    if on_cuda:
+        torch.cuda.synchronize()
+        return [1e-3 * a.elapsed_time(b) for a, b in pairwise(ends)], loss
+    return [b - a for a, b in pairwise(ends)], loss

@@ -1,0 +1,328 @@
+"""The GPU suite where there is no GPU: its dry mode, its tables, and the page that is made of committed rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import correct, monotone, page, probe, scale, soak, speed
+from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.machine import speeds
+from benchmarks.gpu.model import LADDER, Size, build, ladder, preset
+from benchmarks.gpu.rows import Reason, Row, Store, StoreError
+from benchmarks.gpu.setting import GIB, WHOLE, Card, Setting
+from benchmarks.gpu.train import Work, toy_cap_nbytes
+
+ROOT = Path(__file__).parents[2]
+CARD = Card("NVIDIA H200", 141 * GIB, 140 * GIB, "9.0", 132, 60 << 20, "580")
+MACHINE = {"gpu": "none", "num_cpus": 2, "torch": "2"}
+
+
+def setting(folder: Path, card: Card | None = CARD) -> Setting:
+    return Setting(card, 128 * GIB, 16, folder)
+
+
+def empty(folder: Path, name: str = "speed") -> Store:
+    return Store(folder / f"{name}.json", machine=MACHINE, told={})
+
+
+def suite(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the command without any CUDA device, wherever these tests run."""
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *options, "--out", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def rows_of(folder: Path, name: str) -> dict[str, Any]:
+    return dict(json.loads((folder / f"{name}.json").read_text())["rows"])
+
+
+# The command.
+
+
+def test_the_dry_probe_is_whole_honest_and_kept(tmp_path: Path) -> None:
+    done = suite(tmp_path, "probe")
+    assert done.returncode == 0, done.stderr
+    assert "no GPU" in done.stderr
+    assert "**no GPU**: a dry run" in done.stdout
+    rows = rows_of(tmp_path, "probe")
+    assert list(rows) == [task.key for task in probe.tasks(setting(tmp_path, None), empty(tmp_path))]
+    with_figures = {"host memory", "Adam on the host", "small costs", "disk, O_DIRECT"}
+    for key, row in rows.items():
+        if key not in with_figures:
+            assert row["why_not"] == "no GPU", key
+    assert rows["host memory"]["figures"]["triad_Bps"]["1"] > 0
+    assert rows["small costs"]["figures"]["attach_and_detach_s"] > 0
+    # What a file system without O_DIRECT says is a reason, too.
+    assert "figures" in rows["disk, O_DIRECT"] or "takes no O_DIRECT" in rows["disk, O_DIRECT"]["why_not"]
+    assert not (tmp_path / "probe.bin").exists()
+    again = suite(tmp_path, "probe")
+    assert again.returncode == 0
+    assert rows_of(tmp_path, "probe") == rows
+    shown = suite(tmp_path, "probe", "--show")
+    assert shown.stdout == again.stdout
+
+
+def test_a_dry_speed_trains_a_toy_beside_plain_pytorch(tmp_path: Path) -> None:
+    done = suite(tmp_path, "speed")
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(tmp_path, "speed")
+    why_not = {key.split(" / ")[0]: row.get("why_not") for key, row in rows.items()}
+    assert why_not == {"plain": None, "chunkmem": None, "fsdp2": "no GPU", "deepspeed": "no GPU", "torchao": "no GPU"}
+    ours, plain = (rows[f"{name} / toy / 64 / toy cap"]["figures"] for name in ("chunkmem", "plain"))
+    assert ours["tokens"] == plain["tokens"] == 64
+    assert ours["departures"] == 0
+    assert ours["h2d_nbytes"] > 0
+    assert ours["floors"]["floor_s"] > 0
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=0.02)
+    assert "Assumed, as no probe found them: flop_per_s, host_memory_Bps, link_Bps, memory_Bps." in done.stdout
+
+
+@pytest.mark.full
+def test_all_parts_in_dry_mode(tmp_path: Path) -> None:
+    done = suite(tmp_path, "all")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.glob("*.json")} == {f"{name}.json" for name in PARTS}
+    for name in PARTS:
+        for key, row in rows_of(tmp_path, name).items():
+            assert row.get("why_not", "no GPU") == "no GPU" or "O_DIRECT" in row["why_not"], (name, key, row)
+    soaked = rows_of(tmp_path, "soak")["chunkmem / toy / toy cap"]["figures"]
+    assert soaked["changed"] == []
+    assert (tmp_path / "profile" / "timeline.html").stat().st_size > 0
+    assert (tmp_path / "profile" / "trace.json.gz").stat().st_size > 0
+    predicted = rows_of(tmp_path, "scale")["predicted / toy cap"]["figures"]
+    assert predicted["largest"] == "toy-3"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["probe", "--budget", "0"], "--budget must be above 0"),
+        (["probe", "--show"], "has none of probe.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(tmp_path: Path, options: list[str], said: str) -> None:
+    done = suite(tmp_path, *options)
+    assert done.returncode == 2
+    assert said in done.stderr.splitlines()[-1]
+
+
+def test_rows_of_another_machine_are_refused(tmp_path: Path) -> None:
+    Store(tmp_path / "probe.json", machine={"gpu": "NVIDIA H200"}, told={}).save()
+    done = suite(tmp_path, "probe")
+    assert done.returncode == 2
+    assert "has rows of gpu NVIDIA H200" in done.stderr
+
+
+# What would be run on a card.
+
+
+def test_caps_are_those_that_the_card_is_larger_than(tmp_path: Path) -> None:
+    assert [cap.label for cap in setting(tmp_path).caps(8, 24, 80)] == ["8 GiB", "24 GiB", "80 GiB", WHOLE]
+    small = replace(CARD, nbytes=24 * GIB, free_nbytes=23 * GIB)
+    assert [(cap.label, cap.nbytes) for cap in setting(tmp_path, small).caps(8, 24, 80)] == [
+        ("8 GiB", 8 * GIB),
+        (WHOLE, 22 * GIB),
+    ]
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("card", [CARD, None], ids=["card", "dry"])
+def test_tasks_are_plain_data_under_distinct_keys(tmp_path: Path, part: Any, card: Card | None) -> None:
+    tasks = list(part.tasks(setting(tmp_path, card), empty(tmp_path, part.NAME)))
+    assert len({task.key for task in tasks}) == len(tasks) > 0
+    for task in tasks:
+        json.dumps([dict(task.arguments), [dict(change) for change in task.alternatives]])
+        assert task.limit_s <= part.BUDGET_S
+
+
+def test_speed_has_every_combination_once(tmp_path: Path) -> None:
+    keys = [task.key for task in speed.tasks(setting(tmp_path), empty(tmp_path))]
+    combinations = 4 * 3 * 3
+    assert len(keys) == combinations * 4 + 4 * 3  # chunkmem and three peers; no offload once for each model and size
+    assert keys[:2] == ["plain / 6.7b / 16384 / whole card", "chunkmem / 6.7b / 16384 / 24 GiB"]
+
+
+def test_micro_batches_leave_half_of_the_cap() -> None:
+    size = preset("13b", dry=False)
+    assert speed.first_micro_batch(size, 64, 140 * GIB) == 64
+    assert speed.first_micro_batch(size, 64, 24 * GIB) == 8
+    assert speed.first_micro_batch(size, 4, 24 * GIB) == 4
+    assert speed.first_micro_batch(size, 64, GIB // 4) == 1
+
+
+def test_sizes_count_their_parameters() -> None:
+    for size in (*ladder(dry=True), preset("1.3b", dry=True)):
+        assert sum(param.numel() for param in build(size).parameters()) == size.num_params
+    billions = {size.name: size.num_params / 1e9 for size in ladder(dry=False)}
+    assert list(billions) == list(LADDER)
+    # The names round: the 8B one has 8.4 billion, the 60B one 60.8.
+    assert all(0.9 < billions[name] / float(name.removesuffix("B")) < 1.2 for name in billions)
+    assert list(billions.values()) == sorted(billions.values())
+
+
+def test_weights_differ_and_are_small() -> None:
+    for param in build(ladder(dry=True)[0]).parameters():
+        if param.dim() > 1:
+            assert 0.01 < param.std() < 0.03
+            assert not param[0].equal(param[1])
+
+
+def climb(folder: Path, outcomes: dict[str, bool], predicted: str | None) -> list[str]:
+    """Return the models that `scale` tries under the whole card, given which complete."""
+    store = empty(folder, "scale")
+    tried = []
+    for task in scale.tasks(setting(folder), store):
+        trainer, _, cap = task.key.partition(" / ")
+        if task.key == f"predicted / {WHOLE}":
+            store.put(Row(task.key, {"largest": predicted, "rungs": {}}))
+        elif trainer == "chunkmem" and cap.startswith(WHOLE):
+            model = task.key.split(" / ")[2]
+            tried.append(model)
+            fits = outcomes[model]
+            store.put(Row(task.key, {"num_params": 1}) if fits else Row(task.key, why_not="x", reason=Reason.NO_ROOM))
+    return tried
+
+
+@pytest.mark.parametrize(
+    ("largest", "predicted", "tried"),
+    [
+        ("12B", "12B", ["12B", "15B"]),
+        ("18B", "12B", ["12B", "15B", "18B", "20B"]),
+        ("8B", "12B", ["12B", "10B", "8B"]),
+        ("60B", "60B", ["60B"]),
+        ("2B", None, ["1B", "2B", "4B"]),
+    ],
+)
+def test_scale_tries_until_it_knows(tmp_path: Path, largest: str, predicted: str | None, tried: list[str]) -> None:
+    names = list(LADDER)
+    outcomes = {name: names.index(name) <= names.index(largest) for name in names}
+    assert climb(tmp_path, outcomes, predicted) == tried
+
+
+def test_work_survives_json() -> None:
+    work = Work("chunkmem", preset("7b", dry=False), batch=6, micro_batch=4, cap_nbytes=24 * GIB)
+    assert Work.of(json.loads(json.dumps(asdict(work)))) == work
+    assert work.num_micro_batches == 2
+    assert work.tokens == 2 * 4 * 1024
+    assert work.device_nbytes < 24 * GIB
+    toy = ladder(dry=True)[0]
+    assert replace(work, size=toy, cap_nbytes=None).device_nbytes == toy_cap_nbytes(toy)
+
+
+def test_rates_are_the_probes_where_it_has_them() -> None:
+    assert speeds(None)["assumed"] == ["flop_per_s", "host_memory_Bps", "link_Bps", "memory_Bps"]
+    rows = {
+        "copies, pinned": {"figures": {"h2d_Bps": {"1": 1e9, "64": 50e9}, "d2h_Bps": {"64": 45e9}, "both_Bps": {}}},
+        "host memory": {"figures": {"triad_Bps": {"1": 10e9, "16": 150e9}}},
+        "matmul, bf16": {"why_not": "no GPU", "reason": "missing"},
+    }
+    found = speeds(rows)
+    assert (found["link_Bps"], found["host_memory_Bps"]) == (45e9, 150e9)
+    assert found["assumed"] == ["flop_per_s", "memory_Bps"]
+
+
+# Tables.
+
+
+def training(**figures: Any) -> dict[str, Any]:
+    floors = {"floor_s": 0.5, "binding": "link", "assumed": []}
+    base = {"tokens_per_s": 1000.0, "model_flop_per_s": 2e14, "step_s": [0.9, 1.1], "stall_s": 0.25,
+            "device_reserved_nbytes": 8 * GIB, "num_micro_batches": 2, "floors": floors}  # fmt: skip
+    return {"figures": {**base, **figures}, "wall_s": 1.0, "at": "2030-01-02 03:04"}
+
+
+def test_speed_is_told_beside_no_offload_and_the_floor() -> None:
+    plain = training(tokens_per_s=4000.0)
+    rows = {"plain / 7b / 4096 / whole card": plain, "chunkmem / 7b / 4096 / 24 GiB": training()}
+    assert speed.cells("chunkmem / 7b / 4096 / 24 GiB", rows["chunkmem / 7b / 4096 / 24 GiB"]["figures"], rows) == [
+        "1,000", "200", "25%", "1.000", "0.900 – 1.100", "0.250", "0.500", "2.00", "link", "8.0", "2",
+    ]  # fmt: skip
+    # Nothing to divide by: no offload had another number of tokens, or no room.
+    assert speed.cells("chunkmem / 7b / 16384 / 24 GiB", training()["figures"], rows)[2] == "–"
+
+
+def test_the_verdict_names_caps_that_are_slower_than_smaller_ones() -> None:
+    rising = {str(cap): training(tokens_per_s=rate) for cap, rate in ((8, 100.0), (16, 98.0), (24, 150.0))}
+    assert monotone.verdict(rising) == "No cap is slower than a smaller one by more than 3%."
+    assert monotone.verdict({**rising, "32": training(tokens_per_s=120.0)}) == "32 reaches 80.0% of 24."
+    assert monotone.verdict({"8": training()}) == "Fewer than two caps have figures, so there is no order to check."
+
+
+def test_a_report_of_tests_is_counted(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase name="a" time="1.5"/><testcase name="b" time="0.5"><failure/></testcase>'
+        '<testcase name="c"><skipped/></testcase><testcase name="d"><error/></testcase></testsuite></testsuites>'
+    )
+    assert correct.read_report(report) == {
+        "passed": 1, "failed": 2, "skipped": 1, "tests_s": 2.0, "failures": ["b", "d"],
+    }  # fmt: skip
+
+
+def test_a_soak_names_what_has_changed() -> None:
+    look = {"reserved_nbytes": 1, "streams": 4, "threads": 3, "files": 9, "rss_nbytes": 5, "num_alloc_retries": 0}
+    assert soak.changed([look, {**look, "rss_nbytes": 6}]) == []
+    assert soak.changed([look, {**look, "threads": 4}, look]) == ["threads"]
+    assert soak.changed([look, {**look, "reserved_nbytes": 2, "num_alloc_retries": 1}]) == [
+        "reserved_nbytes",
+        "num_alloc_retries",
+    ]
+
+
+# The page.
+
+
+def test_the_page_is_what_the_committed_rows_give() -> None:
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.filled(text, page.RESULTS) == text
+
+
+def results(folder: Path, card: Card | None) -> Path:
+    hardware = {
+        "cpu": "a cpu",
+        "num_cpus": 16,
+        "usable_ram_nbytes": GIB,
+        "card": None if card is None else asdict(card),
+    }
+    told = {"part": "speed", "command": "python -m benchmarks.gpu speed", "hardware": hardware,
+            "versions": {"torch": "2.11", "python": "3.12", "cuda": "13.0"}, "left": ["a row"]}  # fmt: skip
+    store = Store(folder / "speed.json", machine=MACHINE, told=told)
+    store.put(Row.from_dict("chunkmem / 7b / 4096 / 24 GiB", training()))
+    return folder
+
+
+def test_the_page_changes_with_the_rows(tmp_path: Path) -> None:
+    text = page.PAGE.read_text(encoding="utf-8")
+    filled = page.filled(text, results(tmp_path, CARD))
+    assert filled != text
+    assert "| chunkmem / 7b / 4096 / 24 GiB | 1,000 | 200 |" in filled
+    assert (
+        "NVIDIA H200, 141 GiB (driver 580, CUDA 13.0). a cpu, 16 cores, 1 GiB; torch 2.11, Python 3.12. 2030-01-02."
+        in filled
+    )
+    assert "Not measured yet: a row." in filled
+    assert "Not measured yet: `probe`, `correct`, `scale`, `monotone`, `soak`, `profile`." in filled
+    assert page.filled(filled, tmp_path) == filled
+
+
+def test_rows_of_a_dry_run_do_not_get_onto_the_page(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="of a dry run, whose figures say nothing"):
+        page.filled(page.PAGE.read_text(encoding="utf-8"), results(tmp_path, None))
+
+
+def test_a_size_is_plain_data() -> None:
+    assert Size(**asdict(preset("13b", dry=False))) == preset("13b", dry=False)

@@ -1,0 +1,64 @@
+"""Rows of the GPU suite that end in every way a row can."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.rows import NoRoomError, NotHereError
+
+
+def give(**figures: Any) -> dict[str, Any]:
+    return figures
+
+
+def miss() -> dict[str, Any]:
+    raise NotHereError("no such library")
+
+
+def run_out_of_room() -> dict[str, Any]:
+    raise NoRoomError("it needs 3 GiB and has 2")
+
+
+def leave() -> dict[str, Any]:
+    print("last words", flush=True)
+    os._exit(7)
+
+
+def be_killed() -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still here")
+
+
+def hang(*, path: str) -> dict[str, Any]:
+    """Start a process, write down its number, and never end."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    beside = Path(path + ".new")
+    beside.write_text(str(child.pid))
+    beside.replace(path)
+    time.sleep(600)
+    return {}
+
+
+def interrupted(folder: str) -> None:
+    """Run one row that gives and one that hangs; end as the suite does on Ctrl-C."""
+    from benchmarks.gpu.harness import Choice, Task, carry_out
+    from benchmarks.gpu.rows import Store
+    from benchmarks.gpu.setting import Setting
+
+    store = Store(Path(folder) / "probe.json", machine={}, told={})
+    tasks = [
+        Task("give", "tests.helpers.gpu_rows:give", {"x": 1}, needs_gpu=False),
+        Task("hang", "tests.helpers.gpu_rows:hang", {"path": str(Path(folder) / "pid")}, needs_gpu=False),
+    ]
+    # A background job of a shell is started with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        carry_out(tasks, store, Setting(None, 2**34, 4, Path(folder)), Choice(60))
+    except KeyboardInterrupt:
+        sys.exit(130)
