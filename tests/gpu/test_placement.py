@@ -17,14 +17,14 @@ from chunkmem.runtime.lanes import BlockingLanes, StreamLanes, open_lanes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-WIDTH, NUM_LAYERS, NUM_STEPS = 256, 12, 6
+WIDTH, NUM_LAYERS, NUM_STEPS = 1024, 12, 6
 CHUNK_NUMEL = WIDTH * WIDTH + WIDTH
 SLAB_NBYTES = 4 * CHUNK_NUMEL
 LONGEST_CYCLES = 2_000_000
 """A millisecond or so: a copy of a chunk takes a hundredth of it."""
-AMPLE = 64 << 20
-TIGHT = 24 * SLAB_NBYTES
-"""Half of the 48 chunks, activations included."""
+AMPLE = 512 << 20
+TIGHT = 28 * SLAB_NBYTES
+"""For 48 chunks, activations and the 32 MiB that cuBLAS takes for itself when its results have to repeat."""
 
 
 class SleepyLanes(StreamLanes):
