@@ -63,7 +63,7 @@ def run_part(part: ModuleType, setting: Setting, options: argparse.Namespace) ->
     if status:
         return status
     if left:
-        print(f"{len(left)} rows are left: {', '.join(left)}; run it again to go on", file=sys.stderr)
+        print(f"{len(left)} rows are left, run it again to go on: {'; '.join(left)}", file=sys.stderr)
         return LEFT
     return FAILED if any(row.reason is Reason.FAILED for row in store) else 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def device_copy(*, sizes_mib: list[int]) -> dict[str, Any]:
     for size in sizes_mib:
         source = torch.empty(size * MIB, dtype=torch.uint8, device="cuda").random_()
         target = torch.empty_like(source)
-        rates[str(size)] = 2 * source.nbytes / device_median_s(lambda t=target, s=source: t.copy_(s), budget_s=0.5)
+        rates[str(size)] = 2 * source.nbytes / device_median_s(partial(target.copy_, source), budget_s=0.5)
     return {"Bps": rates, "best_Bps": max(rates.values())}
 
 
@@ -30,7 +31,7 @@ def matmul(*, sizes: list[int]) -> dict[str, Any]:
     for size in sizes:
         a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         out = torch.empty_like(a)
-        took_s = device_median_s(lambda x=a, y=b, o=out: torch.mm(x, y, out=o), budget_s=1.0)
+        took_s = device_median_s(partial(torch.mm, a, b, out=out), budget_s=1.0)
         rates[str(size)] = 2 * size**3 / took_s
     return {"flop_per_s": rates, "best_flop_per_s": max(rates.values())}
 
@@ -98,8 +99,8 @@ def small_costs(*, slab_mib: int) -> dict[str, Any]:
         "event_made_and_recorded_s": lambda: torch.cuda.Event(enable_timing=True).record(),
         "event_waited_for_by_stream_s": lambda: stream.wait_event(event),
         "event_asked_s": event.query,
-        "kernel_issued_s": lambda: small.mul_(1.0),
-        "copy_issued_s": lambda: there.copy_(pinned, non_blocking=True),
+        "kernel_launched_s": lambda: small.mul_(1.0),
+        "copy_launched_s": lambda: there.copy_(pinned, non_blocking=True),
     }
     found |= {name: per_call_s(call, num_calls=200) for name, call in costs.items()}
     torch.cuda.synchronize()

@@ -9,12 +9,13 @@ from typing import Any
 from benchmarks.gpu import rows as saved
 from benchmarks.gpu.harness import Task
 from benchmarks.gpu.machine import speeds
-from benchmarks.gpu.model import VOCAB, Size, preset
+from benchmarks.gpu.model import Size, preset
 from benchmarks.gpu.peers import PEERS
 from benchmarks.gpu.rows import Store
 from benchmarks.gpu.setting import Cap, Setting
 from benchmarks.gpu.table import Rows, gib, page
 from benchmarks.gpu.train import Work
+from chunkmem.estimate.gpt import VOCAB
 
 NAME = "speed"
 SUMMARY = "tokens/s and TFLOP/s at 1-13 B parameters, beside floors, no offload and the others"
@@ -102,10 +103,10 @@ def first_micro_batch(size: Size, batch: int, cap_nbytes: int | None) -> int:
 def table(content: Mapping[str, Any]) -> str:
     """Return the Markdown of a file of rows."""
     note = (
-        "Model FLOP are 6 × parameters × tokens: what is recomputed is not counted. All recompute their blocks. “Of "
-        "no offload” divides by the row of plain PyTorch with as many tokens, which may use the whole card; where that has "
-        "no room, there is nothing to divide by. The floor is max(compute, link, host) + tail of chunkmem's own plan, "
-        "from the rates of `probe`."
+        "Model FLOP are 6 × parameters × tokens: what is recomputed is not counted. All recompute their blocks. “Of no "
+        "offload” divides by the row of plain PyTorch with as many tokens, which may use the whole card; where that "
+        "has no room, there is nothing to divide by. The floor is max(compute, link, host) + tail of chunkmem's own "
+        "plan, from the rates of `probe`."
     )
     return f"{page(content, HEADER, cells)}\n\n{note}{_assumed(content['rows'])}"
 

@@ -26,7 +26,7 @@ def page(content: Mapping[str, Any], header: Sequence[str], cells: Cells) -> str
         lines.append("| nothing yet |" + " |" * (len(header) - 1))
     left = content.get("left") or []
     if left:
-        lines += ["", f"Not measured yet: {', '.join(left)}."]
+        lines += ["", f"Not measured yet: {'; '.join(left)}."]
     return "\n".join(lines)
 
 

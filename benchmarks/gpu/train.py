@@ -100,44 +100,48 @@ class Training:
 
 
 class Meter:
-    """Looks at memory between steps: torch's allocator, the whole device, the whole machine."""
+    """Looks at memory between steps: torch's allocator, the whole device, the whole machine.
+
+    The allocator's own peaks are asked at every look and kept here: chunkmem resets them at the end of each of its
+    steps, so a peak of allocated bytes within its step is not seen. What is reserved does not shrink and is.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._available_nbytes = psutil.virtual_memory().available
-        self.device_wide_nbytes = 0
-        """Highest use of the device by everybody, at the times this was asked to look."""
-        self.host_nbytes = 0
-        """Highest use of RAM beyond what was in use at the beginning: page-locked memory of the driver counts too."""
+        self._peaks: dict[str, int] = {}
 
     def look(self) -> None:
-        """Note what is in use now."""
+        """Note what is in use now, and what the allocator says was since somebody reset its peaks."""
+        # Page-locked memory of the driver is in no process's own count, so the machine's is asked, too.
         used = self._available_nbytes - psutil.virtual_memory().available
-        self.host_nbytes = max(self.host_nbytes, used, psutil.Process().memory_info().rss)
+        seen = {"host_nbytes": max(used, psutil.Process().memory_info().rss)}
         if self._on_cuda:
             free, total = torch.cuda.mem_get_info(self._device)
-            self.device_wide_nbytes = max(self.device_wide_nbytes, total - free)
+            seen |= {
+                "device_allocated_nbytes": torch.cuda.max_memory_allocated(self._device),
+                "device_reserved_nbytes": torch.cuda.max_memory_reserved(self._device),
+                "device_wide_nbytes": total - free,
+            }
+        self._peaks = {name: max(nbytes, self._peaks.get(name, 0)) for name, nbytes in seen.items()}
 
     def reset(self) -> None:
         """Forget the peaks: building is over."""
-        self.device_wide_nbytes = self.host_nbytes = 0
+        self._peaks = {}
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def figures(self) -> dict[str, Any]:
-        """Return the peaks since `reset`; None where there is no device."""
-        found: dict[str, Any] = {"host_nbytes": self.host_nbytes, "process_peak_nbytes": _process_peak_nbytes()}
-        keys = ("device_allocated_nbytes", "device_reserved_nbytes", "device_wide_nbytes", "num_alloc_retries")
-        if not self._on_cuda:
-            return found | dict.fromkeys(keys)
-        values = (
-            torch.cuda.max_memory_allocated(self._device),
-            torch.cuda.max_memory_reserved(self._device),
-            self.device_wide_nbytes,
-            torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0),
-        )
-        return found | dict(zip(keys, values, strict=True))
+        """Return the peaks of all looks since `reset`; None where there is no device."""
+        nowhere = dict.fromkeys(("device_allocated_nbytes", "device_reserved_nbytes", "device_wide_nbytes"))
+        retries = torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0) if self._on_cuda else None
+        return {
+            **nowhere,
+            **self._peaks,
+            "process_peak_nbytes": _process_peak_nbytes(),
+            "num_alloc_retries": retries,
+        }
 
 
 def _process_peak_nbytes() -> int:
