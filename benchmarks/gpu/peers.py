@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.model import build
 from benchmarks.gpu.rows import NoRoomError, NotHereError
-from benchmarks.gpu.train import ADAMW, Training, Work, compute_device
+from benchmarks.gpu.train import ADAMW, MAX_NORM, Training, Work, compute_device
 from chunkmem.estimate.model import checkpointed
 
 NO_OFFLOAD_NBYTES_PER_PARAM = 16
@@ -37,7 +37,8 @@ class MastersOnDevice:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update once and drop the gradients."""
+        """Clip, update once, and drop the gradients."""
+        nn.utils.clip_grad_norm_(self._params, MAX_NORM)
         lists = zip(self._params, self._masters, self._exp_avgs, self._exp_avg_sqs, self._steps, strict=True)
         for param, master, exp_avg, exp_avg_sq, step in lists:
             assert param.grad is not None
@@ -106,6 +107,7 @@ def train_fsdp2(work: Work) -> Training:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 
     def update() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -128,7 +130,7 @@ def train_deepspeed(work: Work) -> Training:
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": work.num_micro_batches,
         "bf16": {"enabled": True},
-        "gradient_clipping": 0.0,
+        "gradient_clipping": MAX_NORM,
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": {"device": "cpu", "pin_memory": True},
@@ -165,7 +167,8 @@ def train_deepspeed(work: Work) -> Training:
 def train_torchao(work: Work) -> Training:
     """torchao's `CPUOffloadOptimizer`: gradients and states on the host, weights on the device, all in bf16.
 
-    It has no fp32 master weights, so it holds and moves less than the others do.
+    It has no fp32 master weights, so it holds and moves less than the others do. Gradients leave the device while
+    backward runs, so it alone does not clip them.
     """
     if find_spec("torchao") is None:
         raise NotHereError("torchao is not installed")

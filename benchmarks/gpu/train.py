@@ -20,6 +20,8 @@ from benchmarks.gpu.model import Size, build, tokens
 from chunkmem.estimate.model import checkpointed
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+MAX_NORM = 1.0
+"""Gradients are clipped to it."""
 NUM_BATCHES = 2
 DEVICE_SHARE = 0.95
 """Of the cap on torch's allocator, what chunkmem is told it may use: the rest is for the allocator's own gaps."""
@@ -177,7 +179,12 @@ def train_chunkmem(work: Work) -> Training:
     """chunkmem in bf16 with fp32 master weights, blocks recomputed, under the cap."""
     import chunkmem
 
-    keys = {"precision": "bf16", "memory": {"device": work.device_nbytes}, **work.options}
+    keys = {
+        "precision": "bf16",
+        "gradient_clipping": MAX_NORM,
+        "memory": {"device": work.device_nbytes},
+        **work.options,
+    }
     manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(keys))
     with manager.init():
         model = build(work.size)
