@@ -298,6 +298,7 @@ def test_info_answers_without_torch() -> None:
 # build
 
 
+@pytest.mark.full
 def test_build_builds_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "torch"))

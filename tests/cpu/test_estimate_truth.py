@@ -25,7 +25,7 @@ from tests.helpers.zoo import ZOO, ZooModel
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ONE_BATCH = tuple(variant for variant in VARIANTS if variant.micro_batches == 1 and not variant.evaluate)
-ORDINARY = ("plain", "half_frozen", "checkpoint")
+ORDINARY = ("plain", "checkpoint")
 CASES = [
     pytest.param(
         case,

@@ -52,6 +52,7 @@ def rows_of(folder: Path, name: str) -> dict[str, Any]:
 # The command.
 
 
+@pytest.mark.full
 def test_the_dry_probe_is_whole_honest_and_kept(tmp_path: Path) -> None:
     done = suite(tmp_path, "probe")
     assert done.returncode == 0, done.stderr

@@ -84,7 +84,7 @@ class Fault:
             raise self.exception("injected")
 
 
-@pytest.mark.parametrize("exception", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("exception", [ValueError, pytest.param(KeyboardInterrupt, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("variant", "place"),
     [

@@ -90,7 +90,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
 @pytest.mark.parametrize(("case", "variant"), CASES)
 def test_training_is_that_of_plain_pytorch_with_master_weights(
     case: ZooModel, variant: Variant, precision: str
