@@ -17,6 +17,7 @@ there is, and needs no such copies.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
@@ -56,7 +57,7 @@ def possible_exchanges(ranks: Ranks, device: torch.device, *, memory_saving: boo
     return both if memory_saving is None else both[memory_saving:][:1]
 
 
-class _Method:
+class _Method(ABC):
     """What all ways have in common: checks, counts, and what one rank alone does."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -88,23 +89,25 @@ class _Method:
         self._count(transfers, sent=other_nbytes, received=owned_nbytes * (self._ranks.size - 1))
         return PendingWork(self._ranks, label, transfers, finish=partial(self._finish, shards, memory), held=shards)
 
+    @abstractmethod
     def _issue_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
-        raise NotImplementedError
+        """Ask torch.distributed for a gather."""
 
+    @abstractmethod
     def _memory(self, shards: Sequence[Shard]) -> list[list[torch.Tensor]]:
         """Return the memory that reducing takes beside the shards, for each of them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _sent(self, shard: Shard, parts: list[torch.Tensor]) -> torch.Tensor:
         """Return what a rank that does not own a shard sends for it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _issue_reduce(self, shards: Sequence[Shard], memory: list[list[torch.Tensor]]) -> list[dist.Work]:
-        raise NotImplementedError
+        """Ask torch.distributed for a reduction."""
 
+    @abstractmethod
     def _finish(self, shards: Sequence[Shard], memory: list[list[torch.Tensor]]) -> None:
         """Turn what has arrived into means."""
-        raise NotImplementedError
 
     def _group(self, shard: Shard) -> dist.ProcessGroup:
         return self._ranks.group(shard.flat.device)
