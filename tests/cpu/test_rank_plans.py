@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,23 +48,38 @@ def teams() -> Iterator[dict[int, Team]]:
         team.close()
 
 
-def follow(rank: int, task: Task) -> bool:
-    """Train; assert that the last step did what was predicted; tell whether gathers are begun ahead."""
+@contextmanager
+def trained(
+    rank: int, task: Task, *, before: Callable[[chunkmem.ChunkManager], None] = lambda manager: None
+) -> Iterator[chunkmem.ChunkManager]:
+    """Train on one rank; `before` the first step, the manager can be changed."""
     torch.set_num_threads(1)
-    with chunkmem.ChunkManager(make_config(task)) as manager:
+    with open_manager(rank, task) as manager:
         torch.manual_seed(0)
         with manager.init():
             model = MODELS[task.model]()
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        before(manager)
         for step in range(task.steps):
             manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
             optimizer.step()
             optimizer.zero_grad()
+        yield manager
+
+
+def is_overlapped(manager: chunkmem.ChunkManager) -> bool:
+    """Whether gathers are begun ahead."""
+    course = manager._units.course
+    assert course is not None
+    return course.is_wanted
+
+
+def follow(rank: int, task: Task) -> bool:
+    """Train; assert that the last step did what was predicted; tell whether gathers are begun ahead."""
+    with trained(rank, task) as manager:
         audit(manager)
         assert_as_predicted(manager)
-        course = manager._units.course
-        assert course is not None
-        return course.is_wanted
+        return is_overlapped(manager)
 
 
 @pytest.mark.parametrize(
@@ -84,32 +100,24 @@ def test_steps_that_overflow_are_no_part_of_the_trial(teams: dict[int, Team]) ->
 
 def disagree(rank: int) -> bool:
     """Follow plans where the first way stands still for less, on rank 0; rank 1 does not know."""
-    torch.set_num_threads(1)
-    task = Task(device_nbytes=100 << 10)
-    with chunkmem.ChunkManager(make_config(task)) as manager:
-        torch.manual_seed(0)
-        with manager.init():
-            model = MODELS[task.model]()
-        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
-        compare, compared = manager._conductor.compare, []
+    compared = []
+
+    def pretend(manager: chunkmem.ChunkManager) -> None:
+        compare = manager._conductor.compare
 
         def pretended() -> tuple[float, float] | None:
             compared.append(compare())
             return (0.5, 0.6) if rank == 0 else None
 
         manager._conductor.compare = pretended  # type: ignore[method-assign]
-        for step in range(7):
-            manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
-            optimizer.step()
-            optimizer.zero_grad()
+
+    with trained(rank, Task(steps=7, device_nbytes=100 << 10), before=pretend) as manager:
         assert len(compared) == 1
         assert compared[0] is not None, "both ways were recorded"
         lazy_s, ahead_s = compared[0]
         assert 0 < ahead_s < lazy_s
         assert_as_predicted(manager)
-        course = manager._units.course
-        assert course is not None
-        return course.is_wanted
+        return is_overlapped(manager)
 
 
 def test_all_ranks_go_the_way_that_stands_still_for_less(teams: dict[int, Team]) -> None:
@@ -124,16 +132,7 @@ OVERLAP = {
 
 def train_ahead(rank: int, task: Task) -> tuple[dict[str, Tensor], int]:
     """Weights, and the updates of the last step that were begun beside its backward."""
-    torch.set_num_threads(1)
-    with open_manager(rank, task) as manager:
-        torch.manual_seed(0)
-        with manager.init():
-            model = MODELS[task.model]()
-        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
-        for step in range(task.steps):
-            manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
-            optimizer.step()
-            optimizer.zero_grad()
+    with trained(rank, task) as manager:
         timeline = manager.timeline()
         assert timeline is not None
         return manager.state_dict(), sum(span.lane is Lane.HOST_UPDATE for span in timeline.spans)
