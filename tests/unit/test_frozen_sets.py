@@ -37,12 +37,13 @@ PUBLIC_NAMES = {
     "initialize_engine",
 }
 
-TESTING_NAMES = {"AdversarialLanes", "ThrottledLanes"}
+TESTING_NAMES = {"AdversarialLanes", "Difference", "Finding", "Report", "ThrottledLanes", "check"}
 """What `chunkmem.testing` offers."""
 
 OPTIONS = {
     "estimate": "MODEL --batch --checkpointing --chunk-size --device --hardware --host --host-memory --link --network "
     "--precision --seq --tflops --world",
+    "check": "MODEL --batch --chunk-size --device --host --orders --precision --seed --seq --steps",
     "plan": "TRACE --d2h --device --h2d --host --machine --margin-use-ratio --out",
     "report": "RUN --against --out",
     "chunk-size": "MODEL --device",
