@@ -17,7 +17,7 @@ from chunkmem.errors import ChunkmemError, ConfigError
 from chunkmem.units import format_nbytes, shown
 
 if TYPE_CHECKING:
-    from chunkmem.testing import Finding, Report
+    from chunkmem.testing import CheckReport, Comparison
 
 NAME = "check"
 SUMMARY = "train a model in plain PyTorch and in chunks: are all bits equal"
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> Answer:
     Raises:
         ConfigError: the model cannot be built, or not be trained in plain PyTorch.
     """
-    question = _Question(
+    request = _Request(
         model=options.model,
         batch=options.batch,
         seq=options.seq,
@@ -73,24 +73,24 @@ def run(options: argparse.Namespace) -> Answer:
         seed=options.seed,
         num_orders=options.orders,
     )
-    if question.steps < 2:
+    if request.steps < 2:
         raise ConfigError("--steps is 1; give at least 2: the first step is recorded, and follows no plan yet")
     from tqdm import tqdm
 
-    total = question.steps * (4 + question.num_orders)
+    total = request.steps * (4 + request.num_orders)
     with tqdm(total=total, desc="training", unit=" steps", disable=None, leave=False) as bar:
 
         def on_step(name: str, num_steps: int) -> None:
             bar.set_postfix_str(name, refresh=False)
             bar.update(min(num_steps, 1))
 
-        outcome = _in_another_process(question, on_step)
-    report = _report_of(question, outcome) if isinstance(outcome, _Died) else outcome
-    return Answer({"model": question.model, **report.to_dict()}, _text(question, report), fits=report.is_equal)
+        outcome = _in_another_process(request, on_step)
+    report = _report_of(request, outcome) if isinstance(outcome, _Died) else outcome
+    return Answer({"model": request.model, **report.to_dict()}, _text(request, report), fits=report.is_equal)
 
 
 @dataclass(frozen=True)
-class _Question:
+class _Request:
     """What is asked; plain data, for another process."""
 
     model: str
@@ -104,11 +104,16 @@ class _Question:
     seed: int
     num_orders: int
 
-    def answer(self, on_step: Callable[[str, int], object]) -> Report:
+    def answer(self, on_step: Callable[[str, int], object]) -> CheckReport:
         """Train; see `chunkmem.testing.check`."""
+        import torch
+
         from chunkmem.estimate.models import resolve_model
+        from chunkmem.runtime.device import ComputeDevice
         from chunkmem.testing import check
 
+        if ComputeDevice.default().is_accelerator:  # else plain PyTorch adds in another order each time
+            torch.use_deterministic_algorithms(True, warn_only=True)
         model = resolve_model(self.model, batch=self.batch, seq=self.seq, default_seq=_DEFAULT_SEQ)
         return check(
             model.build,
@@ -135,14 +140,14 @@ class _Died:
     """How many steps of that were over."""
 
 
-def _in_another_process(question: _Question, on_step: Callable[[str, int], object]) -> Report | _Died:
+def _in_another_process(request: _Request, on_step: Callable[[str, int], object]) -> CheckReport | _Died:
     """Train where a crash does not take the answer along.
 
     Memory taken out of a parameter (`detach()`, `.numpy()`) and used after its chunk has moved can end a process.
     """
     context = get_context("spawn")  # what a fork takes over of torch's threads does not run there
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_send_answer, args=(there, question))
+    process = context.Process(target=_send_answer, args=(there, request))
     process.start()
     there.close()
     kind, training, num_steps = "step", "", 0
@@ -155,7 +160,7 @@ def _in_another_process(question: _Question, on_step: Callable[[str, int], objec
             elif kind == "refused":
                 raise ConfigError(value)
             else:
-                report: Report = value
+                report: CheckReport = value
                 return report
     except EOFError:
         process.join()
@@ -167,11 +172,11 @@ def _in_another_process(question: _Question, on_step: Callable[[str, int], objec
         process.join()
 
 
-def _send_answer(there: Connection, question: _Question) -> None:
+def _send_answer(there: Connection, request: _Request) -> None:
     """Send pairs: ``step`` with what `check` tells of each, then ``answer`` with the report, or ``refused`` and why."""
     os.dup2(2, 1)  # what the user's code prints is no part of the answer
     try:
-        there.send(("answer", question.answer(lambda *step: there.send(("step", step)))))
+        there.send(("answer", request.answer(lambda *step: there.send(("step", step)))))
     except ChunkmemError as error:
         there.send(("refused", str(error)))
     except KeyboardInterrupt:  # the other process is interrupted too, and says so
@@ -187,42 +192,42 @@ def _cause(status: int) -> str:
         return f"signal {-status}"
 
 
-def _report_of(question: _Question, died: _Died) -> Report:
+def _report_of(request: _Request, died: _Died) -> CheckReport:
     """Return what is known of a check whose process died.
 
     Raises:
         ConfigError: it had not come to train in chunks: the model is what ends it.
     """
-    from chunkmem.testing.findings import AGAIN, FIRST, Finding, Report
+    from chunkmem.testing.comparison import AGAIN, FIRST, CheckReport, Comparison
     from chunkmem.testing.reasons import reason_of_death
 
-    said = f"the process ended with {died.cause}, after {died.num_steps} steps of {question.steps}"
+    said = f"the process ended with {died.cause}, after {died.num_steps} steps of {request.steps}"
     if died.training in ("", FIRST, AGAIN):
-        raise ConfigError(f"MODEL {shown(question.model)} in {FIRST}: {said}")
-    finding = Finding(died.training, error=said, reason=reason_of_death())
-    return Report(question.steps, question.precision, question.seed, findings=(finding,))
+        raise ConfigError(f"MODEL {shown(request.model)} in {FIRST}: {said}")
+    comparison = Comparison(died.training, error=said, reason=reason_of_death())
+    return CheckReport(request.steps, request.precision, request.seed, comparisons=(comparison,))
 
 
-def _text(question: _Question, report: Report) -> str:
+def _text(request: _Request, report: CheckReport) -> str:
     params = "" if report.num_params is None else f"{report.num_params:,} parameters, "
     chunks = "" if report.chunk_numel is None else f", chunks of {report.chunk_numel:,} elements"
     lines = [
-        f"{question.model}: {params}{report.steps} steps in {report.precision}, seed {report.seed}{chunks}",
+        f"{request.model}: {params}{report.steps} steps in {report.precision}, seed {report.seed}{chunks}",
         "",
-        table(("trained like plain PyTorch", "cap on DEVICE", "moved", ""), map(_row, report.findings)),
+        table(("trained like plain PyTorch", "cap on DEVICE", "moved", ""), map(_row, report.comparisons)),
         "",
         str(report),
     ]
-    noted = dict.fromkeys(message for finding in report.findings for message in finding.warnings)
+    noted = dict.fromkeys(message for comparison in report.comparisons for message in comparison.warnings)
     return _printable("\n".join([*lines, *(f"warned: {message}" for message in noted)]))
 
 
-def _row(finding: Finding) -> tuple[str, str, str, str]:
+def _row(comparison: Comparison) -> tuple[str, str, str, str]:
     return (
-        finding.name,
-        "" if finding.device_nbytes is None else format_nbytes(finding.device_nbytes),
-        "" if finding.device_nbytes is None else format_nbytes(finding.moved_nbytes),
-        "equal" if finding.is_equal else "refused" if finding.error else "differs",
+        comparison.name,
+        "" if comparison.device_nbytes is None else format_nbytes(comparison.device_nbytes),
+        "" if comparison.device_nbytes is None else format_nbytes(comparison.moved_nbytes),
+        "equal" if comparison.is_equal else "refused" if comparison.error else "differs",
     )
 
 

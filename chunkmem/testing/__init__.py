@@ -5,8 +5,8 @@ are for `ChunkManager(make_lanes=...)`.
 """
 
 from chunkmem.testing.checking import check
+from chunkmem.testing.comparison import CheckReport, Comparison
 from chunkmem.testing.difference import Difference
-from chunkmem.testing.findings import Finding, Report
 from chunkmem.testing.lanes import AdversarialLanes, ThrottledLanes
 
-__all__ = ["AdversarialLanes", "Difference", "Finding", "Report", "ThrottledLanes", "check"]
+__all__ = ["AdversarialLanes", "CheckReport", "Comparison", "Difference", "ThrottledLanes", "check"]

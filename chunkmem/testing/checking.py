@@ -20,12 +20,12 @@ from chunkmem.manager import ChunkManager
 from chunkmem.memory import MemoryReport
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
+from chunkmem.testing.comparison import AGAIN, FIRST, SMALLEST, CheckReport, Comparison
 from chunkmem.testing.difference import Train, first_difference, located
-from chunkmem.testing.findings import AGAIN, FIRST, SMALLEST, Finding, Report
 from chunkmem.testing.lanes import AdversarialLanes
 from chunkmem.testing.plain import DTYPES, Plain
 from chunkmem.testing.reasons import Observed, observing, reason_not_repeated, reason_of_difference, reason_of_error
-from chunkmem.testing.training import Chunked, Outcome, Recipe, Side, train
+from chunkmem.testing.training import Chunked, Outcome, Side, Workload, train
 
 _MODEL_DATA_NBYTES = 16
 """Of one parameter, over all roles, in every precision."""
@@ -50,7 +50,7 @@ def check(
     seed: int = 0,
     num_orders: int = 3,
     on_step: OnStep | None = None,
-) -> Report:
+) -> CheckReport:
     """Train a model in plain PyTorch and in chunks, and say whether every bit is equal, or what differs first.
 
     It is trained with AdamW: in plain PyTorch, twice, in chunks with ample room, under the smallest cap that fits, and
@@ -84,8 +84,8 @@ def check(
     build, run = _model_and_step(make, step)
     compute = ComputeDevice.default()
     settings = _Settings(steps, precision, seed, num_orders, device_nbytes, host_nbytes, chunk_numel)
-    recipe = Recipe(build, run, seed=seed, lr=lr, device=compute.device, on_step=lambda _: None)
-    return _Check(recipe, settings, compute, on_step or (lambda *_: None)).report()
+    workload = Workload(build, run, seed=seed, lr=lr, device=compute.device, on_step=lambda _: None)
+    return _Check(workload, settings, compute, on_step or (lambda *_: None)).report()
 
 
 def _model_and_step(
@@ -120,8 +120,8 @@ class _Settings:
 class _Check:
     """One check under way."""
 
-    def __init__(self, recipe: Recipe, settings: _Settings, compute: ComputeDevice, on_step: OnStep) -> None:
-        self._recipe = recipe
+    def __init__(self, workload: Workload, settings: _Settings, compute: ComputeDevice, on_step: OnStep) -> None:
+        self._workload = workload
         self._settings = settings
         self._compute = compute
         self._on_step = on_step
@@ -132,25 +132,25 @@ class _Check:
         """Of the training in chunks that was last."""
         self._usual_warnings: tuple[str, ...] = ()
 
-    def report(self) -> Report:
+    def report(self) -> CheckReport:
         """Train until one training is not equal."""
         self._plain = self._plain_outcome()
-        findings: list[Finding] = []
-        for finding in self._findings():
-            findings.append(finding)
-            if not finding.is_equal:
+        comparisons: list[Comparison] = []
+        for comparison in self._comparisons():
+            comparisons.append(comparison)
+            if not comparison.is_equal:
                 break
-        return Report(
+        return CheckReport(
             steps=self._settings.steps,
             precision=self._settings.precision,
             seed=self._settings.seed,
             num_params=self._seen.num_params,
             num_tensors=self._plain.num_tensors,
             chunk_numel=self._chunk_numel,
-            findings=tuple(findings),
+            comparisons=tuple(comparisons),
         )
 
-    def _findings(self) -> Iterator[Finding]:
+    def _comparisons(self) -> Iterator[Comparison]:
         yield self._again()
         yield self._with_room()
         smallest = self._smallest()
@@ -159,9 +159,9 @@ class _Check:
             yield self._late(smallest, seed=self._settings.seed + index)
 
     def _plain_outcome(self) -> Outcome:
-        recipe = observing(self._recipe, self._seen, dtype=DTYPES[self._settings.precision])
+        workload = observing(self._workload, self._seen, dtype=DTYPES[self._settings.precision])
         try:
-            outcome = self._in_plain(FIRST, self._settings.steps, recipe)
+            outcome = self._in_plain(FIRST, self._settings.steps, workload)
         except ConfigError:
             raise
         except Exception as error:  # the user's code may raise anything
@@ -173,7 +173,7 @@ class _Check:
             if not bool(loss.isfinite()):
                 raise ConfigError(
                     f"in plain PyTorch the loss of step {step} is {loss.item()}, and what follows would be equal for "
-                    f"that reason alone; lower lr, which is {self._recipe.lr}, or take fewer steps"
+                    f"that reason alone; lower lr, which is {self._workload.lr}, or take fewer steps"
                 )
         if not outcome.states:
             raise ConfigError(
@@ -182,13 +182,13 @@ class _Check:
             )
         return outcome
 
-    def _again(self) -> Finding:
-        finding, _ = self._finding(AGAIN, partial(self._in_plain, AGAIN), sides=("a run", "the next"))
-        self._usual_warnings = finding.warnings
-        reason = "" if finding.is_equal else reason_not_repeated()
-        return replace(finding, reason=reason, warnings=())
+    def _again(self) -> Comparison:
+        comparison, _ = self._compared(AGAIN, partial(self._in_plain, AGAIN), sides=("a run", "the next"))
+        self._usual_warnings = comparison.warnings
+        reason = "" if comparison.is_equal else reason_not_repeated()
+        return replace(comparison, reason=reason, warnings=())
 
-    def _with_room(self) -> Finding:
+    def _with_room(self) -> Comparison:
         device_nbytes, name = self._settings.device_nbytes, "the given cap"
         if device_nbytes is None:
             name = "ample room"
@@ -196,20 +196,20 @@ class _Check:
                 device_nbytes = 2 * _MODEL_DATA_NBYTES * self._seen.num_params + _SLACK_NBYTES
         return self._in_chunks(name, device_nbytes, is_guarded=True)[0]
 
-    def _smallest(self) -> Finding:
+    def _smallest(self) -> Comparison:
         assert self._memory is not None
         device_nbytes = self._memory.device.required_nbytes
         for _ in range(_ATTEMPTS):
-            finding, error = self._in_chunks(SMALLEST, device_nbytes, was_equal_with_room=True)
+            comparison, error = self._in_chunks(SMALLEST, device_nbytes, was_equal_with_room=True)
             # Steps that read other parameters each time need more than what was seen; on an accelerator, activations.
             is_short = isinstance(error, CapacityError) and error.cap_nbytes == device_nbytes < error.needed_nbytes
             if not is_short:
                 break
             assert isinstance(error, CapacityError)
             device_nbytes = error.needed_nbytes
-        return finding
+        return comparison
 
-    def _late(self, smallest: Finding, *, seed: int) -> Finding:
+    def _late(self, smallest: Comparison, *, seed: int) -> Comparison:
         return self._in_chunks(
             f"{SMALLEST}, late copies, seed {seed}",
             smallest.device_nbytes,
@@ -225,28 +225,30 @@ class _Check:
         is_guarded: bool = False,
         make_lanes: Callable[[ComputeDevice], Lanes] | None = None,
         was_equal_with_room: bool = False,
-    ) -> tuple[Finding, Exception | None]:
+    ) -> tuple[Comparison, Exception | None]:
         def train_in_chunks(steps: int) -> Outcome:
             with ChunkManager(self._config(device_nbytes), make_lanes=make_lanes) as manager:
                 outcome = self._train(name, Chunked(manager, is_guarded=is_guarded), steps)
                 self._memory = manager.memory()
             return outcome
 
-        finding, error = self._finding(name, train_in_chunks, sides=("plain PyTorch", "chunks"))
+        comparison, error = self._compared(name, train_in_chunks, sides=("plain PyTorch", "chunks"))
         moved = None if self._memory is None or error is not None else self._memory.moved
         reason = "" if error is None else reason_of_error(error)
-        if finding.difference is not None:
+        if comparison.difference is not None:
             reason = reason_of_difference(
-                finding.difference,
+                comparison.difference,
                 self._seen,
                 was_equal_with_room=was_equal_with_room,
                 is_late=make_lanes is not None,
                 precision=self._settings.precision,
             )
         moved_nbytes = 0 if moved is None else moved.h2d_nbytes + moved.d2h_nbytes
-        return replace(finding, device_nbytes=device_nbytes, moved_nbytes=moved_nbytes, reason=reason), error
+        return replace(comparison, device_nbytes=device_nbytes, moved_nbytes=moved_nbytes, reason=reason), error
 
-    def _finding(self, name: str, train_steps: Train, *, sides: tuple[str, str]) -> tuple[Finding, Exception | None]:
+    def _compared(
+        self, name: str, train_steps: Train, *, sides: tuple[str, str]
+    ) -> tuple[Comparison, Exception | None]:
         """Compare one training with the first one in plain PyTorch; what it raised comes back too."""
         steps = self._settings.steps
         with warnings.catch_warnings(record=True) as caught:
@@ -259,18 +261,18 @@ class _Check:
             except Exception as error:  # reported: chunkmem's own as they are, and the user's code may raise anything
                 own = isinstance(error, ChunkmemError)
                 said = f"{type(error).__name__}: {error}" + ("" if own else f" ({place_of(error)})")
-                return Finding(name, error=said, warnings=self._new(caught)), error
-        return Finding(name, difference=difference, warnings=self._new(caught)), None
+                return Comparison(name, error=said, warnings=self._new(caught)), error
+        return Comparison(name, difference=difference, warnings=self._new(caught)), None
 
-    def _in_plain(self, name: str, steps: int, recipe: Recipe | None = None) -> Outcome:
+    def _in_plain(self, name: str, steps: int, workload: Workload | None = None) -> Outcome:
         side = Plain(self._compute.device, Config.from_dict({"precision": self._settings.precision}))
-        return self._train(name, side, steps, recipe)
+        return self._train(name, side, steps, workload)
 
-    def _train(self, name: str, side: Side, steps: int, recipe: Recipe | None = None) -> Outcome:
+    def _train(self, name: str, side: Side, steps: int, workload: Workload | None = None) -> Outcome:
         # The order of sums depends on it, and a model may have changed it.
         torch.set_num_threads(self._num_threads)
-        recipe = replace(recipe or self._recipe, on_step=partial(self._on_step, name))
-        return train(recipe, side, steps=steps)
+        workload = replace(workload or self._workload, on_step=partial(self._on_step, name))
+        return train(workload, side, steps=steps)
 
     def _config(self, device_nbytes: int | None) -> Config:
         if self._chunk_numel is None:

@@ -14,7 +14,7 @@ from chunkmem.layout.spec import TensorSpec
 from chunkmem.nn.packing import Precision, tensor_specs
 from chunkmem.nn.precision import lowered_parameters
 from chunkmem.testing.difference import Difference
-from chunkmem.testing.training import Recipe
+from chunkmem.testing.training import Workload
 
 SECTIONS = MappingProxyType(
     {
@@ -44,11 +44,11 @@ class Observed:
         return sum(spec.numel for spec in self.specs)
 
 
-def observing(recipe: Recipe, seen: Observed, *, dtype: torch.dtype) -> Recipe:
-    """Return the same recipe, which tells `seen` about the model."""
+def observing(workload: Workload, seen: Observed, *, dtype: torch.dtype) -> Workload:
+    """Return the same workload, which tells `seen` about the model."""
 
     def build() -> nn.Module:
-        model = recipe.build()
+        model = workload.build()
         named = list(model.named_parameters())
         is_lowered = dtype is not torch.float32
         precision = Precision(dtype, lowered_parameters(model)) if is_lowered else Precision()
@@ -57,11 +57,11 @@ def observing(recipe: Recipe, seen: Observed, *, dtype: torch.dtype) -> Recipe:
         return model
 
     def look(model: nn.Module, _args: Any) -> None:
-        kind = recipe.device.type
+        kind = workload.device.type
         seen.calls_in_autocast |= torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled()
         seen.has_gradient_hooks |= any(p._post_accumulate_grad_hooks for p in model.parameters())
 
-    return replace(recipe, build=build)
+    return replace(workload, build=build)
 
 
 def reason_not_repeated() -> str:

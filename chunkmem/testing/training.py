@@ -22,7 +22,7 @@ from chunkmem.optim.adam import AdamW
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Workload:
     """What is trained, and how."""
 
     build: Callable[[], nn.Module]
@@ -116,33 +116,33 @@ class Chunked:
         return self.manager.state_dict(model)
 
 
-def train(recipe: Recipe, side: Side, *, steps: int) -> Outcome:
+def train(workload: Workload, side: Side, *, steps: int) -> Outcome:
     """Train a model that is built for it; what is raised on the way is the caller's to tell apart.
 
     Raises:
         ConfigError: the step returned something else than a loss.
     """
     with generators_kept():
-        _seed(recipe.seed)
+        _seed(workload.seed)
         with side.building():
-            model = recipe.build()
+            model = workload.build()
         side.fit(model)
         model.train()
-        if recipe.device.type != "cpu":
-            model.register_forward_pre_hook(_moving_inputs(recipe.device), prepend=True, with_kwargs=True)
-        optimizer = side.optimizer(model, lr=recipe.lr)
+        if workload.device.type != "cpu":
+            model.register_forward_pre_hook(_moving_inputs(workload.device), prepend=True, with_kwargs=True)
+        optimizer = side.optimizer(model, lr=workload.lr)
         losses = []
-        recipe.on_step(0)
+        workload.on_step(0)
         for index in range(steps):
-            _seed(recipe.seed + 1 + index)
+            _seed(workload.seed + 1 + index)
             with side.watching(index):
-                loss = _checked_loss(recipe.step(model, index))
+                loss = _checked_loss(workload.step(model, index))
                 side.backward(loss)
             losses.append(_copied(loss).reshape(()))
             del loss  # with its graph, before the update needs room
             optimizer.step()
             optimizer.zero_grad()
-            recipe.on_step(index + 1)
+            workload.on_step(index + 1)
         return _outcome(tuple(losses), model, optimizer, side.state_dict(model))
 
 

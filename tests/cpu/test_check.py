@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import chunkmem
 from chunkmem.cli.main import main
 from chunkmem.runtime.events import Event
-from chunkmem.testing import AdversarialLanes, Report, check
+from chunkmem.testing import AdversarialLanes, CheckReport, check
 from chunkmem.testing.difference import first_difference, same_bits
 from chunkmem.testing.reasons import SECTIONS
 from chunkmem.testing.training import Outcome
@@ -56,7 +56,7 @@ def on_ones(model: nn.Module, _: int) -> Any:
     return model(torch.ones(2, WIDTH))
 
 
-def checked(model: Callable[[], nn.Module], step: Callable[[Any, int], Any] = on_ones, **options: Any) -> Report:
+def checked(model: Callable[[], nn.Module], step: Callable[[Any, int], Any] = on_ones, **options: Any) -> CheckReport:
     return check(model, step, chunk_numel=WIDTH * (WIDTH + 1), **options)
 
 
@@ -72,14 +72,14 @@ def test_a_gpt_is_equal_under_the_smallest_cap_and_late_copies(precision: str) -
         chunk_numel=case.chunk_numel,
         precision=precision,
     )
-    assert [finding.name for finding in report.findings] == ALL
+    assert [comparison.name for comparison in report.comparisons] == ALL
     assert report.is_equal, str(report)
     assert str(report).startswith("equal: 4 losses and ")
-    _, room, *capped = report.findings
+    _, room, *capped = report.comparisons
     assert room.device_nbytes is not None
-    for finding in capped:
-        assert finding.device_nbytes == report.smallest_nbytes < room.device_nbytes
-        assert finding.moved_nbytes > room.moved_nbytes
+    for comparison in capped:
+        assert comparison.device_nbytes == report.smallest_nbytes < room.device_nbytes
+        assert comparison.moved_nbytes > room.moved_nbytes
 
 
 def test_below_the_smallest_cap_is_the_error_of_a_training() -> None:
@@ -89,9 +89,9 @@ def test_below_the_smallest_cap_is_the_error_of_a_training() -> None:
     cap_nbytes = smallest_nbytes - 4 * WIDTH * (WIDTH + 1)
     report = checked(Layers, device_nbytes=cap_nbytes)
     assert not report.is_equal
-    assert [finding.name for finding in report.findings] == ["plain PyTorch again", "the given cap"]
-    assert report.findings[-1].error.startswith("CapacityError: ")
-    assert f"({smallest_nbytes} bytes)" in report.findings[-1].error
+    assert [comparison.name for comparison in report.comparisons] == ["plain PyTorch again", "the given cap"]
+    assert report.comparisons[-1].error.startswith("CapacityError: ")
+    assert f"({smallest_nbytes} bytes)" in report.comparisons[-1].error
     assert str(report).startswith("refused: the given cap: CapacityError: ")
 
 
@@ -218,25 +218,25 @@ def test_a_model_that_cheats_is_named(
 ) -> None:
     report = checked(model)
     assert not report.is_equal
-    *before, finding = report.findings
+    *before, comparison = report.comparisons
     assert all(earlier.is_equal for earlier in before)
-    assert finding.name == training
-    difference = finding.difference
+    assert comparison.name == training
+    difference = comparison.difference
     assert difference is not None
     assert (difference.step, difference.kind, difference.name) == (step, kind, name)
-    assert reason in finding.reason
+    assert reason in comparison.reason
     assert str(report).startswith(f"differs: {training}, step {step}, {kind}")
     assert "\nlikely reason: " in str(report)
 
 
 def test_a_read_that_escapes_is_refused_by_name_before_anything_moves() -> None:
     """Under a smaller cap the memory would be gone, and the process might be too."""
-    (_, finding) = checked(Alias).findings
-    assert finding.name == "ample room"
+    (_, comparison) = checked(Alias).comparisons
+    assert comparison.name == "ample room"
     said = (
         "StateError: step 2, forward: operator aten.sum.default uses param chunk 3 (layers.3.weight .. layers.3.bias)"
     )
-    assert finding.error.startswith(said)
+    assert comparison.error.startswith(said)
 
 
 class Impatient(AdversarialLanes):
@@ -248,11 +248,11 @@ class Impatient(AdversarialLanes):
 
 def test_a_copy_that_is_not_waited_for_is_called_a_defect_of_chunkmem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chunkmem.testing.checking.AdversarialLanes", Impatient)
-    finding = checked(Layers).findings[-1]
-    assert finding.name in LATE
-    assert finding.difference is not None
-    assert finding.difference.is_nan
-    assert "a defect of chunkmem" in finding.reason
+    comparison = checked(Layers).comparisons[-1]
+    assert comparison.name in LATE
+    assert comparison.difference is not None
+    assert comparison.difference.is_nan
+    assert "a defect of chunkmem" in comparison.reason
 
 
 def test_an_error_in_chunks_only_is_reported() -> None:
@@ -266,7 +266,7 @@ def test_an_error_in_chunks_only_is_reported() -> None:
             raise KeyError("odd")
         return on_ones(model, index)
 
-    own, foreign = (checked(Layers, step).findings[-1] for step in (replaced, odd))
+    own, foreign = (checked(Layers, step).comparisons[-1] for step in (replaced, odd))
     assert own.error.startswith("StateError: parameter layers.1.bias was packed into a chunk and cannot be replaced")
     assert own.reason == ""
     assert foreign.error.startswith(f"KeyError: 'odd' ({__file__}:")
@@ -278,9 +278,9 @@ def test_what_chunkmem_warns_of_is_reported() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return on_ones(model, index)
 
-    findings = checked(Layers, in_autocast, num_orders=0).findings
-    assert [len(finding.warnings) for finding in findings] == [0, 1, 1]
-    assert "torch.autocast" in findings[1].warnings[0]
+    comparisons = checked(Layers, in_autocast, num_orders=0).comparisons
+    assert [len(comparison.warnings) for comparison in comparisons] == [0, 1, 1]
+    assert "torch.autocast" in comparisons[1].warnings[0]
 
 
 # What would prove nothing, and arguments.
@@ -372,9 +372,9 @@ def test_the_sections_that_reasons_name_are_there() -> None:
 
 REPORT_KEYS = {
     *("model", "equal", "precision", "steps", "seed", "num_params", "num_tensors", "chunk_numel", "smallest_nbytes"),
-    "findings",
+    "comparisons",
 }
-FINDING_KEYS = {"name", "equal", "device_nbytes", "moved_nbytes", "difference", "error", "reason", "warnings"}
+COMPARISON_KEYS = {"name", "equal", "device_nbytes", "moved_nbytes", "difference", "error", "reason", "warnings"}
 DIFFERENCE_KEYS = {"step", "kind", "name", "detail", "num_others"}
 
 MODELS = """
@@ -445,8 +445,11 @@ def test_a_preset_from_the_command_line(capfd: pytest.CaptureFixture[str]) -> No
     data = json.loads(out)
     assert data.keys() == REPORT_KEYS
     assert data["equal"] is True
-    assert [finding["name"] for finding in data["findings"]] == [*ALL[:3], "the smallest cap, late copies, seed 1"]
-    assert all(finding.keys() == FINDING_KEYS for finding in data["findings"])
+    assert [comparison["name"] for comparison in data["comparisons"]] == [
+        *ALL[:3],
+        "the smallest cap, late copies, seed 1",
+    ]
+    assert all(comparison.keys() == COMPARISON_KEYS for comparison in data["comparisons"])
 
 
 def test_a_function_from_the_command_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -466,12 +469,12 @@ def test_a_read_that_escapes_has_status_1(folder: Path, capfd: pytest.CaptureFix
     assert (status, err) == (1, "")
     data = json.loads(out)
     assert data.keys() == REPORT_KEYS
-    finding = data["findings"][-1]
-    assert (finding["name"], finding["equal"]) == ("the smallest cap", False)
-    assert "a read that escaped" in finding["reason"]
-    if finding["error"] is None:
-        assert finding["difference"].keys() == DIFFERENCE_KEYS
-        assert (finding["difference"]["step"], finding["difference"]["kind"]) == (2, "loss")
+    comparison = data["comparisons"][-1]
+    assert (comparison["name"], comparison["equal"]) == ("the smallest cap", False)
+    assert "a read that escaped" in comparison["reason"]
+    if comparison["error"] is None:
+        assert comparison["difference"].keys() == DIFFERENCE_KEYS
+        assert (comparison["difference"]["step"], comparison["difference"]["kind"]) == (2, "loss")
 
 
 def test_a_process_that_dies_in_chunks_has_status_1(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

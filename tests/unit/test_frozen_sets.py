@@ -37,7 +37,7 @@ PUBLIC_NAMES = {
     "initialize_engine",
 }
 
-TESTING_NAMES = {"AdversarialLanes", "Difference", "Finding", "Report", "ThrottledLanes", "check"}
+TESTING_NAMES = {"AdversarialLanes", "CheckReport", "Comparison", "Difference", "ThrottledLanes", "check"}
 """What `chunkmem.testing` offers."""
 
 OPTIONS = {

@@ -15,7 +15,7 @@ SMALLEST = "the smallest cap"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Comparison:
     """One training compared with plain PyTorch's."""
 
     name: str
@@ -60,8 +60,8 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
-    """The findings of one check, up to the first that is not equal. `str()` is what it comes to, in a few lines."""
+class CheckReport:
+    """The comparisons of one check, up to the first that is not equal. `str()` is what it comes to, in a few lines."""
 
     steps: int
     precision: str
@@ -72,17 +72,17 @@ class Report:
     """Weights, buffers and optimizer states that were compared after the last step, besides the losses."""
     chunk_numel: int | None = None
     """Elements a chunk; None if no chunks were made."""
-    findings: tuple[Finding, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
 
     @property
     def is_equal(self) -> bool:
         """Whether every training left the same bits."""
-        return all(finding.is_equal for finding in self.findings)
+        return all(comparison.is_equal for comparison in self.comparisons)
 
     @property
     def smallest_nbytes(self) -> int | None:
         """The smallest cap on DEVICE that was trained under; None if it was not come to."""
-        return next((f.device_nbytes for f in self.findings if f.name.startswith(SMALLEST)), None)
+        return next((made.device_nbytes for made in self.comparisons if made.name.startswith(SMALLEST)), None)
 
     def to_dict(self) -> Mapping[str, Any]:
         """Return it as plain data for JSON."""
@@ -95,7 +95,7 @@ class Report:
             "num_tensors": self.num_tensors,
             "chunk_numel": self.chunk_numel,
             "smallest_nbytes": self.smallest_nbytes,
-            "findings": [finding.to_dict() for finding in self.findings],
+            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
         }
 
     def __str__(self) -> str:
@@ -104,10 +104,10 @@ class Report:
                 f"equal: {self.steps} losses and {self.num_tensors} weights, buffers and optimizer states, "
                 "to the last bit"
             )
-        finding = self.findings[-1]
+        comparison = self.comparisons[-1]
         first = (
-            f"differs: {finding.name}, {finding.difference}"
-            if finding.difference is not None
-            else f"refused: {finding.name}: {finding.error}"
+            f"differs: {comparison.name}, {comparison.difference}"
+            if comparison.difference is not None
+            else f"refused: {comparison.name}: {comparison.error}"
         )
-        return first + (f"\nlikely reason: {finding.reason}" if finding.reason else "")
+        return first + (f"\nlikely reason: {comparison.reason}" if comparison.reason else "")
