@@ -35,6 +35,7 @@ from chunkmem.nn.registry import ModelRegistry
 from chunkmem.nn.served import ParameterServer
 from chunkmem.nn.sharing import Sharing
 from chunkmem.nn.surface import ModuleSurface
+from chunkmem.nn.turn import Turn
 from chunkmem.nn.units import Units
 from chunkmem.optim.ahead import UpdatesAhead
 from chunkmem.optim.kernels import load_kernels
@@ -107,8 +108,9 @@ class Machinery:
         self._sharing = self._share() if self._ranks.size > 1 else None
         self._units = Units(self._sharing, self._the_reduction)
         self._access = AccessTracker(self._executor)
-        self._backward = BackwardTracker(self._executor, self._access, self._units)
-        self._server = ParameterServer(self._executor, self._access, self._backward)
+        self._turn = Turn(timeout_s=self.config.distributed.timeout_s, spans_backward=not self._compute.is_accelerator)
+        self._backward = BackwardTracker(self._executor, self._access, self._units, self._turn)
+        self._server = ParameterServer(self._executor, self._access, self._backward, self._turn)
         self._gradients = GradientBook(
             self._executor, settles=lambda group: self._updater.settles(group), then=self._backward.landed
         )
@@ -134,7 +136,12 @@ class Machinery:
         self._executor.reserve_log = self._updater.ahead.reserve
         self._autocast_cache = AutocastCache(self._compute.device.type, precision=self.config.precision)
         self._hooks = ModuleHooks(
-            self._access, self._backward, units=self._units, on_root=self._begin_root, make_guard=self._make_guard
+            self._access,
+            self._backward,
+            units=self._units,
+            turn=self._turn,
+            on_root=self._begin_root,
+            make_guard=self._make_guard,
         )
         self._surface = ModuleSurface(read=self._read, write=self._write, saving=self._server.saving)
         self._declared = DeclaredReads()
@@ -290,12 +297,18 @@ class Machinery:
     def _step(self, *, updates: bool) -> Iterator[None]:
         """Surround `step()` and clipping: backward is over, and what users wrote counts."""
         self._require_open()
+        with self._turn.taken(), self._bracket(updates=updates):
+            yield
+
+    @contextlib.contextmanager
+    def _bracket(self, *, updates: bool) -> Iterator[None]:
         if self._gathers_open:
             raise StateError("optimizer.step() inside manager.gather(): leave the block first, its writes count then")
         self._access.reset(step=True)
         self._backward.reset(step=True)
         self._units.reset()
         self._registry.check()
+        self._surface.check()
         for chunk in self._access.chunks.values():
             self._executor.notice_writes(chunk)
         if self._conductor.plan is None and not self._conductor.is_recording:

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chunkmem.errors import ChunkmemError, LayoutError, TraceError
 from chunkmem.estimate.clock import OperatorClock
 from chunkmem.estimate.model import Model, checkpointed, in_precision
-from chunkmem.estimate.weightless import ParameterHome, WeightlessStore
+from chunkmem.estimate.weightless import RehearsedChunk, WeightlessStore
 from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.pack import choose_slab_nbytes, pack
 from chunkmem.layout.spec import Layout, digest
@@ -40,6 +40,8 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import only_makes_a_view
 from chunkmem.nn.hooks import ModuleHooks
 from chunkmem.nn.packing import groups_by_role, tensor_specs
+from chunkmem.nn.served import ParameterServer
+from chunkmem.nn.turn import Turn
 from chunkmem.nn.units import Units
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.runtime.executor import DemandExecutor
@@ -171,18 +173,21 @@ class _Stage:
         self._executor = DemandExecutor(WeightlessStore())
         self._access = AccessTracker(self._executor)
         units = Units(None, None)
-        self._backward = BackwardTracker(self._executor, self._access, units)
+        turn = Turn(timeout_s=0.0, spans_backward=False)
+        self._backward = BackwardTracker(self._executor, self._access, units, turn, is_rehearsal=True)
         self._gradients = GradientBook(self._executor, settles=lambda _: False, then=self._backward.landed)
         named = list(module.named_parameters())
         self.layout = _lay_out(named, setting)
         self._managed = self._pack(named, mastered=setting.dtype is not torch.float32)
         self._gradients.add(self._managed)
         hooks = ModuleHooks(
-            self._access, self._backward, units=units, on_root=self._begin_root, make_guard=lambda: None
+            self._access, self._backward, units=units, turn=turn, on_root=self._begin_root, make_guard=lambda: None
         )
         hooks.fit(module, {id(managed.param): managed for managed in self._managed})
         self._gradients.watch(self._managed)
-        weights = {managed.bound.storage_id for managed in self._managed}
+        self._server = ParameterServer(self._executor, self._access, self._backward, turn)
+        self._server.add(self._managed)
+        weights = {managed.storage_id for managed in self._managed}
         self._probe = LiveStorageProbe(weights.__contains__)
         self._recorder = Recorder(
             Mode.TRAIN, take_peaks=lambda: (self._probe.take_peak_nbytes(), 0), sampling_interval_s=lambda: 0.0
@@ -240,10 +245,11 @@ class _Stage:
             for made in (chunk, *([store.chunks[ChunkId(Role.MASTER, group.id)]] if is_lowered else [])):
                 store.create(made, Tier.DEVICE, zero=False)
             self._access.chunks[group.id] = chunk
+            home = chunk.home = RehearsedChunk()
             for position, slot in enumerate(group.slots):
                 name, param = named[slot.tensor]
-                home = cast(BoundChunk, ParameterHome(param))
-                managed.append(ManagedParameter(param, name, slot, position, home))
+                managed.append(ManagedParameter(param, name, slot, position, cast(BoundChunk, home)))
+                home.add(managed[-1])
         return managed
 
 

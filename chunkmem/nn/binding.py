@@ -79,6 +79,11 @@ class ManagedParameter:
         return f"{self.name} {tuple(self.shape)}"
 
     @property
+    def storage_id(self) -> int:
+        """Identity of the storage it is in while it is on DEVICE."""
+        return self.bound.storage_of(self)
+
+    @property
     def requires_grad(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
             return self.param.requires_grad
@@ -175,6 +180,10 @@ class BoundChunk:
     def storage_id(self) -> int:
         """Identity of the chunk's storage, the same for life."""
         return int(self._storage.storage._cdata)
+
+    def storage_of(self, managed: ManagedParameter) -> int:
+        """Return the identity of the storage that a parameter is in."""
+        return self.storage_id
 
     def add(self, managed: ManagedParameter) -> None:
         """Take a parameter in, in the order of the group's slots."""

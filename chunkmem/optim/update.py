@@ -228,6 +228,7 @@ class GroupUpdater:
 
     def read_weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's values, of the float32 master copy if there is one."""
+        self._executor.notice_writes(self._chunk(Role.PARAM, managed.group))
         return self.read(self._weights(managed.group)[-1], managed)
 
     def write_weight(self, managed: ManagedParameter, value: torch.Tensor) -> None:
