@@ -23,13 +23,13 @@ from chunkmem.nn.access import AccessTracker, in_backward
 from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.borders import Borders
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.collect import Collector
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import AccessGuard, DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks
 from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
-from chunkmem.nn.precision import cast_at_borders
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.registry import ModelRegistry
 from chunkmem.nn.sharing import Sharing
@@ -134,6 +134,7 @@ class Machinery:
         self._hooks = ModuleHooks(
             self._access, self._backward, units=self._units, on_root=self._begin_root, make_guard=self._make_guard
         )
+        self._borders = Borders(is_outermost=lambda root: not self._access.stack or self._access.is_stale(root))
         self._surface = ModuleSurface(read=self._read, write=self._write)
         self._declared = DeclaredReads()
         self._collector: Collector | None = None
@@ -224,7 +225,7 @@ class Machinery:
             for packed in added:
                 self._sharing.let_go_of_others(group.id for group in packed.layout.groups)
         for root in roots if self._dtype is not torch.float32 else ():
-            cast_at_borders(root, self._dtype, besides=excluded)
+            self._borders.fit(root, self._registry.precision.modules, self._dtype)
         for packed in added:
             self._fit(packed)
         for module in (*roots, *excluded):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, pack
 from chunkmem.layout.spec import Group, Layout, TensorSpec
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.built import HERE, Built
+from chunkmem.nn.precision import AS_BUILT, Precision
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.storage import ChunkStorage, StorageBackend
@@ -32,23 +33,6 @@ class PackedModel:
     parameters: tuple[ManagedParameter, ...]
 
 
-@dataclass(frozen=True)
-class Precision:
-    """What parameters compute in."""
-
-    dtype: torch.dtype = torch.float32
-    lowered: Set[int] = frozenset()
-    """Identities of the parameters that compute in `dtype`; the others do in the dtype they were built in."""
-
-    def of(self, param: torch.Tensor) -> torch.dtype:
-        """Return the dtype that a parameter computes in."""
-        return self.dtype if id(param) in self.lowered else param.dtype
-
-
-AS_BUILT = Precision()
-"""Every parameter computes in the dtype it was built in."""
-
-
 def tensor_specs(named: Sequence[tuple[str, nn.Parameter]], precision: Precision = AS_BUILT) -> list[TensorSpec]:
     """Describe parameters to the packer."""
     dtypes = [precision.of(param) for _, param in named]
@@ -56,6 +40,10 @@ def tensor_specs(named: Sequence[tuple[str, nn.Parameter]], precision: Precision
         TensorSpec(name, tuple(param.shape), str(dtype).removeprefix("torch."), dtype.itemsize)
         for (name, param), dtype in zip(named, dtypes, strict=True)
     ]
+
+
+def _is_low(group: Group) -> bool:
+    return group.dtype in ("bfloat16", "float16")
 
 
 def groups_by_role(group: Group, *, is_lowered: bool) -> dict[Role, Group]:
@@ -102,7 +90,7 @@ class Packer:
             ConfigError, RankError: not all ranks pack the same.
         """
         layout = pack(tensor_specs(named, precision), slab_nbytes=slab_nbytes, first_group=first_group)
-        lowered = {group.id for group in layout.groups if id(named[group.slots[0].tensor][1]) in precision.lowered}
+        lowered = {group.id for group in layout.groups if precision is not AS_BUILT and _is_low(group)}
         built.agree(layout)
         own = [group for group in layout.groups if built.owns(group.id)]
         nbytes = sum(group.nbytes + (group.numel * _FP32_NBYTES if group.id in lowered else 0) for group in own)

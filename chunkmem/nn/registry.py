@@ -14,14 +14,8 @@ from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.packable import check_separate, named_parameters_of
-from chunkmem.nn.packing import (
-    AS_BUILT,
-    PackedModel,
-    Packer,
-    Precision,
-    tensor_specs,
-)
-from chunkmem.nn.precision import lowered_parameters
+from chunkmem.nn.packing import PackedModel, Packer, tensor_specs
+from chunkmem.nn.precision import AS_BUILT, Precision, precision_of
 from chunkmem.runtime.device import runtime_mode
 
 
@@ -37,8 +31,9 @@ class ModelRegistry:
         dtype: torch.dtype = torch.float32,
         num_ranks: int = 1,
     ) -> None:
-        """Make an empty registry; `chunk_numel` None searches the slab size on the first model; see `Precision`.
+        """Make an empty registry; `chunk_numel` None searches the slab size on the first model.
 
+        `dtype` is what modules compute in, see `precision_of`.
         `num_ranks` share the chunks: slabs are small enough that each rank gets about as many bytes.
         """
         self._num_ranks = num_ranks
@@ -50,6 +45,8 @@ class ModelRegistry:
         self._managed: dict[int, ManagedParameter] = {}
         self._excluded: dict[int, torch.Tensor] = {}
         self.models: list[PackedModel] = []
+        self.precision = AS_BUILT
+        """Of what was added last."""
 
     @property
     def parameters(self) -> Iterator[ManagedParameter]:
@@ -62,7 +59,7 @@ class ModelRegistry:
         return sum(model.layout.padding_nbytes for model in self.models)
 
     def add(self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module], built: Built = HERE) -> list[PackedModel]:
-        """Pack the parameters under `roots`. All are checked before the first is touched.
+        """Pack the parameters under `roots`; `precision` is theirs then. All are checked before the first is touched.
 
         Raises:
             LayoutError, StateError, CapacityError: see `named_parameters_of` and `Packer.pack`.
@@ -77,7 +74,7 @@ class ModelRegistry:
             known.update(id(param) for _, param in found)
             named.append(found)
         check_separate(roots, packed=known)
-        precision = self._precision(roots)
+        precision = precision_of(roots, self._dtype, excluded=excluded, packed=self._managed)
         slab_nbytes = self._slab_nbytes
         if any(named) and (slab_nbytes is None or self._chunk_numel is not None):
             slab_nbytes = self._choose_slab_nbytes([pair for pairs in named for pair in pairs], precision)
@@ -89,16 +86,12 @@ class ModelRegistry:
         added = self._pack(packable, slab_nbytes or ALIGN_NBYTES, precision, built)
         self._slab_nbytes = slab_nbytes
         self.models += added
+        self.precision = precision
         for packed in added:
             self._managed.update((id(managed.param), managed) for managed in packed.parameters)
         for module in excluded:
             self._excluded.update((id(param), param) for param in module.parameters(recurse=False))
         return added
-
-    def _precision(self, roots: Sequence[nn.Module]) -> Precision:
-        if self._dtype is torch.float32:
-            return AS_BUILT
-        return Precision(self._dtype, set().union(*map(lowered_parameters, roots)))
 
     def _pack(
         self,

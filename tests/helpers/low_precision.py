@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chunkmem.nn.precision import cast_at_borders
+from chunkmem.nn.borders import cast_at_borders
 from chunkmem.optim.scaler import LossScaler
 from tests.helpers.training import compute_device
 
@@ -66,19 +66,19 @@ class LowPlain:
 
     def ready(self, model: nn.Module) -> nn.Module:
         model = model.to(compute_device())
-        kept = {
-            param
-            for module in model.modules()
-            if any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
-            for param in module.parameters(recurse=False)
-        }
+        own = {module: set(module.parameters(recurse=False)) for module in model.modules()}
+        buffered = [m for m in own if any(buffer.is_floating_point() for buffer in m.buffers(recurse=False))]
+        kept = set().union(*(own[module] for module in buffered))
+        while any(0 < len(params & kept) < len(params) for params in own.values()):  # owners share all they own
+            kept |= set().union(*(params for params in own.values() if params & kept))
         for param in model.parameters():
             if param in kept:
                 self.masters[param] = param
                 continue
             self.masters[param] = nn.Parameter(param.detach().clone())
-            param.data = param.data.to(self.dtype)
         cast_at_borders(model, self.dtype)
+        for param in set(model.parameters()) - kept:
+            param.data = param.data.to(self.dtype)
         return model
 
     def optimizer(self, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
