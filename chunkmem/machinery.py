@@ -97,6 +97,7 @@ class Machinery:
             chunk_numel=None if size == "auto" else size,
             device_cap_nbytes=self._tiers.caps.device_nbytes,
             dtype=self._dtype,
+            master_weights=self.config.master_weights,
             num_ranks=self._ranks.size,
         )
         opts = self.config.client.opts
@@ -250,7 +251,7 @@ class Machinery:
 
     def _read(self, managed: ManagedParameter) -> torch.Tensor:
         self._require_open()
-        return self._from_owner(managed, lambda: self._updater.read_weight(managed))
+        return self._from_owner(managed, lambda: self._updater.read_weight(managed).to(managed.built_dtype))
 
     def _the_reduction(self) -> Reduction:
         assert self._reduction is not None

@@ -12,6 +12,11 @@ The parameters it owns are kept in float32. Its children follow the same rule by
 module to another are cast to the dtype of the callee, and what comes back to that of the caller, see `nn.borders`.
 A module that holds no floats at all (an activation, a dropout) computes in what it is given. The caller of a model is
 in float32.
+
+[Note: Master copies] Updates of bf16 and fp16 weights go to a float32 copy that they are rounded from, or small ones
+would be lost. It is made while packing, with the exact values of what was built, in whatever dtype that was. What is
+frozen then needs none if it was built in the dtype it computes in; it gets one, just as exact, before its first update.
+What was built in another dtype has one all the same: nothing else has its values.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import torch
 from torch import nn
 
 from chunkmem.errors import LayoutError
+from chunkmem.layout.spec import MasterCopy
 
 _CONVERTIBLE = (torch.float32, torch.bfloat16, torch.float16)
 """A parameter built in one of them can compute in another."""
@@ -37,6 +43,12 @@ class Precision:
     """Without those that hold no floats."""
     params: Mapping[int, torch.dtype] = field(default_factory=dict)
     """By identity; a parameter that is not here computes in the dtype it was built in."""
+    masters: Mapping[int, MasterCopy] = field(default_factory=dict)
+    """By identity of a parameter, those that there are or may be."""
+
+    def master_of(self, param: torch.Tensor) -> MasterCopy:
+        """Tell whether a parameter has a master copy."""
+        return self.masters.get(id(param), MasterCopy.NONE)
 
     def of(self, param: torch.Tensor) -> torch.dtype:
         """Return the dtype that a parameter computes in."""
@@ -51,6 +63,7 @@ def precision_of(
     roots: Sequence[nn.Module],
     dtype: torch.dtype,
     *,
+    master_weights: bool = True,
     excluded: Collection[nn.Module] = (),
     packed: Collection[int] = (),
 ) -> Precision:
@@ -59,6 +72,7 @@ def precision_of(
     Args:
         roots: the models.
         dtype: torch.bfloat16 or torch.float16; torch.float32 leaves all as it was built.
+        master_weights: parameters in the low dtype have float32 master copies, see [Note: Master copies].
         excluded: modules whose parameters stay as built: they compute in float32, or in a low dtype that all of their
             own have.
         packed: identities of parameters that are in chunks already, and keep the dtype they have there.
@@ -73,6 +87,7 @@ def precision_of(
     kept = _kept_in_float32(names, dtype, skipped, packed)
     homes: dict[nn.Module, torch.dtype] = {}
     params: dict[int, torch.dtype] = {}
+    masters: dict[int, MasterCopy] = {}
     for module, name in names.items():
         home = torch.float32 if module in kept else _low_dtype_of(module) if module in skipped else None
         homes[module] = dtype if home is None else home
@@ -86,11 +101,19 @@ def precision_of(
                     "models inside one manager.init()"
                 )
             params[id(param)] = homes[module]
+            if master_weights and homes[module] is dtype:
+                masters[id(param)] = _master_of(param, dtype)
     ordinary = {id(param) for module in skipped for param in module._parameters.values()}
     return Precision(
         {module: home for module, home in homes.items() if _holds_floats(module)},
         {key: home for key, home in params.items() if key not in ordinary},
+        masters,
     )
+
+
+def _master_of(param: nn.Parameter, dtype: torch.dtype) -> MasterCopy:
+    is_exact = param.dtype is dtype
+    return MasterCopy.WHEN_TRAINED if is_exact and not param.requires_grad else MasterCopy.PACKED
 
 
 def _kept_in_float32(

@@ -29,15 +29,17 @@ class ModelRegistry:
         chunk_numel: int | None,
         device_cap_nbytes: int,
         dtype: torch.dtype = torch.float32,
+        master_weights: bool = True,
         num_ranks: int = 1,
     ) -> None:
         """Make an empty registry; `chunk_numel` None searches the slab size on the first model.
 
-        `dtype` is what modules compute in, see `precision_of`.
+        `dtype` is what modules compute in, and `master_weights` whether updates are in float32; see `precision_of`.
         `num_ranks` share the chunks: slabs are small enough that each rank gets about as many bytes.
         """
         self._num_ranks = num_ranks
         self._dtype = dtype
+        self._master_weights = master_weights
         self._packer = packer
         self._chunk_numel = chunk_numel
         self._device_cap_nbytes = device_cap_nbytes
@@ -74,7 +76,9 @@ class ModelRegistry:
             known.update(id(param) for _, param in found)
             named.append(found)
         check_separate(roots, packed=known)
-        precision = precision_of(roots, self._dtype, excluded=excluded, packed=self._managed)
+        precision = precision_of(
+            roots, self._dtype, master_weights=self._master_weights, excluded=excluded, packed=self._managed
+        )
         slab_nbytes = self._slab_nbytes
         if any(named) and (slab_nbytes is None or self._chunk_numel is not None):
             slab_nbytes = self._choose_slab_nbytes([pair for pairs in named for pair in pairs], precision)

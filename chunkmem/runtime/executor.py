@@ -22,7 +22,7 @@ from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.shortage import shortage_error
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
 from chunkmem.trace.model import Kind
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import Role, Tier
 
 _OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
 _STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
@@ -270,7 +270,7 @@ class DemandExecutor:
             self.store.mark_written(chunk, tier)
 
     def _refuse_writes_beside_a_master(self, chunk: Chunk) -> None:
-        if ChunkId(Role.MASTER, chunk.id.group) in self.store.chunks:
+        if chunk.master is not None and chunk.master.version != NO_CONTENT:
             raise StateError(
                 f"{chunk.label}: a parameter was written to, but it is only the {chunk.dtype} copy of float32 weights, "
                 "which would be lost at the next update; write to it inside manager.gather(), or load values with "

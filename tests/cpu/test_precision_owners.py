@@ -156,6 +156,7 @@ class ByHand(LowPlain):
 
     def ready(self, built: nn.Module) -> nn.Module:
         for name, param in built.named_parameters():
+            self.built[param] = param.dtype
             if name in self.kept:
                 self.masters[param] = param
             else:
