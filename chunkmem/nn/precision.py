@@ -4,7 +4,7 @@
 float32 if the module owns
 
 - a floating buffer of another dtype (batch statistics, a table of positions, a mask), or anything complex or float64:
-  whatever meets it is promoted to float32 at least;
+  whatever meets it is promoted to float32 at least. If all its buffers are of the other low dtype, it computes in that;
 - a parameter that such a module owns as well (an embedding that scales by a buffer, tied to the head): a parameter has
   one dtype, so all its owners compute in it.
 
@@ -31,7 +31,8 @@ from torch import nn
 from chunkmem.errors import LayoutError
 from chunkmem.layout.spec import MasterCopy
 
-_CONVERTIBLE = (torch.float32, torch.bfloat16, torch.float16)
+_LOW = (torch.bfloat16, torch.float16)
+_CONVERTIBLE = (torch.float32, *_LOW)
 """A parameter built in one of them can compute in another."""
 
 
@@ -78,32 +79,30 @@ def precision_of(
         packed: identities of parameters that are in chunks already, and keep the dtype they have there.
 
     Raises:
-        LayoutError: a module needs a parameter in float32 that is in a low dtype already.
+        LayoutError: a module computes in another dtype than a parameter that is in a chunk already, or excluded.
     """
     if dtype is torch.float32:
         return AS_BUILT
     skipped = set(excluded)
     names = {module: name or type(module).__name__ for root in roots for name, module in root.named_modules()}
-    kept = _kept_in_float32(names, dtype, skipped, packed)
-    homes: dict[nn.Module, torch.dtype] = {}
+    homes = _homes_of(names, dtype, skipped, packed)
+    ordinary = {id(param) for module in skipped for param in module._parameters.values()}
+    fixed = ordinary.union(packed)
     params: dict[int, torch.dtype] = {}
     masters: dict[int, MasterCopy] = {}
     for module, name in names.items():
-        home = torch.float32 if module in kept else _low_dtype_of(module) if module in skipped else None
-        homes[module] = dtype if home is None else home
         for key, param in module._parameters.items():
             if param is None or module in skipped or param.dtype not in _CONVERTIBLE:
                 continue
-            if id(param) in packed and param.dtype is not homes[module]:
+            if id(param) in fixed and param.dtype is not homes[module]:
                 raise LayoutError(
-                    f"parameter {key} of module {name} is in a chunk of {param.dtype} with a model packed before, and "
-                    f"{type(module).__name__} computes in {homes[module]} because of its floating buffers; build both "
-                    "models inside one manager.init()"
+                    f"parameter {key} of module {name} stays in {param.dtype}, as it is in a chunk already or "
+                    f"excluded, and {type(module).__name__} computes in {homes[module]}; convert the parameter, or "
+                    "build all models that hold it inside one manager.init()"
                 )
             params[id(param)] = homes[module]
-            if master_weights and homes[module] is dtype:
-                masters[id(param)] = _master_of(param, dtype)
-    ordinary = {id(param) for module in skipped for param in module._parameters.values()}
+            if master_weights and homes[module] in _LOW:
+                masters[id(param)] = _master_of(param, homes[module])
     return Precision(
         {module: home for module, home in homes.items() if _holds_floats(module)},
         {key: home for key, home in params.items() if key not in ordinary},
@@ -116,37 +115,44 @@ def _master_of(param: nn.Parameter, dtype: torch.dtype) -> MasterCopy:
     return MasterCopy.WHEN_TRAINED if is_exact and not param.requires_grad else MasterCopy.PACKED
 
 
-def _kept_in_float32(
+def _homes_of(
     modules: Iterable[nn.Module], dtype: torch.dtype, skipped: Collection[nn.Module], packed: Collection[int]
-) -> set[nn.Module]:
-    """Return the modules that meet something wider than `dtype`, and those that share parameters with them."""
+) -> dict[nn.Module, torch.dtype]:
+    """Return what each module computes in: what it would by itself, unless owners of one parameter differ."""
+    homes = {
+        module: _as_built(module) if module in skipped else _by_itself(module, dtype, packed) for module in modules
+    }
     owners: dict[int, list[nn.Module]] = defaultdict(list)
-    waiting = []
-    for module in modules:
+    for module in homes:
         for param in _own_parameters(module):
             owners[id(param)].append(module)
-        if _low_dtype_of(module) is None if module in skipped else _meets_more(module, dtype, packed):
-            waiting.append(module)
+    waiting = [each for shared in owners.values() if len({homes[one] for one in shared}) > 1 for each in shared]
     kept: set[nn.Module] = set()
     while waiting:
         module = waiting.pop()
         kept.add(module)
         waiting += [owner for param in _own_parameters(module) for owner in owners[id(param)] if owner not in kept]
-    return kept
+    return homes | dict.fromkeys(kept, torch.float32)
 
 
-def _meets_more(module: nn.Module, dtype: torch.dtype, packed: Collection[int]) -> bool:
-    if any(_is_float(buffer) and buffer.dtype is not dtype for buffer in module.buffers(recurse=False)):
-        return True
+def _by_itself(module: nn.Module, dtype: torch.dtype, packed: Collection[int]) -> torch.dtype:
     own = [param for param in _own_parameters(module) if _is_float(param)]
-    return any(p.dtype not in _CONVERTIBLE or (id(p) in packed and p.dtype is torch.float32) for p in own)
+    if any(p.dtype not in _CONVERTIBLE or (id(p) in packed and p.dtype is torch.float32) for p in own):
+        return torch.float32
+    return _common_low_dtype(module.buffers(recurse=False), default=dtype)
 
 
-def _low_dtype_of(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype of all floats that a module owns if that is a low one; None if not."""
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    dtypes = {tensor.dtype for tensor in own if _is_float(tensor)}
-    return dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16} else None
+def _as_built(module: nn.Module) -> torch.dtype:
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return _common_low_dtype(own, default=torch.float32)
+
+
+def _common_low_dtype(tensors: Iterable[torch.Tensor], *, default: torch.dtype) -> torch.dtype:
+    """Return the low dtype that all floats among tensors have, float32 if they have another, `default` without any."""
+    dtypes = {tensor.dtype for tensor in tensors if _is_float(tensor)}
+    if not dtypes:
+        return default
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(_LOW) else torch.float32
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

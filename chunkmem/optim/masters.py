@@ -67,7 +67,7 @@ def check_masters(masters: Mapping[ManagedParameter, object], updater: GroupUpda
 def _misfit(own: torch.Tensor, saved: object, dtype: torch.dtype) -> str:
     """Say why saved weights do not round to `own` ones in `dtype`; nothing if they do."""
     if not isinstance(saved, torch.Tensor):
-        return f"is a {type(saved).__name__} instead of a tensor"
+        return f"is of type {type(saved).__name__}, not a tensor"
     if saved.shape != own.shape:
         return f"is {tuple(saved.shape)} instead of {tuple(own.shape)}"
     own, saved = own.to(dtype), saved.to("cpu", dtype)

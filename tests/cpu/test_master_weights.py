@@ -237,7 +237,7 @@ def test_master_weights_of_other_weights_are_refused_and_nothing_is_loaded() -> 
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"), [(3, "is a int instead of a tensor"), (torch.zeros(2), r"is \(2,\) instead")]
+    ("wrong", "told"), [(3, "is of type int, not a tensor"), (torch.zeros(2), r"is \(2,\) instead")]
 )
 def test_master_weights_that_are_none_are_refused(wrong: object, told: str) -> None:
     small = Small()

@@ -403,11 +403,24 @@ def test_a_weight_packed_in_a_low_dtype_cannot_become_float32_later() -> None:
         first = nn.Linear(8, 8)
     second = Buffered(nn.Linear(8, 8))
     second.own = first.weight
-    with pytest.raises(
-        LayoutError, match=r"own of module Buffered is in a chunk of torch\.bfloat16.*one manager\.init"
-    ):
+    with pytest.raises(LayoutError, match=r"own of module Buffered stays in torch.bfloat16.*one manager.init"):
         manager.wrap(second)
     assert second.inner[0].weight.dtype is torch.float32, "nothing was packed"
+    manager.close()
+
+
+def test_a_weight_excluded_in_another_low_dtype_cannot_be_tied() -> None:
+    manager = manager_of("fp16")
+    with (
+        pytest.raises(LayoutError, match=r"weight of module 1 stays in torch.bfloat16.*Linear computes in torch.float"),
+        manager.init(),
+    ):
+        with manager.exclude():
+            embed = nn.Embedding(16, 8, dtype=torch.bfloat16)
+        head = nn.Linear(8, 16, bias=False)
+        head.weight = embed.weight
+        model = nn.Sequential(embed, head)
+    assert model[1].weight.dtype is torch.bfloat16
     manager.close()
 
 
@@ -446,6 +459,27 @@ def test_an_excluded_module_that_was_built_low_stays_so() -> None:
     seen = dtypes_seen(tower[1])
     assert built(torch.randn(2, 8)).dtype is torch.float32
     assert seen[0][0] is torch.bfloat16
+    manager.close()
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.bfloat16), ("bf16", torch.float16)])
+def test_batch_statistics_built_in_the_other_low_dtype_are_met_in_it(precision: str, dtype: torch.dtype) -> None:
+    """torch normalizes a batch in float32 or in one low dtype, not with statistics of the other."""
+    manager = manager_of(precision)
+    with manager.init():
+        built = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).to(dtype)
+    seen = dtypes_seen(built[1])
+    optimizer = chunkmem.AdamW(built.parameters(), manager=manager)
+    before = manager.state_dict()
+    for _ in range(3):
+        manager.backward(built(torch.randn(4, 8)).square().mean())
+        optimizer.step()
+    low = DTYPES[precision]
+    assert seen[0] == (dtype, low)
+    assert [param.dtype for param in built.parameters()] == [low] * 2 + [dtype] * 2 + [low] * 2
+    after = manager.state_dict()
+    assert {key: value.dtype for key, value in after.items()} == {key: value.dtype for key, value in before.items()}
+    assert not any(torch.equal(value, before[key]) for key, value in after.items())
     manager.close()
 
 
