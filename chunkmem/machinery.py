@@ -23,13 +23,13 @@ from chunkmem.nn.access import AccessTracker, in_backward
 from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.borders import Borders
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.collect import Collector
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import AccessGuard, DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks
 from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
-from chunkmem.nn.precision import cast_at_borders
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.registry import ModelRegistry
 from chunkmem.nn.served import ParameterServer
@@ -99,6 +99,7 @@ class Machinery:
             chunk_numel=None if size == "auto" else size,
             device_cap_nbytes=self._tiers.caps.device_nbytes,
             dtype=self._dtype,
+            master_weights=self.config.master_weights,
             num_ranks=self._ranks.size,
         )
         opts = self.config.client.opts
@@ -143,6 +144,7 @@ class Machinery:
             on_root=self._begin_root,
             make_guard=self._make_guard,
         )
+        self._borders = Borders(is_outermost=lambda root: not self._access.stack or self._access.is_stale(root))
         self._surface = ModuleSurface(read=self._read, write=self._write, saving=self._server.saving)
         self._declared = DeclaredReads()
         self._collector: Collector | None = None
@@ -233,7 +235,7 @@ class Machinery:
             for packed in added:
                 self._sharing.let_go_of_others(group.id for group in packed.layout.groups)
         for root in roots if self._dtype is not torch.float32 else ():
-            cast_at_borders(root, self._dtype, besides=excluded)
+            self._borders.fit(root, self._registry.precision.modules, self._dtype)
         for packed in added:
             self._fit(packed)
         for module in (*roots, *excluded):
@@ -259,7 +261,7 @@ class Machinery:
 
     def _read(self, managed: ManagedParameter) -> torch.Tensor:
         self._require_open()
-        return self._from_owner(managed, lambda: self._updater.read_weight(managed))
+        return self._from_owner(managed, lambda: self._updater.read_weight(managed).to(managed.built_dtype))
 
     def _the_reduction(self) -> Reduction:
         assert self._reduction is not None

@@ -36,8 +36,8 @@ class ManagedParameter:
     """A Parameter the user made, and where its values are. The Parameter object itself is never replaced."""
 
     __slots__ = (
-        "_blank", "_closed_class", "_num_users", "_open_class", "accumulator", "bound", "gradient_hook", "group",
-        "name", "param", "placeholder", "position", "shape", "slot", "stride", "version", "view",
+        "_blank", "_closed_class", "_num_users", "_open_class", "accumulator", "bound", "built_dtype", "gradient_hook",
+        "group", "name", "param", "placeholder", "position", "shape", "slot", "stride", "version", "view",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +59,8 @@ class ManagedParameter:
         """Index among the slots of its group."""
         self.group = slot.group
         self.bound = bound
+        self.built_dtype = param.dtype
+        """What `state_dict` has it in."""
         self.shape = param.shape
         self.stride = dense_stride(param) if stride is None else stride
         self.view: torch.Tensor | None = None
