@@ -36,6 +36,7 @@ from chunkmem.nn.sharing import Sharing
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.units import Units
 from chunkmem.optim.ahead import UpdatesAhead
+from chunkmem.optim.foreign import refuse_foreign_steps
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.scaler import LossScaler
@@ -147,6 +148,7 @@ class Machinery:
         self._conductor = self._make_conductor(machine)
         self._trial = self._make_trial()
         self._executor.close_in_children()
+        self._foreign_steps = refuse_foreign_steps(self._registry, self._gradients)
 
     def _share(self) -> Sharing:
         ways = possible_exchanges(

@@ -16,6 +16,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.ahead import Intent
 from chunkmem.optim.checks import STATE_ROLES, check_number, check_options, check_state, plain_options
 from chunkmem.optim.excluded import update_excluded
+from chunkmem.optim.foreign import ChunkedOptimizer
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.pending import PendingGradients
 from chunkmem.runtime.device import runtime_mode
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from chunkmem.manager import ChunkManager
 
 
-class Adam(torch.optim.Optimizer):
+class Adam(ChunkedOptimizer):
     """`torch.optim.Adam` (L2 weight decay) over managed and excluded parameters, with torch's fused kernel.
 
     Parameter groups, LR schedulers and `state_dict()` are torch's. Gradients are consumed by `step()`.
