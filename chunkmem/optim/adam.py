@@ -109,30 +109,41 @@ class Adam(ChunkedOptimizer):
             self._updater.claim(managed, self)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip if asked to, update every parameter that has a gradient, and consume the gradients.
 
+        Args:
+            closure: called once before that, with gradients enabled, as torch's AdamW does: it runs forward and
+                backward.
+
+        Returns:
+            What `closure` returns; None without one.
+
         Raises:
-            StateError: there is no gradient at all, or a closure was given.
+            StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable.
         """
+        self._manager._require_open()
+        result = None
         if closure is not None:
-            raise StateError(
-                "step(closure) is refused: gradients move while backward runs, so a second evaluation inside the step "
-                "cannot be served; run forward and backward before step()"
-            )
+            with torch.enable_grad():
+                result = closure()
         with self._manager._step(updates=True):
             self._updater.check_owner(self._managed(), self)
             pending = self._pending()
-            has_landed = self._manager._has_landed or any(p.grad is not None for p in self._excluded())
-            if not pending and not has_landed:
+            if pending or self._manager._has_landed or any(p.grad is not None for p in self._excluded()):
+                self._step_over(pending)
+            elif self._is_trainable():
                 raise StateError("step() without a gradient: call manager.backward(loss) or loss.backward() before it")
-            if self._manager._dtype is torch.float32:
-                if self.max_grad_norm > 0:  # where they are, as torch does: to the bit
-                    self._gradients(pending).clip(self.max_grad_norm)
-                self._update(pending, multiplier=None)
-            else:
-                self._step_lowered(pending)
-            self._updater.ahead.end_step()
+        return result
+
+    def _step_over(self, pending: list[ManagedParameter]) -> None:
+        if self._manager._dtype is torch.float32:
+            if self.max_grad_norm > 0:  # where they are, as torch does: to the bit
+                self._gradients(pending).clip(self.max_grad_norm)
+            self._update(pending, multiplier=None)
+        else:
+            self._step_lowered(pending)
+        self._updater.ahead.end_step()
 
     def _step_lowered(self, pending: list[ManagedParameter]) -> None:
         """Update with the loss scale and clipping folded in, or, if gradients overflowed, consume them."""
@@ -177,9 +188,17 @@ class Adam(ChunkedOptimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before that, 0-dim."""
+        """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before that, 0-dim.
+
+        Raises:
+            StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable.
+        """
         with self._manager._step(updates=False):
-            return self._gradients(self._pending()).clip(max_norm)
+            pending = self._pending()
+            excluded = self._excluded()
+            if not pending and not self._is_trainable() and all(p.grad is None for p in excluded):
+                return torch.zeros((), device=self._manager._compute.device)
+            return self._gradients(pending).clip(max_norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `torch.optim.AdamW(..., fused=True)` over the same parameters would: CPU copies, never views."""
@@ -227,6 +246,10 @@ class Adam(ChunkedOptimizer):
 
     def _excluded(self) -> list[torch.Tensor]:
         return [p for g in self.param_groups for p in g["params"] if self._manager._lookup(p) is None]
+
+    def _is_trainable(self) -> bool:
+        """Tell whether a managed parameter, of any rank, may get a gradient."""
+        return any(managed is not None and managed.param.requires_grad for managed in self._looked_up())
 
     def _pending(self) -> list[ManagedParameter]:
         landed = self._updater.gradients.landed
