@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ from chunkmem.nn.sharing import Sharing
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.units import Units
 from chunkmem.optim.ahead import UpdatesAhead
-from chunkmem.optim.foreign import refuse_foreign_steps
+from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.scaler import LossScaler
@@ -147,8 +148,20 @@ class Machinery:
         self._exchange_Bps = inf
         self._conductor = self._make_conductor(machine)
         self._trial = self._make_trial()
-        self._executor.close_in_children()
-        self._foreign_steps = refuse_foreign_steps(self._registry, self._gradients)
+        self._foreign_steps = ForeignStepCheck(self._registry, self._gradients)
+        self._is_new = True
+        self._collect_abandoned()
+
+    def _collect_abandoned(self) -> None:
+        """Free what managers hold that nobody can reach any more, if there are any.
+
+        A notebook cell that is run again rebinds the names of a model and its manager, which refer to each other.
+        Python looks for such cycles by the number of new objects, whatever memory they hold: too late for these. So it
+        is told to look when a manager is made, for that of the run before the last one, and after the first step, when
+        the names of the last run are rebound, too.
+        """
+        if not self._foreign_steps.is_alone():
+            gc.collect()
 
     def _share(self) -> Sharing:
         ways = possible_exchanges(
@@ -314,6 +327,9 @@ class Machinery:
                     self._trial.end_step()
         finally:
             self._stepping = False
+        if updates and self._is_new:
+            self._is_new = False
+            self._collect_abandoned()
 
     def _skip_step(self) -> None:
         """The optimizer's step changes nothing: neither record it nor learn from it."""

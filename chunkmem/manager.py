@@ -278,6 +278,6 @@ class ChunkManager(Machinery):
             self._backward.reset(step=True)
             self._units.close()
             self._ranks.close()
-            self._executor.closed = "its manager is closed; take manager.state_dict() before manager.close()"
+            self._executor.close("its manager is closed; take manager.state_dict() before manager.close()")
             self._store.close()
             give_back_freed_ram()

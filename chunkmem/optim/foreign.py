@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
@@ -19,30 +18,45 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     """What chunkmem's own optimizers are: their `step()` finds gradients in chunks."""
 
 
-def refuse_foreign_steps(registry: ModelRegistry, gradients: GradientBook) -> RemovableHandle:
-    """Raise a StateError at the step of every `torch.optim.Optimizer` of the process that is given managed parameters.
+class ForeignStepCheck:
+    """Raises at the step of every `torch.optim.Optimizer` of the process that is given managed parameters.
 
     chunkmem's own optimizers pass, and so does what holds one of them as an attribute: a wrapper has it do the step.
     Parameters inside `manager.gather(grads=True)` pass, too: their weights and gradients are there, and writes count.
-
-    Returns:
-        A handle that takes the check away. It goes by itself when nothing else refers to `registry`.
     """
-    registry_ref, gradients_ref = weakref.ref(registry), weakref.ref(gradients)
 
-    def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        models, book = registry_ref(), gradients_ref()
-        if models is None or book is None or _steps_by_chunkmem(optimizer):
+    def __init__(self, registry: ModelRegistry, gradients: GradientBook) -> None:
+        """Check from now on, until `remove` or until nothing else refers to `registry`."""
+        hook = _Hook(registry, gradients)
+        self._handle = register_optimizer_step_pre_hook(hook)
+        weakref.finalize(registry, self._handle.remove)
+
+    def is_alone(self) -> bool:
+        """Tell whether no other check is there: no other manager of this process is open, or waits to be collected."""
+        hooks = self._handle.hooks_dict_ref() or {}
+        return sum(isinstance(hook, _Hook) for hook in hooks.values()) <= 1
+
+    def remove(self) -> None:
+        """Check no longer. Idempotent."""
+        self._handle.remove()
+
+
+class _Hook:
+    """What torch refers to: it keeps no manager alive."""
+
+    def __init__(self, registry: ModelRegistry, gradients: GradientBook) -> None:
+        self._registry = weakref.ref(registry)
+        self._gradients = weakref.ref(gradients)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        registry, gradients = self._registry(), self._gradients()
+        if registry is None or gradients is None or _steps_by_chunkmem(optimizer):
             return
         for group in optimizer.param_groups:
             for param in group["params"]:
-                managed = models.find(param)
-                if managed is not None and managed not in book.exposed:
+                managed = registry.find(param)
+                if managed is not None and managed not in gradients.exposed:
                     raise _refused(optimizer, managed)
-
-    handle = register_optimizer_step_pre_hook(before_step)
-    weakref.finalize(registry, handle.remove)
-    return handle
 
 
 def _steps_by_chunkmem(optimizer: torch.optim.Optimizer) -> bool:
