@@ -143,8 +143,6 @@ class Machinery:
         self._gathers_open = 0
         self._averaged: list[nn.Parameter] = []
         """Of excluded modules, those whose gradients are averaged over ranks."""
-        self._has_landed = False
-        """A rank had a gradient when the step began."""
         self._exchange_Bps = inf
         self._conductor = self._make_conductor(machine)
         self._trial = self._make_trial()
@@ -317,8 +315,8 @@ class Machinery:
             self._gradients.take_assigned(m for m in self._registry.parameters if m.param.grad is not None)
             if self._reduction is not None:
                 self._units.attend()
-                landed = self._reduction.reduce(list(self._registry.parameters))
-                self._has_landed = landed | self._reduction.reduce_excluded(self._averaged)
+                self._reduction.reduce(list(self._registry.parameters))
+                self._reduction.reduce_excluded(self._averaged)
             yield
             if updates:
                 self._conductor.end_step()
