@@ -27,18 +27,23 @@ class ForeignStepCheck:
 
     def __init__(self, registry: ModelRegistry, gradients: GradientBook) -> None:
         """Check from now on, until `remove` or until nothing else refers to `registry`."""
-        hook = _Hook(registry, gradients)
-        self._handle = register_optimizer_step_pre_hook(hook)
-        weakref.finalize(registry, self._handle.remove)
+        self._handle = register_optimizer_step_pre_hook(_Hook(registry, gradients))
+        for key in [key for key, hook in self._hooks().items() if not hook.is_alive()]:
+            # Not by a finalizer of the registry: it could run while torch goes through its hooks.
+            (self._handle.hooks_dict_ref() or {}).pop(key)
 
     def is_alone(self) -> bool:
-        """Tell whether no other check is there: no other manager of this process is open, or waits to be collected."""
-        hooks = self._handle.hooks_dict_ref() or {}
-        return sum(isinstance(hook, _Hook) for hook in hooks.values()) <= 1
+        """Tell whether no other manager of this process is open, or waits to be collected."""
+        return len(self._hooks()) <= 1
 
     def remove(self) -> None:
         """Check no longer. Idempotent."""
         self._handle.remove()
+
+    def _hooks(self) -> dict[int, _Hook]:
+        """Return the hooks of all managers in torch's table of them."""
+        found = self._handle.hooks_dict_ref() or {}
+        return {key: hook for key, hook in found.items() if isinstance(hook, _Hook)}
 
 
 class _Hook:
@@ -47,6 +52,10 @@ class _Hook:
     def __init__(self, registry: ModelRegistry, gradients: GradientBook) -> None:
         self._registry = weakref.ref(registry)
         self._gradients = weakref.ref(gradients)
+
+    def is_alive(self) -> bool:
+        """Tell whether its manager is still there."""
+        return self._registry() is not None
 
     def __call__(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         registry, gradients = self._registry(), self._gradients()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import chunkmem
 from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Blocks, Twin, assert_equal, config, features
@@ -153,15 +153,38 @@ def test_optimizers_of_two_managers_pass_each_other(twin: Twin) -> None:
 
 
 def test_the_check_goes_with_its_manager() -> None:
-    """At `close()`, or when a manager is forgotten without it."""
+    """At `close()`, or when another is made after a manager was forgotten without it."""
+    chunkmem.ChunkManager(config(AMPLE_NBYTES)).close()
     gc.collect()
     before = set(_global_optimizer_pre_hooks)
     manager = chunkmem.ChunkManager(config(AMPLE_NBYTES))
-    assert set(_global_optimizer_pre_hooks) > before
+    assert len(_global_optimizer_pre_hooks) == len(before) + 1
+    manager.close()
     manager.close()
     assert set(_global_optimizer_pre_hooks) == before
     twin = Twin(chunkmem.ChunkManager(config(AMPLE_NBYTES)), Blocks)
     twin.steps(0)
     del twin
     gc.collect()
+    chunkmem.ChunkManager(config(AMPLE_NBYTES)).close()
     assert set(_global_optimizer_pre_hooks) == before
+
+
+def test_a_manager_that_is_collected_during_a_step_does_not_disturb_it() -> None:
+    """Torch goes through its table of hooks meanwhile, which must not change under it."""
+    abandoned: list[Any] = [Twin(chunkmem.ChunkManager(config(AMPLE_NBYTES)), Blocks)]
+
+    def abandon(*_: Any) -> None:
+        abandoned.clear()
+        gc.collect()
+
+    outside = nn.Linear(2, 2)
+    outside(torch.ones(2)).sum().backward()
+    calls: list[Any] = []
+    hooks = [register_optimizer_step_pre_hook(hook) for hook in (abandon, lambda *_: calls.append("later"))]
+    try:
+        torch.optim.SGD(outside.parameters(), lr=0.1).step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert calls == ["later"]
