@@ -55,8 +55,10 @@ class ChunkStates:
         """
         new = [managed for managed in params if managed not in self.steps]
         for managed in new:
-            if not managed.param.is_floating_point():
-                raise ConfigError(f"parameter {managed.name} is {managed.param.dtype}; torch's fused Adam takes reals")
+            if not managed.placeholder.is_floating_point():
+                raise ConfigError(
+                    f"parameter {managed.name} is {managed.placeholder.dtype}; torch's fused Adam takes reals"
+                )
         self._updater.place(self._owned())
         self._updater.make_states(new)
         for managed in new:
