@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.units import Units
 from chunkmem.optim.ahead import UpdatesAhead
+from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.scaler import LossScaler
@@ -152,12 +154,23 @@ class Machinery:
         self._gathers_open = 0
         self._averaged: list[nn.Parameter] = []
         """Of excluded modules, those whose gradients are averaged over ranks."""
-        self._has_landed = False
-        """A rank had a gradient when the step began."""
         self._exchange_Bps = inf
         self._conductor = self._make_conductor(machine)
         self._trial = self._make_trial()
-        self._executor.close_in_children()
+        self._foreign_steps = ForeignStepCheck(self._registry, self._gradients)
+        self._is_new = True
+        self._collect_abandoned()
+
+    def _collect_abandoned(self) -> None:
+        """Free what managers hold that nobody can reach any more, if there are any.
+
+        A notebook cell that is run again rebinds the names of a model and its manager, which refer to each other.
+        Python looks for such cycles by the number of new objects, whatever memory they hold: too late for these. So it
+        is told to look when a manager is made, for that of the run before the last one, and after the first step, when
+        the names of the last run are rebound, too.
+        """
+        if not self._foreign_steps.is_alone():
+            gc.collect()
 
     def _share(self) -> Sharing:
         ways = possible_exchanges(
@@ -320,8 +333,8 @@ class Machinery:
             self._gradients.take_assigned(m for m in self._registry.parameters if m.param.grad is not None)
             if self._reduction is not None:
                 self._units.attend()
-                landed = self._reduction.reduce(list(self._registry.parameters))
-                self._has_landed = landed | self._reduction.reduce_excluded(self._averaged)
+                self._reduction.reduce(list(self._registry.parameters))
+                self._reduction.reduce_excluded(self._averaged)
             yield
             self._access.refresh_held()
             if updates:
@@ -331,6 +344,9 @@ class Machinery:
                     self._trial.end_step()
         finally:
             self._stepping = False
+        if updates and self._is_new:
+            self._is_new = False
+            self._collect_abandoned()
 
     def _skip_step(self) -> None:
         """The optimizer's step changes nothing: neither record it nor learn from it."""

@@ -125,6 +125,10 @@ class ModelRegistry:
         """Return the managed parameters of a model by the identity of their Parameter."""
         return {id(p): self._managed[id(p)] for p in root.parameters() if id(p) in self._managed}
 
+    def find(self, param: torch.Tensor) -> ManagedParameter | None:
+        """Return what is known of a managed parameter; None for any other tensor."""
+        return self._managed.get(id(param))
+
     def lookup(self, param: torch.Tensor) -> ManagedParameter | None:
         """Return what is known of a parameter; None for one of an excluded module.
 
