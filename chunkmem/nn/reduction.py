@@ -29,6 +29,7 @@ class Reduction:
         self._under_way: list[tuple[list[Chunk], Callable[[], None]]] = []
         """Chunks that are being reduced, and what waits for that."""
         gradients.before_touching = self._finish_one
+        gradients.is_shared = True
 
     def reduce(self, params: Sequence[ManagedParameter]) -> bool:
         """Let the owners have the means over ranks; a rank without a gradient counts as one of zeros.
@@ -59,7 +60,7 @@ class Reduction:
             self.reduce_groups(together)
         for managed, *found in zip(params, is_fresh, has_any, strict=True):
             if any(found) and self.sharing.owns(managed.group):
-                gradients.landed.setdefault(managed.group, set()).add(managed)
+                gradients.show_reduced(managed)
         return any(anywhere)
 
     def reduce_early(self, params: Sequence[ManagedParameter]) -> list[ManagedParameter]:

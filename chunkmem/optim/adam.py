@@ -18,7 +18,6 @@ from chunkmem.optim.checks import STATE_ROLES, check_number, check_options, chec
 from chunkmem.optim.excluded import update_excluded
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.pending import PendingGradients
-from chunkmem.runtime.device import runtime_mode
 
 if TYPE_CHECKING:
     from chunkmem.manager import ChunkManager
@@ -131,6 +130,7 @@ class Adam(torch.optim.Optimizer):
                 self._update(pending, multiplier=None)
             else:
                 self._step_lowered(pending)
+            self._updater.gradients.consumed(m for m in self._looked_up() if m is not None)
             self._updater.ahead.end_step()
 
     def _step_lowered(self, pending: list[ManagedParameter]) -> None:
@@ -161,18 +161,11 @@ class Adam(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that `step()` has not consumed, or set them to 0."""
         self._manager._require_open()
-        super().zero_grad(set_to_none)  # those of excluded parameters, and what was assigned to `.grad`
+        super().zero_grad(set_to_none)  # with lazy gradients, zeros reach the chunks
         if set_to_none:
             self._updater.gradients.discard({m for m in self._looked_up() if m is not None})
             if self._manager._scaler is not None:
                 self._manager._scaler.is_used = False
-            return
-        landed = self._updater.gradients.landed
-        pending = [m for m in self._looked_up() if m is not None and m in landed.get(m.group, ())]
-        with runtime_mode():
-            for managed in pending:
-                for slot in self._updater.gradient_replicas(managed):
-                    slot.zero_()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -229,6 +222,7 @@ class Adam(torch.optim.Optimizer):
 
     def _pending(self) -> list[ManagedParameter]:
         landed = self._updater.gradients.landed
+        self._updater.gradients.require_known(m for m in self._looked_up() if m is not None)
         return [managed for managed in self._managed() if managed in landed.get(managed.group, ())]
 
     def _name_of(self, param: torch.Tensor, index: int) -> str:
