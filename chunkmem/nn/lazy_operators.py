@@ -6,11 +6,10 @@ new. Replicas of a chunk stay alike: an in-place operator runs on one, and the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from chunkmem.errors import StateError
 from chunkmem.nn.slot_tensor import SlotTensor
@@ -195,7 +194,8 @@ class _Call:
                 return there
             return tensor
 
-        args, kwargs = tree_map_only(torch.Tensor, take, (self.args, self.kwargs))
+        args = [_mapped(value, take) for value in self.args]
+        kwargs = {key: _mapped(value, take) for key, value in self.kwargs.items()}
         result = self.func(*args, **kwargs)
         for tensor, there in moved:
             if any(tensor is value for value in self.written):
@@ -251,7 +251,7 @@ def _make_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _refuse(func, args)
         return _view_of(lazy, (of.shape, of.stride(), int(of.storage_offset())))
 
-    return tree_map_only(torch.Tensor, view, made)
+    return _mapped(made, view)
 
 
 def _view_of(lazy: SlotTensor, form: tuple[torch.Size, tuple[int, ...], int]) -> SlotTensor:
@@ -269,7 +269,16 @@ def _make_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _without_memory_of(slots: Any, result: Any) -> Any:
     """Return a result that has no memory of slots, whatever the operator's schema says."""
     own = {storage_id(slot) for slot in slots}
-    return tree_map_only(torch.Tensor, lambda made: made.clone() if storage_id(made) in own else made, result)
+    return _mapped(result, lambda made: made.clone() if storage_id(made) in own else made)
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return an argument or a result of an operator, a tensor or a list of them, with its tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(one, change) for one in value])
+    return value
 
 
 def _is_one(factor: Any) -> bool:
