@@ -112,7 +112,7 @@ class GradientSource:
         if self.state is GradientState.CONSUMED:
             return StateError(
                 f"the gradient of {self.name} was consumed by step() and has no values any more; read it, or take "
-                "p.grad.clone(), between backward and step()"
+                "p.grad.clone(), between backward and step(), and call optimizer.zero_grad() before the next backward"
             )
         if self.state is GradientState.OVERDUE:
             return self.is_overdue()

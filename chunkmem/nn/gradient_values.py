@@ -38,14 +38,18 @@ class GradientValues(GradientSlots):
             self._by_param[id(managed.param)] = managed
 
     def require_known(self, params: Iterable[ManagedParameter]) -> None:
-        """Raise if a gradient would be the sum of a new one and one that is gone.
+        """Raise if plain PyTorch would use a gradient that is gone, by itself or in a sum with a new one.
 
         Raises:
-            StateError: there was no `zero_grad()` after a step.
+            StateError: there was no `zero_grad()` after a step, and a backward since.
         """
-        for managed in params:
-            if self._sources[managed].state is GradientState.OVERDUE:
-                raise self._sources[managed].is_overdue()
+        sources = [self._sources[managed] for managed in params]
+        for source in sources:
+            if source.state is GradientState.OVERDUE:
+                raise source.is_overdue()
+        consumed = [source for source in sources if source.state is GradientState.CONSUMED]
+        if consumed and any(source.state is GradientState.LIVE for source in sources):
+            raise consumed[0].lacks_values()
 
     def consumed(self, params: Iterable[ManagedParameter]) -> None:
         """The step has used up the gradients of `params`, on whichever rank."""

@@ -400,6 +400,19 @@ def test_a_loop_without_zero_grad_is_told_so() -> None:
     manager.close()
 
 
+def test_a_gradient_that_plain_torch_would_use_again_is_missed() -> None:
+    """Without `zero_grad()` it is still there for the next step, whether or not another backward reaches it."""
+    manager, twin = landed()
+    twin.optimizer.step()
+    twin.model.head.zero_grad()
+    twin.model.requires_grad_(False)
+    twin.model.head.requires_grad_(True)
+    twin.loss(features(1)).backward()
+    with pytest.raises(chunkmem.StateError, match=r"inner\.weight was consumed by step\(\)"):
+        twin.optimizer.step()
+    manager.close()
+
+
 def test_two_optimizers_of_which_one_gets_gradients_it_does_not_want() -> None:
     """As where a generator is trained through its critic: the critic's are dropped by its next `zero_grad()`."""
 
