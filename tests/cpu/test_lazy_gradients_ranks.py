@@ -1,4 +1,4 @@
-"""`.grad` over ranks: there is one wherever there is one in plain PyTorch, it can be discarded, and it has no values."""
+"""`.grad` over ranks: there is one where plain PyTorch has one, it can be discarded, and it has no values."""
 
 from __future__ import annotations
 
