@@ -66,6 +66,10 @@ class LazyGradient(SlotTensor):
         copied.setflags(write=False)
         return copied
 
+    def is_shared(self) -> bool:
+        """Tell that no other process has its memory."""
+        return False
+
     def tolist(self) -> Any:
         """Return the values."""
         return self.whole().tolist()

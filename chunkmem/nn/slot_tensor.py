@@ -32,6 +32,7 @@ class SlotTensor(torch.Tensor):
         made: SlotTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, storage_offset=offset, dtype=source.dtype, device=source.device
         )
+        torch._C._set_throw_on_mutable_data_ptr(made)  # else what asks for its address in C++ gets 0
         made.source = source
         made.life = life
         made.is_whole = form is None or form == (source.shape, source.stride, 0)

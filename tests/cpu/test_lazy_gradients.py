@@ -207,6 +207,14 @@ def test_what_cannot_be_had_of_a_chunk_is_refused(name: str) -> None:
     manager.close()
 
 
+def test_extensions_get_no_address() -> None:
+    """What asks in C++ gets an error of torch's, and not 0."""
+    manager, twin = landed()
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(weight(twin))
+    manager.close()
+
+
 # What `.grad` is assigned counts.
 
 
