@@ -135,6 +135,7 @@ class Machinery:
                 num_threads=opts.update_threads or self._compute.num_update_threads(),
             ),
         )
+        self._gradients.before_change = self._updater.ahead.mistaken
         self._executor.begin_update = self._updater.ahead.begin
         self._executor.reserve_log = self._updater.ahead.reserve
         self._autocast_cache = AutocastCache(self._compute.device.type, precision=self.config.precision)
@@ -330,7 +331,7 @@ class Machinery:
             self._tiers.leave_room_for_activations()
         self._stepping = True
         try:
-            self._gradients.take_assigned(m for m in self._registry.parameters if m.param.grad is not None)
+            self._gradients.settle(self._registry.parameters)
             if self._reduction is not None:
                 self._units.attend()
                 self._reduction.reduce(list(self._registry.parameters))

@@ -95,7 +95,9 @@ class Variant:
         self.manager.backward(self.model(torch.ones(1, requires_grad=True)).sum())
         computed_s = time.perf_counter()
         self.optimizer.step()
-        return {"backward_s": computed_s - started_s, "update_s": time.perf_counter() - computed_s}
+        times = {"backward_s": computed_s - started_s, "update_s": time.perf_counter() - computed_s}
+        self.optimizer.zero_grad()
+        return times
 
     def check(self) -> None:
         """Check that updates were where they should be.

@@ -43,6 +43,7 @@ def gathered(
     wanted = list(params)
     sharing = None if reduction is None else reduction.sharing
     exposed = [m for m in wanted if grads and m not in gradients.exposed]  # the others are, by a block around this one
+    gradients.settle(exposed)
     landed = [m for m in exposed if m in gradients.landed.get(m.group, ())]
     if reduction is not None and grads:
         landed = reduction.reduce_early(exposed)

@@ -1,23 +1,31 @@
-"""Gradients go to their chunks as they become final for a backward; `.grad` is None afterwards."""
+"""Gradients go to their chunks as they become final for a backward; `.grad` is a lazy gradient afterwards.
+
+[Note: What `.grad` says] Users assign to `.grad` and nobody sees it. So it is what counts: before a gradient is used,
+the book is made to agree with it. None discards what has landed, another tensor takes its place, a lazy gradient means
+that the slot is right.
+"""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.gradient_source import GradientState
+from chunkmem.nn.gradient_values import GradientValues
+from chunkmem.nn.lazy_gradient import LazyGradient
+from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
-from chunkmem.runtime.store import NO_CONTENT, Chunk
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import Tier
 
 
-class GradientBook:
-    """Which gradients have landed since the last step, and where."""
+class GradientBook(GradientValues):
+    """What `.grad` of the parameters shows, and what users have made of it."""
 
     def __init__(
         self,
@@ -26,51 +34,14 @@ class GradientBook:
         settles: Callable[[int], bool],
         then: Callable[[ManagedParameter], None],
     ) -> None:
-        """Make an empty book.
-
-        Args:
-            executor: serves the accesses.
-            settles: tells whether a group is updated on HOST.
-            then: called after each gradient.
-        """
-        self._executor = executor
-        self._settles = settles
+        """Make an empty book; `then` is called after each gradient. The rest is as for `GradientSlots`."""
+        super().__init__(executor, settles=settles)
         self._then = then
-        self.chunks: dict[int, Chunk] = {}
-        """GRAD chunk by group."""
-        self.members: dict[int, tuple[ManagedParameter, ...]] = {}
-        """All parameters of each group, in slot order."""
-        self._landed: dict[int, set[ManagedParameter]] = {}
-        self._reduced: set[int] = set()
-        """Groups whose gradient is a mean over ranks."""
-        self.given: set[ManagedParameter] = set()
-        """Parameters whose gradient went into a mean over ranks since the last step."""
-        self.anywhere: set[ManagedParameter] = set()
-        """Parameters of which a rank has a gradient, as of the last mean over ranks; the same on all of them."""
-        self._carried: dict[int, torch.Tensor] = {}
-        """By group: such a mean, while further gradients land beside it."""
-        self.before_touching: Callable[[int], None] = lambda group: None
-        """Called before a gradient of a group lands or is completed: whoever reduces it finishes that."""
         self.exposed: set[ManagedParameter] = set()
         """Parameters whose `.grad` is the user's for a while, inside `manager.gather(grads=True)`."""
-        self._expected: dict[int, int] = {}
-        """Trainable parameters of each group that has begun."""
-
-    @property
-    def landed(self) -> dict[int, set[ManagedParameter]]:
-        """Parameters with a gradient, by group; the group whose gradient landed last comes last."""
-        return self._landed
-
-    @property
-    def fresh(self) -> dict[int, set[ManagedParameter]]:
-        """What has landed and is not part of a mean over ranks."""
-        return {group: landed for group, landed in self._landed.items() if group not in self._reduced}
-
-    def add(self, parameters: Iterable[ManagedParameter]) -> None:
-        """Take in the parameters of a model that was packed."""
-        for managed in sorted(parameters, key=lambda m: (m.group, m.position)):
-            self.chunks[managed.group] = self._executor.store.chunks[ChunkId(Role.GRAD, managed.group)]
-            self.members[managed.group] = (*self.members.get(managed.group, ()), managed)
+        example = _with_gradient()
+        self._unheld = _num_references(example), _num_memory_references(example)
+        """What they say of a gradient that nobody else refers to."""
 
     def watch(self, params: Iterable[ManagedParameter]) -> None:
         """Catch the gradients of those that are trainable from now on."""
@@ -89,91 +60,76 @@ class GradientBook:
 
         managed.gradient_hook = managed.param.register_post_accumulate_grad_hook(on_gradient)
 
-    def land(self, managed: ManagedParameter, grad: torch.Tensor) -> None:
-        """Put a gradient into its slot, adding to what landed there since the last step.
-
-        Raises:
-            CapacityError: no room for the GRAD chunk on DEVICE.
-            StateError: the gradient is sparse.
-        """
-        if grad.layout is not torch.strided:
-            raise StateError(
-                f"parameter {managed.name} got a {grad.layout} gradient; fused AdamW takes dense ones (sparse=False)"
-            )
-        chunk = self.chunks[managed.group]
-        reader = f"{managed.name} gradient"
-        self.before_touching(managed.group)
-        if managed.group in self._reduced:
-            self._carry(managed.group, reader)
-        if chunk.version == NO_CONTENT:
-            self._executor.create(chunk, Tier.DEVICE, reader=reader, zero=False)
-            self._landed[managed.group] = set()
-            self._expected[managed.group] = sum(m.requires_grad for m in self.members[managed.group])
-        else:
-            self._executor.use(chunk, Tier.DEVICE, reader=reader)
-        landed = self._landed[managed.group] = self._landed.pop(managed.group)
-        slot = self._slot(managed)
-        with runtime_mode():
-            if managed in landed:
-                slot.add_(grad)
-            else:
-                slot.copy_(grad)
-                landed.add(managed)
-        if len(chunk.replicas) > 1:
-            self._executor.store.mark_written(chunk, Tier.DEVICE)
-        chunk.settled = len(landed) >= self._expected[managed.group] and self._settles(managed.group)
-
-    def complete(self, group: int, wanted: Collection[ManagedParameter], *, reader: str) -> None:
-        """Have a gradient, of zeros where none has landed, for parameters of a group on DEVICE: to be reduced."""
-        chunk = self.chunks[group]
-        self.before_touching(group)
-        if group in self._reduced:
-            self._carry(group, reader)
-        if chunk.version == NO_CONTENT:
-            self._executor.create(chunk, Tier.DEVICE, reader=reader, zero=True)
-            self._landed[group] = set()
-        else:
-            self._executor.use(chunk, Tier.DEVICE, reader=reader)
-        missing = set(wanted) - self._landed[group]
-        with runtime_mode():
-            for managed in missing:
-                self._slot(managed).zero_()
-        if len(chunk.replicas) > 1:
-            self._executor.store.mark_written(chunk, Tier.DEVICE)
-
-    def reduced(self, group: int) -> None:
-        """A group's gradient, on DEVICE, is the mean over ranks now."""
-        self.given |= self._landed[group]
-        chunk = self.chunks[group]
-        carried = self._carried.pop(group, None)
-        if carried is not None:
-            with runtime_mode():
-                chunk.replicas[Tier.DEVICE].flat.add_(carried.to(chunk.replicas[Tier.DEVICE].flat.device))
-        self._reduced.add(group)
-        self._executor.store.mark_written(chunk, Tier.DEVICE)
-        chunk.settled = self._settles(group)
-
-    def give_up(self, group: int) -> None:
-        """Another rank has a group's gradient now."""
-        self.given |= self._landed.pop(group, set())
-        chunk = self.chunks[group]
-        self._executor.consume(chunk)
-        self._executor.discard_remote(chunk)  # unlike the owner's, it is not wanted before the next backward
-
-    def _carry(self, group: int, reader: str) -> None:
-        """More comes after a mean was formed: keep that beside, and begin anew."""
-        chunk = self.chunks[group]
-        replica = self._executor.use(chunk, Tier.DEVICE, reader=reader)
-        with runtime_mode():
-            self._carried[group] = replica.flat.to("cpu", copy=True)
-            replica.flat.zero_()
-        self._executor.store.mark_written(chunk, Tier.DEVICE)
-        self._reduced.discard(group)
+    # What `.grad` says.
 
     def _on_gradient(self, managed: ManagedParameter) -> None:
         if managed not in self.exposed:
-            self._take(managed)
+            grad = managed.param.grad
+            if grad is not None and not isinstance(grad, LazyGradient):  # to that one autograd has added: `accumulate`
+                del grad
+                self._take(managed, from_autograd=True)
         self._then(managed)
+
+    def _take(self, managed: ManagedParameter, *, from_autograd: bool = False) -> None:
+        """Let an ordinary tensor in `.grad` be the gradient.
+
+        One that somebody else refers to stays there: they may go on writing to it, and plain PyTorch would notice. It
+        is copied at the step.
+        """
+        is_held = not self.is_shared and self._is_held(managed.param, from_autograd=from_autograd)
+        if is_held and from_autograd:
+            return
+        grad = managed.param.grad
+        assert grad is not None
+        self.land(managed, grad, replacing=True)
+        if is_held:
+            self._sources[managed].state = GradientState.NONE
+        else:
+            self._show(managed)
+
+    def _is_held(self, param: torch.Tensor, *, from_autograd: bool) -> bool:
+        num_tensor, num_memory = self._unheld
+        if _num_references(param) > num_tensor:
+            return True
+        # What autograd has made may be a view of something of its own; to what a user assigned it has added in place.
+        assert param.grad is not None
+        may_be_made_by_autograd = from_autograd and param.grad._version == 0
+        return not may_be_made_by_autograd and _num_memory_references(param) > num_memory
+
+    def _show(self, managed: ManagedParameter) -> None:
+        """Let `.grad` be what has landed."""
+        source = self._sources[managed]
+        source.life += 1
+        source.state = GradientState.LIVE
+        managed.param.grad = LazyGradient(source, source.life)
+
+    def show_reduced(self, managed: ManagedParameter) -> None:
+        """Count a mean, of gradients that other ranks had, as this one's."""
+        self._landed.setdefault(managed.group, set()).add(managed)
+        if managed.param.grad is None and managed not in self.exposed:
+            self._show(managed)
+
+    def settle(self, params: Iterable[ManagedParameter]) -> None:
+        """Make the book agree with `.grad`; see [Note: What `.grad` says]. Raises what `land` does."""
+        params = tuple(params)
+        for managed in params:
+            grad = managed.param.grad
+            if isinstance(grad, LazyGradient) and not grad.is_all_of(self._sources[managed]):
+                # Of another parameter, maybe, whose turn comes before this one's: two can be swapped.
+                managed.param.grad = grad.whole()
+        for managed in params:
+            grad, source = managed.param.grad, self._sources[managed]
+            if grad is None:
+                if source.state is not GradientState.NONE or managed in self._landed.get(managed.group, ()):
+                    self.discard({managed})
+            elif isinstance(grad, LazyGradient):
+                if source.state is GradientState.ZEROED:
+                    self._land_zeros(managed)
+                elif source.state is GradientState.NONE:
+                    raise source.lacks_values()
+            else:
+                del grad
+                self._take(managed)
 
     @contextmanager
     def exposing(self, exposed: Iterable[ManagedParameter], landed: Collection[ManagedParameter]) -> Iterator[None]:
@@ -182,6 +138,7 @@ class GradientBook:
         That is what was written to it in place, put in its stead, or set where there was none.
         """
         exposed = list(exposed)
+        before = {managed: managed.param.grad for managed in landed}
         for managed in landed:
             managed.param.grad = self._slot(managed)
         self.exposed.update(exposed)
@@ -190,7 +147,8 @@ class GradientBook:
         finally:
             self.exposed.difference_update(exposed)
             if self._executor.closed is None:
-                self.take_assigned(exposed)
+                for managed in exposed:
+                    self._take_exposed(managed, before.get(managed))
 
     @contextmanager
     def borrowing(self, lent: Collection[ManagedParameter], *, reader: str) -> Iterator[None]:
@@ -199,72 +157,74 @@ class GradientBook:
         Nothing of it is kept. Raises what `land` does.
         """
         made: list[int] = []
+        before: dict[ManagedParameter, torch.Tensor | None] = {}
         try:
             for group in dict.fromkeys(managed.group for managed in lent):
                 self._executor.create(self.chunks[group], Tier.DEVICE, reader=reader, zero=True, elastic=True)
                 self._executor.pin(self.chunks[group], Tier.DEVICE, reader=reader, elastic=True)
                 made.append(group)
             for managed in lent:
+                before[managed] = managed.param.grad
                 managed.param.grad = self._slot(managed)
             self.exposed.update(lent)
             yield
         finally:
             self.exposed.difference_update(lent)
-            for managed in lent:
-                managed.param.grad = None
+            for managed, grad in before.items():
+                managed.param.grad = grad
             for group in made if self._executor.closed is None else ():
                 self._executor.unpin(self.chunks[group], Tier.DEVICE)
                 self.give_up(group)
 
-    def take_assigned(self, params: Iterable[ManagedParameter]) -> None:
-        """Let `.grad`, which a user may have set, take the place of what has landed.
-
-        Raises: what `land` does.
-        """
-        for managed in params:
-            self._take_assigned(managed)
-
-    def _take_assigned(self, managed: ManagedParameter) -> None:
+    def _take_exposed(self, managed: ManagedParameter, before: torch.Tensor | None) -> None:
+        """Keep what has become of a gradient that was exposed; `before` is what `.grad` was until then."""
         grad = managed.param.grad
         chunk = self.chunks[managed.group]
         landed = managed in self._landed.get(managed.group, ())
         if landed and grad is not None and chunk.ready(Tier.DEVICE):
             slot = self._slot(managed)
-            is_slot = grad.is_set_to(slot)
+            is_slot = not isinstance(grad, LazyGradient) and grad.is_set_to(slot)
             if not is_slot and managed.group in self._reduced:  # what takes the place of a mean is one
                 with runtime_mode():
-                    slot.copy_(grad)
+                    slot.copy_(grad.whole() if isinstance(grad, LazyGradient) else grad)
                 is_slot = True
             if is_slot:
-                managed.param.grad = None
                 self._executor.store.mark_written(chunk, Tier.DEVICE)
+                if before is None:
+                    self._show(managed)
+                    return
+                if not isinstance(before, LazyGradient):  # a user's own tensor, which plain PyTorch would have changed
+                    with runtime_mode():
+                        before.copy_(slot)
+                managed.param.grad = before
                 return
-        self.discard({managed})
-        self._take(managed)
-
-    def _take(self, managed: ManagedParameter) -> None:
-        grad, managed.param.grad = managed.param.grad, None
-        if grad is not None:
-            self.land(managed, grad)
-
-    def _slot(self, managed: ManagedParameter) -> torch.Tensor:
-        return self._executor.store.views(self.chunks[managed.group], Tier.DEVICE)[managed.position]
+        self.settle((managed,))
 
     def discard(self, params: Collection[ManagedParameter]) -> None:
         """Forget the gradients of `params`, as after their update."""
-        self.given.difference_update(params)
-        self.anywhere.difference_update(params)
-        for group in {managed.group for managed in params}:
-            landed = self._landed.get(group)
-            if landed is None:
-                continue
-            landed.difference_update(params)
-            if not landed:
-                del self._landed[group]
-                self._reduced.discard(group)
-                self._carried.pop(group, None)
-                self._executor.consume(self.chunks[group])
+        for managed in params:
+            source, grad = self._sources[managed], managed.param.grad
+            is_shown = isinstance(grad, LazyGradient) and grad.is_all_of(source)
+            if source.state is not GradientState.NONE:
+                source.state = GradientState.CONSUMED if is_shown else GradientState.NONE
+        self.forget(params)
 
-    def any_landed(self, params: Iterable[ManagedParameter]) -> bool:
-        """Tell whether one of `params` has a gradient."""
-        return any(managed in self._landed.get(managed.group, ()) for managed in params)
+
+def _num_references(param: torch.Tensor) -> int:
+    """Return how many references there are to the tensor in `.grad`, this function's included."""
+    grad = param.grad
+    return sys.getrefcount(grad)
+
+
+def _num_memory_references(param: torch.Tensor) -> int:
+    """Return how many references there are to the memory of the tensor in `.grad`; 0 for one that has none."""
+    grad = param.grad
+    assert grad is not None
+    memory = storage_id(grad)
+    return 0 if memory is None else int(torch._C._storage_Use_Count(memory))
+
+
+def _with_gradient() -> torch.Tensor:
+    param = torch.zeros((), requires_grad=True)
+    param.grad = torch.zeros(())
+    return param

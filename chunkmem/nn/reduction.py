@@ -29,6 +29,7 @@ class Reduction:
         self._under_way: list[tuple[list[Chunk], Callable[[], None]]] = []
         """Chunks that are being reduced, and what waits for that."""
         gradients.before_touching = self._finish_one
+        gradients.is_shared = True
 
     def reduce(self, params: Sequence[ManagedParameter]) -> None:
         """Let the owners have the means over ranks; a rank without a gradient counts as one of zeros.
@@ -57,7 +58,7 @@ class Reduction:
             if any(found):
                 gradients.anywhere.add(managed)
                 if self.sharing.owns(managed.group):
-                    gradients.landed.setdefault(managed.group, set()).add(managed)
+                    gradients.show_reduced(managed)
 
     def reduce_early(self, params: Sequence[ManagedParameter]) -> list[ManagedParameter]:
         """Reduce before the step what has landed so far; return those of `params` that have a gradient on any rank.

@@ -16,7 +16,6 @@ from chunkmem.optim.excluded import update_excluded
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.pending import PendingGradients
 from chunkmem.optim.saved import StatefulOptimizer
-from chunkmem.runtime.device import runtime_mode
 
 if TYPE_CHECKING:
     from chunkmem.manager import ChunkManager
@@ -130,6 +129,7 @@ class Adam(StatefulOptimizer):
             self._update(pending, multiplier=None)
         else:
             self._step_lowered(pending)
+        self._updater.gradients.consumed(m for m in self._looked_up() if m is not None)
         self._updater.ahead.end_step()
 
     def _step_lowered(self, pending: list[ManagedParameter]) -> None:
@@ -160,18 +160,11 @@ class Adam(StatefulOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that `step()` has not consumed, or set them to 0."""
         self._manager._require_open()
-        super().zero_grad(set_to_none)  # those of excluded parameters, and what was assigned to `.grad`
+        super().zero_grad(set_to_none)  # with lazy gradients, zeros reach the chunks
         if set_to_none:
             self._updater.gradients.discard({m for m in self._looked_up() if m is not None})
             if self._manager._scaler is not None:
                 self._manager._scaler.is_used = False
-            return
-        landed = self._updater.gradients.landed
-        pending = [m for m in self._looked_up() if m is not None and m in landed.get(m.group, ())]
-        with runtime_mode():
-            for managed in pending:
-                for slot in self._updater.gradient_replicas(managed):
-                    slot.zero_()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.optim.ops import global_norm
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.optim.update import GroupUpdater
@@ -51,7 +52,7 @@ class PendingGradients:
         for param in params:
             if param in self._managed:
                 self._grads[param] = updater.gradient(self._managed[param])
-            elif param.grad is not None:
+            elif param.grad is not None and not isinstance(param.grad, LazyGradient):  # that is another rank's
                 self._grads[param] = param.grad
         if not self._grads and ranks.size == 1:
             raise StateError("no gradient to clip: call manager.backward(loss) or loss.backward() before it")

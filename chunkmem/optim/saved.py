@@ -128,6 +128,7 @@ class StatefulOptimizer(ChunkedOptimizer):
     def _pending(self) -> list[ManagedParameter]:
         """Return the managed parameters that this rank owns and that have a gradient."""
         landed = self._updater.gradients.landed
+        self._updater.gradients.require_known(m for m in self._looked_up() if m is not None)
         return [managed for managed in self._managed() if managed in landed.get(managed.group, ())]
 
     def _is_initialization(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
+from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.optim.ahead import Intent, UpdatesAhead
 from chunkmem.optim.checks import STATE_ROLES
 from chunkmem.optim.guesses import Items
@@ -284,7 +285,10 @@ class GroupUpdater:
         self._executor.drain()
         self.ahead.forget()
         chunk = self._chunk(Role.GRAD, managed.group)
-        return [self._store.views(chunk, tier)[managed.position] for tier in chunk.replicas if chunk.ready(tier)]
+        slots = [self._store.views(chunk, tier)[managed.position] for tier in chunk.replicas if chunk.ready(tier)]
+        grad = managed.param.grad
+        # A tensor that a user has assigned, and goes on using, is one more replica.
+        return slots if grad is None or isinstance(grad, LazyGradient) else [*slots, grad]
 
     def _chunk(self, role: Role, group: int) -> Chunk:
         return self._store.chunks[ChunkId(role, group)]

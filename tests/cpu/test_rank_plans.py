@@ -230,6 +230,7 @@ def choose(rank: int, slow: int) -> tuple[int, float]:
         for step in range(2):
             manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
             optimizer.step()
+            optimizer.zero_grad()
         return [way is sharing.exchange for way in ways].index(True), manager._exchange_Bps
 
 

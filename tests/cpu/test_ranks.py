@@ -146,6 +146,7 @@ def train_with_a_wrong_guess(rank: int) -> dict[str, Tensor]:
             for micro in range(2):
                 manager.backward(loss_of(model, batch_of(task, step, micro, rank)))
             optimizer.step()
+            optimizer.zero_grad()
         return manager.state_dict()
 
 
@@ -433,6 +434,7 @@ def die(rank: int) -> str:
                     os.kill(os.getpid(), signal.SIGKILL)
                 manager.backward(loss)
                 optimizer.step()
+                optimizer.zero_grad()
         except chunkmem.RankError as error:
             return f"{error.ranks} {error}"
     return "nothing happened"

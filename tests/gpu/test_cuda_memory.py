@@ -31,6 +31,7 @@ def train(manager: chunkmem.ChunkManager, model: nn.Module, optimizer: torch.opt
     for _ in range(num_steps):
         manager.backward(model(torch.randn(64, 512, device="cuda")).square().mean())
         optimizer.step()
+        optimizer.zero_grad()
         audit(manager)
 
 

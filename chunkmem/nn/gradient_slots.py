@@ -1,0 +1,188 @@
+"""Gradients in the slots of GRAD chunks: which have landed, and what of them is a mean over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+
+from chunkmem.errors import StateError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.store import NO_CONTENT, Chunk
+from chunkmem.types import ChunkId, Role, Tier
+
+
+class GradientSlots:
+    """Which gradients have landed since the last step, and where."""
+
+    def __init__(self, executor: DemandExecutor, *, settles: Callable[[int], bool]) -> None:
+        """Begin with none.
+
+        Args:
+            executor: serves the accesses.
+            settles: tells whether a group is updated on HOST.
+        """
+        self._executor = executor
+        self._settles = settles
+        self.chunks: dict[int, Chunk] = {}
+        """GRAD chunk by group."""
+        self.members: dict[int, tuple[ManagedParameter, ...]] = {}
+        """All parameters of each group, in slot order."""
+        self._landed: dict[int, set[ManagedParameter]] = {}
+        self._reduced: set[int] = set()
+        """Groups whose gradient is a mean over ranks."""
+        self.given: set[ManagedParameter] = set()
+        """Parameters whose gradient went into a mean over ranks since the last step."""
+        self.anywhere: set[ManagedParameter] = set()
+        """Parameters of which a rank has a gradient, as of the last mean over ranks; the same on all of them."""
+        self._carried: dict[int, torch.Tensor] = {}
+        """By group: such a mean, while further gradients land beside it."""
+        self.before_touching: Callable[[int], None] = lambda group: None
+        """Called before a gradient of a group lands or is completed: whoever reduces it finishes that."""
+        self._expected: dict[int, int] = {}
+        """Trainable parameters of each group that has begun."""
+
+    @property
+    def landed(self) -> dict[int, set[ManagedParameter]]:
+        """Parameters with a gradient, by group; the group whose gradient landed last comes last."""
+        return self._landed
+
+    @property
+    def fresh(self) -> dict[int, set[ManagedParameter]]:
+        """What has landed and is not part of a mean over ranks."""
+        return {group: landed for group, landed in self._landed.items() if group not in self._reduced}
+
+    def add(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Take in the parameters of a model that was packed."""
+        for managed in sorted(parameters, key=lambda m: (m.group, m.position)):
+            self.chunks[managed.group] = self._executor.store.chunks[ChunkId(Role.GRAD, managed.group)]
+            self.members[managed.group] = (*self.members.get(managed.group, ()), managed)
+
+    def land(self, managed: ManagedParameter, grad: torch.Tensor, *, replacing: bool = False) -> None:
+        """Put a gradient into its slot, adding to what landed there since the last step, or replacing it.
+
+        Raises:
+            CapacityError: no room for the GRAD chunk on DEVICE.
+            StateError: the gradient is sparse.
+        """
+        if grad.layout is not torch.strided:
+            raise StateError(
+                f"parameter {managed.name} got a {grad.layout} gradient; fused AdamW takes dense ones (sparse=False)"
+            )
+        chunk = self.chunks[managed.group]
+        reader = f"{managed.name} gradient"
+        self.before_touching(managed.group)
+        if managed.group in self._reduced:
+            self._carry(managed.group, reader)
+        if replacing:
+            self.given.discard(managed)
+            self._clear_carried(managed)
+        if chunk.version == NO_CONTENT:
+            self._executor.create(chunk, Tier.DEVICE, reader=reader, zero=False)
+            self._landed[managed.group] = set()
+            self._expected[managed.group] = sum(m.requires_grad for m in self.members[managed.group])
+        else:
+            self._executor.use(chunk, Tier.DEVICE, reader=reader)
+        landed = self._landed[managed.group] = self._landed.pop(managed.group)
+        slot = self._slot(managed)
+        with runtime_mode():
+            if managed in landed and not replacing:
+                slot.add_(grad)
+            else:
+                slot.copy_(grad)
+                landed.add(managed)
+        if len(chunk.replicas) > 1:
+            self._executor.store.mark_written(chunk, Tier.DEVICE)
+        chunk.settled = len(landed) >= self._expected[managed.group] and self._settles(managed.group)
+
+    def complete(self, group: int, wanted: Collection[ManagedParameter], *, reader: str) -> None:
+        """Have a gradient, of zeros where none has landed, for parameters of a group on DEVICE: to be reduced."""
+        chunk = self.chunks[group]
+        self.before_touching(group)
+        if group in self._reduced:
+            self._carry(group, reader)
+        if chunk.version == NO_CONTENT:
+            self._executor.create(chunk, Tier.DEVICE, reader=reader, zero=True)
+            self._landed[group] = set()
+        else:
+            self._executor.use(chunk, Tier.DEVICE, reader=reader)
+        missing = set(wanted) - self._landed[group]
+        with runtime_mode():
+            for managed in missing:
+                self._slot(managed).zero_()
+        if len(chunk.replicas) > 1:
+            self._executor.store.mark_written(chunk, Tier.DEVICE)
+
+    def reduced(self, group: int) -> None:
+        """A group's gradient, on DEVICE, is the mean over ranks now."""
+        self.given |= self._landed[group]
+        chunk = self.chunks[group]
+        carried = self._carried.pop(group, None)
+        if carried is not None:
+            with runtime_mode():
+                chunk.replicas[Tier.DEVICE].flat.add_(carried.to(chunk.replicas[Tier.DEVICE].flat.device))
+        self._reduced.add(group)
+        self._executor.store.mark_written(chunk, Tier.DEVICE)
+        chunk.settled = self._settles(group)
+
+    def give_up(self, group: int) -> None:
+        """Another rank has a group's gradient now."""
+        self.given |= self._landed.pop(group, set())
+        chunk = self.chunks[group]
+        self._executor.consume(chunk)
+        self._executor.discard_remote(chunk)  # unlike the owner's, it is not wanted before the next backward
+
+    def _carry(self, group: int, reader: str) -> None:
+        """More comes after a mean was formed: keep that beside, and begin anew."""
+        chunk = self.chunks[group]
+        replica = self._executor.use(chunk, Tier.DEVICE, reader=reader)
+        with runtime_mode():
+            self._carried[group] = replica.flat.to("cpu", copy=True)
+            replica.flat.zero_()
+        for managed in set(self.members[group]) - self._landed[group]:
+            self._clear_carried(managed)  # discarded since the mean was formed
+        self._executor.store.mark_written(chunk, Tier.DEVICE)
+        self._reduced.discard(group)
+
+    def _clear_carried(self, managed: ManagedParameter) -> None:
+        carried = self._carried.get(managed.group)
+        if carried is not None:
+            with runtime_mode():
+                carried[managed.slot.offset : managed.slot.end].zero_()
+
+    def zero_landed(self, managed: ManagedParameter) -> None:
+        """Set to zero what has landed, on all tiers, and the mean that is carried beside it."""
+        self.before_touching(managed.group)
+        self._executor.drain()
+        self._clear_carried(managed)
+        chunk = self.chunks[managed.group]
+        with runtime_mode():
+            for tier in chunk.replicas:
+                if chunk.ready(tier):
+                    self._executor.store.views(chunk, tier)[managed.position].zero_()
+
+    def _slot(self, managed: ManagedParameter) -> torch.Tensor:
+        return self._executor.store.views(self.chunks[managed.group], Tier.DEVICE)[managed.position]
+
+    def forget(self, params: Collection[ManagedParameter]) -> None:
+        """Give up what has landed of `params`; a group without any gradient has no content any more."""
+        self.given.difference_update(params)
+        self.anywhere.difference_update(params)
+        for managed in params if self._carried else ():
+            self._clear_carried(managed)
+        for group in {managed.group for managed in params}:
+            landed = self._landed.get(group)
+            if landed is None:
+                continue
+            landed.difference_update(params)
+            if not landed:
+                del self._landed[group]
+                self._reduced.discard(group)
+                self._carried.pop(group, None)
+                self._executor.consume(self.chunks[group])
+
+    def any_landed(self, params: Iterable[ManagedParameter]) -> bool:
+        """Tell whether one of `params` has a gradient."""
+        return any(managed in self._landed.get(managed.group, ()) for managed in params)

@@ -1,0 +1,139 @@
+"""The values of gradients that have landed, for the lazy ones in `.grad` that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from chunkmem.errors import StateError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.gradient_slots import GradientSlots
+from chunkmem.nn.gradient_source import GradientSource, GradientState
+from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.types import Tier
+
+
+class GradientValues(GradientSlots):
+    """Serves what users do to lazy gradients; see `GradientOwner`."""
+
+    def __init__(self, executor: DemandExecutor, *, settles: Callable[[int], bool]) -> None:
+        """Begin with none; see `GradientSlots`."""
+        super().__init__(executor, settles=settles)
+        self.is_shared = False
+        """Gradients are summed over ranks: what one of them has is not the gradient."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before gradients are changed by a user: updates that have read them are wrong."""
+        self._sources: dict[ManagedParameter, GradientSource] = {}
+        self._by_param: dict[int, ManagedParameter] = {}
+        """By the identity of the Parameter."""
+
+    def add(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Take in the parameters of a model that was packed."""
+        parameters = tuple(parameters)
+        super().add(parameters)
+        for managed in parameters:
+            self._sources[managed] = GradientSource(managed, self)
+            self._by_param[id(managed.param)] = managed
+
+    def require_known(self, params: Iterable[ManagedParameter]) -> None:
+        """Raise if plain PyTorch would use a gradient that is gone, by itself or in a sum with a new one.
+
+        Raises:
+            StateError: there was no `zero_grad()` after a step, and a backward since.
+        """
+        sources = [self._sources[managed] for managed in params]
+        for source in sources:
+            if source.state is GradientState.OVERDUE:
+                raise source.is_overdue()
+        consumed = [source for source in sources if source.state is GradientState.CONSUMED]
+        if consumed and any(source.state is GradientState.LIVE for source in sources):
+            raise consumed[0].lacks_values()
+
+    def consumed(self, params: Iterable[ManagedParameter]) -> None:
+        """The step has used up the gradients of `params`, on whichever rank."""
+        for managed in params:
+            if self._sources[managed].state is GradientState.LIVE:
+                self._sources[managed].state = GradientState.CONSUMED
+
+    def accumulate(self, source: GradientSource, grad: torch.Tensor) -> None:
+        """Add what autograd has found to the gradient that `.grad` shows. Raises what `land` does."""
+        managed = self.members[source.group][source.position]
+        if source.state is GradientState.LIVE:
+            self.land(managed, grad)
+        elif source.state is GradientState.ZEROED:
+            self.land(managed, grad + 0, replacing=True)  # -0 becomes 0, as in a sum
+            source.state = GradientState.LIVE
+        elif source.state is GradientState.CONSUMED:
+            source.state = GradientState.OVERDUE
+        elif source.state is GradientState.NONE:
+            raise source.lacks_values()
+
+    def locate(self, source: GradientSource, *, writing: bool, overwriting: bool = False) -> list[torch.Tensor]:
+        """Return the slot where it is; with `writing`, on every tier that has it, the newest first.
+
+        With `overwriting`, values that were consumed are not missed.
+
+        Raises:
+            StateError: there are no values, or only this rank's part of them.
+        """
+        managed = self.members[source.group][source.position]
+        if self._executor.closed is not None:
+            raise StateError(f"the gradient of {source.name}: {self._executor.closed}")
+        known = (GradientState.LIVE, GradientState.ZEROED)
+        if source.state not in known and (source.state is GradientState.NONE or not overwriting):
+            raise source.lacks_values()
+        if self.is_shared:
+            raise StateError(
+                f"the gradient of {source.name} is summed over ranks when the step begins, and what this one has of it "
+                "is not the gradient; clip with optimizer.clip_grad_norm_(), read and write it inside "
+                "manager.gather(p, grads=True)"
+            )
+        if source.state is GradientState.ZEROED and not writing:
+            return [source.zeros()]
+        if source.state is not GradientState.LIVE:
+            self._land_zeros(managed)
+        if writing:
+            self.before_change()
+        self._executor.drain()
+        chunk = self.chunks[source.group]
+        tiers = [tier for tier in (Tier.DEVICE, Tier.HOST) if chunk.ready(tier)]
+        return [self._executor.store.views(chunk, tier)[source.position] for tier in tiers[: None if writing else 1]]
+
+    def zero(self, source: GradientSource) -> None:
+        """Set a gradient to zero, over ranks this one's part of it; one that was consumed is zero from now on.
+
+        Raises:
+            StateError: the manager is closed, or the gradient was discarded.
+        """
+        managed = self.members[source.group][source.position]
+        if self._executor.closed is not None:
+            raise StateError(f"the gradient of {source.name}: {self._executor.closed}")
+        if source.state is GradientState.NONE:
+            raise source.lacks_values()
+        if source.state is not GradientState.LIVE:
+            source.state = GradientState.ZEROED
+        elif managed in self._landed.get(managed.group, ()):
+            self.before_change()
+            self.zero_landed(managed)
+
+    def require_present(self, tensor: torch.Tensor) -> None:
+        """Raise if `tensor` is a managed parameter that is away.
+
+        Raises:
+            StateError: what is written to it would be lost.
+        """
+        managed = self._by_param.get(id(tensor))
+        if managed is not None and managed.param is tensor and not managed.bound.is_bound:
+            raise StateError(
+                f"parameter {managed.name} is not on DEVICE, and what is written to it would be lost; update it with "
+                "chunkmem.AdamW or chunkmem.Adam, or write to it inside manager.gather()"
+            )
+
+    def _land_zeros(self, managed: ManagedParameter) -> None:
+        source = self._sources[managed]
+        with runtime_mode():
+            zero = torch.zeros((), dtype=source.dtype, device=source.device)
+        self.land(managed, zero, replacing=True)
+        source.state = GradientState.LIVE

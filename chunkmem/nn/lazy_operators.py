@@ -1,0 +1,297 @@
+"""Run operators on lazy gradients: on the slots, where they are.
+
+What an operator does to its arguments is in its schema: it makes a view, it writes in place, or it returns something
+new. Replicas of a chunk stay alike: an in-place operator runs on one, and the others are copies of what it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from chunkmem.errors import StateError
+from chunkmem.nn.slot_tensor import SlotTensor
+from chunkmem.nn.values import storage_id
+from chunkmem.runtime.device import runtime_mode
+
+_aten = torch.ops.aten
+_REDUCTIONS = frozenset(
+    (
+        _aten.linalg_vector_norm.default,
+        _aten._foreach_norm.Scalar,
+        _aten.norm.Scalar,
+        _aten.norm.ScalarOpt_dim,
+        _aten.sum.default,
+        _aten.amax.default,
+        _aten.amin.default,
+        _aten.max.default,
+        _aten.min.default,
+    )
+)
+"""Their results are small: a gradient on HOST is not copied for them."""
+_FACTORIES = frozenset(
+    packet.default
+    for packet in (
+        *(_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like),
+        *(_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided),
+    )
+)
+"""They ask for a shape, a dtype and a device alone."""
+_SCALINGS = frozenset(
+    (
+        *(_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar),
+        *(_aten._foreach_mul_.Tensor, _aten._foreach_mul_.Scalar, _aten._foreach_div_.Scalar),
+        *(_aten._foreach_div_.Tensor,),
+    )
+)
+"""By 1 they change nothing, as when a norm is below what it is clipped to."""
+_OVERWRITING = frozenset((_aten.copy_.default, _aten._foreach_copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor))
+"""They do not read what they write to."""
+
+
+def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of which some arguments, by themselves or in lists, are lazy gradients.
+
+    Raises:
+        StateError: a gradient that it needs has no values, or it would change what a lazy gradient is a view of.
+    """
+    if torch.is_inference_mode_enabled():  # below autograd, nobody has taken composite operators apart
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if func in (_aten.detach_.default, _aten.requires_grad_.default):
+        return args[0]
+    if torch.Tag.inplace_view in func.tags:
+        _refuse(func, args)
+    if func in _FACTORIES:
+        return _make_like(func, args, kwargs)
+    call = _Call(func, args, kwargs)
+    if not call.written and _makes_views(func):
+        return _make_view(func, args, kwargs)
+    if call.written:
+        return call.write()
+    return call.read()
+
+
+class _Call:
+    """One call of an operator that needs values."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.lazies = list(_lazies_in((args, kwargs)))
+        self.written = [
+            value
+            for argument, value in _named(func, args, kwargs)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+
+    def read(self) -> Any:
+        """Run it; nothing is written to."""
+        device = self.lazies[0].device
+        slots = {id(lazy): lazy.slots(writing=False)[0] for lazy in self.lazies}
+        if self.func in _REDUCTIONS and any(slot.device != device for slot in slots.values()):
+            return self._reduce(slots, device)
+        with runtime_mode():
+            result = self._run(slots, device)
+            return _without_memory_of(slots.values(), result)
+
+    def _reduce(self, slots: dict[int, torch.Tensor], device: torch.device) -> Any:
+        """Reduce each gradient where it is."""
+        with runtime_mode():
+            if not isinstance(self.args[0], (list, tuple)):
+                return self._run(slots, slots[id(self.lazies[0])].device).to(device)
+            each = [slots[id(value)] if isinstance(value, SlotTensor) else value for value in self.args[0]]
+            return [self.func([one], *self.args[1:], **self.kwargs)[0].to(device) for one in each]
+
+    def write(self) -> Any:
+        """Run it and let its changes reach every replica."""
+        into = [lazy for value in self.written for lazy in _lazies_in(value)]
+        if not into:
+            return self._write_elsewhere()
+        if self.func is _aten.zero_.default or self.func is _aten._foreach_zero_.default:
+            return self._zero(into)
+        if self.func in _SCALINGS and _is_one(self.args[1]):
+            for lazy in into:
+                lazy.slots(writing=False)
+            return self._result()
+        overwriting = self.func in _OVERWRITING
+        replicas = {id(lazy): lazy.slots(writing=True, overwriting=overwriting) for lazy in into}
+        slots = {id(lazy): lazy.slots(writing=False)[0] for lazy in self.lazies}
+        slots.update((key, found[0]) for key, found in replicas.items())
+        with runtime_mode():
+            for part in self._by_device(slots, into):
+                part._run(slots, slots[id(part.lazies[0])].device)
+            for first, *others in replicas.values():
+                for other in others:
+                    other.copy_(first)
+        return self._result()
+
+    def _zero(self, into: list[SlotTensor]) -> Any:
+        for lazy in into:
+            lazy.source.require_current(lazy.life)
+            if lazy.is_all_of(lazy.source):
+                lazy.source.owner.zero(lazy.source)
+            else:
+                with runtime_mode():
+                    for slot in lazy.slots(writing=True):
+                        slot.zero_()
+        with runtime_mode():
+            for value in self.written:
+                for other in value if isinstance(value, (list, tuple)) else ():
+                    if not isinstance(other, SlotTensor):
+                        other.zero_()
+        return self._result()
+
+    def _write_elsewhere(self) -> Any:
+        """Something ordinary is written to, as by `tensor.copy_(p.grad)` or an optimizer of torch."""
+        owner = self.lazies[0].source.owner
+        for value in self.written:
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if tensor is not None:
+                    owner.require_present(tensor)
+        slots = {id(lazy): lazy.slots(writing=False)[0] for lazy in self.lazies}
+        with runtime_mode():
+            self._run(slots, self.lazies[0].device)
+        return self._result()
+
+    def _by_device(self, slots: dict[int, torch.Tensor], into: list[SlotTensor]) -> Iterator[_Call]:
+        """Yield the parts of a call over lists whose gradients are on one device each; by itself if all of it is."""
+        lists = [value for _, value in _named(self.func, self.args, self.kwargs) if isinstance(value, (list, tuple))]
+        if len({slots[id(lazy)].device for lazy in into}) == 1 or not lists:
+            yield self
+            return
+        length = len(lists[0])
+        devices = [slots[id(value)].device if isinstance(value, SlotTensor) else value.device for value in lists[0]]
+        for device in dict.fromkeys(devices):
+
+            def part(value: Any, device: torch.device = device) -> Any:
+                if not isinstance(value, (list, tuple)) or len(value) != length:
+                    return value
+                return [one for one, where in zip(value, devices, strict=True) if where == device]
+
+            chosen = tuple(part(value) for value in self.args), {key: part(v) for key, v in self.kwargs.items()}
+            if any(True for _ in _lazies_in(chosen)):
+                yield _Call(self.func, *chosen)
+            else:
+                self.func(*chosen[0], **chosen[1])
+
+    def _run(self, slots: dict[int, torch.Tensor], device: torch.device) -> Any:
+        """Call the operator with all gradients on `device`; what else it writes to gets its changes."""
+        is_elsewhere = device != self.lazies[0].device
+        moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            slot = slots.get(id(tensor))
+            if slot is not None:
+                return slot.to(device)
+            if is_elsewhere and tensor.device != device:
+                there = tensor.to(device)
+                moved.append((tensor, there))
+                return there
+            return tensor
+
+        args = [_mapped(value, take) for value in self.args]
+        kwargs = {key: _mapped(value, take) for key, value in self.kwargs.items()}
+        result = self.func(*args, **kwargs)
+        for tensor, there in moved:
+            if any(tensor is value for value in self.written):
+                tensor.copy_(there)
+        return result
+
+    def _result(self) -> Any:
+        """Return what an operator that writes returns: what it has written to, or nothing."""
+        num_returned = len(self.func._schema.returns)
+        if num_returned == 0:
+            return None
+        return self.written[0] if num_returned == 1 else tuple(self.written[:num_returned])
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the arguments of an operator with what its schema says of each."""
+    for at, argument in enumerate(func._schema.arguments):
+        if at < len(args):
+            yield argument, args[at]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def _lazies_in(value: Any) -> Iterator[SlotTensor]:
+    if isinstance(value, SlotTensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _lazies_in(item)
+    elif isinstance(value, dict):
+        yield from _lazies_in(tuple(value.values()))
+
+
+def _makes_views(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _make_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make lazy gradients of the views that an operator makes of one."""
+    lazy = args[0]
+    if not isinstance(lazy, SlotTensor):
+        _refuse(func, args)
+    if func in (_aten.detach.default, _aten.alias.default):
+        return _view_of(lazy, (lazy.shape, lazy.stride(), int(lazy.storage_offset())))
+    with runtime_mode():
+        whole = torch.empty_strided(lazy.source.shape, lazy.source.stride, dtype=lazy.dtype, device="meta")
+        form = torch.as_strided(whole, lazy.shape, lazy.stride(), lazy.storage_offset())
+        made = func(form, *args[1:], **kwargs)
+
+    def view(of: torch.Tensor) -> SlotTensor:
+        if of.dtype is not lazy.dtype or of.is_conj() or of.is_neg():
+            _refuse(func, args)
+        return _view_of(lazy, (of.shape, of.stride(), int(of.storage_offset())))
+
+    return _mapped(made, view)
+
+
+def _view_of(lazy: SlotTensor, form: tuple[torch.Size, tuple[int, ...], int]) -> SlotTensor:
+    return type(lazy)(lazy.source, lazy.life, form=form)
+
+
+def _make_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    lazy = args[0]
+    with runtime_mode():
+        form = torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device="meta")
+        wanted = lazy.device if kwargs.get("device") is None else kwargs["device"]
+        return func(form, *args[1:], **{**kwargs, "device": wanted})
+
+
+def _without_memory_of(slots: Any, result: Any) -> Any:
+    """Return a result that has no memory of slots, whatever the operator's schema says."""
+    own = {storage_id(slot) for slot in slots}
+    return _mapped(result, lambda made: made.clone() if storage_id(made) in own else made)
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return an argument or a result of an operator, a tensor or a list of them, with its tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(one, change) for one in value])
+    return value
+
+
+def _is_one(factor: Any) -> bool:
+    if isinstance(factor, torch.Tensor):
+        return (
+            factor.dim() == 0 and not isinstance(factor, SlotTensor) and not factor.is_complex() and bool(factor == 1)
+        )
+    return not isinstance(factor, (list, tuple, complex)) and bool(factor == 1)
+
+
+def _refuse(func: Any, args: Sequence[Any]) -> Any:
+    names = [lazy.source.name for lazy in _lazies_in(tuple(args))]
+    raise StateError(
+        f"operator {func} would change what the gradient of {', '.join(dict.fromkeys(names))} is a view of, and that "
+        "is in a chunk; use a copy, p.grad.clone(), or the real one inside manager.gather(p, grads=True)"
+    )
