@@ -237,7 +237,7 @@ class Adam(torch.optim.Optimizer):
     def _gradients(self, pending: list[ManagedParameter]) -> PendingGradients:
         manager = self._manager
         return PendingGradients(
-            (param for group in self.param_groups for param in group["params"]),
+            manager._registry.in_order(param for group in self.param_groups for param in group["params"]),
             pending,
             self._updater,
             is_lowered=manager._dtype is not torch.float32,
