@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from chunkmem.errors import PlanError
 from chunkmem.plan.ahead import updates_ahead
 from chunkmem.plan.director import Director
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
@@ -65,6 +66,8 @@ class Performer:
         self.predicted = simulate(plan, trace)
         """What a lap will be like."""
         self.journal = Journal()
+        self.obstacle = ""
+        """Why the last try to go on with the plan failed."""
         self._executor = executor
         self._store = executor.store
         self._device = tiers.device
@@ -109,6 +112,11 @@ class Performer:
     def is_at_end(self) -> bool:
         """Every moment of the lap has come."""
         return self._on_plan and self._cursor == len(self.trace.moments)
+
+    @property
+    def was_followed(self) -> bool:
+        """Some moment of the lap was on plan; else `obstacle` says why not."""
+        return bool(self.journal.began) or self.is_at_end
 
     def update_tier(self, group: int) -> Tier | None:
         """Where the plan has the group updated, while it is followed."""
@@ -193,14 +201,16 @@ class Performer:
         self.drain()
         self._executor.reserve_log(self._log)
         wanted = residency_before(self.plan, self.trace, moment)
-        actions = way_to(
-            wanted,
-            self._executor,
-            own=self.trace.chunk_nbytes,
-            peak_nbytes=self.predicted.peak_nbytes,
-            keep_duplicates=self.trace.mode is Mode.EVAL,
-        )
-        if actions is None:
+        try:
+            actions = way_to(
+                wanted,
+                self._executor,
+                own=self.trace.chunk_nbytes,
+                peak_nbytes=self.predicted.peak_nbytes,
+                keep_duplicates=self.trace.mode is Mode.EVAL,
+            )
+        except PlanError as error:
+            self.obstacle = str(error)
             return False
         self._tiers.plan_decides()
         go(actions, self._store)

@@ -60,6 +60,8 @@ class Course:
         recorded again and again."""
         self._failed_records = 0
         self._is_hopeless = False
+        self._has_warned = False
+        """Of a plan that was out of reach."""
 
     @property
     def wants_record(self) -> bool:
@@ -138,6 +140,13 @@ class Course:
             return
         if performer.journal.departures or not performer.is_at_end:
             self._departed += 1
+            if not performer.was_followed and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"a {self.mode.value} step could not follow its plan, and every access was served on demand, which "
+                    f"is slower: {performer.obstacle}",
+                    stacklevel=2,
+                )
             if self._departed >= self._patience:
                 patience = 2 * self._patience
                 self.forget()

@@ -1,0 +1,93 @@
+"""Both tiers nearly full: plans are reached and followed, and one that is out of reach is said to be."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import chunkmem
+from chunkmem.errors import PlanError
+from chunkmem.plan.model import Lane
+from chunkmem.runtime import performer
+from tests.helpers.audit import audit
+from tests.helpers.overlapped import WIDTH, Block
+from tests.helpers.twins import cpu_only
+
+
+class Tight:
+    """A stack of blocks whose weights, gradients and states take most of both tiers."""
+
+    def __init__(
+        self, device_nbytes: int, host_nbytes: int, *, blocks: int, numel: int, precision: str = "bf16", **opts: Any
+    ) -> None:
+        values = {
+            "precision": precision,
+            "default_chunk_size": numel,
+            "memory": {"device": device_nbytes, "host": host_nbytes},
+            "client": {"opts": {"overlap_optimizer": True, **opts}},
+        }
+        self.manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(values))
+        torch.manual_seed(0)
+        with self.manager.init():
+            self.model = nn.Sequential(*(Block(WIDTH) for _ in range(blocks)))
+        self.optimizer = chunkmem.AdamW(self.model.parameters(), manager=self.manager, lr=1e-3)
+
+    def step(self, seed: int) -> float:
+        loss = self.model(torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed))).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        audit(self.manager)
+        return loss.item()
+
+
+@cpu_only
+@pytest.mark.parametrize("caps", [(258792, 298885, 6, 2100), (238233, 327393, 6, 2500)])
+def test_a_plan_is_reached_through_the_last_free_slabs(caps: tuple[int, int, int, int]) -> None:
+    """Copies to HOST before all copies from it found no room there: such plans were never followed."""
+    device, host, blocks, numel = caps
+    run = Tight(device, host, blocks=blocks, numel=numel)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses = [run.step(seed) for seed in range(5)]
+    timeline = run.manager.timeline()
+    assert timeline is not None
+    assert run.manager.plan is not None
+    assert timeline.departures == 0
+    ample = Tight(8 << 20, 8 << 20, blocks=blocks, numel=numel)
+    assert losses == [ample.step(seed) for seed in range(5)]
+
+
+def test_a_plan_out_of_reach_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are served on demand, a warning says why, and the timeline has what happened."""
+    expected = [run.step(seed) for run in [Tight(96 << 10, 8 << 20, blocks=3, numel=5000)] for seed in range(4)]
+    run = Tight(96 << 10, 8 << 20, blocks=3, numel=5000)
+
+    def no_way(*args: object, **kwargs: object) -> object:
+        raise PlanError("param chunk 7 takes 3 bytes on HOST, and 2 are free there")
+
+    losses = [run.step(0)]
+    monkeypatch.setattr(performer, "way_to", no_way)
+    losses.append(run.step(1))
+    message = (
+        r"^a train step could not follow its plan.* on demand.*: param chunk 7 takes 3 bytes on HOST, and 2 are free"
+    )
+    with pytest.warns(UserWarning, match=message):
+        losses.append(run.step(2))
+    timeline = run.manager.timeline()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses.append(run.step(3))
+    assert losses == expected
+    assert timeline is not None
+    fetches = [span for span in timeline.spans if span.lane is Lane.H2D]
+    assert fetches
+    assert all(0 <= span.start_s <= span.end_s <= timeline.step_s < 60 for span in fetches)
+    assert timeline.device_nbytes == ()
+    assert timeline.departures > 0
+    assert math.isfinite(timeline.step_s)
