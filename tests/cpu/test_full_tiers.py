@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import chunkmem
 from chunkmem.errors import PlanError
@@ -91,3 +91,50 @@ def test_a_plan_out_of_reach_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> No
     assert timeline.device_nbytes == ()
     assert timeline.departures > 0
     assert math.isfinite(timeline.step_s)
+
+
+class WithEmbedding(nn.Module):
+    """An embedding of several slabs, and blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, WIDTH)
+        self.blocks = nn.Sequential(Block(WIDTH), Block(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.embedding((3 * x[:, 0].abs()).long()))
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    ("precision", "device_nbytes", "host_nbytes"),
+    [
+        ("fp32", 74_000, 186_416),  # in all a chunk more than there are, but on each tier a part of one
+        ("bf16", 74_088, 177_112),  # weights and gradients take half of what states take: one free slab is too few
+        ("bf16", 76_811, 174_389),
+    ],
+)
+def test_what_would_end_in_the_first_update_is_refused_before(
+    precision: str, device_nbytes: int, host_nbytes: int
+) -> None:
+    """With the cap that the optimizer asks for, three steps go well."""
+    asked = []
+    while len(asked) < 3:
+        values = {"precision": precision, "default_chunk_size": 5000}
+        values["memory"] = {"device": device_nbytes, "host": asked[-1] if asked else host_nbytes}
+        with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
+            with manager.init():
+                model = WithEmbedding()
+            try:
+                optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+            except chunkmem.CapacityError as error:
+                asked.append(error.needed_nbytes)
+                continue
+            for seed in range(3):
+                draw = torch.Generator().manual_seed(seed)
+                model(torch.randn(16, WIDTH, generator=draw)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            break
+    assert len(asked) == 1
+    assert asked[0] < 1.2 * host_nbytes
