@@ -221,6 +221,13 @@ class _Way:
                 tier = Tier.HOST if left[Tier.HOST] >= nbytes or left[Tier.DEVICE] < nbytes else Tier.DEVICE
                 self.wanted.newest[chunk, tier] = True
                 left[tier] -= nbytes
+        for tier, nbytes in left.items():
+            if nbytes < 0:
+                aside_nbytes = self.caps[tier] - self.peak_nbytes[tier] - nbytes
+                raise PlanError(
+                    f"the plan takes up to {self.peak_nbytes[tier]} of {self.caps[tier]} bytes on {tier.name}, and "
+                    f"what it does not touch takes {aside_nbytes} there; raise memory.{tier.value} by {-nbytes} bytes"
+                )
 
     def _free_the_needless(self) -> None:
         for chunk, tier in sorted(self.now.newest, key=lambda key: (_order(key[0]), key[1].value)):
