@@ -21,6 +21,8 @@ class TierReport:
     """The smallest cap known to be needed: the largest sum of bytes that were in use at the same time."""
     by_role: Mapping[str, tuple[int, int]]
     """Role name, or "cache" for freed slabs kept for reuse, to (now, peak) in bytes."""
+    kept_nbytes: int = 0
+    """Bytes of HOST that are in no role now, and kept for the next step; at most what was there at the peak."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class MemoryReport:
             rows.append((name, "all", *(format_nbytes(n) for n in total)))
             for role, (now, peak) in tier.by_role.items():
                 rows.append(("", role, format_nbytes(now), "", format_nbytes(peak), ""))
+            if tier.kept_nbytes:
+                rows.append(("", "kept for reuse", format_nbytes(tier.kept_nbytes), "", "", ""))
         widths = [max(len(row[i]) for row in rows) for i in range(6)]
         align = (str.ljust, str.ljust, *[str.rjust] * 4)
         lines = ["  ".join(a(cell, w) for a, cell, w in zip(align, row, widths, strict=True)) for row in rows]

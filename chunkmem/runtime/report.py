@@ -18,6 +18,7 @@ def memory_report(tiers: Tiers, executor: DemandExecutor, *, padding_nbytes: int
             step_peak_nbytes=ledger.chunk_peak_nbytes,
             required_nbytes=executor.required_nbytes[ledger.tier],
             by_role={role: (now, ledger.peak[role]) for role, now in ledger.now.items()},
+            kept_nbytes=tiers.host_pool.kept_nbytes if ledger.tier is Tier.HOST else 0,
         )
         for ledger in (tiers.device, tiers.host)
     }

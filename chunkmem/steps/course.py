@@ -13,6 +13,7 @@ from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import PlanOptions, make_plan
 from chunkmem.plan.simulate import simulate
+from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.runtime.performer import Performer
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import Tier
@@ -132,6 +133,7 @@ class Course:
                 return None
         if self.performer is None:
             self.performer = self._perform(self.plan, self.trace)
+            give_back_freed_ram()  # what the recorded step has freed, and planning
         return self.performer
 
     def learn(self) -> None:
