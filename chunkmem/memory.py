@@ -44,6 +44,8 @@ class MemoryReport:
     """Bytes of PARAM chunks that hold no parameter."""
     non_model_nbytes: int
     """Bytes beside the chunks: activations, buffers, the interpreter. On an accelerator, what torch allocated there."""
+    exchange_nbytes: tuple[int, int] = (0, 0)
+    """Of those, now and at the peak, what reductions over ranks take to receive in: no cap covers them."""
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("tier", "role", "now", "last step", "peak", "cap")]
@@ -62,4 +64,7 @@ class MemoryReport:
             f"{format_nbytes(self.non_model_nbytes)}, moved to DEVICE {format_nbytes(self.moved.h2d_nbytes)} and to "
             f"HOST {format_nbytes(self.moved.d2h_nbytes)}"
         )
+        if self.exchange_nbytes[1]:
+            received, at_peak = map(format_nbytes, self.exchange_nbytes)
+            lines.append(f"to receive from other ranks {received}, at the peak {at_peak}")
         return "\n".join(line.rstrip() for line in lines)

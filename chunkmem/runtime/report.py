@@ -8,7 +8,9 @@ from chunkmem.runtime.tiers import Tiers
 from chunkmem.types import Tier
 
 
-def memory_report(tiers: Tiers, executor: DemandExecutor, *, padding_nbytes: int) -> MemoryReport:
+def memory_report(
+    tiers: Tiers, executor: DemandExecutor, *, padding_nbytes: int, exchange_nbytes: tuple[int, int]
+) -> MemoryReport:
     """Return the ledgers' state as plain data."""
     reports = {
         ledger.tier: TierReport(
@@ -29,4 +31,5 @@ def memory_report(tiers: Tiers, executor: DemandExecutor, *, padding_nbytes: int
         moved=MovedReport(moved.h2d_nbytes, moved.d2h_nbytes),
         padding_nbytes=padding_nbytes,
         non_model_nbytes=tiers.non_model_nbytes(),
+        exchange_nbytes=exchange_nbytes,
     )
