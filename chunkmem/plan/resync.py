@@ -222,11 +222,11 @@ class _Way:
                 self.wanted.newest[chunk, tier] = True
                 left[tier] -= nbytes
         for tier, nbytes in left.items():
-            if nbytes < 0:
-                aside_nbytes = self.caps[tier] - self.peak_nbytes[tier] - nbytes
+            aside_nbytes = self.caps[tier] - self.peak_nbytes.get(tier, 0) - nbytes
+            if nbytes < 0 and aside_nbytes > 0:
                 raise PlanError(
-                    f"the plan takes up to {self.peak_nbytes[tier]} of {self.caps[tier]} bytes on {tier.name}, and "
-                    f"what it does not touch takes {aside_nbytes} there; raise memory.{tier.value} by {-nbytes} bytes"
+                    f"the plan takes up to {self.peak_nbytes.get(tier, 0)} of {self.caps[tier]} bytes on {tier.name}, "
+                    f"and what it does not touch takes {aside_nbytes} there; raise memory.{tier.value} by {-nbytes} bytes"
                 )
 
     def _free_the_needless(self) -> None:
