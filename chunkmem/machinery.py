@@ -96,6 +96,7 @@ class Machinery:
         self._executor = DemandExecutor(self._store)
         size = self.config.default_chunk_size
         backend = default_backend()
+        self._tiers.device_pool.maps_slabs = backend.moves_contents
         self._registry = ModelRegistry(
             Packer(self._executor, backend, self._compute.device, expect_nbytes=self._tiers.host_pool.expect),
             chunk_numel=None if size == "auto" else size,

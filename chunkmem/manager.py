@@ -218,7 +218,12 @@ class ChunkManager(Machinery):
 
     def memory(self) -> MemoryReport:
         """Return bytes by tier and role, now and at the peak, and what has been moved. `str()` is a table."""
-        return memory_report(self._tiers, self._executor, padding_nbytes=self._registry.padding_nbytes)
+        return memory_report(
+            self._tiers,
+            self._executor,
+            padding_nbytes=self._registry.padding_nbytes,
+            exchange_nbytes=(0, 0) if self._sharing is None else self._sharing.buffered_nbytes,
+        )
 
     @property
     def trace(self) -> Trace | None:

@@ -21,6 +21,8 @@ class TierReport:
     """The smallest cap known to be needed: the largest sum of bytes that were in use at the same time."""
     by_role: Mapping[str, tuple[int, int]]
     """Role name, or "cache" for freed slabs kept for reuse, to (now, peak) in bytes."""
+    kept_nbytes: int = 0
+    """Bytes of HOST that are in no role now, and kept for the next step; at most what was there at the peak."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class MemoryReport:
     """Bytes of PARAM chunks that hold no parameter."""
     non_model_nbytes: int
     """Bytes beside the chunks: activations, buffers, the interpreter. On an accelerator, what torch allocated there."""
+    exchange_nbytes: tuple[int, int] = (0, 0)
+    """Of those, now and at the peak, what reductions over ranks take to receive in: no cap covers them."""
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("tier", "role", "now", "last step", "peak", "cap")]
@@ -50,6 +54,8 @@ class MemoryReport:
             rows.append((name, "all", *(format_nbytes(n) for n in total)))
             for role, (now, peak) in tier.by_role.items():
                 rows.append(("", role, format_nbytes(now), "", format_nbytes(peak), ""))
+            if tier.kept_nbytes:
+                rows.append(("", "kept for reuse", format_nbytes(tier.kept_nbytes), "", "", ""))
         widths = [max(len(row[i]) for row in rows) for i in range(6)]
         align = (str.ljust, str.ljust, *[str.rjust] * 4)
         lines = ["  ".join(a(cell, w) for a, cell, w in zip(align, row, widths, strict=True)) for row in rows]
@@ -58,4 +64,7 @@ class MemoryReport:
             f"{format_nbytes(self.non_model_nbytes)}, moved to DEVICE {format_nbytes(self.moved.h2d_nbytes)} and to "
             f"HOST {format_nbytes(self.moved.d2h_nbytes)}"
         )
+        if self.exchange_nbytes[1]:
+            received, at_peak = map(format_nbytes, self.exchange_nbytes)
+            lines.append(f"to receive from other ranks {received}, at the peak {at_peak}")
         return "\n".join(line.rstrip() for line in lines)

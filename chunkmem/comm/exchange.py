@@ -52,6 +52,14 @@ class Traffic:
     """Collectives, or messages, issued for them."""
     sent_nbytes: int = 0
     received_nbytes: int = 0
+    buffered_nbytes: int = 0
+    """Memory beside the chunks that the reductions under way take; that inside of a library is not known."""
+    peak_buffered_nbytes: int = 0
+
+    def buffer(self, nbytes: int) -> None:
+        """Count `nbytes` more of such memory, or fewer."""
+        self.buffered_nbytes += nbytes
+        self.peak_buffered_nbytes = max(self.peak_buffered_nbytes, self.buffered_nbytes)
 
 
 class Work(Protocol):

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
@@ -87,7 +86,15 @@ class _Method(ABC):
         sent = [(shard, self._sent(shard, parts)) for shard, parts in zip(shards, memory, strict=True)]
         owned_nbytes, other_nbytes = self._by_owner(sent)
         self._count(transfers, sent=other_nbytes, received=owned_nbytes * (self._ranks.size - 1))
-        return PendingWork(self._ranks, label, transfers, finish=partial(self._finish, shards, memory), held=shards)
+        pairs = zip(shards, memory, strict=True)
+        nbytes = sum(part.nbytes for shard, parts in pairs for part in parts if part is not shard.flat)
+        self.traffic.buffer(nbytes)
+
+        def finish() -> None:
+            self._finish(shards, memory)
+            self.traffic.buffer(-nbytes)
+
+        return PendingWork(self._ranks, label, transfers, finish=finish, held=shards)
 
     @abstractmethod
     def _issue_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:

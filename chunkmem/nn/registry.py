@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ class ModelRegistry:
         self._slab_nbytes: int | None = None
         self._managed: dict[int, ManagedParameter] = {}
         self._excluded: dict[int, torch.Tensor] = {}
+        self._place_of: dict[int, int] = {}
+        """By the identity of a parameter, managed or excluded: the place in `model.parameters()`, model after model."""
         self.models: list[PackedModel] = []
         self.precision = AS_BUILT
         """Of what was added last."""
@@ -96,6 +98,9 @@ class ModelRegistry:
             self._managed.update((id(managed.param), managed) for managed in packed.parameters)
         for module in excluded:
             self._excluded.update((id(param), param) for param in module.parameters(recurse=False))
+        for module in (*roots, *excluded):
+            for param in module.parameters():
+                self._place_of.setdefault(id(param), len(self._place_of))
         return added
 
     def _pack(
@@ -142,6 +147,10 @@ class ModelRegistry:
                 "model inside manager.init() or pass it to manager.wrap() first"
             )
         return managed
+
+    def in_order(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return parameters of these models as `model.parameters()` has them, models in the order of packing."""
+        return sorted(params, key=lambda param: self._place_of[id(param)])
 
     def only_root(self, model: nn.Module | None) -> nn.Module:
         """Return `model`, or the manager's only model if it is None.

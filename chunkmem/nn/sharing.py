@@ -48,6 +48,12 @@ class Sharing:
         self._under_way: dict[int, _Transfer] = {}
         """By group: a gather that has not been waited for."""
 
+    @property
+    def buffered_nbytes(self) -> tuple[int, int]:
+        """Memory beside the chunks that exchanges take: now, and at the peak."""
+        traffics = [exchange.traffic for exchange in self._exchanges]
+        return sum(t.buffered_nbytes for t in traffics), max(t.peak_buffered_nbytes for t in traffics)
+
     def owner(self, group: int) -> int:
         """Return the rank that keeps a group and updates it."""
         return group % self.ranks.size

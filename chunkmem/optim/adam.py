@@ -193,7 +193,7 @@ class Adam(StatefulOptimizer):
     def _gradients(self, pending: list[ManagedParameter]) -> PendingGradients:
         manager = self._manager
         return PendingGradients(
-            self._params(),
+            manager._registry.in_order(self._params()),
             pending,
             self._updater,
             is_lowered=manager._dtype is not torch.float32,

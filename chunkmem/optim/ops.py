@@ -54,7 +54,7 @@ def global_norm(
 ) -> torch.Tensor:
     """Return the 2-norm over the gradients of parameters, wherever each gradient is; 0-dim, on the CPU.
 
-    It is computed as `torch.nn.utils.clip_grad_norm_` does, in the order in which that goes over the parameters.
+    It is computed as `torch.nn.utils.clip_grad_norm_` does of the parameters in the order of `grads`.
     `known` are norms of some of them, as `torch.linalg.vector_norm` has given them.
     """
     params = list(grads)

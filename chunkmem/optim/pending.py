@@ -33,7 +33,8 @@ class PendingGradients:
         """Look the gradients up.
 
         Args:
-            params: in the order of the parameter groups.
+            params: in the order of `model.parameters()`, as torch's clip_grad_norm_ is given them: a sum has other last
+                bits in the order of the parameter groups.
             managed: those of them that are managed and have a gradient.
             updater: knows where gradients are.
             is_lowered: the model computes in less than float32, and squares are summed in that.

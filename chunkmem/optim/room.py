@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import gcd
+from statistics import mode
 
 from chunkmem.errors import CapacityError
 from chunkmem.optim.checks import STATE_ROLES
@@ -32,10 +34,13 @@ def require_room(groups: Collection[int], store: ChunkStore) -> None:
     # Gradients take the place of weights that can be rounded anew; while a group is updated it has both.
     twice = [sizes[ChunkId(Role.PARAM, group)] for group in groups if ChunkId(Role.MASTER, group) in sizes]
     need -= sum(twice) - max(twice, default=0)
+    cap = sum(ledger.limit_nbytes for ledger in ledgers.values())
     limits = [ledger.limit_nbytes for ledger in ledgers.values()]
     if min(limits) > 0 and need > max(limits):
-        need += max(weights, default=0)  # two full tiers could not exchange anything
-    if need > (cap := sum(limits)):
+        need += _room_to_exchange(sizes.values())
+        # A tier's last bytes, which no chunk fits, are no room.
+        cap -= sum(limit % gcd(*sizes.values()) for limit in limits)
+    if need > cap:
         # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
         host_cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
         host_need = host_cap + need - cap
@@ -46,3 +51,12 @@ def require_room(groups: Collection[int], store: ChunkStore) -> None:
             needed_nbytes=host_need,
             cap_nbytes=host_cap,
         )
+
+
+def _room_to_exchange(sizes: Collection[int]) -> int:
+    """Return the bytes that have to be free on two tiers together, so that any chunk can go to the other one.
+
+    The largest may have to, and what leaves for it are chunks of the usual size: of those, the other tier may lack all
+    but one step in which sizes differ. Where all are of one size, that is one chunk.
+    """
+    return max(sizes) + mode(sizes) - gcd(*sizes)

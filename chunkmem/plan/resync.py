@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from chunkmem.errors import PlanError
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Plan
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
@@ -72,12 +73,13 @@ def resync(
     peak_nbytes: Mapping[Tier, int],
     keep_duplicates: bool,
     rounded: frozenset[ChunkId] = frozenset(),
-) -> list[Action] | None:
-    """Return the actions that lead from one residency to another, one after the other; None if there is no way.
+) -> list[Action]:
+    """Return the actions that lead from one residency to another, one after the other.
 
-    Chunks without content are left without, wherever `wanted` has them. Bystanders, which `wanted` knows nothing of,
-    stay where they are if the plan's peaks leave room for them, and go to HOST otherwise. There is no way if a held
-    replica would have to go, or if no order of copies stays within the caps.
+    Copies in both directions take turns, as each frees what the next one needs: where both tiers are nearly full, all
+    of one direction first would find no room. Chunks without content are left without, wherever `wanted` has them.
+    Bystanders, which `wanted` knows nothing of, stay where they are if the plan's peaks leave room for them, and go to
+    the other tier, HOST first, otherwise.
 
     Args:
         now: what is where.
@@ -88,10 +90,15 @@ def resync(
         peak_nbytes: what the plan takes of each tier at most.
         keep_duplicates: leave copies on HOST, as far as there is room, that the plan has no use for: another plan has.
         rounded: chunks of the plan's whose content may go, since it can be made again.
+
+    Raises:
+        PlanError: there is no way, as a held replica would have to go, or as no order of copies stays within the caps;
+            says which chunk is in the way.
     """
     way = _Way(now, wanted, held, chunk_nbytes, free_nbytes, peak_nbytes)
     way.keep_duplicates, way.rounded = keep_duplicates, rounded
-    return way.actions if way.found() else None
+    way.find()
+    return way.actions
 
 
 class _Way:
@@ -115,44 +122,112 @@ class _Way:
         self.actions: list[Action] = []
         self.keep_duplicates = False
         self.rounded: frozenset[ChunkId] = frozenset()
+        self._given_up: set[tuple[ChunkId, Tier]] = set()
+        """Replicas that were freed to be copied again: once each, so that the search ends."""
+        self._gone_round: set[tuple[ChunkId, Tier]] = set()
+        """Replicas for which others have passed to the other tier for a while; likewise."""
 
-    def found(self) -> bool:
+    def find(self) -> None:
         content = {chunk for chunk, _ in self.now.newest if self.now.has_content(chunk)}
-        if any(not self.wanted.has_content(chunk) for chunk in content & self.known - self.rounded):
-            return False
+        for chunk in sorted(content & self.known - self.rounded, key=_order):
+            if not self.wanted.has_content(chunk):
+                raise PlanError(f"{chunk} holds something, and the plan has used it up there")
         dropped = {chunk for chunk in content & self.rounded if not self.wanted.has_content(chunk)}
         self._let_bystanders_stay(content - dropped)
         self._free_the_needless()
-        # DEVICE makes room first: HOST is where chunks are when nothing else is known.
-        for source in (Tier.DEVICE, Tier.HOST):
-            target = _OTHER[source]
-            for chunk in sorted(content, key=_order):
-                wants = self.wanted.newest.get((chunk, target), False)
-                has = self.now.newest.get((chunk, target), False)
-                if wants and not has and not self._copy(chunk, source, target):
-                    return False
-            self._free_the_needless()
+        while missing := self._missing(content):
+            # DEVICE makes room first: HOST is where chunks are when nothing else is known.
+            copied = [self._copy(chunk, _OTHER[tier], tier) for chunk, tier in missing]
+            if not any(copied) and not self._free_a_spare({t for _, t in missing}) and not self._go_round(missing):
+                raise self._obstacle(*missing[0])
         for (chunk, tier), _ in sorted(self.wanted.newest.items(), key=lambda item: _order(item[0][0])):
             if (chunk, tier) not in self.now.newest and tier is Tier.DEVICE and not self._alloc(chunk, tier):
-                return False
-        return all(key in self.wanted.newest for key in self.now.newest)
+                raise self._obstacle(chunk, tier)
+        for chunk, tier in self.now.newest:
+            if (chunk, tier) not in self.wanted.newest:
+                raise PlanError(f"{chunk} is in use on {tier.name}, where the plan does not have it")
+
+    def _obstacle(self, chunk: ChunkId, tier: Tier) -> PlanError:
+        if (chunk, tier) in self.held:
+            return PlanError(f"{chunk} on {tier.name} is stale and in use")
+        nbytes, free = self.chunk_nbytes[chunk], self.free_nbytes[tier]
+        return PlanError(
+            f"{chunk} takes {nbytes} bytes on {tier.name}, and {free} of {self.caps[tier]} are free there, and "
+            f"{self.free_nbytes[_OTHER[tier]]} of {self.caps[_OTHER[tier]]} on {_OTHER[tier].name}; raise "
+            f"memory.{tier.value} by {max(0, nbytes - free)} bytes"
+        )
+
+    def _missing(self, content: set[ChunkId]) -> list[tuple[ChunkId, Tier]]:
+        """Return the replicas that have to be copied yet, those on HOST first, but last what gave way to the others."""
+        newest = self.now.newest
+        found = (
+            (chunk, tier)
+            for (chunk, tier), is_wanted in self.wanted.newest.items()
+            if is_wanted and chunk in content and not newest.get((chunk, tier), False)
+        )
+        return sorted(found, key=lambda key: (key in self._given_up, key[1] is Tier.DEVICE, _order(key[0])))
+
+    def _free_a_spare(self, short: set[Tier]) -> bool:
+        """Free a slab that is wanted, but can be had again once room is made: no content, or not the only copy."""
+        newest = self.now.newest
+        for chunk, tier in sorted(newest, key=lambda key: (key[1] not in short, newest[key], _order(key[0]))):
+            key = (chunk, tier)
+            is_spare = newest.get((chunk, _OTHER[tier]), False) or (tier is Tier.DEVICE and not newest[key])
+            if is_spare and key not in self.held and key not in self._given_up:
+                self._given_up.add(key)
+                self._free(chunk, tier)
+                return True
+        return False
+
+    def _go_round(self, missing: list[tuple[ChunkId, Tier]]) -> bool:
+        """Let small chunks pass to the other tier for a while, so that their room and what is left hold a large one."""
+        for key in missing:
+            chunk, tier = key
+            if key in self._gone_round or self.now.newest.get((chunk, tier)) is not None:
+                continue
+            self._gone_round.add(key)
+            lacking = self.chunk_nbytes[chunk] - self.free_nbytes[tier]
+            room = self.free_nbytes[_OTHER[tier]]
+            moved = []
+            here = [c for c, t in self.now.newest if t is tier and (c, t) not in self.held and c is not chunk]
+            for other in sorted(here, key=lambda c: (self.chunk_nbytes[c], _order(c))):
+                nbytes = self.chunk_nbytes[other]
+                if lacking > 0 and nbytes <= room and (other, _OTHER[tier]) not in self.now.newest:
+                    moved.append(other)
+                    lacking, room = lacking - nbytes, room - nbytes
+            if lacking <= 0:
+                for other in moved:
+                    self._copy(other, tier, _OTHER[tier])
+                    self._free(other, tier)
+                return True
+        return False
 
     def _let_bystanders_stay(self, content: set[ChunkId]) -> None:
-        """Want each bystander where it is, while the plan and all of them fit; else on HOST alone."""
+        """Want each bystander where it is, while the plan and all of them fit; else on HOST alone, or on DEVICE."""
+        left = {tier: self.caps[tier] - self.peak_nbytes.get(tier, 0) for tier in self.caps}
         for tier in (Tier.HOST, Tier.DEVICE):
-            left = self.caps[tier] - self.peak_nbytes.get(tier, 0)
             duplicates = self.known if self.keep_duplicates and tier is Tier.HOST else set()
             for chunk in sorted(content & duplicates | content - self.known, key=_order):
                 if (chunk, tier) in self.wanted.newest:
                     continue
                 nbytes = self.chunk_nbytes[chunk]
                 is_here = self.now.newest.get((chunk, tier), False)
-                if is_here and (left >= nbytes or (chunk, tier) in self.held):
+                if is_here and (left[tier] >= nbytes or (chunk, tier) in self.held):
                     self.wanted.newest[chunk, tier] = True
-                    left -= nbytes
-        for chunk in content - self.known:
+                    left[tier] -= nbytes
+        for chunk in sorted(content - self.known, key=_order):
             if not self.wanted.has_content(chunk):
-                self.wanted.newest[chunk, Tier.HOST] = True
+                nbytes = self.chunk_nbytes[chunk]
+                tier = Tier.HOST if left[Tier.HOST] >= nbytes or left[Tier.DEVICE] < nbytes else Tier.DEVICE
+                self.wanted.newest[chunk, tier] = True
+                left[tier] -= nbytes
+        for tier, nbytes in left.items():
+            aside_nbytes = self.caps[tier] - self.peak_nbytes.get(tier, 0) - nbytes
+            if nbytes < 0 and aside_nbytes > 0:
+                raise PlanError(
+                    f"the plan takes up to {self.peak_nbytes.get(tier, 0)} of {self.caps[tier]} bytes on {tier.name}, "
+                    f"and what it does not touch takes {aside_nbytes} there; raise memory.{tier.value} by {-nbytes} bytes"
+                )
 
     def _free_the_needless(self) -> None:
         for chunk, tier in sorted(self.now.newest, key=lambda key: (_order(key[0]), key[1].value)):
@@ -160,13 +235,19 @@ class _Way:
             other = self.now.newest.get((chunk, _OTHER[tier]), False)
             other = other or (chunk in self.rounded and not self.wanted.has_content(chunk))
             if key not in self.wanted.newest and key not in self.held and (other or not self.now.newest[key]):
-                self._act(Free(chunk, tier))
-                self.free_nbytes[tier] += self.chunk_nbytes[chunk]
+                self._free(chunk, tier)
+
+    def _free(self, chunk: ChunkId, tier: Tier) -> None:
+        self._act(Free(chunk, tier))
+        self.free_nbytes[tier] += self.chunk_nbytes[chunk]
 
     def _copy(self, chunk: ChunkId, source: Tier, target: Tier) -> bool:
+        """Copy if there is room; the source is freed at once if it is not wanted, as another copy may need its room."""
         if (chunk, target) in self.held or not self._alloc(chunk, target):
             return False
         self._act(Copy(chunk, source, target))
+        if (chunk, source) not in self.wanted.newest and (chunk, source) not in self.held:
+            self._free(chunk, source)
         return True
 
     def _alloc(self, chunk: ChunkId, tier: Tier) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isfinite
 
 from chunkmem.plan.ahead import log_nbytes, updates_ahead
@@ -46,8 +47,13 @@ class Reader:
         self._exchanges: dict[int, int] = {}
         """By replica that is being exchanged: the number of that operation."""
 
-    def read(self) -> Program:
-        """Go through one lap. A lap ends as it begins, so this holds for all of them."""
+    def read(self, *, watch: Callable[[int], None] | None = None) -> Program:
+        """Go through one lap. A lap ends as it begins, so this holds for all of them.
+
+        Args:
+            watch: called with each moment's index while the moment runs: what it begins with is there, and what it uses
+                up is, too. It may look at `residency`.
+        """
         residency, position = self.residency, self._position
         if ahead := updates_ahead(self._trace, self._plan.actions):
             wanted_nbytes = sum(log_nbytes(self._trace, group) for group in ahead)
@@ -69,7 +75,11 @@ class Reader:
             position.action = None
             residency.check_cap(0)
             self.device_nbytes.append(residency.used_nbytes[0])
+            if watch is not None and moment.kind is Kind.CONSUME:
+                watch(position.index)
             self._begin(moment)
+            if watch is not None and moment.kind is not Kind.CONSUME:
+                watch(position.index)
         self._check_far_waits()
         residency.check_end()
         return Program(self._entries, residency.replicas, residency.nbytes, residency.start, self._trace.moments)

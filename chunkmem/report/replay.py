@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update
+from chunkmem.plan.residency import ABSENT, TIERS
+from chunkmem.plan.verify import Reader
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
-ABSENT, EMPTY, FILLED = range(3)
-"""A replica: no slab; a slab that does not hold the newest version; the newest version."""
-TIERS = (Tier.DEVICE, Tier.HOST)
 ROLES = tuple(Role)
 """In the order of rows, and of the stack from the bottom."""
 
@@ -21,7 +20,8 @@ class Stays:
     """One chunk over a lap."""
 
     changes: list[tuple[int, int]] = field(default_factory=list)
-    """(moment, state from it on), the first at moment 0. A state is three times the one on DEVICE plus that on HOST."""
+    """(moment, state from it on), the first at moment 0. A state is three times the one on DEVICE plus that on HOST,
+    in the numbers of `plan.residency`."""
     held: list[tuple[int, int]] = field(default_factory=list)
     """(first moment, one past the last) in which it is in use."""
 
@@ -32,26 +32,33 @@ def row_order(trace: Trace) -> list[ChunkId]:
 
 
 def replay(plan: Plan, trace: Trace) -> dict[ChunkId, Stays]:
-    """Return where each chunk is, moment by moment: after the moment's actions, while it runs."""
-    states = {chunk: [ABSENT, ABSENT] for chunk in trace.chunk_nbytes}
-    for placed in plan.start:
-        states[placed.chunk][TIERS.index(placed.tier)] = FILLED if placed.newest else EMPTY
+    """Return where each chunk is, moment by moment: after the moment's actions, while it runs.
+
+    The reader that verifies plans tells it: there is one meaning of a plan.
+
+    Raises:
+        PlanError: the plan cannot be followed.
+    """
     found = {chunk: Stays() for chunk in row_order(trace)}
+    reader = Reader(plan, trace, plan.machine)
+    residency = reader.residency
     # What a moment itself changes, such as CONSUME, is seen from the next one on.
     touched: set[ChunkId] = set(found)
-    for index, (actions, moment) in enumerate(zip(plan.actions, trace.moments, strict=True)):
-        touched.update(chunk for action in actions if (chunk := _act(action, states)))
+
+    def note(index: int) -> None:
+        moment = trace.moments[index]
+        touched.update(chunk for action in plan.actions[index] for chunk in _chunks_of(action, trace))
+        touched.add(moment.chunk)
+        if moment.kind is Kind.UPDATE:
+            touched.update(trace.update_chunks(moment.chunk.group))
         for chunk in touched:
-            _note(found[chunk].changes, index, 3 * states[chunk][0] + states[chunk][1])
+            device = residency.replica(chunk, Tier.DEVICE)
+            state = 3 * residency.states[device] + residency.states[device ^ 1]
+            _note(found[chunk].changes, index, state)
         touched.clear()
-        if moment.kind is Kind.CREATE:
-            # Its slab is being filled: from here on it counts as holding something.
-            states[moment.chunk][0] = FILLED
-            _note(found[moment.chunk].changes, index, 3 * FILLED + states[moment.chunk][1])
-        elif moment.kind is Kind.CONSUME:
-            device = states[moment.chunk][0]
-            states[moment.chunk] = [ABSENT if device == ABSENT else EMPTY, ABSENT]
-            touched.add(moment.chunk)
+        touched.add(moment.chunk)
+
+    reader.read(watch=note)
     for chunk, begin, end in _uses(trace):
         found[chunk].held.append((begin, end))
     return found
@@ -72,27 +79,16 @@ def role_nbytes(stays: Mapping[ChunkId, Stays], trace: Trace, tier: Tier) -> dic
     return {role: _running(deltas[role]) for role in ROLES if role in deltas}
 
 
-def _act(action: Action, states: Mapping[ChunkId, list[int]]) -> ChunkId | None:
-    """Follow one action; return the chunk it changed."""
-    if isinstance(action, Alloc):
-        states[action.chunk][TIERS.index(action.tier)] = EMPTY
-    elif isinstance(action, Free):
-        states[action.chunk][TIERS.index(action.tier)] = ABSENT
-    elif isinstance(action, Copy):
-        states[action.chunk][TIERS.index(action.target)] = FILLED
-    else:
-        return None
-    return action.chunk
+def _chunks_of(action: Action, trace: Trace) -> tuple[ChunkId, ...]:
+    """Return the chunks that an action may change."""
+    if isinstance(action, Update):
+        return trace.update_chunks(action.group)
+    return (action.chunk,) if isinstance(action, Alloc | Free | Copy) else ()
 
 
 def _note(changes: list[tuple[int, int]], moment: int, state: int) -> None:
-    if changes and changes[-1][1] == state:
-        return
-    if changes and changes[-1][0] == moment:
-        changes.pop()
-        _note(changes, moment, state)
-        return
-    changes.append((moment, state))
+    if not changes or changes[-1][1] != state:
+        changes.append((moment, state))
 
 
 def _uses(trace: Trace) -> Iterable[tuple[ChunkId, int, int]]:
@@ -110,7 +106,7 @@ def _uses(trace: Trace) -> Iterable[tuple[ChunkId, int, int]]:
 
 
 def _on(state: int, tier: Tier) -> int:
-    return state // 3 if tier is Tier.DEVICE else state % 3
+    return state // 3 if tier is TIERS[0] else state % 3
 
 
 def _running(deltas: Iterable[int]) -> list[int]:

@@ -81,7 +81,8 @@ class DemandExecutor:
         self.begin_update: Callable[[int, Sequence[Event]], Event | None] = lambda group, after: None
         """Called where a plan has a group updated ahead of its moment; returns the end of that, if it is done."""
         self.reserve_log: Callable[[Mapping[int, int]], None] = lambda counts: None
-        """Called while no plan is followed, with how many slabs of which sizes updates ahead are going to need."""
+        """Called while no plan is followed, with how many slabs of which sizes updates ahead are going to need; with
+        none where room is short."""
         self.on_arrival: Callable[[Chunk, float, float], None] = lambda chunk, issued_s, waited_s: None
         """Called when the exchange of a chunk is over: when it was issued, and since when it was waited for."""
         self.is_planned: Callable[[], bool] = lambda: False
@@ -346,6 +347,9 @@ class DemandExecutor:
         if isinstance(outcome, Shortage) and ledger.cap_nbytes < ledger.limit_nbytes:
             # The warm-up share is a wish; the largest moment has to fit all the same.
             ledger.cap_nbytes = min(ledger.limit_nbytes, ledger.cap_nbytes + outcome.here_nbytes)
+            outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+        if isinstance(outcome, Shortage):
+            self.reserve_log({})  # updates ahead are a gain, and never a reason to stop
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
         while isinstance(outcome, Shortage) and self.holder.relieve():
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))

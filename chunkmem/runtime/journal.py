@@ -17,6 +17,7 @@ class Journal:
     """Entries of one lap, as cheap to make as possible."""
 
     def __init__(self) -> None:
+        self._made_s = time.perf_counter()
         self.began: list[tuple[int, float]] = []
         """(moment, time)"""
         self.stalls: list[tuple[Lane, int, float, float]] = []
@@ -73,14 +74,25 @@ class Journal:
     def _moment(self) -> int:
         return self.began[-1][0] if self.began else -1
 
+    @property
+    def _first_s(self) -> float:
+        return self.began[0][1] if self.began else self._made_s
+
+    @property
+    def _last_s(self) -> float:
+        return self.ended_s or (self.began[-1][1] if self.began else self._made_s)
+
+    def _ends_s(self) -> list[float]:
+        """Return when each of `began` ended; there are none in a step that was never on its plan."""
+        return [*(at for _, at in self.began[1:]), self._last_s] if self.began else []
+
     def durations(self) -> dict[int, float]:
         """Return the seconds each moment took, waiting for copies not included; of an update ahead, its own."""
         waited: dict[int, float] = {}
         for _, moment, _, stall_s in self.stalls:
             waited[moment] = waited.get(moment, 0.0) + stall_s
         found = {}
-        ends = [at for _, at in self.began[1:]] + [self.ended_s or (self.began[-1][1] if self.began else 0.0)]
-        for (moment, began_s), ended_s in zip(self.began, ends, strict=True):
+        for (moment, began_s), ended_s in zip(self.began, self._ends_s(), strict=True):
             found[moment] = max(0.0, ended_s - began_s - waited.get(moment, 0.0))
         for moment, _, _, event in self.updates:
             if event.done():
@@ -93,16 +105,15 @@ class Journal:
         peaks: Mapping[Tier, tuple[int, Mapping[str, int]]],
         cap_nbytes: Mapping[Tier, int],
     ) -> Timeline:
-        """Return the step as a timeline; its first moment is at 0 s.
+        """Return the step as a timeline; its first moment is at 0 s, or, if it was never on its plan, its beginning.
 
         Args:
             trace: for the names of moments.
             peaks: by tier, the highest sum over chunks and each role's own, in bytes.
             cap_nbytes: by tier.
         """
-        first_s = self.began[0][1] if self.began else 0.0
-        last_s = self.ended_s or (self.began[-1][1] if self.began else 0.0)
-        spans = self._moment_spans(trace, first_s, last_s)
+        first_s, last_s = self._first_s, self._last_s
+        spans = self._moment_spans(trace)
         for lane, moment, chunk, event in self.copies:
             start_s, end_s = _times(event, otherwise_s=last_s)
             label = f"{chunk.id} to {'DEVICE' if lane is Lane.H2D else 'HOST'}"
@@ -136,10 +147,9 @@ class Journal:
             fetched=fetched,
         )
 
-    def _moment_spans(self, trace: Trace | None, first_s: float, last_s: float) -> list[Span]:
-        ends = [at for _, at in self.began[1:]] + [last_s]
-        spans = []
-        for (moment, began_s), ended_s in zip(self.began, ends, strict=True):
+    def _moment_spans(self, trace: Trace | None) -> list[Span]:
+        first_s, spans = self._first_s, []
+        for (moment, began_s), ended_s in zip(self.began, self._ends_s(), strict=True):
             event = None if trace is None else trace.moments[moment]
             label = "" if event is None else str(event)
             chunk = None if event is None else event.chunk

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkmem.plan.ahead import updates_ahead
+from chunkmem.errors import PlanError
+from chunkmem.plan.ahead import UNDO_LOG, updates_ahead
 from chunkmem.plan.director import Director
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
 from chunkmem.plan.resync import residency_before
@@ -65,6 +66,8 @@ class Performer:
         self.predicted = simulate(plan, trace)
         """What a lap will be like."""
         self.journal = Journal()
+        self.obstacle = ""
+        """Why the last try to go on with the plan failed."""
         self._executor = executor
         self._store = executor.store
         self._device = tiers.device
@@ -109,6 +112,11 @@ class Performer:
     def is_at_end(self) -> bool:
         """Every moment of the lap has come."""
         return self._on_plan and self._cursor == len(self.trace.moments)
+
+    @property
+    def was_followed(self) -> bool:
+        """Some moment of the lap was on plan; else `obstacle` says why not."""
+        return bool(self.journal.began) or self.is_at_end
 
     def update_tier(self, group: int) -> Tier | None:
         """Where the plan has the group updated, while it is followed."""
@@ -191,19 +199,25 @@ class Performer:
     def _resume(self, moment: int) -> bool:
         """Put what is where as the plan has it before `moment`; False if that is not possible now."""
         self.drain()
-        self._executor.reserve_log(self._log)
         wanted = residency_before(self.plan, self.trace, moment)
-        actions = way_to(
-            wanted,
-            self._executor,
-            own=self.trace.chunk_nbytes,
-            peak_nbytes=self.predicted.peak_nbytes,
-            keep_duplicates=self.trace.mode is Mode.EVAL,
-        )
-        if actions is None:
+        # The plan's peak includes the undo log. What is reserved of it already is no room that a way could take.
+        peaks = dict(self.predicted.peak_nbytes)
+        peaks[Tier.HOST] -= min(peaks[Tier.HOST], self._tiers.host.now.get(UNDO_LOG, 0))
+        try:
+            actions = way_to(
+                wanted,
+                self._executor,
+                own=self.trace.chunk_nbytes,
+                peak_nbytes=peaks,
+                keep_duplicates=self.trace.mode is Mode.EVAL,
+            )
+        except PlanError as error:
+            self.obstacle = str(error)
             return False
         self._tiers.plan_decides()
         go(actions, self._store)
+        # Only now: on the way, HOST may hold more than the plan has there, and the log would take that room.
+        self._executor.reserve_log(self._log)
         for lane, done in self._copies_before[moment].items():
             self._events[lane] = [None] * done
             self._previous[lane] = []
@@ -307,6 +321,10 @@ class Performer:
 
     def _alloc(self, chunk: Chunk, tier: Tier) -> None:
         if not self._on_plan or tier in chunk.replicas:
+            return
+        ledger = self._store.pools[tier].ledger
+        if ledger.cap_nbytes - ledger.chunk_nbytes < chunk.nbytes:
+            self.depart()  # what the plan does not know has come since: make room on demand
             return
         replica = self._store.take_slab(chunk, tier)
         if tier is Tier.DEVICE and not self._is_host and replica.slab.busy is None:

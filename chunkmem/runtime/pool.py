@@ -1,4 +1,10 @@
-"""Slabs: pieces of a tier, given out, taken back, and a few of them kept for reuse."""
+"""Slabs: pieces of a tier, given out, taken back, and a few of them kept for reuse.
+
+[Note: Mapped slabs] Once a program has freed a large block, glibc takes blocks of that size from its heap, where what
+torch allocates meanwhile lies between them: freed slabs then stay with the process, uncounted, a quarter to half more
+than the ledgers say. A slab that is a mapping of its own goes back to the system when it is given up. torch cannot
+resize such memory, so this needs a back end of `runtime.storage` that exchanges pointers.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +21,8 @@ from chunkmem.runtime.ledger import CACHE, Ledger
 
 _SEGMENT_NBYTES = 256 << 20
 """Largest piece of host memory mapped ahead of need."""
+_MAPPED_NBYTES = 128 << 10
+"""Smaller slabs are left to the C library: a mapping is made of whole pages."""
 _POISON = 0xFF
 """Repeated, this byte is NaN in every floating dtype."""
 
@@ -80,6 +88,8 @@ class DevicePool:
         self.ledger = ledger
         self.poison = False
         self._device = compute.device
+        self.maps_slabs = False
+        """On a CPU: have slabs mapped by themselves; [Note: Mapped slabs]."""
         self._capacity = capacity
         self.keeps_all = False
         """Keep every freed slab as long as the cap allows: a plan is followed, and takes each of them again."""
@@ -95,9 +105,7 @@ class DevicePool:
         while self._kept and self.ledger.free_nbytes < nbytes:
             self._discard(self._kept.popleft())
         with runtime_mode():
-            slab = Slab(nbytes, torch.empty(nbytes, dtype=torch.uint8, device=self._device))
-            if self._device.type == "cpu":
-                prefer_large_pages(slab.bytes.data_ptr(), nbytes)
+            slab = Slab(nbytes, self._allocate(nbytes))
         self.ledger.charge(role, nbytes)
         return slab
 
@@ -118,6 +126,17 @@ class DevicePool:
         while self._kept:
             self._discard(self._kept.popleft())
 
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        if self._device.type == "cpu" and self.maps_slabs and nbytes >= _MAPPED_NBYTES:
+            # Private, as the C library's memory is: a forked child has its own copy of what it writes.
+            region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = torch.frombuffer(region, dtype=torch.uint8)
+        else:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        if self._device.type == "cpu":
+            prefer_large_pages(memory.data_ptr(), nbytes)
+        return memory
+
     def _discard(self, slab: Slab) -> None:
         slab.rest()
         self.ledger.release(CACHE, slab.nbytes)
@@ -131,6 +150,8 @@ class _Segment:
     bytes: torch.Tensor
     pinned: bool
     free: dict[int, int]
+    touched_nbytes: int = 0
+    """From the start to the end of the last slab that was ever cut; the rest was never written to."""
 
 
 class HostArena:
@@ -157,6 +178,11 @@ class HostArena:
     def reserved_nbytes(self) -> int:
         """Bytes mapped, given out or not."""
         return sum(len(segment.region) for segment in self._segments)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes that were given out and taken back, and are kept for reuse: RAM that no role of the ledger counts."""
+        return max(0, sum(segment.touched_nbytes for segment in self._segments) - self.ledger.total_nbytes)
 
     def expect(self, nbytes: int) -> None:
         """Announce that `nbytes` more will be asked for, so that they are mapped in few pieces and no more than that.
@@ -234,6 +260,7 @@ class HostArena:
                     del segment.free[start]
                     if length > nbytes:
                         segment.free[start + nbytes] = length - nbytes
+                    segment.touched_nbytes = max(segment.touched_nbytes, start + nbytes)
                     with runtime_mode():
                         return Slab(nbytes, segment.bytes[start : start + nbytes], start, index)
         return None

@@ -8,7 +8,9 @@ from chunkmem.runtime.tiers import Tiers
 from chunkmem.types import Tier
 
 
-def memory_report(tiers: Tiers, executor: DemandExecutor, *, padding_nbytes: int) -> MemoryReport:
+def memory_report(
+    tiers: Tiers, executor: DemandExecutor, *, padding_nbytes: int, exchange_nbytes: tuple[int, int]
+) -> MemoryReport:
     """Return the ledgers' state as plain data."""
     reports = {
         ledger.tier: TierReport(
@@ -18,6 +20,7 @@ def memory_report(tiers: Tiers, executor: DemandExecutor, *, padding_nbytes: int
             step_peak_nbytes=ledger.chunk_peak_nbytes,
             required_nbytes=executor.required_nbytes[ledger.tier],
             by_role={role: (now, ledger.peak[role]) for role, now in ledger.now.items()},
+            kept_nbytes=tiers.host_pool.kept_nbytes if ledger.tier is Tier.HOST else 0,
         )
         for ledger in (tiers.device, tiers.host)
     }
@@ -28,4 +31,5 @@ def memory_report(tiers: Tiers, executor: DemandExecutor, *, padding_nbytes: int
         moved=MovedReport(moved.h2d_nbytes, moved.d2h_nbytes),
         padding_nbytes=padding_nbytes,
         non_model_nbytes=tiers.non_model_nbytes(),
+        exchange_nbytes=exchange_nbytes,
     )

@@ -105,5 +105,5 @@ class Tiers:
         """Return the bytes beside the chunks: allocated on an accelerator, or resident in this process."""
         chunks = self.device.total_nbytes
         if not self.compute.is_accelerator:
-            chunks += self.host.total_nbytes
+            chunks += self.host.total_nbytes + self.host_pool.kept_nbytes
         return max(0, self.compute.used_nbytes() - chunks)

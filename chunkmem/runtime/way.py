@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 
+from chunkmem.errors import PlanError
 from chunkmem.plan.model import Action, Alloc, Copy, Free
 from chunkmem.plan.resync import Residency, resync
 from chunkmem.runtime.executor import DemandExecutor
@@ -18,18 +19,21 @@ def way_to(
     own: Container[ChunkId],
     peak_nbytes: Mapping[Tier, int],
     keep_duplicates: bool,
-) -> list[Action] | None:
-    """Return what leads to `wanted` from what is where now; None if that is not possible. Copies have to be over.
+) -> list[Action]:
+    """Return what leads to `wanted` from what is where now. Copies have to be over.
 
     The arguments are those of `resync`, and `own`, the chunks that the plan knows. What the plan wants and nobody has
     any more is rounded anew on the way.
+
+    Raises:
+        PlanError: that is not possible; says what is in the way.
     """
     store = executor.store
     chunks = store.chunks.values()
     for chunk in chunks:
         executor.notice_writes(chunk)
         if wanted.has_content(chunk.id) and not executor.restore(chunk):
-            return None
+            raise PlanError(f"{chunk.id} takes {chunk.nbytes} bytes to be rounded again, and neither tier has them")
     return resync(
         Residency({(c.id, tier): c.ready(tier) for c in chunks for tier in c.replicas}),
         wanted,

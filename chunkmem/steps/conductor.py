@@ -7,7 +7,7 @@ or followed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from chunkmem.errors import PlanError, TraceError
 from chunkmem.plan.machine import Machine
@@ -325,6 +325,9 @@ class Conductor:
             self._machine = self._make_machine()
         return self._machine
 
-    def _bystanders_nbytes(self, trace: Trace) -> int:
-        resident = self._executor.store.resident[Tier.DEVICE].values()
-        return sum(chunk.nbytes for chunk in resident if chunk.id not in trace.chunk_nbytes)
+    def _bystanders_nbytes(self, trace: Trace) -> Mapping[Tier, int]:
+        resident = self._executor.store.resident
+        return {
+            tier: sum(chunk.nbytes for chunk in chunks.values() if chunk.id not in trace.chunk_nbytes)
+            for tier, chunks in resident.items()
+        }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
@@ -13,8 +13,10 @@ from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import PlanOptions, make_plan
 from chunkmem.plan.simulate import simulate
+from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.runtime.performer import Performer
 from chunkmem.trace.model import Mode, Trace
+from chunkmem.types import Tier
 
 _MAX_FAILED_RECORDS = 3
 _MAX_REFINEMENTS = 3
@@ -32,7 +34,7 @@ class Course:
         machine: Callable[[], Machine],
         options: PlanOptions,
         perform: Callable[[Plan, Trace], Performer],
-        bystanders_nbytes: Callable[[Trace], int],
+        bystanders_nbytes: Callable[[Trace], Mapping[Tier, int]],
     ) -> None:
         """Begin with nothing known.
 
@@ -41,7 +43,7 @@ class Course:
             machine: returns what plans are made for; called when the first one is.
             options: of the planner.
             perform: makes a performer.
-            bystanders_nbytes: returns the bytes on DEVICE of chunks that a trace does not touch.
+            bystanders_nbytes: returns by tier the bytes there of chunks that a trace does not touch.
         """
         self.mode = mode
         self.trace: Trace | None = None
@@ -60,6 +62,8 @@ class Course:
         recorded again and again."""
         self._failed_records = 0
         self._is_hopeless = False
+        self._has_warned = False
+        """Of a plan that was out of reach."""
 
     @property
     def wants_record(self) -> bool:
@@ -129,6 +133,7 @@ class Course:
                 return None
         if self.performer is None:
             self.performer = self._perform(self.plan, self.trace)
+            give_back_freed_ram()  # what the recorded step has freed, and planning
         return self.performer
 
     def learn(self) -> None:
@@ -138,6 +143,13 @@ class Course:
             return
         if performer.journal.departures or not performer.is_at_end:
             self._departed += 1
+            if not performer.was_followed and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"a {self.mode.value} step could not follow its plan, and every access was served on demand, which "
+                    f"is slower: {performer.obstacle}",
+                    stacklevel=2,
+                )
             if self._departed >= self._patience:
                 patience = 2 * self._patience
                 self.forget()
@@ -158,13 +170,23 @@ class Course:
             self._patience = patience
 
     def _make_plan(self, trace: Trace) -> Plan:
-        machine = self._machine()
+        machine, bystanders = self._machine(), self._bystanders_nbytes(trace)
         if self.mode is Mode.EVAL:
             # What the evaluation does not touch stays where training left it, if that is possible.
-            left_nbytes = max(0, machine.device_nbytes - self._bystanders_nbytes(trace))
+            left_nbytes = max(0, machine.device_nbytes - bystanders[Tier.DEVICE])
             with suppress(CapacityError):
                 return make_plan(trace, replace(machine, device_nbytes=left_nbytes), options=self._options)
-        return make_plan(trace, machine, options=self._options)
+        plan = make_plan(trace, machine, options=self._options)
+        aside_nbytes = sum(bystanders.values())
+        if self.mode is Mode.EVAL or not aside_nbytes:
+            return plan
+        if simulate(plan, trace).peak_nbytes[Tier.HOST] + aside_nbytes > machine.host_nbytes:
+            # HOST is where chunks are that the step does not touch: beside a plan that fills it they find no room.
+            left_nbytes = max(0, machine.host_nbytes - aside_nbytes)
+            with suppress(CapacityError):
+                plan = make_plan(trace, replace(machine, host_nbytes=left_nbytes), options=self._options)
+                return replace(plan, machine=machine)
+        return plan
 
     def _refine(self, performer: Performer) -> None:
         """Plan again with the times of a step that followed a plan, if the plan was made for longer ones.

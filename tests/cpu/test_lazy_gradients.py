@@ -20,7 +20,7 @@ import chunkmem
 from chunkmem.nn.lazy_gradient import LazyGradient
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.training import compute_device
-from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Blocks, Twin, assert_equal, config, copied, features, same
+from tests.helpers.twins import WIDTH, Blocks, Twin, assert_equal, config, copied, features, same
 
 SMALL_NBYTES = 4 * 1024
 
@@ -493,21 +493,6 @@ def test_a_consumed_gradient_can_be_overwritten() -> None:
         return [*losses, *twin.steps(2)]
 
     same(Blocks, scenario)
-
-
-def test_an_optimizer_of_torch_is_refused_where_a_parameter_is_away() -> None:
-    """Or else updates what is there: then it is as good as in plain PyTorch."""
-    other, expected = plain(), torch.optim.SGD
-    expected(other.model.parameters(), lr=0.1).step()
-    manager, twin = landed()
-    with pytest.raises(chunkmem.StateError, match=r"is not on DEVICE.*chunkmem\.AdamW"):
-        torch.optim.SGD(twin.model.parameters(), lr=0.1).step()
-    manager.close()
-    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as ample:
-        twin = Twin(ample, Blocks)
-        twin.loss(features(0)).backward()
-        torch.optim.SGD(twin.model.parameters(), lr=0.1).step()
-        assert_equal(twin.weights(), other.weights())
 
 
 # With everything else.

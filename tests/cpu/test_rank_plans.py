@@ -292,6 +292,7 @@ class Measured:
     received_nbytes: int
     device: dict[str, tuple[int, int]]
     host: dict[str, tuple[int, int]]
+    exchange: tuple[int, int]
 
 
 def stack(rank: int, size: int, device_nbytes: int, micro_batches: int) -> Measured:
@@ -326,7 +327,7 @@ def stack(rank: int, size: int, device_nbytes: int, micro_batches: int) -> Measu
                 role: (report.by_role.get(role, (0, 0))[0], timeline.role_peak_nbytes.get((tier, role), 0))
                 for role in ("param", "grad", "exp_avg", "exp_avg_sq")
             }
-        return Measured(*counts, peaks[Tier.DEVICE], peaks[Tier.HOST])
+        return Measured(*counts, peaks[Tier.DEVICE], peaks[Tier.HOST], memory.exchange_nbytes)
 
 
 def own(size: int, rank: int) -> list[int]:
@@ -348,6 +349,8 @@ def test_what_is_exchanged_is_as_the_formulas_say(teams: dict[int, Team], size: 
         assert found.num_reductions == NUM_BLOCKS
         assert found.sent_nbytes == (num_sent * (size - 1) + NUM_BLOCKS - num_own) * CHUNK_NBYTES
         assert found.received_nbytes == (num_received + num_own * (size - 1)) * CHUNK_NBYTES
+        # The owner of a gradient receives the others' beside it, one chunk at a time.
+        assert found.exchange == (0, (size - 1) * CHUNK_NBYTES)
 
 
 def most_of_others(size: int, rank: int, *, at_a_time: int) -> int:

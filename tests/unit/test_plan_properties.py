@@ -406,13 +406,15 @@ def check_way(
     held = {key for key in replicas if key[1] is DEVICE and replicas[key] and wanted.newest.get(key)}
     held = set(sorted(held, key=str)[: len(held) // 2])
     free = {tier: caps[tier] - used_nbytes(trace, replicas, tier) for tier in caps}
-    way = resync(
-        now, wanted, held=frozenset(held), chunk_nbytes=trace.chunk_nbytes, free_nbytes=free, peak_nbytes=peak,
-        keep_duplicates=keep,
-    )  # fmt: skip
-    assert now.newest == replicas, "it changed what it was given"
-    if way is None:
+    try:
+        way = resync(
+            now, wanted, held=frozenset(held), chunk_nbytes=trace.chunk_nbytes, free_nbytes=free, peak_nbytes=peak,
+            keep_duplicates=keep,
+        )  # fmt: skip
+    except PlanError:
         return False
+    finally:
+        assert now.newest == replicas, "it changed what it was given"
     contents = {chunk for chunk, _ in replicas if now.has_content(chunk)}
     for action in way:
         walk(action, replicas)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from chunkmem.plan.ahead import UNDO_LOG
 from chunkmem.plan.model import Alloc, Copy, Free, Lane, Placed, Plan, Update
-from chunkmem.plan.planner import make_plan
+from chunkmem.plan.planner import PlanOptions, make_plan
+from chunkmem.plan.residency import ABSENT, EMPTY
+from chunkmem.plan.residency import NEWEST as FILLED
+from chunkmem.plan.resync import residency_before
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.report.clock import moment_starts_s, phases
-from chunkmem.report.replay import ABSENT, EMPTY, FILLED, replay, role_nbytes, row_order
+from chunkmem.report.replay import replay, role_nbytes, row_order
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.runs import machine_of
-from tests.helpers.traces import grad, param, random_trace, training_trace
+from tests.helpers.traces import grad, param, random_trace, training_trace, with_masters
+from tests.unit import test_plan_exchanges as exchanges
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 ROOMY = machine_of(100, nbytes=1)
@@ -63,12 +69,13 @@ def test_a_lap_by_hand() -> None:
 
 
 def test_a_consumed_slab_on_the_device_stays_without_content() -> None:
-    g = grad(0)
-    trace = Trace(Mode.TRAIN, "", {g: 3}, (Moment(Kind.CREATE, g), Moment(Kind.CONSUME, g), Moment(Kind.CREATE, g)))
-    plan = Plan(trace.digest, ROOMY, frozenset({Placed(g, DEVICE, False)}), ((), (), ()), {})
-    assert replay(plan, trace)[g].changes == [(0, state(FILLED, ABSENT))]
-    plan = Plan(trace.digest, ROOMY, frozenset({Placed(g, DEVICE, False)}), ((), (), (Alloc(g, HOST),)), {})
-    assert replay(plan, trace)[g].changes == [(0, state(FILLED, ABSENT)), (2, state(FILLED, EMPTY))]
+    w, g = param(0), grad(0)
+    moments = (Moment(Kind.CREATE, g), Moment(Kind.CONSUME, g), Moment(Kind.HOLD, w), Moment(Kind.RELEASE, w))
+    trace = Trace(Mode.TRAIN, "", {w: 5, g: 3}, moments)
+    start = frozenset({Placed(g, DEVICE, False), Placed(w, DEVICE, True)})
+    stays = replay(Plan(trace.digest, ROOMY, start, ((), (), (), ()), {}), trace)
+    assert stays[g].changes == [(0, state(FILLED, ABSENT)), (2, state(EMPTY, ABSENT))]
+    assert stays[w].changes == [(0, state(FILLED, ABSENT))]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -134,3 +141,60 @@ def test_phases_of_two_micro_batches_with_recomputation() -> None:
     assert phases(trace) == [
         ("forward", 0, 2), ("backward", 2, 7), ("forward", 7, 9), ("backward", 9, 10), ("optimizer step", 10, 12)
     ]  # fmt: skip
+
+
+# One meaning of a plan: where the report has chunks, where a plan that is gone on with takes them to be, and the bytes
+# of the simulator.
+
+
+def on_tier(state: int, tier: Tier) -> int:
+    return state // 3 if tier is DEVICE else state % 3
+
+
+def assert_one_meaning(plan: Plan, trace: Trace) -> None:
+    """Compare every cell (chunk, tier, moment) with the residency that a departed step goes on from."""
+    stays, predicted = replay(plan, trace), simulate(plan, trace)
+    rows: dict[ChunkId, list[int]] = {chunk: [] for chunk in stays}
+    for chunk, stay in stays.items():
+        ends = [moment for moment, _ in stay.changes[1:]] + [len(trace.moments)]
+        for (begin, found), end in zip(stay.changes, ends, strict=True):
+            rows[chunk] += [found] * (end - begin)
+    for at, moment in enumerate(trace.moments):
+        if moment.kind is Kind.CONSUME:  # in the report, the content is there while it is used up
+            continue
+        after = residency_before(plan, trace, at + 1)
+        for chunk, row in rows.items():
+            for tier in (DEVICE, HOST):
+                is_newest = after.newest.get((chunk, tier))
+                wanted = ABSENT if is_newest is None else FILLED if is_newest else EMPTY
+                assert on_tier(row[at], tier) == wanted, f"moment {at} ({moment}): {chunk} on {tier.name}"
+    columns = role_nbytes(stays, trace, DEVICE)
+    assert tuple(map(sum, zip(*columns.values(), strict=True))) == predicted.device_nbytes
+    for tier in (DEVICE, HOST):
+        roles = role_nbytes(stays, trace, tier)
+        assert {(tier, role.value): max(n) for role, n in roles.items() if max(n)} == {
+            key: n for key, n in predicted.role_peak_nbytes.items() if key[0] is tier and n and key[1] != UNDO_LOG
+        }
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize("log", [0, 10**6])
+@pytest.mark.parametrize("seed", range(8))
+def test_there_is_one_meaning_of_a_plan(seed: int, log: int, lowered: bool) -> None:
+    rng = random.Random(seed)
+    trace = random_trace(rng, num_groups=rng.randint(2, 9), uniform=rng.random() < 0.5, micro_batches=rng.randint(1, 3))
+    trace = with_masters(trace) if lowered else trace
+    total = sum(trace.chunk_nbytes.values())
+    machine = replace(machine_of(1, nbytes=rng.choice((2, 4)) * total // 5), undo_log_nbytes=log)
+    assert_one_meaning(make_plan(trace, machine, options=PlanOptions(rng.choice((0.0, 0.8)))), trace)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize("slabs", [4, 6, 30])
+def test_over_ranks_too(slabs: int, lowered: bool, ahead: bool) -> None:
+    """What another rank owns is there while it is held, though no copy has brought it."""
+    trace = exchanges.step(ahead=ahead)
+    if lowered:
+        trace = with_masters(trace)
+    assert_one_meaning(make_plan(trace, exchanges.machine(slabs)), trace)
