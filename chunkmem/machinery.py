@@ -23,17 +23,19 @@ from chunkmem.nn.access import AccessTracker, in_backward
 from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.borders import Borders
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.collect import Collector
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import AccessGuard, DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks
 from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
-from chunkmem.nn.precision import cast_at_borders
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.registry import ModelRegistry
+from chunkmem.nn.served import ParameterServer
 from chunkmem.nn.sharing import Sharing
 from chunkmem.nn.surface import ModuleSurface
+from chunkmem.nn.turn import Turn
 from chunkmem.nn.units import Units
 from chunkmem.optim.ahead import UpdatesAhead
 from chunkmem.optim.kernels import load_kernels
@@ -97,6 +99,7 @@ class Machinery:
             chunk_numel=None if size == "auto" else size,
             device_cap_nbytes=self._tiers.caps.device_nbytes,
             dtype=self._dtype,
+            master_weights=self.config.master_weights,
             num_ranks=self._ranks.size,
         )
         opts = self.config.client.opts
@@ -106,7 +109,9 @@ class Machinery:
         self._sharing = self._share() if self._ranks.size > 1 else None
         self._units = Units(self._sharing, self._the_reduction)
         self._access = AccessTracker(self._executor)
-        self._backward = BackwardTracker(self._executor, self._access, self._units)
+        self._turn = Turn(timeout_s=self.config.distributed.timeout_s, spans_backward=not self._compute.is_accelerator)
+        self._backward = BackwardTracker(self._executor, self._access, self._units, self._turn)
+        self._server = ParameterServer(self._executor, self._access, self._backward, self._turn)
         self._gradients = GradientBook(
             self._executor, settles=lambda group: self._updater.settles(group), then=self._backward.landed
         )
@@ -133,9 +138,15 @@ class Machinery:
         self._executor.reserve_log = self._updater.ahead.reserve
         self._autocast_cache = AutocastCache(self._compute.device.type, precision=self.config.precision)
         self._hooks = ModuleHooks(
-            self._access, self._backward, units=self._units, on_root=self._begin_root, make_guard=self._make_guard
+            self._access,
+            self._backward,
+            units=self._units,
+            turn=self._turn,
+            on_root=self._begin_root,
+            make_guard=self._make_guard,
         )
-        self._surface = ModuleSurface(read=self._read, write=self._write)
+        self._borders = Borders(is_outermost=lambda root: not self._access.stack or self._access.is_stale(root))
+        self._surface = ModuleSurface(read=self._read, write=self._write, saving=self._server.saving)
         self._declared = DeclaredReads()
         self._collector: Collector | None = None
         self._stepping = False
@@ -225,7 +236,7 @@ class Machinery:
             for packed in added:
                 self._sharing.let_go_of_others(group.id for group in packed.layout.groups)
         for root in roots if self._dtype is not torch.float32 else ():
-            cast_at_borders(root, self._dtype, besides=excluded)
+            self._borders.fit(root, self._registry.precision.modules, self._dtype)
         for packed in added:
             self._fit(packed)
         for module in (*roots, *excluded):
@@ -239,6 +250,7 @@ class Machinery:
         owned = self._hooks.fit(packed.root, self._registry.managed_under(packed.root))
         self._surface.fit(packed.root, owned)
         self._gradients.watch(self._registry.parameters)
+        self._server.add(packed.parameters)
 
     def _lookup(self, param: torch.Tensor) -> ManagedParameter | None:
         return self._registry.lookup(param)
@@ -250,7 +262,7 @@ class Machinery:
 
     def _read(self, managed: ManagedParameter) -> torch.Tensor:
         self._require_open()
-        return self._from_owner(managed, lambda: self._updater.read_weight(managed))
+        return self._from_owner(managed, lambda: self._updater.read_weight(managed).to(managed.built_dtype))
 
     def _the_reduction(self) -> Reduction:
         assert self._reduction is not None
@@ -288,12 +300,18 @@ class Machinery:
     def _step(self, *, updates: bool) -> Iterator[None]:
         """Surround `step()` and clipping: backward is over, and what users wrote counts."""
         self._require_open()
+        with self._turn.taken(), self._bracket(updates=updates):
+            yield
+
+    @contextlib.contextmanager
+    def _bracket(self, *, updates: bool) -> Iterator[None]:
         if self._gathers_open:
             raise StateError("optimizer.step() inside manager.gather(): leave the block first, its writes count then")
         self._access.reset(step=True)
         self._backward.reset(step=True)
         self._units.reset()
         self._registry.check()
+        self._surface.check()
         for chunk in self._access.chunks.values():
             self._executor.notice_writes(chunk)
         if self._conductor.plan is None and not self._conductor.is_recording:
@@ -306,6 +324,7 @@ class Machinery:
                 landed = self._reduction.reduce(list(self._registry.parameters))
                 self._has_landed = landed | self._reduction.reduce_excluded(self._averaged)
             yield
+            self._access.refresh_held()
             if updates:
                 self._conductor.end_step()
                 self._units.end_step()

@@ -160,18 +160,21 @@ class ChunkManager(Machinery):
         self._registry.check()
         self._gathers_open += 1
         try:
-            with gathered(
-                managed,
-                grads=grads,
-                executor=self._executor,
-                gradients=self._gradients,
-                take_up=self._updater.take_up,
-                reduction=self._reduction,
+            with (
+                self._turn.taken(),
+                gathered(
+                    managed,
+                    grads=grads,
+                    executor=self._executor,
+                    access=self._access,
+                    gradients=self._gradients,
+                    take_up=self._updater.take_up,
+                    reduction=self._reduction,
+                ),
             ):
                 yield
         finally:
             self._gathers_open -= 1
-            self._access.let_go({m.group for m in managed})
 
     def state_dict(self, model: nn.Module | None = None, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the keys, order, shapes and dtypes of `model.state_dict()`: CPU copies, never views.
@@ -181,7 +184,8 @@ class ChunkManager(Machinery):
         """
         self._require_open()
         self._registry.check()
-        state = self._surface.state_dict(self._registry.only_root(model))
+        with self._turn.taken():
+            state = self._surface.state_dict(self._registry.only_root(model))
         return {} if rank0_only and self._ranks.rank > 0 else state
 
     def load_state_dict(
@@ -197,7 +201,8 @@ class ChunkManager(Machinery):
         self._registry.check()
         root = self._registry.only_root(model)
         check_fits(state_dict, self._surface.expected_state(root), strict=strict)
-        keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
+        with self._turn.taken():
+            keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
         return keys
 
     def memory(self) -> MemoryReport:
@@ -262,7 +267,7 @@ class ChunkManager(Machinery):
         """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent."""
         if self._executor.closed is None:
             self._conductor.close()
-            self._access.reset(step=True)
+            self._access.close()
             self._backward.reset(step=True)
             self._units.close()
             self._ranks.close()

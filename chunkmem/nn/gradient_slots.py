@@ -80,7 +80,7 @@ class GradientSlots:
         if chunk.version == NO_CONTENT:
             self._executor.create(chunk, Tier.DEVICE, reader=reader, zero=False)
             self._landed[managed.group] = set()
-            self._expected[managed.group] = sum(m.param.requires_grad for m in self.members[managed.group])
+            self._expected[managed.group] = sum(m.requires_grad for m in self.members[managed.group])
         else:
             self._executor.use(chunk, Tier.DEVICE, reader=reader)
         landed = self._landed[managed.group] = self._landed.pop(managed.group)

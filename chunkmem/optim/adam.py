@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,6 +16,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.ahead import Intent
 from chunkmem.optim.checks import STATE_ROLES, check_number, check_options, check_state, plain_options
 from chunkmem.optim.excluded import update_excluded
+from chunkmem.optim.masters import MASTER_KEY, check_masters, masters_to_save
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.pending import PendingGradients
 
@@ -174,11 +175,18 @@ class Adam(torch.optim.Optimizer):
             return self._gradients(self._pending()).clip(max_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `torch.optim.AdamW(..., fused=True)` over the same parameters would: CPU copies, never views."""
+        """Return what `torch.optim.AdamW(..., fused=True)` over the same parameters would: CPU copies, never views.
+
+        Under the key "master_weights" it also has, by the index of a parameter, float32 weights of those built in bf16
+        or fp16: the model's `state_dict` has them as they were built. torch leaves that key out.
+        """
         self._manager._require_open()
         self._updater.check_owner(self._managed(), self)
         with self._states_filled_in():
             state_dict = super().state_dict()
+        rows = self._by_index(state_dict["param_groups"])
+        if masters := masters_to_save(rows, self._updater, from_owner=self._manager._from_owner):
+            state_dict[MASTER_KEY] = masters
         if self._manager._scaler is not None:
             state_dict["loss_scaler"] = self._manager._scaler.state_dict()
         for group in state_dict["param_groups"]:
@@ -188,13 +196,20 @@ class Adam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of its torch counterpart over the same parameters.
 
+        Its "master_weights", if there are any, become those of the model: load the model's weights first.
+
         Raises:
-            CheckpointError: groups or shapes differ, or it was made with an option there is no counterpart of;
-                nothing has been changed.
+            CheckpointError: groups or shapes differ, it was made with an option there is no counterpart of, or its
+                master weights are of other weights than the model has; nothing has been changed.
         """
         self._manager._require_open()
         self._updater.check_owner(self._managed(), self)
         check_state(state_dict, self.param_groups, name_of=self._name_of)
+        saved = state_dict.get(MASTER_KEY, {})
+        rows = self._by_index(state_dict["param_groups"])
+        masters = {managed: saved[index] for index, managed in rows if index in saved and self._manager._owns(managed)}
+        if saved:
+            check_masters(masters, self._updater, self._manager._ranks)
         if self._manager._scaler is not None and "loss_scaler" in state_dict:
             self._manager._scaler.load_state_dict(state_dict["loss_scaler"])
         taken: dict[ManagedParameter, dict[str, Any]] = {}
@@ -209,6 +224,16 @@ class Adam(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+        for managed, value in masters.items():
+            self._updater.write_weight(managed, value)
+
+    def _by_index(self, saved: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, ManagedParameter]]:
+        """Yield managed parameters with the index that each has in the parameter groups of a `state_dict`."""
+        for group, own in zip(saved, self.param_groups, strict=True):
+            for index, param in zip(group["params"], own["params"], strict=True):
+                managed = self._manager._lookup(param)
+                if managed is not None:
+                    yield index, managed
 
     def _managed(self) -> list[ManagedParameter]:
         """Return the managed parameters, over ranks those that this one owns: it has their states."""
@@ -269,8 +294,10 @@ class Adam(torch.optim.Optimizer):
         """Make what is missing before anything is updated, so that a lack of room changes nothing."""
         new = [managed for managed in params if managed not in self._steps]
         for managed in new:
-            if not managed.param.is_floating_point():
-                raise ConfigError(f"parameter {managed.name} is {managed.param.dtype}; torch's fused Adam takes reals")
+            if not managed.placeholder.is_floating_point():
+                raise ConfigError(
+                    f"parameter {managed.name} is {managed.placeholder.dtype}; torch's fused Adam takes reals"
+                )
         self._updater.place(self._managed())
         self._updater.make_states(new)
         for managed in new:

@@ -91,12 +91,13 @@ class GroupUpdater:
         return not self._on_device.get(group, True)
 
     def require_room(self, params: Iterable[ManagedParameter]) -> None:
-        """Check that weights, gradients and states of all groups fit the tiers together.
+        """Check that weights, and gradients and states of what is trained, fit the tiers together.
 
         Raises:
             CapacityError: they cannot, whatever is moved.
         """
-        groups = {managed.group for managed in (*params, *self._owner)}  # of other optimizers too
+        everything = (*params, *self._owner)  # of other optimizers too
+        groups = {managed.group for managed in everything if managed.param.requires_grad}
         require_room(groups, self._store)
 
     def place(self, params: Iterable[ManagedParameter]) -> None:
@@ -123,19 +124,33 @@ class GroupUpdater:
         return total
 
     def make_states(self, params: Iterable[ManagedParameter]) -> None:
-        """Give `params`, which have none yet, states of zero.
+        """Give `params`, which have none yet, states of zero, and a master copy if it comes with the first update.
 
         Raises:
             CapacityError: the states fit neither tier; weights and gradients are untouched.
         """
         for managed in params:
+            self._make_master(managed.group)
             for role in STATE_ROLES:
                 chunk = self._chunk(role, managed.group)
                 if chunk.version == NO_CONTENT:
                     tier = self._tier_for_states(chunk)
                     self._executor.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
                 else:
-                    self.write(chunk, managed, torch.zeros((), dtype=managed.param.dtype, device="cpu"))
+                    self.write(chunk, managed, torch.zeros((), dtype=managed.placeholder.dtype, device="cpu"))
+
+    def _make_master(self, group: int) -> None:
+        """Let a group that was frozen when it was packed have its master copy; see [Note: Master copies]."""
+        param = self._chunk(Role.PARAM, group)
+        master = param.master
+        if master is None or master.version != NO_CONTENT:
+            return
+        self._executor.notice_writes(param)
+        tier = self._tier_for_states(master)
+        self._executor.create(master, tier, reader="master weights", zero=False, elastic=True)
+        source = next(each for each in (Tier.DEVICE, Tier.HOST) if param.ready(each))
+        with runtime_mode():
+            master.replicas[tier].flat.copy_(param.replicas[source].flat)
 
     def update(
         self,
@@ -201,9 +216,10 @@ class GroupUpdater:
 
     def mark_updated(self, params: Iterable[ManagedParameter]) -> None:
         """Count the update in autograd's version counters: a backward of an older graph has to notice it."""
-        for managed in params:
-            torch.autograd.graph.increment_version(managed.param)
-            managed.version = managed.param._version
+        with torch._C.DisableTorchFunctionSubclass():
+            for managed in params:
+                torch.autograd.graph.increment_version(managed.param)
+                managed.version = managed.param._version
 
     def read(self, chunk: Chunk, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's slot in `chunk`, in the parameter's shape."""
@@ -228,6 +244,7 @@ class GroupUpdater:
 
     def read_weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's values, of the float32 master copy if there is one."""
+        self._executor.notice_writes(self._chunk(Role.PARAM, managed.group))
         return self.read(self._weights(managed.group)[-1], managed)
 
     def write_weight(self, managed: ManagedParameter, value: torch.Tensor) -> None:
@@ -238,22 +255,15 @@ class GroupUpdater:
     def take_up(self, groups: Iterable[int]) -> None:
         """Let master copies follow what a user wrote to their parameters; elements that were not keep all bits."""
         for group in groups:
-            param, *masters = self._weights(group)
-            for master in masters:
-                tier, other = param.newest_tier(), master.newest_tier()
-                assert tier is not None
-                assert other is not None
-                with runtime_mode():
-                    pairs = zip(self._store.views(param, tier), self._store.views(master, other), strict=True)
-                    for low, high in pairs:
-                        written = low.to(high.device)
-                        high.copy_(torch.where(high.to(low.dtype) == written, high, written.to(high.dtype)))
-                self._store.mark_written(master, other)
+            chunk = self._chunk(Role.PARAM, group)
+            tier = chunk.newest_tier()
+            if tier is not None:
+                self._store.follow(chunk, tier)
 
     def _weights(self, group: int) -> list[Chunk]:
-        """Return the PARAM chunk and, if there is one, its MASTER."""
-        master = self._store.chunks.get(ChunkId(Role.MASTER, group))
-        return [self._chunk(Role.PARAM, group), *([] if master is None else [master])]
+        """Return the PARAM chunk and, if there is one with content, its MASTER."""
+        param = self._chunk(Role.PARAM, group)
+        return [param] if param.master is None or param.master.version == NO_CONTENT else [param, param.master]
 
     def state(self, role: Role, managed: ManagedParameter) -> Chunk:
         """Return the chunk of `role` that holds the parameter's state."""

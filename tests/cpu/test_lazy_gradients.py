@@ -495,16 +495,12 @@ def test_a_consumed_gradient_can_be_overwritten() -> None:
     same(Blocks, scenario)
 
 
-def test_an_optimizer_of_torch_is_refused_where_a_parameter_is_away() -> None:
-    """Or else updates what is there: then it is as good as in plain PyTorch."""
-    other, expected = plain(), torch.optim.SGD
-    expected(other.model.parameters(), lr=0.1).step()
-    manager, twin = landed()
-    with pytest.raises(chunkmem.StateError, match=r"is not on DEVICE.*chunkmem\.AdamW"):
-        torch.optim.SGD(twin.model.parameters(), lr=0.1).step()
-    manager.close()
-    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as ample:
-        twin = Twin(ample, Blocks)
+@pytest.mark.parametrize("cap_nbytes", [SMALL_NBYTES, AMPLE_NBYTES])
+def test_an_optimizer_of_torch_finds_gradients(cap_nbytes: int) -> None:
+    other = plain()
+    torch.optim.SGD(other.model.parameters(), lr=0.1).step()
+    with chunkmem.ChunkManager(config(cap_nbytes)) as manager:
+        twin = Twin(manager, Blocks)
         twin.loss(features(0)).backward()
         torch.optim.SGD(twin.model.parameters(), lr=0.1).step()
         assert_equal(twin.weights(), other.weights())
