@@ -90,6 +90,17 @@ class ManagedParameter:
         with torch._C.DisableTorchFunctionSubclass():
             return self.param.requires_grad
 
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """What `.grad` of the parameter is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.param.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.param.grad = value
+
     def serve(self, served_class: ServedClass) -> None:
         """Close the parameter, for the first time: from now on it serves itself; see [Note: Open parameters]."""
         self._closed_class = served_class(self._open_class)

@@ -64,7 +64,7 @@ class GradientBook(GradientValues):
 
     def _on_gradient(self, managed: ManagedParameter) -> None:
         if managed not in self.exposed:
-            grad = managed.param.grad
+            grad = managed.grad
             if grad is not None and not isinstance(grad, LazyGradient):  # to that one autograd has added: `accumulate`
                 del grad
                 self._take(managed, from_autograd=True)
@@ -79,7 +79,7 @@ class GradientBook(GradientValues):
         is_held = not self.is_shared and self._is_held(managed.param, from_autograd=from_autograd)
         if is_held and from_autograd:
             return
-        grad = managed.param.grad
+        grad = managed.grad
         assert grad is not None
         self.land(managed, grad, replacing=True)
         if is_held:
@@ -92,8 +92,8 @@ class GradientBook(GradientValues):
         if _num_references(param) > num_tensor:
             return True
         # What autograd has made may be a view of something of its own; to what a user assigned it has added in place.
-        assert param.grad is not None
-        may_be_made_by_autograd = from_autograd and param.grad._version == 0
+        with torch._C.DisableTorchFunctionSubclass():
+            may_be_made_by_autograd = from_autograd and param.grad is not None and param.grad._version == 0
         return not may_be_made_by_autograd and _num_memory_references(param) > num_memory
 
     def _show(self, managed: ManagedParameter) -> None:
@@ -101,24 +101,24 @@ class GradientBook(GradientValues):
         source = self._sources[managed]
         source.life += 1
         source.state = GradientState.LIVE
-        managed.param.grad = LazyGradient(source, source.life)
+        managed.grad = LazyGradient(source, source.life)
 
     def show_reduced(self, managed: ManagedParameter) -> None:
         """Count a mean, of gradients that other ranks had, as this one's."""
         self._landed.setdefault(managed.group, set()).add(managed)
-        if managed.param.grad is None and managed not in self.exposed:
+        if managed.grad is None and managed not in self.exposed:
             self._show(managed)
 
     def settle(self, params: Iterable[ManagedParameter]) -> None:
         """Make the book agree with `.grad`; see [Note: What `.grad` says]. Raises what `land` does."""
         params = tuple(params)
         for managed in params:
-            grad = managed.param.grad
+            grad = managed.grad
             if isinstance(grad, LazyGradient) and not grad.is_all_of(self._sources[managed]):
                 # Of another parameter, maybe, whose turn comes before this one's: two can be swapped.
-                managed.param.grad = grad.whole()
+                managed.grad = grad.whole()
         for managed in params:
-            grad, source = managed.param.grad, self._sources[managed]
+            grad, source = managed.grad, self._sources[managed]
             if grad is None:
                 if source.state is not GradientState.NONE or managed in self._landed.get(managed.group, ()):
                     self.discard({managed})
@@ -138,9 +138,9 @@ class GradientBook(GradientValues):
         That is what was written to it in place, put in its stead, or set where there was none.
         """
         exposed = list(exposed)
-        before = {managed: managed.param.grad for managed in landed}
+        before = {managed: managed.grad for managed in landed}
         for managed in landed:
-            managed.param.grad = self._slot(managed)
+            managed.grad = self._slot(managed)
         self.exposed.update(exposed)
         try:
             yield
@@ -164,21 +164,21 @@ class GradientBook(GradientValues):
                 self._executor.pin(self.chunks[group], Tier.DEVICE, reader=reader, elastic=True)
                 made.append(group)
             for managed in lent:
-                before[managed] = managed.param.grad
-                managed.param.grad = self._slot(managed)
+                before[managed] = managed.grad
+                managed.grad = self._slot(managed)
             self.exposed.update(lent)
             yield
         finally:
             self.exposed.difference_update(lent)
             for managed, grad in before.items():
-                managed.param.grad = grad
+                managed.grad = grad
             for group in made if self._executor.closed is None else ():
                 self._executor.unpin(self.chunks[group], Tier.DEVICE)
                 self.give_up(group)
 
     def _take_exposed(self, managed: ManagedParameter, before: torch.Tensor | None) -> None:
         """Keep what has become of a gradient that was exposed; `before` is what `.grad` was until then."""
-        grad = managed.param.grad
+        grad = managed.grad
         chunk = self.chunks[managed.group]
         landed = managed in self._landed.get(managed.group, ())
         if landed and grad is not None and chunk.ready(Tier.DEVICE):
@@ -196,14 +196,14 @@ class GradientBook(GradientValues):
                 if not isinstance(before, LazyGradient):  # a user's own tensor, which plain PyTorch would have changed
                     with runtime_mode():
                         before.copy_(slot)
-                managed.param.grad = before
+                managed.grad = before
                 return
         self.settle((managed,))
 
     def discard(self, params: Collection[ManagedParameter]) -> None:
         """Forget the gradients of `params`, as after their update."""
         for managed in params:
-            source, grad = self._sources[managed], managed.param.grad
+            source, grad = self._sources[managed], managed.grad
             is_shown = isinstance(grad, LazyGradient) and grad.is_all_of(source)
             if source.state is not GradientState.NONE:
                 source.state = GradientState.CONSUMED if is_shown else GradientState.NONE
@@ -212,13 +212,15 @@ class GradientBook(GradientValues):
 
 def _num_references(param: torch.Tensor) -> int:
     """Return how many references there are to the tensor in `.grad`, this function's included."""
-    grad = param.grad
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = param.grad
     return sys.getrefcount(grad)
 
 
 def _num_memory_references(param: torch.Tensor) -> int:
     """Return how many references there are to the memory of the tensor in `.grad`; 0 for one that has none."""
-    grad = param.grad
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = param.grad
     assert grad is not None
     memory = storage_id(grad)
     return 0 if memory is None else int(torch._C._storage_Use_Count(memory))

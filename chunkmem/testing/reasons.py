@@ -19,7 +19,7 @@ from chunkmem.testing.training import Workload
 SECTIONS = MappingProxyType(
     {
         "repeats": "What stays the same, and where torch itself does not",
-        "gradients": "Gradients: `.grad` is None after backward",
+        "gradients": "Gradients",
         "precision": "bf16 and fp16",
         "parameters": "Reading and writing parameters",
     }

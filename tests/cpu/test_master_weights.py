@@ -303,6 +303,7 @@ def test_a_frozen_model_needs_no_room_for_master_copies_and_states() -> None:
             for _ in range(3):
                 manager.backward(model(torch.randn(4, 64)).sum())
                 optimizer.step()
+                optimizer.zero_grad()
 
     built(freezes=True)
     with pytest.raises(CapacityError):
