@@ -68,6 +68,11 @@ class Script:
     expect: Expected
     keys: tuple[tuple[str, Any], ...]
 
+    @property
+    def is_lowered(self) -> bool:
+        """Mixed precision, whose bits plain PyTorch does not have: small caps are compared with ample room."""
+        return "precision" in dict(self.keys)
+
 
 SCRIPTS: dict[str, Script] = {}
 """By name; filled when the files of scripts are imported."""
@@ -89,6 +94,10 @@ def script(
 
 class NotRefusedError(Exception):
     """A call that chunkmem has to refuse was served."""
+
+
+class WrongError(Exception):
+    """Something that has to hold does not."""
 
 
 class User:
@@ -208,6 +217,11 @@ class User:
     def record(self, *values: Any) -> None:
         """Add numbers, tensors, or trees of them to what is compared; copies are taken now."""
         self.seen.extend(copied(value) for value in values)
+
+    def check(self, holds: Any, what: str) -> None:
+        """Fail the script unless something holds that is true in plain PyTorch, too."""
+        if not bool(holds):
+            raise WrongError(what)
 
     def refused(self, error: str, phrase: str, call: Callable[[], Any]) -> None:
         """A call that only chunkmem refuses; the script goes on as if it had not been made."""

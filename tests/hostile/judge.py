@@ -28,7 +28,7 @@ def differences(actual: Any, expected: Any, where: str = "") -> list[str]:
     if isinstance(expected, Tensor):
         return _tensor_differences(actual, expected, where)
     if isinstance(expected, float) and not math.isfinite(expected):
-        return [f"{where}: {expected} in plain PyTorch; let the script record something that can be compared"]
+        return [f"{where}: {expected} in the reference; let the script record something that can be compared"]
     return [] if actual == expected else [f"{where}: {actual!r:.80} is not {expected!r:.80}"]
 
 
@@ -36,7 +36,7 @@ def _tensor_differences(actual: Tensor, expected: Tensor, where: str) -> list[st
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         return [f"{where}: {actual.dtype} {tuple(actual.shape)} is not {expected.dtype} {tuple(expected.shape)}"]
     if expected.is_floating_point() and expected.isnan().any():
-        return [f"{where}: NaN in plain PyTorch; let the script record something that can be compared"]
+        return [f"{where}: NaN in the reference; let the script record something that can be compared"]
     if torch.equal(actual, expected):
         return []
     if actual.is_floating_point() and actual.isnan().any():
@@ -53,7 +53,7 @@ def verdict(expect: Expected, plain: dict[str, Any], report: dict[str, Any], mod
             return f"plain PyTorch: {_said(plain)}, where the script declares {expect.error}"
         return None if "error" in report else f"nothing raised, where plain PyTorch raises {expect.error}"
     if "error" in plain:
-        return f"plain PyTorch itself: {_said(plain)}"
+        return f"the reference itself: {_said(plain)}"
     if isinstance(expect, Refused):
         is_that = report.get("error") == expect.error and re.search(expect.phrase, report["message"])
         return None if is_that else f"{_said(report)}, where {expect.error} with {expect.phrase!r} is declared"

@@ -54,8 +54,8 @@ def test_nan_is_seen() -> None:
 
 
 def test_nan_in_plain_pytorch_is_a_fault_of_the_script() -> None:
-    assert all_said(verdicts(lambda user: user.record(torch.tensor(float("nan")))), "NaN in plain PyTorch")
-    assert all_said(verdicts(lambda user: user.record(float("nan"))), "nan in plain PyTorch")
+    assert all_said(verdicts(lambda user: user.record(torch.tensor(float("nan")))), "NaN in the reference")
+    assert all_said(verdicts(lambda user: user.record(float("nan"))), "nan in the reference")
 
 
 def test_none_is_seen() -> None:
@@ -117,7 +117,7 @@ def test_what_plain_pytorch_refuses_has_to_be_refused() -> None:
 
     assert verdicts(run, Raises("ValueError")) == [None, None, None]
     assert all_said(verdicts(served, Raises("ValueError")), "nothing raised")
-    assert all_said(verdicts(run), "plain PyTorch itself")
+    assert all_said(verdicts(run), "the reference itself")
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
