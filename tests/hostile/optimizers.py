@@ -31,12 +31,21 @@ def states_counted(user: User) -> None:
 
 
 @script()
-def states_written(user: User) -> None:
+def states_assigned(user: User) -> None:
     """Moments of the head are forgotten after it has been reset."""
     user.train(0, 1)
     for p in user.model.head.parameters():
+        user.opt.state[p]["exp_avg"] = torch.zeros_like(p)
+        user.opt.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+    user.train(2)
+
+
+@script(expect=Refused("StateError", "assign"))
+def states_written_in_place(user: User) -> None:
+    """What is read is a copy: a write to it would be lost."""
+    user.train(0, 1)
+    for p in user.model.head.parameters():
         user.opt.state[p]["exp_avg"].zero_()
-        user.opt.state[p]["exp_avg_sq"].zero_()
     user.train(2)
 
 
