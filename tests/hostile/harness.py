@@ -1,7 +1,7 @@
 """Scripts as users write them, and the calls in them that differ between plain PyTorch and chunkmem.
 
 A script is a function of a `User`: it trains, looks at and changes parameters, gradients, optimizers and modules, and
-records what it sees. It runs in plain PyTorch and under each of `MODES`; what it recorded and left has to be equal bit
+records what it sees. It runs in plain PyTorch and in each of `MODES`; what it recorded and left has to be equal bit
 for bit, or be refused with the error that it declares. `worker` runs scripts, `judge` says what is wrong.
 """
 
@@ -25,8 +25,29 @@ SEED = 11
 CHUNK_NUMEL = 256
 """Small, so that models of a few thousand parameters take a dozen chunks."""
 AMPLE_NBYTES = 8 << 20
-MODES = ("ample", "small", "adversarial")
-"""Room for everything; the smallest cap; the smallest cap with copies as late as their events allow."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run a script in chunkmem."""
+
+    room: float | None
+    """The cap on DEVICE as a multiple of the smallest one; None: room for everything."""
+    seed: int | None = None
+    """Of lanes that hold copies back as long as their events allow; None: the manager's own lanes."""
+    bare: bool = False
+    """Backward starts by `loss.backward()` and not by `manager.backward(loss)`."""
+
+
+MODES = {
+    "ample": Mode(None),
+    "small": Mode(1.0),
+    "adversarial": Mode(1.0, seed=3, bare=True),
+    "some room": Mode(1.75, bare=True),
+    **{f"some room, late {seed}": Mode(1.0 + 0.25 * seed, seed=seed, bare=seed % 2 == 0) for seed in range(1, 5)},
+}
+ORDINARY = ("ample", "small", "adversarial")
+"""The other modes are run with `--full`. With some room there are prefetches, which late copies show most of."""
 
 
 @dataclass(frozen=True)
@@ -265,10 +286,12 @@ def config(device_nbytes: int, keys: tuple[tuple[str, Any], ...] = ()) -> chunkm
     return chunkmem.Config.from_dict({"memory": memory, "default_chunk_size": CHUNK_NUMEL, **dict(keys)})
 
 
-def manager_for(device_nbytes: int, *, late: bool, keys: tuple[tuple[str, Any], ...]) -> chunkmem.ChunkManager:
-    """A manager whose freed memory is overwritten with NaN; `late`: with lanes that hold copies back."""
+def manager_for(
+    device_nbytes: int, *, seed: int | None = None, keys: tuple[tuple[str, Any], ...] = ()
+) -> chunkmem.ChunkManager:
+    """A manager whose freed memory is overwritten with NaN; with a seed, its lanes hold copies back."""
     speeds = Machine(device_nbytes, AMPLE_NBYTES, h2d_Bps=2e9, d2h_Bps=2e9, latency_s=1e-5)
-    lanes = adversarial(3) if late else None
+    lanes = None if seed is None else adversarial(seed)
     manager = chunkmem.ChunkManager(config(device_nbytes, keys), machine=speeds, make_lanes=lanes)
     manager._tiers.device_pool.poison = manager._tiers.host_pool.poison = True
     return manager

@@ -13,7 +13,7 @@ import torch
 import chunkmem
 from tests.helpers.twins import cpu_only
 from tests.hostile import worker
-from tests.hostile.harness import EQUAL, EQUAL_IF_ROOM, MODES, Expected, Raises, Refused, Script, User
+from tests.hostile.harness import EQUAL, EQUAL_IF_ROOM, ORDINARY, Expected, Raises, Refused, Script, User
 from tests.hostile.judge import verdict
 from tests.hostile.models import Net
 
@@ -24,7 +24,7 @@ def verdicts(run: Callable[[User], object], expect: Expected = EQUAL) -> list[st
     """What is wrong with a script, by mode."""
     script = Script("under_test", "test", run, Net, expect, ())
     reports = worker.in_children(script)
-    return [verdict(expect, reports["plain"], reports[mode], mode) for mode in MODES]
+    return [verdict(expect, reports["plain"], reports[mode], mode) for mode in ORDINARY]
 
 
 def all_said(found: list[str | None], phrase: str) -> bool:

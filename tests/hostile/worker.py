@@ -1,6 +1,6 @@
 """Scripts run in forked processes, so that one that crashes or hangs is named and ends nothing but itself.
 
-`python -m tests.hostile.worker SCRIPT...` prints one JSON object: by script and mode, what came of it.
+`python -m tests.hostile.worker 'MODE;MODE' SCRIPT...` prints one JSON object: by script and mode, what came of it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
@@ -23,7 +24,7 @@ from torch import nn
 
 import chunkmem.machinery
 import chunkmem.optim.adam
-from tests.hostile.harness import AMPLE_NBYTES, MODES, SCRIPTS, SEED, Script, User, manager_for
+from tests.hostile.harness import AMPLE_NBYTES, MODES, ORDINARY, SCRIPTS, SEED, Script, User, manager_for
 from tests.hostile.judge import differences
 
 HERE = Path(__file__).parent
@@ -75,7 +76,7 @@ def run_reference(script: Script) -> tuple[Report, Any]:
     """Run what the others are compared with: plain PyTorch, or, in mixed precision, chunkmem with room for all."""
     if not script.is_lowered:
         return run_plain(script)
-    with manager_for(AMPLE_NBYTES, late=False, keys=script.keys) as manager:
+    with manager_for(AMPLE_NBYTES, keys=script.keys) as manager:
         try:
             return {}, _outcome(script, User(manager))
         except Exception as error:
@@ -84,9 +85,9 @@ def run_reference(script: Script) -> tuple[Report, Any]:
 
 def run_chunked(script: Script, mode: str, device_nbytes: int, expected: Any) -> Report:
     """Run a script in chunkmem, and compare."""
-    manager = manager_for(device_nbytes, late=mode == "adversarial", keys=script.keys)
+    manager = manager_for(device_nbytes, seed=MODES[mode].seed, keys=script.keys)
     try:
-        bare = mode == "adversarial" and not script.is_lowered  # the loss scale is the manager's to apply
+        bare = MODES[mode].bare and not script.is_lowered  # the loss scale is the manager's to apply
         found = differences(_outcome(script, User(manager, bare=bare)), expected)
         report: Report = {"differences": found[:20]}
     except Exception as error:
@@ -102,7 +103,7 @@ def smallest_nbytes(script: Script, report: Report) -> int:
         return report["required_nbytes"]
     if script.model is None:
         return AMPLE_NBYTES
-    manager = manager_for(AMPLE_NBYTES, late=False, keys=script.keys)
+    manager = manager_for(AMPLE_NBYTES, keys=script.keys)
     user = User(manager)
     model = user.build(script.model)
     optimizer = user.adamw()
@@ -111,7 +112,7 @@ def smallest_nbytes(script: Script, report: Report) -> int:
             takes_tokens = hasattr(model, "embed")
             user.backward(model(user.tokens() if takes_tokens else user.batch()).square().mean())
             optimizer.step()
-    except (RuntimeError, IndexError, TypeError):  # the model takes something else
+    except (chunkmem.ChunkmemError, RuntimeError, IndexError, TypeError):  # no model for features
         return AMPLE_NBYTES
     finally:
         required_nbytes = manager.memory().device.required_nbytes
@@ -119,7 +120,7 @@ def smallest_nbytes(script: Script, report: Report) -> int:
     return max(required_nbytes, report["required_nbytes"])
 
 
-def run_modes(script: Script, modes: list[str], device_nbytes: int, out: IO[str]) -> None:
+def run_modes(script: Script, modes: list[str], smallest: int, out: IO[str]) -> None:
     """Run a script for reference and in some modes; each report is written as a line as soon as there is one."""
 
     def write(mode: str, report: Report) -> None:
@@ -131,29 +132,30 @@ def run_modes(script: Script, modes: list[str], device_nbytes: int, out: IO[str]
     write("plain", plain)
     for mode in modes:
         signal.alarm(TIMEOUT_S)
-        report = run_chunked(script, mode, AMPLE_NBYTES if mode == "ample" else device_nbytes, expected)
-        if mode == "ample":
-            device_nbytes = smallest_nbytes(script, report)
-        write(mode, report | {"cap_nbytes": device_nbytes})
+        room = MODES[mode].room
+        report = run_chunked(script, mode, AMPLE_NBYTES if room is None else int(room * smallest), expected)
+        if room is None:
+            smallest = smallest_nbytes(script, report)
+        write(mode, report | {"smallest_nbytes": smallest})
 
 
-def in_children(script: Script) -> dict[str, Report]:
-    """Run a script in all modes, in a child that is replaced if it dies."""
+def in_children(script: Script, modes: Iterable[str] = ORDINARY) -> dict[str, Report]:
+    """Run a script in some modes, ample room among them, in a child that is replaced if it dies."""
     reports: dict[str, Report] = {}
-    device_nbytes = AMPLE_NBYTES
-    while left := [mode for mode in MODES if mode not in reports]:
-        lines, died = _in_a_child(script, left, device_nbytes)
+    smallest = AMPLE_NBYTES
+    while left := [mode for mode in modes if mode not in reports]:
+        lines, died = _in_a_child(script, left, smallest)
         reports |= dict(lines)
-        device_nbytes = reports.get("ample", {}).get("cap_nbytes", AMPLE_NBYTES)
+        smallest = reports.get("ample", {}).get("smallest_nbytes", AMPLE_NBYTES)
         if died is not None:
             victim = next((mode for mode in ("plain", *left) if mode not in reports), "exit")
             reports[victim] = died
             if victim == "plain":
-                return dict.fromkeys(("plain", *MODES), died)
+                return dict.fromkeys(("plain", *modes), died)
     return reports
 
 
-def _in_a_child(script: Script, modes: list[str], device_nbytes: int) -> tuple[list[Any], Report | None]:
+def _in_a_child(script: Script, modes: list[str], smallest: int) -> tuple[list[Any], Report | None]:
     reader, writer = os.pipe()
     with tempfile.TemporaryFile("w+") as complaints:
         child = os.fork()
@@ -165,7 +167,7 @@ def _in_a_child(script: Script, modes: list[str], device_nbytes: int) -> tuple[l
                 os.dup2(complaints.fileno(), sys.stderr.fileno())
                 faulthandler.enable()
                 with os.fdopen(writer, "w") as out:
-                    run_modes(script, modes, device_nbytes, out)
+                    run_modes(script, modes, smallest, out)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -184,14 +186,14 @@ def _in_a_child(script: Script, modes: list[str], device_nbytes: int) -> tuple[l
     return lines, {"died": by, "stderr": said}
 
 
-def main(*names: str) -> None:
-    """Run some scripts, and print what came of them."""
+def main(modes: str, *names: str) -> None:
+    """Run some scripts in some modes, and print what came of them."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch.optim.AdamW([nn.Parameter(torch.zeros(2))])  # imports most of torch, once for all children
     scripts = load()
     gc.freeze()  # a collection in a child would copy every page it visits
-    print(json.dumps({name: in_children(scripts[name]) for name in names}))
+    print(json.dumps({name: in_children(scripts[name], modes.split(";")) for name in names}))
 
 
 if __name__ == "__main__":
