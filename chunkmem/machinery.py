@@ -32,6 +32,7 @@ from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
 from chunkmem.nn.precision import cast_at_borders
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.registry import ModelRegistry
+from chunkmem.nn.served import ParameterServer
 from chunkmem.nn.sharing import Sharing
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.units import Units
@@ -107,6 +108,7 @@ class Machinery:
         self._units = Units(self._sharing, self._the_reduction)
         self._access = AccessTracker(self._executor)
         self._backward = BackwardTracker(self._executor, self._access, self._units)
+        self._server = ParameterServer(self._executor, self._access, self._backward)
         self._gradients = GradientBook(
             self._executor, settles=lambda group: self._updater.settles(group), then=self._backward.landed
         )
@@ -134,7 +136,7 @@ class Machinery:
         self._hooks = ModuleHooks(
             self._access, self._backward, units=self._units, on_root=self._begin_root, make_guard=self._make_guard
         )
-        self._surface = ModuleSurface(read=self._read, write=self._write)
+        self._surface = ModuleSurface(read=self._read, write=self._write, saving=self._server.saving)
         self._declared = DeclaredReads()
         self._collector: Collector | None = None
         self._stepping = False
@@ -238,6 +240,7 @@ class Machinery:
         owned = self._hooks.fit(packed.root, self._registry.managed_under(packed.root))
         self._surface.fit(packed.root, owned)
         self._gradients.watch(self._registry.parameters)
+        self._server.add(packed.parameters)
 
     def _lookup(self, param: torch.Tensor) -> ManagedParameter | None:
         return self._registry.lookup(param)
@@ -305,6 +308,7 @@ class Machinery:
                 landed = self._reduction.reduce(list(self._registry.parameters))
                 self._has_landed = landed | self._reduction.reduce_excluded(self._averaged)
             yield
+            self._access.refresh_held()
             if updates:
                 self._conductor.end_step()
                 self._units.end_step()

@@ -164,6 +164,7 @@ class ChunkManager(Machinery):
                 managed,
                 grads=grads,
                 executor=self._executor,
+                access=self._access,
                 gradients=self._gradients,
                 take_up=self._updater.take_up,
                 reduction=self._reduction,
@@ -171,7 +172,6 @@ class ChunkManager(Machinery):
                 yield
         finally:
             self._gathers_open -= 1
-            self._access.let_go({m.group for m in managed})
 
     def state_dict(self, model: nn.Module | None = None, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the keys, order, shapes and dtypes of `model.state_dict()`: CPU copies, never views.
@@ -262,7 +262,7 @@ class ChunkManager(Machinery):
         """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent."""
         if self._executor.closed is None:
             self._conductor.close()
-            self._access.reset(step=True)
+            self._access.close()
             self._backward.reset(step=True)
             self._units.close()
             self._ranks.close()

@@ -23,7 +23,7 @@ from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Event
-from chunkmem.runtime.unruly import ThrottledLanes
+from chunkmem.testing import ThrottledLanes
 
 FULL = Shape(num_layers=4, width=512, num_heads=8, num_sequences=4, num_tokens=256)
 QUICK = Shape(num_layers=4, width=128, num_heads=4, num_sequences=2, num_tokens=64)

@@ -16,7 +16,7 @@ class Answer:
     text: str
     """What is printed otherwise."""
     fits: bool = True
-    """False makes the exit status 1: the question was understood, and the answer is that it does not fit."""
+    """False makes the exit status 1: the question was understood, and the answer is that it does not fit or differs."""
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from chunkmem.cli.answer import Answer
 from chunkmem.cli.estimate_answer import DTYPES
-from chunkmem.cli.machine import parse_size, parse_speed
+from chunkmem.cli.machine import count, parse_size, parse_speed
 from chunkmem.cli.quiet import silenced
 from chunkmem.errors import CapacityError, LayoutError
 
@@ -28,7 +28,7 @@ the smallest change that makes it fit, and how long a step will take.
   chunkmem estimate path/to/config.json --hardware h200 --checkpointing
   chunkmem estimate mypackage.train:make --device 8GiB
 
-MODEL is a preset (gpt:125m to gpt:1t), a config.json of transformers, or module:function: a function that returns
+MODEL is a preset (gpt:1m to gpt:1t), a config.json of transformers, or module:function: a function that returns
 (model, step), where step(model) is the loss or step is what the model is called with to return it. It is given those
 of `batch` and `seq` that it takes. Caps are those of one rank. Speeds come from --hardware unless given."""
 
@@ -43,12 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="gpt:7b, a config.json, or module:function")
     add("--device", metavar="SIZE", help="cap on DEVICE, such as 80GiB; default: 80 %% of the accelerator")
     add("--host", metavar="SIZE", help="cap on HOST; default: as much as it takes")
-    add("--batch", type=_count, default=1, metavar="N", help="samples a step and rank (default: 1)")
-    add("--seq", type=_count, metavar="N", help="positions a sample (default: 2048)")
+    add("--batch", type=count, default=1, metavar="N", help="samples a step and rank (default: 1)")
+    add("--seq", type=count, metavar="N", help="positions a sample (default: 2048)")
     add("--precision", choices=DTYPES, default="fp32", help="of weights and gradients (default: fp32)")
     add("--checkpointing", action="store_true", help="recompute each block in backward")
-    add("--world", type=_count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
-    add("--chunk-size", type=_count, metavar="NUMEL", help="default_chunk_size, in elements; default: searched")
+    add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
+    add("--chunk-size", type=count, metavar="NUMEL", help="default_chunk_size, in elements; default: searched")
     add("--hardware", choices=_HARDWARE, default="h100", help="whose speeds to assume (default: h100)")
     add("--link", metavar="SIZE", help="bytes a second between HOST and DEVICE, each way, such as 25GB")
     add("--host-memory", metavar="SIZE", help="bytes a second of HOST's memory, such as 100GB")
@@ -132,13 +132,6 @@ def _device_nbytes(options: argparse.Namespace, hardware: Hardware) -> int:
     if options.device is not None:
         return parse_size("--device", options.device)
     return int(_DEVICE_SHARE * hardware.device_nbytes)
-
-
-def _count(text: str) -> int:
-    value = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= value < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 2**31 - 1")
-    return value
 
 
 def _positive(text: str) -> float:

@@ -63,6 +63,18 @@ def parse_size(option: str, text: str, *, least: int = 1) -> int:
     return nbytes
 
 
+def count(text: str) -> int:
+    """Return the number that an option gives, for argparse.
+
+    Raises:
+        ArgumentTypeError: it is not a whole number above 0.
+    """
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 2**31 - 1")
+    return value
+
+
 def parse_speed(option: str, text: str) -> float:
     """Return the bytes a second that an option gives: ``25GB`` or ``25GB/s``. Raises what `parse_size` does."""
     return float(parse_size(option, text.removesuffix("/s")))

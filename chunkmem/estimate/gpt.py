@@ -19,10 +19,12 @@ class Shape:
     layers: int
     width: int
     heads: int
+    vocab: int = VOCAB
 
 
 SHAPES = MappingProxyType(
     {
+        "1m": Shape(4, 128, 4, vocab=256),
         "125m": Shape(12, 768, 12),
         "350m": Shape(24, 1024, 16),
         "760m": Shape(24, 1536, 16),
@@ -39,7 +41,8 @@ SHAPES = MappingProxyType(
         "1t": Shape(128, 25600, 160),
     }
 )
-"""Layers, widths and heads as published: the GPT-3 paper's table 2.1, OPT's, Megatron's for the largest."""
+"""Layers, widths and heads as published: the GPT-3 paper's table 2.1, OPT's, Megatron's for the largest.
+"1m" is a toy over bytes."""
 
 
 class _Block(nn.Module):
@@ -68,7 +71,7 @@ class GPT(nn.Module):
 
     def __init__(self, shape: Shape, *, seq: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, shape.width)
+        self.embedding = nn.Embedding(shape.vocab, shape.width)
         self.position = nn.Embedding(seq, shape.width)
         self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)

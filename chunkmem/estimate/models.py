@@ -13,30 +13,31 @@ import torch
 from torch import nn
 
 from chunkmem.errors import ConfigError
-from chunkmem.estimate.gpt import GPT, SHAPES, VOCAB
+from chunkmem.estimate.gpt import GPT, SHAPES
 from chunkmem.estimate.model import Model
 
 DEFAULT_SEQ = 2048
 KINDS = f"a preset ({', '.join(f'gpt:{name}' for name in SHAPES)}), a config.json of transformers, or module:function"
 
 
-def resolve_model(text: str, *, batch: int, seq: int | None = None) -> Model:
+def resolve_model(text: str, *, batch: int, seq: int | None = None, default_seq: int = DEFAULT_SEQ) -> Model:
     """Return the model that `text` names, with a batch of `batch` samples of `seq` positions.
 
     Args:
         text: ``gpt:7b``; a path that ends in ``.json``; or ``module:function``, see `from_function`.
         batch: samples a step.
-        seq: positions a sample; None is 2048, or what the function takes by itself.
+        seq: positions a sample; None is `default_seq`, or what the function takes by itself.
+        default_seq: positions a sample of a preset and of a `config.json`, where `seq` is None.
 
     Raises:
         ConfigError: it names none of these; says what is allowed.
     """
     if text.startswith("gpt:"):
-        return _preset(text, batch=batch, seq=seq or DEFAULT_SEQ)
+        return _preset(text, batch=batch, seq=seq or default_seq)
     if text.endswith(".json"):
         from chunkmem.estimate.huggingface import from_config
 
-        return from_config(Path(text), batch=batch, seq=seq or DEFAULT_SEQ)
+        return from_config(Path(text), batch=batch, seq=seq or default_seq)
     if ":" in text:
         return from_function(text, batch=batch, seq=seq)
     raise ConfigError(f"MODEL {text!r} is not known; allowed: {KINDS}")
@@ -48,7 +49,7 @@ def _preset(text: str, *, batch: int, seq: int) -> Model:
         raise ConfigError(f"MODEL {text!r} is not a preset; there are {', '.join(f'gpt:{name}' for name in SHAPES)}")
 
     def loss(model: nn.Module) -> torch.Tensor:
-        result: torch.Tensor = model(torch.randint(VOCAB, (batch, seq)))
+        result: torch.Tensor = model(torch.randint(shape.vocab, (batch, seq)))
         return result
 
     return Model(text, lambda: GPT(shape, seq=seq), loss, tokens=batch * seq)
@@ -59,7 +60,8 @@ def from_function(text: str, *, batch: int, seq: int | None) -> Model:
 
     It is called with those of ``batch`` and ``seq`` that it takes, and returns ``(model, step)``: a module, and either
     a function of the module that returns the loss, or what the module is called with to return it (a tensor, a tuple
-    of positional arguments, a dict of keyword arguments). Under fake tensors, so nothing is allocated.
+    of positional arguments, a dict of keyword arguments). `chunkmem estimate` does that under fake tensors, so nothing
+    is allocated.
 
     Raises:
         ConfigError: there is no such function, or it returns something else.
@@ -69,22 +71,34 @@ def from_function(text: str, *, batch: int, seq: int | None) -> Model:
     parameters = inspect.signature(make).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     given = {name: value for name, value in taken.items() if takes_all or name in {p.name for p in parameters}}
+    build, loss = model_and_loss(lambda: make(**given), name=text)
+    return Model(text, build, loss, tokens=batch * (seq or 0))
+
+
+def model_and_loss(
+    make: Callable[[], Any], *, name: str
+) -> tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tensor]]:
+    """Split what a user's function makes, ``(model, step)``, into what builds the model and what gives its loss.
+
+    The loss is that of the model that was built last. Building raises a ConfigError, which begins with `name`, if
+    something else is made.
+    """
     step: list[Any] = []
 
     def build() -> nn.Module:
-        made = make(**given)
+        made = make()
         if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
             raise ConfigError(
-                f"{text} returned a {type(made).__name__}; return (model, step), where step(model) is the loss or step "
+                f"{name} returned a {type(made).__name__}; return (model, step), where step(model) is the loss or step "
                 "is what the model is called with to return it"
             )
         step[:] = [made[1]]
         return made[0]
 
     def loss(model: nn.Module) -> torch.Tensor:
-        return _loss_of(step[0](model) if callable(step[0]) else _call(model, step[0]))
+        return loss_of(step[0](model) if callable(step[0]) else _call(model, step[0]))
 
-    return Model(text, build, loss, tokens=batch * (seq or 0))
+    return build, loss
 
 
 def _function(text: str) -> Callable[..., Any]:
@@ -116,7 +130,7 @@ def _call(model: nn.Module, given: Any) -> Any:
     return model(*given) if isinstance(given, (tuple, list)) else model(given)
 
 
-def _loss_of(result: Any) -> torch.Tensor:
+def loss_of(result: Any) -> torch.Tensor:
     """Return the loss in what a model returned: itself, its `.loss`, or its `"loss"`."""
     if isinstance(result, dict) and "loss" in result:
         result = result["loss"]

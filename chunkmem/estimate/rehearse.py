@@ -119,15 +119,13 @@ def rehearse(model: Model, setting: Setting) -> Rehearsal:
         with fake, stage.watching():
             loss = model.loss(module)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                raise TraceError(
-                    f"the step of {model.name} returned {_shape_of(loss)} instead of a loss of one element"
-                )
+                raise TraceError(f"the step of {model.name} returned {shape_of(loss)} instead of a loss of one element")
             loss.backward()
             del loss
     except (ChunkmemError, MemoryError):
         raise
     except Exception as error:  # the user's code may raise anything
-        raise TraceError(f"{model.name} raised {type(error).__name__}: {error} ({_place_of(error)})") from error
+        raise TraceError(f"{model.name} raised {type(error).__name__}: {error} ({place_of(error)})") from error
     stage.step()
     return Rehearsal(
         stage.trace(),
@@ -151,7 +149,7 @@ def _build(model: Model, setting: Setting) -> nn.Module:
     return module
 
 
-def _place_of(error: Exception) -> str:
+def place_of(error: Exception) -> str:
     """Return the user's file and line that raised an error, or called what did."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, _NOT_THE_USERS))]
@@ -159,7 +157,8 @@ def _place_of(error: Exception) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def _shape_of(value: object) -> str:
+def shape_of(value: object) -> str:
+    """Say what a step returned in the place of a loss."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 

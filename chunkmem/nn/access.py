@@ -3,13 +3,19 @@
 [Note: Reads] Modules read parameters of other modules (attention reads its output projection, a head reads the
 embedding), so hooks on owners miss reads. Instead each module's `_parameters` is a mapping that reports lookups:
 `module.weight` passes through it, `module.parameters()` and `state_dict()` do not. A read belongs to the innermost
-running module, whose frame pins the chunk until it returns.
+running module, whose frame pins the chunk until it returns. Outside of modules a lookup reads nothing yet: the
+parameter serves itself when an operator gets it (`chunkmem.nn.served`).
+
+[Note: References] What a call leaves behind is counted: references to the chunk's memory and to the parameters it read,
+at its end less at its beginning. A graph that backward will be announced for may keep them: the memory comes back for
+it. All others (`self.kept = self.weight.data`, a loss hidden in a closure) are somebody's who may use the memory at any
+time, so the chunk is *held*: it stays pinned on DEVICE until they are gone.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -84,18 +90,28 @@ class ParameterReads(dict[str, nn.Parameter | None]):
 
 
 class Frame:
-    """One running call of a module: what it has read, and so what it pins."""
+    """One running call of a module, or of an operator outside of modules: what it has read, and so what it pins."""
 
     __slots__ = (
-        "containers", "given", "groups", "guard", "inputs", "module", "name", "opened", "reads", "recomputing", "unit"
+        "before", "containers", "first_node", "given", "groups", "guard", "inputs", "inside", "left_inside", "module",
+        "name", "opened", "reads", "recomputing", "unit",
     )  # fmt: skip
 
     def __init__(self, name: str, module: nn.Module | None = None, *, recomputing: bool = False) -> None:
         self.name = name
         self.module = module
         self.recomputing = recomputing
-        self.reads: dict[ManagedParameter, None] = {}
+        self.reads: dict[ManagedParameter, int] = {}
+        """With the references to each when it was first read here."""
         self.groups: dict[int, None] = {}
+        self.before: dict[int, tuple[BoundChunk, int]] = {}
+        """By group: references to the chunk's memory when it was first read here; see [Note: References]."""
+        self.left_inside: dict[int, int] = {}
+        """By group: references since then that calls inside of this one have left."""
+        self.first_node = torch._C._autograd._get_sequence_nr()
+        """Autograd's number of the next node when the call began."""
+        self.inside: list[tuple[int, int]] = []
+        """Numbers of the nodes that calls inside of this one have made: from, to below."""
         self.unit: Unit | None = None
         """The unit of exchange that the module belongs to; None with one rank."""
         self.opened: Unit | None = None
@@ -114,48 +130,58 @@ class Frame:
 
 
 class AccessTracker:
-    """The stack of running modules, and the reads outside of any."""
+    """The stack of running modules, and the chunks that are held for somebody outside of them."""
 
     def __init__(self, executor: DemandExecutor) -> None:
         self._executor = executor
         self.chunks: dict[int, Chunk] = {}
         """PARAM chunk by group."""
         self.stack: list[Frame] = []
-        # A read outside of any module that may become part of a graph: autograd keeps the parameter's memory, and
-        # nothing tells when its backward is over, so it stays pinned until the step.
-        self._outside_graph = Frame("<outside any module>")
-        self._outside_no_grad = Frame("<outside any module>")
-        self._outside_backward = Frame("<outside any module, in backward>")
-        executor.relieve = self._relieve
+        self.awaited: dict[int, int] = {}
+        """By group: references of graphs whose backward will be announced."""
+        self.num_steps = 0
+        """Optimizer steps so far; what was awaited before the last one counts no more."""
+        self._held: dict[int, None] = {}
+        """Groups that are pinned for somebody who keeps references; see [Note: References]."""
+        executor.holder = self
 
     @property
-    def pinning(self) -> tuple[Frame, ...]:
-        """Frames that pin something now."""
-        outside = (self._outside_graph, self._outside_no_grad, self._outside_backward)
-        return tuple(frame for frame in (*outside, *self.stack) if frame.groups)
+    def pinning(self) -> tuple[object, ...]:
+        """Who pins something now."""
+        frames = tuple(frame for frame in self.stack if frame.groups)
+        return (*frames, *(f"held: {self.chunks[group].label}" for group in self._held))
 
-    def read(self, managed: ManagedParameter) -> None:
+    def look_up(self, managed: ManagedParameter) -> None:
+        """Serve a lookup: inside of modules the parameter is on DEVICE when this returns. Raises what `read` does."""
+        if self.stack:
+            self.read(self.stack[-1], managed)
+
+    def read(self, frame: Frame, managed: ManagedParameter) -> None:
         """Serve a read: the parameter is on DEVICE when this returns, and stays while its reader runs.
 
         Raises:
-            CapacityError: it does not fit beside what else is being read.
+            CapacityError: the chunk does not fit beside what else is being read.
             StateError: the manager is closed.
         """
-        frame = self.stack[-1] if self.stack else self._outside()
         if managed in frame.reads:
             return
         if self._executor.closed is not None:
             raise StateError(f"parameter {managed.name}: {self._executor.closed}")
-        if managed.group not in frame.groups:
-            self._executor.pin(self.chunks[managed.group], Tier.DEVICE, reader=frame)
-            frame.groups[managed.group] = None
-        frame.reads[managed] = None
+        group = managed.group
+        if group not in frame.groups:
+            self._executor.pin(self.chunks[group], Tier.DEVICE, reader=frame)
+            frame.groups[group] = None
+            if isinstance(managed.bound, BoundChunk):  # in a rehearsal there is no memory that anyone could keep
+                frame.before[group] = managed.bound, managed.bound.num_references()
+            frame.left_inside.pop(group, None)
+        managed.open()
+        frame.reads[managed] = managed.num_references() if group in frame.before else 0
 
     def push(self, frame: Frame, announced: Iterable[ManagedParameter]) -> None:
         """A module begins to run; `announced` are parameters it will use without looking them up."""
         self.stack.append(frame)
         for managed in announced:
-            self.read(managed)
+            self.read(frame, managed)
 
     def pop(self, module: nn.Module) -> Frame | None:
         """A module is left. Frames above its own were interrupted and are dropped; None if it has no frame."""
@@ -165,28 +191,71 @@ class AccessTracker:
             self.release(self.stack.pop())
         return self.stack.pop()
 
-    def hand_on(self, frame: Frame, result: object) -> None:
+    def hand_on(self, frame: Frame, result: object) -> dict[int, int]:
         """Count what a module returns of its parameters' own memory (`return self.weight[:n]`) as read by its caller.
 
-        Call it after `pop` and before `release`: the memory has not been given up in between.
+        Call it after `pop` and before `release`: the memory has not been given up in between. Returns, by group, how
+        many references are the caller's now.
         """
-        owners = {managed.bound.storage_id: managed for managed in frame.reads}
-        for tensor in tensors_in(result):
-            managed = owners.get(storage_id(tensor) or 0)
-            if managed is not None:
-                for other in frame.reads:
-                    if other.group == managed.group:
-                        self.read(other)
+        handed: dict[int, int] = {}
+        if not self.stack or not frame.reads:
+            return handed
+        caller = self.stack[-1]
+        owners = {managed.bound.storage_id: managed.group for managed in frame.reads}
+        returned = {id(t): t for t in tensors_in(result)}
+        aliases = {key: group for key, t in returned.items() if (group := owners.get(storage_id(t) or 0)) is not None}
+        for managed in frame.reads if aliases else ():
+            if managed.group in aliases.values() and managed not in caller.reads:
+                is_first = managed.group not in caller.groups
+                self.read(caller, managed)
+                views = [returned[key] for key, group in aliases.items() if group == managed.group]
+                views = [view for view in views if view is not managed.param]
+                if is_first and managed.group in caller.before:
+                    home, count = caller.before[managed.group]
+                    caller.before[managed.group] = home, count - len(views)
+                    handed[managed.group] = len(views)
+                of_it = sum(view._base is managed.param for view in views)
+                caller.reads[managed] -= of_it
+                handed[managed.group] = handed.get(managed.group, 0) + of_it
+        return handed
 
-    def release(self, frame: Frame) -> None:
-        """A frame is over: unpin what it has read."""
+    def references(self, frame: Frame, *, handed: Mapping[int, int]) -> dict[int, int]:
+        """Return, by group, how many references a call that is over has left itself, where there are any.
+
+        Call it between `pop` and `release`. What it has left, but for what it has `handed` on, counts as left inside of
+        its caller.
+        """
+        total = {group: home.num_references() - count for group, (home, count) in frame.before.items()}
+        for managed, count in frame.reads.items():
+            if managed.group in total:
+                total[managed.group] += managed.num_references() - count
+        for group, count in handed.items():
+            total[group] = total.get(group, 0) - count
+        if self.stack:
+            caller = self.stack[-1]
+            caller.inside.append((frame.first_node, torch._C._autograd._get_sequence_nr()))
+            for group, count in (frame.left_inside | total).items():
+                caller.left_inside[group] = caller.left_inside.get(group, 0) + count
+        own = ((group, count - frame.left_inside.get(group, 0)) for group, count in total.items())
+        return {group: count for group, count in own if count > 0}
+
+    def release(self, frame: Frame, *, held: Collection[int] = ()) -> None:
+        """A frame is over: unpin what it has read, but for `held` groups, which somebody keeps references to."""
         if frame.guard is not None:
             frame.guard.leave()
             frame.guard = None
-        for group in frame.groups:
-            self._executor.unpin(self.chunks[group], Tier.DEVICE)
-        frame.groups.clear()
-        frame.reads.clear()
+        reads, frame.reads = frame.reads, {}
+        groups, frame.groups = frame.groups, {}
+        try:
+            for managed in reads:
+                managed.close()
+        finally:
+            for group in groups:
+                if group in held and group not in self._held:
+                    self._held[group] = None
+                    self._executor.held.add(self.chunks[group])
+                else:
+                    self._executor.unpin(self.chunks[group], Tier.DEVICE)
 
     def is_stale(self, module: nn.Module) -> bool:
         """Tell whether the stack is left over from a call that was torn down without its hooks (KeyboardInterrupt).
@@ -203,43 +272,57 @@ class AccessTracker:
             frame = frame.f_back  # type: ignore[assignment]
         return running <= 1
 
-    def end_backward(self) -> None:
-        """A backward is over: so are the reads it made outside of modules."""
-        self.release(self._outside_backward)
+    def relieve(self) -> bool:
+        """Let go of chunks that nobody keeps references to any more; False if there are none."""
+        free = [group for group in self._held if not self._is_kept(group)]
+        for group in free:
+            self._let_go(group)
+        return bool(free)
 
-    def let_go(self, groups: Set[int]) -> None:
-        """Unpin what was read outside of any module in these groups, unless something holds on to it."""
-        for frame in (self._outside_no_grad, self._outside_graph):
-            for group in frame.groups.keys() & groups:
-                self._drop(group, frame)
+    def holders(self) -> tuple[str, ...]:
+        """Return the names of the parameters whose chunks are held."""
+        homes = (self.chunks[group].home for group in self._held)
+        kept = (m for home in homes if isinstance(home, BoundChunk) for m in home.parameters if m.num_references() > 0)
+        return tuple(managed.name for managed in kept) or tuple(self.chunks[group].label for group in self._held)
+
+    def hold_kept(self, groups: Iterable[int]) -> None:
+        """Hold those of these groups, which the caller has pinned, that somebody keeps references to."""
+        for group in groups:
+            if group not in self._held and self._is_kept(group):
+                self._executor.pin(self.chunks[group], Tier.DEVICE, reader="held")
+                self._held[group] = None
+                self._executor.held.add(self.chunks[group])
+
+    def refresh_held(self) -> None:
+        """Bring the newest values to where somebody outside looks: an update may have been made elsewhere."""
+        for group in self._held:
+            self._executor.pin(self.chunks[group], Tier.DEVICE, reader="held")
+            self._executor.unpin(self.chunks[group], Tier.DEVICE)
 
     def reset(self, *, step: bool) -> None:
-        """Drop what an interrupted call left; at a step, also the reads that waited for it."""
+        """Drop what an interrupted call left; at a step, also what graphs of before it are waited for."""
         while self.stack:
             self.release(self.stack.pop())
-        self.release(self._outside_no_grad)
-        self.release(self._outside_backward)
         if step:
-            self.release(self._outside_graph)
+            self.awaited.clear()
+            self.num_steps += 1
+        self.relieve()
 
-    def _relieve(self) -> bool:
-        """Unpin the oldest read outside of any module: of a loop over all modules, say, that only looked at shapes."""
-        outside = (self._outside_no_grad, self._outside_graph)
-        return any(self._drop(group, frame) for frame in outside for group in list(frame.groups))
+    def close(self) -> None:
+        """The manager is closed: nothing is held any more."""
+        self.reset(step=True)
+        for group in list(self._held):
+            self._let_go(group)
 
-    def _drop(self, group: int, frame: Frame) -> bool:
-        """Unpin a group that was read outside of any module; False if something holds on to it."""
+    def _is_kept(self, group: int) -> bool:
         chunk = self.chunks[group]
         assert isinstance(chunk.home, BoundChunk)
-        if chunk.home.is_held(besides=len(chunk.replicas[Tier.DEVICE].views or ())):
-            return False
-        for managed in [managed for managed in frame.reads if managed.group == group]:
-            del frame.reads[managed]
-        del frame.groups[group]
-        self._executor.unpin(chunk, Tier.DEVICE)
-        return True
+        views = chunk.replicas[Tier.DEVICE].views or ()
+        return chunk.home.num_foreign_references(besides=len(views)) > self.awaited.get(group, 0)
 
-    def _outside(self) -> Frame:
-        if in_backward():
-            return self._outside_backward
-        return self._outside_graph if torch.is_grad_enabled() else self._outside_no_grad
+    def _let_go(self, group: int) -> None:
+        chunk = self.chunks[group]
+        self._executor.notice_writes(chunk)
+        del self._held[group]
+        self._executor.held.discard(chunk)
+        self._executor.unpin(chunk, Tier.DEVICE)

@@ -8,15 +8,20 @@ from the first gradient of one of its outputs until the gradients of the paramet
     pinned     |<- frame ->|      |<---------------- call ---------------------->|
 
 A frozen parameter gets no gradient; it stays until the inputs of its module have theirs, where that is certain to come
-last (the module has no children), or else until the backward ends.
+last (the module has no children), or else until the backward ends. Where neither tells when the last node that has
+saved the memory has run ([Note: Certain ends] in `chunkmem.nn.references`), and under checkpoints, whose saved tensors
+nobody else sees, references are counted: the chunk stays until as many are gone as the calls announced so far had left.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
+
 import torch
 
 from chunkmem.nn.access import AccessTracker, Frame
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.nn.references import Findings, GraphSearch
 from chunkmem.nn.units import Unit, Units
 from chunkmem.nn.values import kept_tensors, tensors_in
 from chunkmem.runtime.executor import DemandExecutor
@@ -27,12 +32,35 @@ from chunkmem.types import Tier
 class BackwardCall:
     """One module call whose backward may come: what it read, and what of that is still waited for."""
 
-    __slots__ = ("frozen", "inputs", "inputs_left", "name", "open", "reads", "unit")
+    __slots__ = (
+        "access", "frozen", "inputs", "inputs_left", "is_hidden", "made_in_step", "name", "open", "reads", "references",
+        "uncertain", "unit",
+    )  # fmt: skip
 
-    def __init__(self, name: str, reads: tuple[ManagedParameter, ...], unit: Unit | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        reads: tuple[ManagedParameter, ...],
+        access: AccessTracker,
+        *,
+        unit: Unit | None = None,
+        references: Mapping[int, int] | None = None,
+        uncertain: Collection[int] = (),
+        is_hidden: bool = False,
+    ) -> None:
+        """Describe a call; its graph has `references` by group, which count as awaited as long as the call lives."""
         self.name = name
         self.reads = reads
+        self.access = access
         self.unit = unit
+        self.references = {} if references is None else dict(references)
+        self.made_in_step = access.num_steps
+        for group, count in self.references.items():
+            access.awaited[group] = access.awaited.get(group, 0) + count
+        self.uncertain = uncertain
+        """Groups that are let go when references are gone."""
+        self.is_hidden = is_hidden
+        """Its graph saves nothing itself, or saves it elsewhere: gradients have to land, too."""
         self.inputs = 0
         """Inputs whose gradients tell that frozen reads are over; 0 if those have to wait for the backward's end."""
         self.inputs_left: set[int] = set()
@@ -40,6 +68,16 @@ class BackwardCall:
         """Groups of which a frozen parameter was read."""
         self.open: dict[int, set[ManagedParameter]] = {}
         """Pinned groups, each with the trainable reads that wait for a gradient. Not empty while announced."""
+
+    def used_up(self, group: int) -> None:
+        """The graph has run: its references are gone."""
+        count = self.references.pop(group, 0)
+        if count and self.made_in_step == self.access.num_steps:
+            self.access.awaited[group] -= count
+
+    def __del__(self) -> None:
+        for group in list(getattr(self, "references", ())):
+            self.used_up(group)
 
     def __str__(self) -> str:
         return f"{self.name} backward"
@@ -56,6 +94,13 @@ class BackwardTracker:
         self._waiting: dict[ManagedParameter, list[BackwardCall]] = {}
         self._running: dict[int, list[BackwardCall]] = {}
         """Announced calls by the id of autograd's graph task."""
+        self._graphs = GraphSearch()
+        self._counted: set[int] = set()
+        """Groups that some call is uncertain about."""
+        self._levels: dict[int, dict[int, int]] = {}
+        """By graph task and group: the references that are left when all calls announced so far have been through."""
+        self._left: list[tuple[BackwardCall, int]] = []
+        """Calls that wait for nothing but for references to go, each with the group."""
         self._held: list[Chunk] = []
         """Read by a backward that builds a graph itself (`create_graph`): needed again until the step."""
 
@@ -65,27 +110,56 @@ class BackwardTracker:
         calls = [call for calls in self._running.values() for call in calls if call.open]
         return (*map(str, calls), *(f"create_graph backward: {chunk.label}" for chunk in self._held))
 
-    def watch(self, frame: Frame, result: object) -> None:
+    def watch(self, frame: Frame, result: object) -> set[int]:
         """A module that read parameters returns: announce its backward when a gradient of what it made arrives.
 
         That is its result, what it left on itself for the loss to pick up (`self.aux_loss`), and what it put into a
         list or dict it was given. The forwards of a recomputation are watched too: their outputs are part of the
         running graph if the checkpoint is a reentrant one.
+
+        Returns:
+            The groups that somebody else keeps references to, see [Note: References] in `chunkmem.nn.access`.
         """
-        assert frame.module is not None
+        handed = self._access.hand_on(frame, result)
+        left = self._access.references(frame, handed=handed)
         added = [t for t in tensors_in(frame.containers) if id(t) not in frame.given]
-        made = (*tensors_in(result), *kept_tensors(frame.module), *added)
+        kept = () if frame.module is None else kept_tensors(frame.module)
+        made = (*tensors_in(result), *kept, *added)
         # An in-place operator on a view gives it another grad_fn, without our hook; its gradient still passes the base.
         bases = [t._base for t in made if t._base is not None]
         outputs = {id(t): t for t in (*made, *bases) if t.grad_fn is not None}
-        if not outputs:
-            return
-        call = BackwardCall(frame.name, tuple(frame.reads), frame.unit)
+        saves_elsewhere = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        is_hidden = frame.recomputing or saves_elsewhere
+        if is_hidden:
+            found = Findings(left, frozenset(frame.groups))
+        elif left and outputs:
+            found = self._graphs.find(frame, left, outputs.values())
+        else:
+            found = Findings({}, frozenset())
+        if frame.module is None:  # an operator: its parameters' gradients may land much later
+            found = Findings(found.saved, frozenset(frame.groups))
+        self._counted |= found.uncertain
+        if frame.recomputing:
+            self._recomputed(left)
+        if outputs:
+            self._watch(frame, outputs.values(), found, is_hidden=is_hidden)
+        return {group for group, count in left.items() if count > found.saved.get(group, 0)}
+
+    def _watch(self, frame: Frame, outputs: Iterable[torch.Tensor], found: Findings, *, is_hidden: bool) -> None:
+        call = BackwardCall(
+            frame.name,
+            tuple(frame.reads),
+            self._access,
+            unit=frame.unit,
+            references=found.saved,
+            uncertain=found.uncertain,
+            is_hidden=is_hidden,
+        )
 
         def announce(_grad: torch.Tensor) -> None:
             self._announce(call)
 
-        for tensor in outputs.values():
+        for tensor in outputs:
             tensor.register_hook(announce)
         self._watch_inputs(call, frame)
 
@@ -96,12 +170,13 @@ class BackwardTracker:
             if waiting is not None:
                 waiting.discard(managed)
                 self._settle(call, managed.group)
+        self._settle_left()
 
     def reset(self, *, step: bool) -> None:
         """Drop what an interrupted backward left; at a step, also what was held for a second backward."""
         for task in list(self._running):
             self._unpin(task)
-        self._access.end_backward()
+        self._levels.clear()
         self._waiting.clear()
         if step:
             for chunk in self._held:
@@ -113,6 +188,7 @@ class BackwardTracker:
         self._units.announce(call.unit)  # also if it is announced: another unit may have come in between
         if call.open:
             return
+        self._settle_left()
         task = torch._C._current_graph_task_id()
         if task not in self._running:
             self._running[task] = []
@@ -125,21 +201,59 @@ class BackwardTracker:
             if group not in call.open:
                 self._executor.pin(self._chunks[group], Tier.DEVICE, reader=call)
                 call.open[group] = set()
+                if group in self._counted:
+                    self._lower_level(task, group, by=call.references.get(group, 0))
                 if holding:
                     self._executor.pin(self._chunks[group], Tier.DEVICE, reader=call)
                     self._held.append(self._chunks[group])
-            if managed.param.requires_grad:
+            if managed.requires_grad:
                 call.open[group].add(managed)
                 self._waiting.setdefault(managed, []).append(call)
             else:
                 call.frozen.add(group)
+        self._left += [(call, group) for group in call.open if group in self._counted]
 
     def _settle(self, call: BackwardCall, group: int) -> None:
         """Unpin a group of the call if nothing is waited for any more."""
         frozen_done = group not in call.frozen or (call.inputs > 0 and not call.inputs_left)
-        if frozen_done and not call.open[group]:
-            del call.open[group]
-            self._executor.unpin(self._chunks[group], Tier.DEVICE)
+        have_landed = frozen_done and not call.open[group]
+        if group in self._counted and (have_landed <= (group in call.uncertain) or call.is_hidden):
+            is_over = self._is_through(group) and (have_landed or not call.is_hidden)
+        else:
+            is_over = have_landed
+        if not is_over:
+            return
+        del call.open[group]
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            call.used_up(group)
+        self._executor.unpin(self._chunks[group], Tier.DEVICE)
+
+    def _settle_left(self) -> None:
+        """Look again at calls that wait for references to go."""
+        for call, group in self._left:
+            if group in call.open:
+                self._settle(call, group)
+        self._left = [(call, group) for call, group in self._left if group in call.open]
+
+    def _num_references(self, group: int) -> int:
+        chunk = self._chunks[group]
+        return chunk.home.num_foreign_references(besides=0) if isinstance(chunk.home, BoundChunk) else 0
+
+    def _lower_level(self, task: int, group: int, *, by: int) -> None:
+        """Expect so many references of a group to go, besides those that are expected to go already."""
+        levels = self._levels.setdefault(task, {})
+        levels[group] = (levels[group] if group in levels else self._num_references(group)) - by
+
+    def _recomputed(self, left: Mapping[int, int]) -> None:
+        """A call inside of backward has left references, which will go without lowering the level."""
+        task = torch._C._current_graph_task_id()
+        for group, count in left.items():
+            if group not in self._levels.get(task, {}):
+                self._lower_level(task, group, by=count)
+
+    def _is_through(self, group: int) -> bool:
+        level = self._levels.get(torch._C._current_graph_task_id(), {}).get(group)
+        return level is None or self._num_references(group) <= level
 
     def _watch_inputs(self, call: BackwardCall, frame: Frame) -> None:
         if any(tensor._version != version for tensor, version in frame.inputs):
@@ -151,18 +265,23 @@ class BackwardTracker:
             if not call.inputs_left:
                 for group in list(call.open):
                     self._settle(call, group)
+            self._settle_left()
 
         for index, (tensor, _) in enumerate(frame.inputs):
             tensor.register_hook(lambda _grad, index=index: on_gradient(index))
 
     def _end(self, task: int) -> None:
-        self._unpin(task)
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._unpin(task, is_through=not keeps_graph)
         if not self._running:
-            self._access.end_backward()
+            self._left.clear()
             self._units.end_backward()
 
-    def _unpin(self, task: int) -> None:
+    def _unpin(self, task: int, *, is_through: bool = False) -> None:
+        self._levels.pop(task, None)
         for call in self._running.pop(task, ()):
             for group in call.open:
+                if is_through:
+                    call.used_up(group)
                 self._executor.unpin(self._chunks[group], Tier.DEVICE)
             call.open.clear()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from chunkmem.errors import CapacityError, StateError
+from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.reduction import Reduction
@@ -25,6 +26,7 @@ def gathered(
     *,
     grads: bool,
     executor: DemandExecutor,
+    access: AccessTracker,
     gradients: GradientBook,
     take_up: Callable[[Iterable[int]], None],
     reduction: Reduction | None = None,
@@ -52,7 +54,9 @@ def gathered(
             stack.enter_context(_shared([chunk.id.group for chunk in weights], sharing, executor))
         own = [chunk for chunk in weights if not chunk.is_remote]
         stack.enter_context(_pinned(own, executor))
+        stack.callback(_hold_kept, own, executor, access)
         stack.callback(_take_writes, own, executor, take_up)
+        stack.enter_context(_open(wanted))
         lent = [m for m in landed if sharing is not None and not sharing.owns(m.group)]
         others = {m.group for m in lent}
         stack.enter_context(_pinned((chunk for chunk in grad_chunks if chunk.id.group not in others), executor))
@@ -61,6 +65,25 @@ def gathered(
             sharing.gather_chunks(grad_chunks, reader="gather")
         with gradients.exposing([m for m in exposed if m not in lent], [m for m in landed if m not in lent]):
             yield
+
+
+def _hold_kept(own: list[Chunk], executor: DemandExecutor, access: AccessTracker) -> None:
+    if executor.closed is None:
+        access.hold_kept(chunk.id.group for chunk in own)
+
+
+@contextmanager
+def _open(params: Iterable[ManagedParameter]) -> Iterator[None]:
+    """Let `params`, whose chunks are pinned on DEVICE, be ordinary ones."""
+    opened: list[ManagedParameter] = []
+    try:
+        for managed in params:
+            managed.open()
+            opened.append(managed)
+        yield
+    finally:
+        for managed in opened:
+            managed.close()
 
 
 @contextmanager
@@ -105,7 +128,7 @@ def _require_room(chunks: list[Chunk], executor: DemandExecutor) -> None:
     while True:
         extra = sum(c.nbytes for c in chunks if Tier.DEVICE not in c.replicas or c.replicas[Tier.DEVICE].pins == 0)
         needed = executor.pinned_nbytes[Tier.DEVICE] + extra
-        if needed <= cap or not executor.relieve():
+        if needed <= cap or not executor.holder.relieve():
             break
     if needed > cap:
         raise CapacityError(

@@ -73,7 +73,7 @@ class GradientBook:
     def watch(self, params: Iterable[ManagedParameter]) -> None:
         """Catch the gradients of those that are trainable from now on."""
         for managed in params:
-            if managed.gradient_hook is None and managed.param.requires_grad:
+            if managed.gradient_hook is None and managed.requires_grad:
                 self._watch(managed)
 
     def _watch(self, managed: ManagedParameter) -> None:
@@ -106,7 +106,7 @@ class GradientBook:
         if chunk.version == NO_CONTENT:
             self._executor.create(chunk, Tier.DEVICE, reader=reader, zero=False)
             self._landed[managed.group] = set()
-            self._expected[managed.group] = sum(m.param.requires_grad for m in self.members[managed.group])
+            self._expected[managed.group] = sum(m.requires_grad for m in self.members[managed.group])
         else:
             self._executor.use(chunk, Tier.DEVICE, reader=reader)
         landed = self._landed[managed.group] = self._landed.pop(managed.group)

@@ -81,9 +81,10 @@ class AccessGuard(TorchDispatchMode):
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(tensor, torch.Tensor):
                         self._check(tensor, func)
-        if self._run is not None and not self._disarmed:
-            return self._run(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():  # what comes here has been served
+            if self._run is not None and not self._disarmed:
+                return self._run(func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
 
     def _check(self, tensor: torch.Tensor, func: Any) -> None:
         memory = storage_id(tensor)

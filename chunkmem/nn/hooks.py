@@ -78,7 +78,7 @@ class ModuleHooks:
                 units.get(module),
             )
             if own:
-                vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.read)
+                vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.look_up)
                 owned[module] = own
             module.register_forward_pre_hook(partial(self._enter, fitted), with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
@@ -91,7 +91,7 @@ class ModuleHooks:
         if is_root:
             self._on_root()
         frame = Frame(fitted.name, module, recomputing=recomputing)
-        if fitted.is_leaf and any(not managed.param.requires_grad for managed in fitted.own):
+        if fitted.is_leaf and any(not managed.requires_grad for managed in fitted.own):
             frame.inputs = [(t, t._version) for t in tensors_in((args, kwargs)) if t.requires_grad]
         frame.containers = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, dict))]
         if frame.containers:
@@ -116,10 +116,10 @@ class ModuleHooks:
         frame = self._access.pop(module)
         if frame is None:
             return
-        if frame.reads:
-            self._backward.watch(frame, result)
-            self._access.hand_on(frame, result)
-        self._access.release(frame)
+        held = self._backward.watch(frame, result) if frame.reads else ()
+        if not frame.reads:
+            self._access.references(frame, handed={})
+        self._access.release(frame, held=held)
         if frame.opened is not None:
             self._units.leave(frame.opened)
 

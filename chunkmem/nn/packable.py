@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.nn.access import ParameterReads
+from chunkmem.nn.binding import serves_itself
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.values import storage_id
 
@@ -32,9 +33,23 @@ def named_parameters_of(
             )
     found = [(name, param) for name, param in root.named_parameters() if id(param) not in skipped]
     for name, param in found:
-        if not built.is_released(param):
+        if not built.is_released(param) and not serves_itself(param):
             _check(name, param)
     return found
+
+
+def check_unmanaged(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Check that parameters to be packed are in no chunk yet.
+
+    Raises:
+        LayoutError: one is, in a chunk of another manager.
+    """
+    for name, param in named:
+        if serves_itself(param):
+            raise LayoutError(
+                f"parameter {name} {tuple(param.shape)} is in a chunk of another manager; tie parameters within one "
+                "manager only"
+            )
 
 
 def _check(name: str, param: nn.Parameter) -> None:
@@ -54,11 +69,6 @@ def _check(name: str, param: nn.Parameter) -> None:
             f"parameter {name} is a {type(param).__name__} of {param.layout}; only plain dense tensors can be packed. "
             "Build its module inside manager.exclude()"
         )
-    if param.numel() > 1 and not any(param.stride()) and bool(param.detach().as_strided((1,), (1,)).isnan()):
-        raise LayoutError(
-            f"parameter {name} {tuple(param.shape)} is away in a chunk of another manager and has no values here; tie "
-            "parameters within one manager only"
-        )
 
 
 def check_separate(roots: Iterable[nn.Module], *, packed: Set[int]) -> None:
@@ -72,7 +82,7 @@ def check_separate(roots: Iterable[nn.Module], *, packed: Set[int]) -> None:
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for root in roots:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            if storage_id(tensor) is not None and tensor.numel():
+            if storage_id(tensor) is not None and tensor.numel() and not serves_itself(tensor):
                 found.setdefault(id(tensor), (name, tensor))
     farthest: tuple[str, torch.Tensor] | None = None
     for name, tensor in sorted(found.values(), key=lambda pair: (str(pair[1].device), pair[1].data_ptr())):

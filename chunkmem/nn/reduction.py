@@ -108,7 +108,7 @@ class Reduction:
         gradients, held = self._gradients, []
         try:
             for group in together:
-                trainable = {m for m in gradients.members[group] if m.param.requires_grad}
+                trainable = {m for m in gradients.members[group] if m.requires_grad}
                 gradients.complete(group, trainable, reader=_READER)
                 self._executor.pin(gradients.chunks[group], Tier.DEVICE, reader=_READER)
                 held.append(gradients.chunks[group])

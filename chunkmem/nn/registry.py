@@ -13,7 +13,7 @@ from chunkmem.layout.pack import choose_slab_nbytes
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.built import HERE, Built
-from chunkmem.nn.packable import check_separate, named_parameters_of
+from chunkmem.nn.packable import check_separate, check_unmanaged, named_parameters_of
 from chunkmem.nn.packing import (
     AS_BUILT,
     PackedModel,
@@ -74,6 +74,7 @@ class ModelRegistry:
             # What another model holds too, packed before or above, has its slot already.
             own = named_parameters_of(root, excluded=excluded, built=built)
             found = [(n, p) for n, p in own if id(p) not in known]
+            check_unmanaged(found)
             known.update(id(param) for _, param in found)
             named.append(found)
         check_separate(roots, packed=known)

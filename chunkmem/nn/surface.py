@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,16 @@ class ModuleSurface:
         *,
         read: Callable[[ManagedParameter], torch.Tensor],
         write: Callable[[ManagedParameter, torch.Tensor], None],
+        saving: Callable[[Iterable[ManagedParameter]], AbstractContextManager[None]],
     ) -> None:
-        """Make a surface; `read` returns a CPU copy of a parameter's newest values, `write` replaces them."""
+        """Make a surface.
+
+        Args:
+            read: returns a CPU copy of a parameter's newest values.
+            write: replaces them.
+            saving: surrounds what a module does to put its parameters into a `state_dict`.
+        """
+        self._saving = saving
         self._read = read
         self._write = write
         self._loaded: dict[nn.Module, list[str]] = {}
@@ -63,6 +71,7 @@ class ModuleSurface:
             # Before the hooks of the user, which may rename what they find.
             _put_last_first(module._state_dict_hooks)
             _put_last_first(module._load_state_dict_post_hooks)
+            vars(module)["_save_to_state_dict"] = partial(_save, module, own, self._saving)
             vars(module)["extra_repr"] = partial(_extra_repr, module)
             if isinstance(module, nn.RNNBase):
                 # It would re-point the weights at a buffer of cuDNN's own.
@@ -129,6 +138,18 @@ def _apply_to_buffers(
         return type(module)._apply(module, keep_managed, recurse)  # type: ignore[no-any-return]
 
 
+def _save(
+    module: nn.Module,
+    own: Mapping[str, ManagedParameter],
+    saving: Callable[[Iterable[ManagedParameter]], AbstractContextManager[None]],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Stand in for `nn.Module._save_to_state_dict`, which takes the values as they are; ours are filled in after."""
+    with saving(own.values()):
+        type(module)._save_to_state_dict(module, *args, **kwargs)
+
+
 def _extra_repr(module: nn.Module) -> str:
     """Stand in for `nn.Module.extra_repr`, which asks whether there is a bias: `print(model)` uses no values."""
     with _looked_at(module):
@@ -160,4 +181,4 @@ def _probe(managed: ManagedParameter) -> torch.Tensor:
     """Return a small tensor that answers a conversion as the parameter would, memory format included."""
     order = sorted(range(len(managed.stride)), key=lambda dim: -managed.stride[dim])
     sizes = [min(extent, 2) for extent in managed.shape]
-    return torch.empty_permuted(sizes, order, dtype=managed.param.dtype, device=managed.bound.device)
+    return torch.empty_permuted(sizes, order, dtype=managed.placeholder.dtype, device=managed.bound.device)

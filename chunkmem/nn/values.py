@@ -38,12 +38,13 @@ def kept_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def storage_id(tensor: torch.Tensor) -> int | None:
     """Return the identity of a tensor's storage; None for one that has none (sparse, a wrapper of a transform)."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return None
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return None
+        try:
+            return int(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return None
 
 
 def _attributes(value: object) -> Iterator[object]:

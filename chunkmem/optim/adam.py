@@ -275,8 +275,10 @@ class Adam(torch.optim.Optimizer):
         """Make what is missing before anything is updated, so that a lack of room changes nothing."""
         new = [managed for managed in params if managed not in self._steps]
         for managed in new:
-            if not managed.param.is_floating_point():
-                raise ConfigError(f"parameter {managed.name} is {managed.param.dtype}; torch's fused Adam takes reals")
+            if not managed.placeholder.is_floating_point():
+                raise ConfigError(
+                    f"parameter {managed.name} is {managed.placeholder.dtype}; torch's fused Adam takes reals"
+                )
         self._updater.place(self._managed())
         self._updater.make_states(new)
         for managed in new:

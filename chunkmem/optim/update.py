@@ -134,7 +134,7 @@ class GroupUpdater:
                     tier = self._tier_for_states(chunk)
                     self._executor.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
                 else:
-                    self.write(chunk, managed, torch.zeros((), dtype=managed.param.dtype, device="cpu"))
+                    self.write(chunk, managed, torch.zeros((), dtype=managed.placeholder.dtype, device="cpu"))
 
     def update(
         self,
@@ -200,9 +200,10 @@ class GroupUpdater:
 
     def mark_updated(self, params: Iterable[ManagedParameter]) -> None:
         """Count the update in autograd's version counters: a backward of an older graph has to notice it."""
-        for managed in params:
-            torch.autograd.graph.increment_version(managed.param)
-            managed.version = managed.param._version
+        with torch._C.DisableTorchFunctionSubclass():
+            for managed in params:
+                torch.autograd.graph.increment_version(managed.param)
+                managed.version = managed.param._version
 
     def read(self, chunk: Chunk, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's slot in `chunk`, in the parameter's shape."""
@@ -237,17 +238,10 @@ class GroupUpdater:
     def take_up(self, groups: Iterable[int]) -> None:
         """Let master copies follow what a user wrote to their parameters; elements that were not keep all bits."""
         for group in groups:
-            param, *masters = self._weights(group)
-            for master in masters:
-                tier, other = param.newest_tier(), master.newest_tier()
-                assert tier is not None
-                assert other is not None
-                with runtime_mode():
-                    pairs = zip(self._store.views(param, tier), self._store.views(master, other), strict=True)
-                    for low, high in pairs:
-                        written = low.to(high.device)
-                        high.copy_(torch.where(high.to(low.dtype) == written, high, written.to(high.dtype)))
-                self._store.mark_written(master, other)
+            chunk = self._chunk(Role.PARAM, group)
+            tier = chunk.newest_tier()
+            if tier is not None:
+                self._store.follow(chunk, tier)
 
     def _weights(self, group: int) -> list[Chunk]:
         """Return the PARAM chunk and, if there is one, its MASTER."""

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
@@ -22,7 +23,7 @@ from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.shortage import shortage_error
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
 from chunkmem.trace.model import Kind
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import Role, Tier
 
 _OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
 _STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
@@ -30,6 +31,26 @@ _STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
 
 Listener = Callable[[Kind, Chunk, object], None]
 """Called with what happens, the chunk, and who does it; its `str()` is asked for rarely."""
+
+
+class Holder(Protocol):
+    """Keeps chunks pinned on DEVICE for those who use their memory in ways that no event tells of."""
+
+    def relieve(self) -> bool:
+        """Let go of what nobody uses any more; False if there is nothing."""
+        ...
+
+    def holders(self) -> tuple[str, ...]:
+        """Return the names of the parameters whose memory somebody has."""
+        ...
+
+
+class _NoHolder:
+    def relieve(self) -> bool:
+        return False
+
+    def holders(self) -> tuple[str, ...]:
+        return ()
 
 
 def _ignore(kind: Kind, chunk: Chunk, reader: object) -> None:
@@ -46,8 +67,10 @@ class DemandExecutor:
         """The largest sum of pinned and requested bytes so far: the smallest cap known to be needed."""
         self.closed: str | None = None
         """Why nothing can be served any more."""
-        self.relieve: Callable[[], bool] = lambda: False
-        """Called when room is short: gives up a pin on DEVICE that can be done without; False if there is none."""
+        self.holder: Holder = _NoHolder()
+        """Asked when room is short."""
+        self.held: set[Chunk] = set()
+        """Chunks whose memory on DEVICE somebody outside may write to at any time, past autograd's version counters."""
         self.on_event: Listener = _ignore
         """Hears of accesses on DEVICE before they are served, and of a RELEASE after."""
         self.before_demand: Callable[[], None] = lambda: None
@@ -253,29 +276,14 @@ class DemandExecutor:
         return True
 
     def notice_writes(self, chunk: Chunk) -> None:
-        """Count what a user wrote to parameters as a new version."""
-        if chunk.home is None:
+        """Count what a user wrote to parameters as a new version; their master copy follows."""
+        if chunk.home is None or not chunk.ready(Tier.DEVICE):
             return
-        if Tier.DEVICE in chunk.replicas and chunk.home.take_written():
-            self._refuse_writes_beside_a_master(chunk)
+        written = chunk.home.take_written() or (chunk in self.held and self.store.may_differ(chunk, Tier.DEVICE))
+        if written:
             self.before_demand()
             self.store.mark_written(chunk, Tier.DEVICE)
-        for position, value in chunk.home.take_written_away():
-            self._refuse_writes_beside_a_master(chunk)
-            self.before_demand()
-            tier = chunk.newest_tier()
-            assert tier is not None
-            with runtime_mode():
-                self.store.views(chunk, tier)[position].copy_(value)
-            self.store.mark_written(chunk, tier)
-
-    def _refuse_writes_beside_a_master(self, chunk: Chunk) -> None:
-        if ChunkId(Role.MASTER, chunk.id.group) in self.store.chunks:
-            raise StateError(
-                f"{chunk.label}: a parameter was written to, but it is only the {chunk.dtype} copy of float32 weights, "
-                "which would be lost at the next update; write to it inside manager.gather(), or load values with "
-                "manager.load_state_dict()"
-            )
+            self.store.follow(chunk, Tier.DEVICE)
 
     def _touch(self, replica: Replica) -> None:
         self._clock += 1
@@ -336,11 +344,17 @@ class DemandExecutor:
             # The warm-up share is a wish; the largest moment has to fit all the same.
             ledger.cap_nbytes = min(ledger.limit_nbytes, ledger.cap_nbytes + outcome.here_nbytes)
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
-        while isinstance(outcome, Shortage) and self.relieve():
+        while isinstance(outcome, Shortage) and self.holder.relieve():
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
         if isinstance(outcome, Shortage):
             raise shortage_error(
-                chunk, tier, reader, outcome, pools=self.store.pools, pinned_nbytes=self.pinned_nbytes[tier]
+                chunk,
+                tier,
+                reader,
+                outcome,
+                pools=self.store.pools,
+                pinned_nbytes=self.pinned_nbytes[tier],
+                holders=self.holder.holders(),
             )
         self._evict(outcome, tier, other)
 

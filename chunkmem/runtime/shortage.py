@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from chunkmem.errors import CapacityError
 from chunkmem.plan.demand import Shortage
@@ -20,6 +20,7 @@ def shortage_error(
     *,
     pools: Mapping[Tier, SlabPool],
     pinned_nbytes: int,
+    holders: Sequence[str] = (),
 ) -> CapacityError:
     """Return the error that names what needs `chunk` on `tier`, both numbers, and the cap that would do.
 
@@ -27,6 +28,7 @@ def shortage_error(
         shortage: what is missing, where.
         pools: by tier; their ledgers know the caps.
         pinned_nbytes: in use on `tier`.
+        holders: parameters whose memory somebody keeps: a view, `.data`, an array, a graph that was not run.
     """
     cap = pools[tier].ledger.cap_nbytes
     needed = cap + shortage.here_nbytes
@@ -51,10 +53,14 @@ def shortage_error(
             needed_nbytes=other_needed,
             cap_nbytes=other_cap,
         )
+    kept = ", ".join(holders[:3]) + (f" and {len(holders) - 3} more" if len(holders) > 3 else "")
+    advice = (
+        f". The memory of {kept} is kept by a tensor, an array or a graph that is alive: delete it, or" if kept else ";"
+    )
     return CapacityError(
         f"{reader}: {format_nbytes(chunk.nbytes)} more needed on {tier.name} for {chunk.label}, only "
         f"{format_nbytes(chunk.nbytes - shortage.here_nbytes)} can be made free "
-        f"({format_nbytes(pinned_nbytes)} in use); raise memory.{tier.value} from {format_nbytes(cap)} "
+        f"({format_nbytes(pinned_nbytes)} in use){advice} raise memory.{tier.value} from {format_nbytes(cap)} "
         f"to at least {format_nbytes(needed)} ({needed} bytes), or lower default_chunk_size",
         needed_nbytes=needed,
         cap_nbytes=cap,

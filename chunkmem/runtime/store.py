@@ -42,10 +42,6 @@ class ChunkHome(Protocol):
         """Tell, once, whether a user has written to a bound parameter since the last time this was asked."""
         ...
 
-    def take_written_away(self) -> list[tuple[int, torch.Tensor]]:
-        """Return, once, (slot position, value) of what a user wrote to parameters while the chunk was away."""
-        ...
-
 
 @dataclass(eq=False, slots=True)
 class Replica:
@@ -175,6 +171,39 @@ class ChunkStore:
             if target is Tier.DEVICE and chunk.home is not None:
                 chunk.home.bind()
         to.version = chunk.version
+
+    def follow(self, chunk: Chunk, tier: Tier) -> None:
+        """Let the master copy, if there is one, follow what a user wrote to `chunk` on `tier`.
+
+        Elements that were not written to keep all bits of their master copy.
+        """
+        master = chunk.master
+        place = None if master is None else master.newest_tier()
+        if master is None or place is None:
+            return
+        low, high = chunk.replicas[tier].flat, master.replicas[place].flat
+        with runtime_mode():
+            written = low.to(high.device)
+            changed = high.to(low.dtype) != written
+            if changed.any():
+                high.copy_(torch.where(changed, written.to(high.dtype), high))
+                self.mark_written(master, place)
+
+    def may_differ(self, chunk: Chunk, tier: Tier) -> bool:
+        """Tell whether the newest replica on `tier` may hold other bytes than one elsewhere, or than its master copy.
+
+        In RAM they are compared. On an accelerator that would take longer than to suppose so.
+        """
+        flat = chunk.replicas[tier].flat
+        if chunk.master is not None:
+            return True
+        other = chunk.newest_besides(tier)
+        if other is None:
+            return False
+        if flat.device.type != "cpu":
+            return True
+        with runtime_mode():
+            return not torch.equal(flat.view(torch.uint8), chunk.replicas[other].flat.view(torch.uint8))
 
     def exchange(self, chunk: Chunk, tier: Tier, slab: Slab) -> Slab:
         """Let `slab`, of the same size, be the replica's from now on, with what it holds; return the one it had."""

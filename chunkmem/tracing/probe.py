@@ -161,17 +161,21 @@ class _Watch(TorchDispatchMode):
         self._probe = probe
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._probe.run(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():  # what comes here has been served
+            return self._probe.run(func, args, kwargs or {})
 
 
 def _storages(value: object) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of the tensors that an operator takes or returns; some have none: sparse, wrapped, meta."""
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided and not value.is_meta:
+        with torch._C.DisableTorchFunctionSubclass():  # parameters that serve themselves would be brought
+            if value.layout is not torch.strided or value.is_meta:
+                return
             try:
-                yield value.untyped_storage()
+                storage = value.untyped_storage()
             except (NotImplementedError, RuntimeError):
                 return
+        yield storage
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _storages(item)

@@ -11,7 +11,7 @@ import chunkmem
 from chunkmem.plan.model import Lane, Plan
 from chunkmem.trace.model import Trace
 from tests.helpers.audit import assert_as_predicted, audit, copies_of
-from tests.helpers.lanes import MakeLanes, adversarial, unruly_lanes_fixture  # noqa: F401
+from tests.helpers.lanes import MakeLanes, adversarial, lanes_by_name_fixture  # noqa: F401
 from tests.helpers.rehearsal import cap_nbytes, plans, rehearsed
 from tests.helpers.training import (
     HOST_NBYTES,
@@ -147,14 +147,14 @@ LIKE = [("gpt", "plain"), ("loose", "micro_batches")]
 
 @pytest.mark.parametrize(("model", "way"), LIKE)
 def test_blocking_and_slow_copies_are_the_same_copies(
-    model: str, way: str, unruly_lanes: Callable[..., MakeLanes]
+    model: str, way: str, lanes_by_name: Callable[..., MakeLanes]
 ) -> None:
     """`with_async_move: false`, threads, and a link of 200 MB/s: the same bits, and the same copies in each step."""
     case, variant = CASES[model], WAYS[way]
     train_plain(case, variant)
     threads = moved(case, variant, None, is_async=True)
     blocking = moved(case, variant, None, is_async=False)
-    throttled = moved(case, variant, unruly_lanes("throttled", 2e8), is_async=True)
+    throttled = moved(case, variant, lanes_by_name("throttled", 2e8), is_async=True)
     assert threads == blocking == throttled
     assert all(nbytes[Lane.H2D] > 0 and nbytes[Lane.D2H] > 0 for _, nbytes in threads[1:])
 

@@ -70,7 +70,7 @@ CASES: dict[Callable[[Twin], None], tuple[int, str, int]] = {
     whole_step: (7, r"^large.weight gradient: 4.00 KiB more needed on DEVICE for grad chunk \d \(large.weight\)", 8),
     gather: (3, r"^gather: 1 chunks need 4.00 KiB on DEVICE and the cap is 3.00 KiB; gather fewer parameters", 4),
     gather_gradients: (5, r"^gather: 9 chunks need 12.00 KiB on DEVICE and the cap is 5.00 KiB; gather fewer", 12),
-    outside: (3, r"^<outside any module>: 4.00 KiB more needed on DEVICE for param chunk \d \(large.weight\)", 4),
+    outside: (3, r"^sum outside of modules: 4.00 KiB more needed on DEVICE for param chunk \d \(large.weight\)", 4),
 }
 
 

@@ -218,7 +218,7 @@ def test_what_is_held_is_whole_on_every_rank() -> None:
 # Bad input.
 
 WRONG = {
-    "no such preset": (["gpt:8k"], r"MODEL 'gpt:8k' is not a preset; there are gpt:125m"),
+    "no such preset": (["gpt:8k"], r"MODEL 'gpt:8k' is not a preset; there are gpt:1m, gpt:125m"),
     "no kind of model": (["llama"], r"MODEL 'llama' is not known; allowed: a preset"),
     "no module": (["nowhere.at.all:f"], r"cannot be loaded: ModuleNotFoundError: No module named"),
     "no function": (["tests.helpers.estimated:nothing"], r"cannot be loaded: .*nothing"),

@@ -1,11 +1,10 @@
-"""Over a hundred ordinary operations on parameters that are away: none ends the process, none is silently wrong."""
+"""Over a hundred ordinary operations on parameters that are away: the numbers of plain PyTorch, or a clear error."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.evicted_operations import OPERATIONS, WRITES, Op, Outcome
+from tests.helpers.evicted_operations import OPERATIONS, Op, Outcome
 from tests.helpers.training import compute_device
 
 ROOT = Path(__file__).parents[2]
-TO_THE_MATRIX = {op.name for op in WRITES if "single" not in op.name}
 
 
 @functools.cache
@@ -36,31 +34,16 @@ def reports() -> dict[str, dict[str, Any]]:
     return json.loads(done.stdout)
 
 
-def expected_of(op: Op) -> Outcome:
-    return op.outcome if compute_device().type == "cpu" else op.on_accelerator or op.outcome
-
-
 @pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: op.name)
 def test_an_operation_on_evicted_parameters(op: Op) -> None:
     report = reports()[op.name]
     assert "died" not in report, f"ended the process by {report['died']}"
     assert "broken" not in report, report
-    expected = expected_of(op)
-    if expected is Outcome.ERROR:
-        assert report["error"] is not None
+    if op.outcome is Outcome.REFUSED:
+        assert str(report["error"]).startswith("StateError: "), report
     else:
         assert report["error"] is None
-    if expected is Outcome.NAN:
-        assert report["nan"], report["value"]
-    if expected is Outcome.TRUE:
         assert report["same"], report["value"]
-    if expected is Outcome.TOLD:
-        told, *after = report["steps"]
-        name = r"second\.weight \(16, 16\)" if op.name in TO_THE_MATRIX else r"scale \(\)"
-        assert re.match(rf"StateError: parameter {name}( \(and \d more\))? was", told), told
-        assert after == ["done"]
-    else:
-        assert report["steps"] == ["done"]
     assert report["trained"], "the step after it differs from plain PyTorch"
 
 
@@ -73,7 +56,7 @@ def test_a_crash_would_be_seen() -> None:
     def crash(_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert in_a_child(Op("crash", crash, Outcome.NAN)) == {"died": "SIGKILL"}
+    assert in_a_child(Op("crash", crash, Outcome.SAME)) == {"died": "SIGKILL"}
 
 
 def test_there_are_many_operations_each_named_once() -> None:

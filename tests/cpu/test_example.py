@@ -22,7 +22,7 @@ DOCUMENTS = (
     "docs/distributed.md",
     *(
         pytest.param(f"docs/{name}.md", marks=pytest.mark.full, id=f"docs/{name}.md")
-        for name in ("differences", "tuning", "timeline")
+        for name in ("differences", "checking", "tuning", "timeline")
     ),
 )
 

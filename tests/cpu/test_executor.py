@@ -146,27 +146,6 @@ def test_packing_prefers_host() -> None:
     assert (world.on(HOST), world.on(DEVICE)) == (["param chunk 0"], ["param chunk 1", "param chunk 2"])
 
 
-def test_what_is_written_to_an_absent_single_element_arrives() -> None:
-    world = packed([1], device=1)
-    single = world.parameters[0][1].param
-    with torch.no_grad():
-        single.fill_(7.0)
-    use(world, 0)
-    assert single.item() == 7.0
-    assert values_on(world.param(0), DEVICE) == [1.0] * 6 + [7.0]
-
-
-def test_what_is_written_to_an_absent_single_element_goes_along_when_host_makes_room() -> None:
-    world = packed([1, 1], device=2, host=2)
-    single = world.parameters[0][1].param
-    with torch.no_grad():
-        single.fill_(7.0)
-    world.executor.create(world.grad(1), HOST, reader="gradient", zero=True)
-    assert world.on(DEVICE) == ["param chunk 0"]
-    assert single.item() == 7.0
-    assert values_on(world.param(0), DEVICE) == [1.0] * 6 + [7.0]
-
-
 def test_too_much_pinned_names_what_is_needed() -> None:
     world = packed([1, 1, 2], device=3)
     world.executor.pin(world.param(0), DEVICE, reader="blocks.0 forward")

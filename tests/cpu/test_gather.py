@@ -84,19 +84,7 @@ def test_what_is_gathered_is_whole(what: str) -> None:
         audit(manager)
 
 
-def test_a_parameter_that_is_away_reads_as_nan_and_refuses_writes() -> None:
-    with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
-        model = Twin(manager, Blocks).model
-        away = dict(model.named_parameters())["blocks.0.0.weight"]
-        assert away.shape == (WIDTH, WIDTH)
-        assert away.isnan().all()
-        with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
-            away.copy_(torch.ones(WIDTH, WIDTH))
-        assert away.isnan().all()
-
-
-def test_writes_to_what_is_present_are_kept() -> None:
-    """After a read outside of any module the parameter is there until the next call; what is written then counts."""
+def test_writes_outside_of_gather_are_kept() -> None:
 
     def scenario(twin: Twin) -> list[Any]:
         losses = []
@@ -207,18 +195,14 @@ def test_training_inside_a_block_of_some_parameters() -> None:
 
 
 STRAYED: dict[str, Callable[[nn.Linear], Any]] = {
-    "data": lambda layer: setattr(layer.weight, "data", torch.zeros_like(layer.weight)),
-    "data, transposed": lambda layer: setattr(layer.weight, "data", layer.weight.data.t()),
-    "two of them": lambda layer: [setattr(p, "data", torch.ones_like(p)) for p in layer.parameters()],
+    "set_": lambda layer: layer.weight.set_(torch.zeros_like(layer.weight)),
+    "two of them": lambda layer: [p.set_(torch.ones_like(p)) for p in layer.parameters()],
 }
 
 
-@pytest.mark.parametrize(
-    ("how", "present"),
-    [("data", True), ("data", False), ("data, transposed", True), ("two of them", True), ("two of them", False)],
-)
-def test_a_parameter_given_other_memory_is_named_and_put_back(how: str, present: bool) -> None:
-    """Whichever call comes next says so, once; then training goes on with the values that were packed."""
+@pytest.mark.parametrize("how", STRAYED)
+def test_a_parameter_given_other_memory_is_named_and_put_back(how: str) -> None:
+    """`set_` passes by torch's own functions. The next call says so, once; training goes on with the values before."""
     plain = Twin(None, Blocks)
     losses = plain.steps(0, 1)
     uses: list[Callable[[Twin], Any]] = [
@@ -230,23 +214,55 @@ def test_a_parameter_given_other_memory_is_named_and_put_back(how: str, present:
     with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
         twin = Twin(manager, Blocks)
         assert twin.steps(0) == losses[:1]
-        layer = twin.model.blocks[0][0]
         for use in uses:
-            parameters = dict(layer._parameters)
-            if present:
-                _ = layer.weight
-            stand_in = nn.Module()
-            stand_in.weight, stand_in.parameters = parameters["weight"], parameters.values
-            STRAYED[how](stand_in)
+            with torch.no_grad():
+                STRAYED[how](twin.model.blocks[0][0])
             with pytest.raises(chunkmem.StateError, match=r"parameter blocks\.0\.0\..*was given other memory"):
                 use(twin)
         assert twin.steps(1) == losses[1:]
         assert_equal(twin.left(), plain.left())
 
 
+ASSIGNED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "zeros": torch.zeros_like,
+    "transposed": lambda weight: weight.data.t().contiguous(),
+    "an average": lambda weight: weight.data * 0.9 + 0.1,
+}
+
+
+@pytest.mark.parametrize("how", ASSIGNED)
+def test_values_assigned_to_data_are_taken(how: str) -> None:
+    """Between steps, inside of a forward, and inside of gather."""
+
+    class Assigns(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.head.weight.data = self.head.weight.data * 0.5
+            return super().forward(x)
+
+    def scenario(twin: Twin) -> list[Any]:
+        losses = twin.steps(0)
+        for block in twin.model.blocks:
+            block[0].weight.data = ASSIGNED[how](block[0].weight)
+        losses += twin.steps(1)
+        with gather(twin, twin.model.inner.weight):
+            twin.model.inner.weight.data = ASSIGNED[how](twin.model.inner.weight)
+        return [*losses, *twin.steps(2)]
+
+    same(Assigns, scenario)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(16, 16).half()], ids=["shape", "dtype"])
+def test_data_of_another_form_is_refused_and_changes_nothing(value: torch.Tensor) -> None:
+    with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        before = twin.weights()
+        with pytest.raises(chunkmem.StateError, match=r"blocks\.0\.0\.weight \(16, 16\).*keeps its shape and dtype"):
+            twin.model.blocks[0][0].weight.data = value.to(features(0).device)
+        assert_equal(twin.weights(), before)
+
+
 @cpu_only
 def test_a_loop_over_all_modules_needs_room_for_one() -> None:
-    """Reads outside of any module last until the next call, or until another one needs their room."""
 
     def scenario(twin: Twin) -> list[Any]:
         seen = []
@@ -272,8 +288,7 @@ def test_a_loop_over_all_modules_needs_room_for_one() -> None:
 
 
 @cpu_only
-def test_a_graph_over_what_was_read_outside_keeps_it() -> None:
-    """A penalty on two weights: their room is not given away before backward has been, whoever asks for it."""
+def test_a_graph_over_what_was_read_outside_needs_no_room_until_its_backward() -> None:
 
     def scenario(twin: Twin, *, look: bool) -> list[float]:
         losses = []
@@ -293,7 +308,6 @@ def test_a_graph_over_what_was_read_outside_keeps_it() -> None:
     with chunkmem.ChunkManager(config(8 * CHUNK_NBYTES)) as manager:
         twin = Twin(manager, Blocks)
         assert_equal((scenario(twin, look=True), twin.left()), expected)
-    with chunkmem.ChunkManager(config(2 * CHUNK_NBYTES)) as manager:
+    with chunkmem.ChunkManager(config(3 * CHUNK_NBYTES)) as manager:
         twin = Twin(manager, Blocks)
-        with pytest.raises(chunkmem.CapacityError, match="outside any module"):
-            scenario(twin, look=True)
+        assert_equal((scenario(twin, look=True), twin.left()), expected)

@@ -1,4 +1,4 @@
-"""What every kind of lanes in RAM promises, well behaved or unruly: contents, order, addresses, nothing left behind."""
+"""What every kind of lanes in RAM promises, adversarial or not: contents, order, addresses, nothing left behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.lanes import BlockingLanes, ThreadLanes, open_lanes
 from chunkmem.runtime.storage import ChunkStorage, default_backend
-from chunkmem.runtime.unruly import AdversarialLanes, ThrottledLanes
+from chunkmem.testing import AdversarialLanes, ThrottledLanes
 from tests.helpers.lanes import lane_threads
 
 CPU = ComputeDevice(torch.device("cpu"))

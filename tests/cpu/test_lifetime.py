@@ -126,7 +126,7 @@ def test_the_optimizer_and_the_manager_cannot_be_copied() -> None:
 AFTER: dict[str, Callable[[Twin, torch.Tensor, Any], Any]] = {
     "forward": lambda twin, loss, state: twin.model(features(0)),
     "a part": lambda twin, loss, state: twin.model.blocks[0](features(0)),
-    "a parameter": lambda twin, loss, state: twin.model.inner.weight,
+    "a parameter": lambda twin, loss, state: twin.model.inner.weight.norm(),
     "backward": lambda twin, loss, state: loss.backward(),
     "backward by the manager": lambda twin, loss, state: twin.manager.backward(loss),
     "step": lambda twin, loss, state: twin.optimizer.step(),
@@ -181,7 +181,6 @@ def test_close_gives_all_memory_back(closed: tuple[Twin, torch.Tensor, Any]) -> 
         assert not chunk.replicas
         if chunk.home is not None:
             assert chunk.home._storage.storage.nbytes() == 0
-    assert all(parameter.isnan().all() for parameter in twin.model.parameters())
 
 
 def test_nothing_keeps_a_closed_training_alive() -> None:

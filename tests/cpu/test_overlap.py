@@ -19,7 +19,7 @@ from chunkmem.optim.ops import global_norm
 from chunkmem.plan.ahead import UNDO_LOG
 from chunkmem.types import Role, Tier
 from tests.helpers.audit import assert_as_predicted, audit
-from tests.helpers.lanes import MakeLanes, unruly_lanes_fixture  # noqa: F401
+from tests.helpers.lanes import MakeLanes, lanes_by_name_fixture  # noqa: F401
 from tests.helpers.overlapped import Run, assert_alike
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -103,9 +103,9 @@ def test_a_thousand_steps(precision: str, device_nbytes: int, chunk_numel: int, 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[] if s < 3 else [pytest.mark.full]) for s in range(50)])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_no_order_of_copies_and_updates_shows(
-    precision: str, seed: int, unruly_lanes: Callable[..., MakeLanes]
+    precision: str, seed: int, lanes_by_name: Callable[..., MakeLanes]
 ) -> None:
-    runs = pair(precision=precision, max_norm=2.0, make_lanes=unruly_lanes("adversarial", seed))
+    runs = pair(precision=precision, max_norm=2.0, make_lanes=lanes_by_name("adversarial", seed))
     for tier in (Tier.DEVICE, Tier.HOST):
         runs[0].manager._store.pools[tier].poison = True
     factor = spiky if precision == "fp16" else (lambda s: min(spiky(s), 30.0))
@@ -359,9 +359,9 @@ def test_a_closed_manager_leaves_no_thread() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_left_to_the_step_waits_for_its_copies(seed: int, unruly_lanes: Callable[..., MakeLanes]) -> None:
+def test_what_is_left_to_the_step_waits_for_its_copies(seed: int, lanes_by_name: Callable[..., MakeLanes]) -> None:
     """No update goes ahead while guesses are wrong, though the plan has them all: the step has to wait instead."""
-    runs = pair(make_lanes=unruly_lanes("adversarial", seed), never_off=False)
+    runs = pair(make_lanes=lanes_by_name("adversarial", seed), never_off=False)
     for tier in (Tier.DEVICE, Tier.HOST):
         runs[0].manager._store.pools[tier].poison = True
     with warnings.catch_warnings():
@@ -375,9 +375,9 @@ def test_what_is_left_to_the_step_waits_for_its_copies(seed: int, unruly_lanes: 
     assert_alike(*runs)
 
 
-def test_numbers_that_change_in_place_and_back_do_not_show(unruly_lanes: Callable[..., MakeLanes]) -> None:
+def test_numbers_that_change_in_place_and_back_do_not_show(lanes_by_name: Callable[..., MakeLanes]) -> None:
     """A learning rate may be a tensor: what an update ahead takes is its value when that begins."""
-    runs = pair(make_lanes=unruly_lanes("adversarial", 3))
+    runs = pair(make_lanes=lanes_by_name("adversarial", 3))
     for run in runs:
         for group in run.optimizer.param_groups:
             group["lr"] = torch.tensor(3e-3)

@@ -18,6 +18,7 @@ from chunkmem.comm.exchange import Exchange, Shard, Traffic, Work
 from chunkmem.plan.model import Lane
 from chunkmem.types import Tier
 from tests.helpers.audit import assert_as_predicted, audit
+from tests.helpers.late_exchange import LateExchange
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import (
     MODELS,
@@ -30,7 +31,6 @@ from tests.helpers.shared_training import (
     serial,
     train,
 )
-from tests.helpers.unruly_exchange import LateExchange
 
 ALL = (2, 3, 4)
 SIZES = [pytest.param(size, marks=[] if size == 2 else [pytest.mark.full]) for size in ALL]
@@ -141,7 +141,7 @@ def train_ahead(rank: int, task: Task) -> tuple[dict[str, Tensor], int]:
 @pytest.mark.parametrize("seed", [None, 0, 1])
 @pytest.mark.parametrize("size", SIZES)
 def test_updates_go_ahead_once_their_gradients_are_means(teams: dict[int, Team], size: int, seed: int | None) -> None:
-    task = Task(steps=8, config=OVERLAP, device_nbytes=26 << 10, unruly=seed)
+    task = Task(steps=8, config=OVERLAP, device_nbytes=26 << 10, adversarial=seed)
     _, weights, _ = serial(task, size)
     outcomes = teams[size].run(train_ahead, task)
     for found, _ in outcomes:
@@ -160,7 +160,7 @@ def test_where_there_is_room_for_one_unit_nothing_is_gathered_ahead(teams: dict[
 def test_no_order_of_copies_and_exchanges_shows(
     teams: dict[int, Team], model: str, device_nbytes: int, seed: int
 ) -> None:
-    task = Task(model, device_nbytes=device_nbytes, unruly=seed)
+    task = Task(model, device_nbytes=device_nbytes, adversarial=seed)
     _, weights, states = serial(task, 2)
     for outcome in teams[2].run(train, task):
         assert all(torch.equal(value, outcome.weights[key]) for key, value in weights.items())

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import chunkmem
 from tests.helpers.training import VARIANTS, Chunked, Trainer, capped
-from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, Weighted, assert_equal, config, features, mlp, same
+from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, Weighted, features, mlp, same
 from tests.helpers.zoo import ZOO, ZooModel
 
 
@@ -221,23 +221,21 @@ class UsesHiddenWeight(torch.autograd.Function):
         return grad @ ctx.model.hidden[0](), None
 
 
-@pytest.mark.parametrize("device_nbytes", [AMPLE_NBYTES, 4 * 1024])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_undeclared_use_is_named_in_the_first_step(where: str, device_nbytes: int) -> None:
-    """By parameter, operator and moment, also where all is present and the numbers would be right."""
-    with chunkmem.ChunkManager(config(device_nbytes)) as manager:
-        twin = Twin(manager, lambda: Undeclared(where=where))
+def test_a_use_that_no_lookup_tells_of_is_served(where: str) -> None:
+    """The parameter itself says that an operator got it, in a module's forward and in a function's own backward."""
+
+    def scenario(twin: Twin) -> list[Any]:
         twin.model.hide()
-        with torch.no_grad():
-            twin.model.blocks[0](features(0))
-        message = rf"^{where}: operator aten\.mm\.default uses .*blocks\.0\.0\.weight.* read it as module\.name"
-        with pytest.raises(chunkmem.StateError, match=message):
-            twin.backward(twin.loss(features(0).requires_grad_()))
-        twin.optimizer.zero_grad()
-        twin.model.where = "nowhere"
-        plain = Twin(None, lambda: Undeclared(where="nowhere"))
-        assert twin.train() == plain.train()
-        assert_equal(twin.left(), plain.left())
+        losses = []
+        for seed in range(3):
+            loss = twin.loss(features(seed).requires_grad_())
+            loss.backward()
+            twin.update()
+            losses.append(loss.item())
+        return losses
+
+    same(lambda: Undeclared(where=where), scenario)
 
 
 def count_guards(manager: chunkmem.ChunkManager) -> list[object]:

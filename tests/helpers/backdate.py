@@ -23,7 +23,7 @@ from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event
 from chunkmem.runtime.performer import Performer
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.store import Chunk
-from chunkmem.runtime.unruly import AdversarialLanes
+from chunkmem.testing import AdversarialLanes
 from chunkmem.trace.model import Kind
 from chunkmem.types import Tier
 from tests.helpers.orders import Operation, Reading, SlabNumber

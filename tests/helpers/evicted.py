@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import chunkmem.machinery
 import chunkmem.optim.adam
 from chunkmem.types import Tier
-from tests.helpers.evicted_operations import OPERATIONS, Op, Scene
+from tests.helpers.evicted_operations import OPERATIONS, Op, Outcome, Scene
 from tests.helpers.training import compute_device
 
 TIMEOUT_S = 120
@@ -83,39 +83,22 @@ def try_out(op: Op) -> dict[str, Any]:
     manager = chunkmem.ChunkManager(config)
     scene, plain = build(manager), build(None)
     evict_all(manager)
-    assert scene.parameter.isnan().all()
-    assert scene.single.isnan()
-    report: dict[str, Any] = {"value": None, "error": None, "nan": False, "same": None, "steps": []}
+    report: dict[str, Any] = {"value": None, "error": None, "same": None}
+    torch.manual_seed(3)
     try:
         value = op.run(scene)
         report["value"] = repr(value)[:200]
-        report["nan"] = any(_is_nan(leaf) for leaf in tree_leaves(value))
     except Exception as error:
         report["error"] = f"{type(error).__name__}: {error}"
-    if op.outcome.counts_in_plain:
+    if op.outcome is Outcome.SAME:
+        torch.manual_seed(3)
         report["same"] = report["error"] is None and _same(value, op.run(plain))
     train(plain, 1)
-    report["steps"] = [_step(scene)]
-    if report["steps"] != ["done"]:
-        report["steps"].append(_step(scene))
+    train(scene, 1)
     expected, actual = plain.model.state_dict(), manager.state_dict(scene.model)
     report["trained"] = all(torch.equal(actual[key], value.cpu()) for key, value in expected.items())
     manager.close()
     return report
-
-
-def _step(scene: Scene) -> str:
-    try:
-        train(scene, 1)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "done"
-
-
-def _is_nan(leaf: Any) -> bool:
-    if isinstance(leaf, Tensor):
-        return bool(leaf.is_floating_point() and leaf.numel() > 0 and not leaf.is_meta and leaf.isnan().any())
-    return isinstance(leaf, float) and leaf != leaf
 
 
 def _same(actual: Any, expected: Any) -> bool:

@@ -21,19 +21,11 @@ import chunkmem
 class Outcome(enum.Enum):
     """What an operation on an evicted parameter comes to. In each case training goes on bit for bit."""
 
-    NAN = "it gives NaN"
-    ERROR = "it raises"
-    TRUE = "it does and gives what it would in plain PyTorch"
-    TOLD = "the next forward or step raises an error that names the parameter; the write is lost"
-    LOST = "a write that nothing can notice without waiting for the accelerator; it is lost"
-
-    @property
-    def counts_in_plain(self) -> bool:
-        """Whether plain PyTorch, for comparison, does it too."""
-        return self is Outcome.TRUE
+    SAME = "it does and gives what it would in plain PyTorch"
+    REFUSED = "it raises a StateError, and changes nothing"
 
 
-NAN, ERROR, TRUE, TOLD, LOST = Outcome
+SAME, REFUSED = Outcome
 
 
 @dataclass(frozen=True)
@@ -56,37 +48,35 @@ class Op:
     name: str
     run: Callable[[Scene], Any]
     outcome: Outcome
-    on_accelerator: Outcome | None = None
-    """Where it differs there."""
 
 
-def op(name: str, outcome: Outcome, run: Callable[[Scene], Any], on_accelerator: Outcome | None = None) -> Op:
-    return Op(name, run, outcome, on_accelerator)
+def op(name: str, outcome: Outcome, run: Callable[[Scene], Any]) -> Op:
+    return Op(name, run, outcome)
 
 
-def reading(name: str, run: Callable[[Tensor], Any], outcome: Outcome = NAN, **rest: Outcome) -> Op:
+def reading(name: str, run: Callable[[Tensor], Any]) -> Op:
     """An operation on the parameter alone."""
-    return op(name, outcome, lambda scene: run(scene.parameter), **rest)
+    return op(name, SAME, lambda scene: run(scene.parameter))
 
 
-def writing(name: str, run: Callable[[Tensor], Any], outcome: Outcome, **rest: Outcome) -> Op:
+def writing(name: str, run: Callable[[Tensor], Any], outcome: Outcome = SAME) -> Op:
     """A write to the parameter under `no_grad`."""
 
     def under_no_grad(scene: Scene) -> None:
         with torch.no_grad():
             run(scene.parameter)
 
-    return op(name, outcome, under_no_grad, **rest)
+    return op(name, outcome, under_no_grad)
 
 
-def on_single(name: str, run: Callable[[Tensor], Any], outcome: Outcome, **rest: Outcome) -> Op:
+def on_single(name: str, run: Callable[[Tensor], Any]) -> Op:
     """A write under `no_grad` to the parameter of one element."""
 
     def under_no_grad(scene: Scene) -> None:
         with torch.no_grad():
             run(scene.single)
 
-    return op(f"single element: {name}", outcome, under_no_grad, **rest)
+    return op(f"single element: {name}", SAME, under_no_grad)
 
 
 def saved(value: Any) -> Any:
@@ -116,11 +106,6 @@ def write_view(p: Tensor) -> None:
     p.data.view(-1)[0] = 1.0
 
 
-def nan_if(condition: bool) -> float | None:
-    """For answers that are no numbers: what they show that NaN was read."""
-    return float("nan") if condition else None
-
-
 READS = (
     reading("sum", lambda p: p.sum()),
     reading("clone", lambda p: p.clone()),
@@ -130,10 +115,10 @@ READS = (
     reading("max", lambda p: p.max()),
     reading("sort", lambda p: p.sort().values),
     reading("cumsum", lambda p: p.cumsum(0)),
-    reading("histc", lambda p: p.histc(), ERROR),
-    reading("svd", torch.linalg.svd, ERROR, on_accelerator=NAN),
-    reading("numpy", lambda p: torch.tensor(p.detach().numpy().copy()), on_accelerator=ERROR),
-    reading("numpy tobytes", lambda p: nan_if(b"\xc0\x7f" in p.detach().numpy().tobytes()), on_accelerator=ERROR),
+    reading("histc", lambda p: p.histc()),
+    reading("svd", torch.linalg.svd),
+    reading("numpy", lambda p: torch.tensor(p.detach().numpy().copy())),
+    reading("numpy tobytes", lambda p: b"\xc0\x7f" in p.detach().numpy().tobytes()),
     reading("dlpack", lambda p: torch.from_dlpack(p.detach()).clone()),
     reading("tolist", lambda p: p.tolist()),
     reading("item", lambda p: p[2, 3].item()),
@@ -158,61 +143,60 @@ READS = (
     reading("double", lambda p: p.double()),
     reading("cpu", lambda p: p.cpu()),
     reading("to a copy", lambda p: p.to("cpu", copy=True)),
-    reading("equal", lambda p: nan_if(not torch.equal(p, other(p)))),
-    reading("allclose with itself", lambda p: nan_if(not torch.allclose(p, p))),
-    reading("isnan", lambda p: nan_if(bool(p.isnan().all()))),
-    reading("repr", lambda p: nan_if("nan" in repr(p))),
-    reading("format", lambda p: nan_if("nan" in f"{p[0, 0]:.3f}")),
-    reading("print", print, TRUE),
+    reading("equal", lambda p: not torch.equal(p, other(p))),
+    reading("allclose with itself", lambda p: not torch.allclose(p, p)),
+    reading("isnan", lambda p: bool(p.isnan().all())),
+    reading("repr", lambda p: "nan" in repr(p)),
+    reading("format", lambda p: "nan" in f"{p[0, 0]:.3f}"),
+    reading("print", print),
     reading("deepcopy", copy.deepcopy),
     reading("pickle", lambda p: pickle.loads(pickle.dumps(p))),
     reading("torch.save", saved),
     reading("storage", lambda p: torch.tensor(p.untyped_storage().tolist(), dtype=torch.uint8).view(p.dtype)),
-    reading("to meta", lambda p: p.to("meta"), TRUE),
-    reading("shape and dtype", lambda p: (p.shape, p.dtype, p.numel(), p.element_size(), p.nbytes), TRUE),
-    reading("grad", lambda p: p.grad, TRUE),
-    reading("zeros_like", torch.zeros_like, TRUE),
-    reading("hash and in", lambda p: p in {p}, TRUE),
+    reading("to meta", lambda p: p.to("meta")),
+    reading("shape and dtype", lambda p: (p.shape, p.dtype, p.numel(), p.element_size(), p.nbytes)),
+    reading("grad", lambda p: p.grad),
+    reading("zeros_like", torch.zeros_like),
+    reading("hash and in", lambda p: p in {p}),
 )
 WRITES = (
-    writing("copy_", lambda p: p.copy_(other(p)), ERROR),
-    writing("add_", lambda p: p.add_(1), ERROR),
-    writing("mul_", lambda p: p.mul_(2), ERROR),
-    writing("addcdiv_", lambda p: p.addcdiv_(other(p), other(p) + 1), ERROR),
-    writing("clamp_", lambda p: p.clamp_(0, 1), ERROR),
-    writing("foreach add", lambda p: torch._foreach_add_([p], 1.0), ERROR),
-    writing("out=", lambda p: torch.mul(other(p), 2, out=p), ERROR),
-    writing("normal_", lambda p: p.normal_(), ERROR),
-    writing("init.xavier_uniform_", nn.init.xavier_uniform_, ERROR),
-    writing("init.orthogonal_", nn.init.orthogonal_, ERROR),
-    writing("assign a row", lambda p: p.__setitem__(1, 2.0), ERROR),
-    writing("data.copy_", lambda p: p.data.copy_(other(p)), ERROR),
-    writing("resize_", lambda p: p.resize_(4), ERROR),
-    writing("fill_", lambda p: p.fill_(1.0), TOLD),
-    writing("zero_", lambda p: p.zero_(), TOLD),
-    writing("init.zeros_", nn.init.zeros_, TOLD),
-    writing("init.constant_", lambda p: nn.init.constant_(p, 0.5), TOLD),
-    writing("masked_fill_", lambda p: p.masked_fill_(other(p) > 7, 0.0), TOLD),
-    writing("assign an element", write_item, TOLD),
-    writing("detached fill_", lambda p: p.detach().fill_(1.0), TOLD),
-    writing("data.fill_", lambda p: p.data.fill_(1.0), TOLD, on_accelerator=LOST),
-    writing("data.zero_", lambda p: p.data.zero_(), TOLD, on_accelerator=LOST),
-    writing("data.view(-1)[0] =", write_view, TOLD, on_accelerator=LOST),
-    writing("numpy element =", write_numpy, TOLD, on_accelerator=ERROR),
-    writing("dlpack fill_", lambda p: torch.from_dlpack(p.detach()).fill_(1.0), TOLD, on_accelerator=LOST),
-    writing("data = zeros", lambda p: assign_data(p, torch.zeros_like(p)), TOLD),
-    writing("data = half", lambda p: assign_data(p, p.data.half()), TOLD),
-    writing("data = its own view", lambda p: assign_data(p, p.data.view(4, 64)), TOLD),
-    writing("data = another shape", lambda p: assign_data(p, torch.zeros(3, device=p.device)), TOLD),
-    writing("data = itself", lambda p: assign_data(p, p.data), TRUE),
-    writing("set_", lambda p: p.set_(other(p)), TOLD),
-    writing("share_memory_", lambda p: p.share_memory_(), TRUE),
-    on_single("fill_", lambda p: p.fill_(2.0), TRUE),
-    on_single("copy_", lambda p: p.copy_(torch.tensor(3.0)), TRUE),
-    on_single("assign", lambda p: p.__setitem__((), 2.0), TRUE),
-    on_single("data.fill_", lambda p: p.data.fill_(2.0), TRUE, on_accelerator=LOST),
-    on_single("add_", lambda p: p.add_(1.0), TOLD),
-    on_single("clamp_", lambda p: p.clamp_(0, 1), TOLD),
+    writing("copy_", lambda p: p.copy_(other(p))),
+    writing("add_", lambda p: p.add_(1)),
+    writing("mul_", lambda p: p.mul_(2)),
+    writing("addcdiv_", lambda p: p.addcdiv_(other(p), other(p) + 1)),
+    writing("clamp_", lambda p: p.clamp_(0, 1)),
+    writing("foreach add", lambda p: torch._foreach_add_([p], 1.0)),
+    writing("out=", lambda p: torch.mul(other(p), 2, out=p)),
+    writing("normal_", lambda p: p.normal_()),
+    writing("init.xavier_uniform_", nn.init.xavier_uniform_),
+    writing("init.orthogonal_", nn.init.orthogonal_),
+    writing("assign a row", lambda p: p.__setitem__(1, 2.0)),
+    writing("data.copy_", lambda p: p.data.copy_(other(p))),
+    writing("resize_", lambda p: p.resize_(4), REFUSED),
+    writing("fill_", lambda p: p.fill_(1.0)),
+    writing("zero_", lambda p: p.zero_()),
+    writing("init.zeros_", nn.init.zeros_),
+    writing("init.constant_", lambda p: nn.init.constant_(p, 0.5)),
+    writing("masked_fill_", lambda p: p.masked_fill_(other(p) > 7, 0.0)),
+    writing("assign an element", write_item),
+    writing("detached fill_", lambda p: p.detach().fill_(1.0)),
+    writing("data.fill_", lambda p: p.data.fill_(1.0)),
+    writing("data.zero_", lambda p: p.data.zero_()),
+    writing("data.view(-1)[0] =", write_view),
+    writing("numpy element =", write_numpy),
+    writing("dlpack fill_", lambda p: torch.from_dlpack(p.detach()).fill_(1.0)),
+    writing("data = zeros", lambda p: assign_data(p, torch.zeros_like(p))),
+    writing("data = half", lambda p: assign_data(p, p.data.half()), REFUSED),
+    writing("data = its own view", lambda p: assign_data(p, p.data.view(4, 64)), REFUSED),
+    writing("data = another shape", lambda p: assign_data(p, torch.zeros(3, device=p.device)), REFUSED),
+    writing("data = itself", lambda p: assign_data(p, p.data)),
+    writing("share_memory_", lambda p: p.share_memory_(), REFUSED),
+    on_single("fill_", lambda p: p.fill_(2.0)),
+    on_single("copy_", lambda p: p.copy_(torch.tensor(3.0))),
+    on_single("assign", lambda p: p.__setitem__((), 2.0)),
+    on_single("data.fill_", lambda p: p.data.fill_(2.0)),
+    on_single("add_", lambda p: p.add_(1.0)),
+    on_single("clamp_", lambda p: p.clamp_(0, 1)),
 )
 
 
@@ -258,37 +242,37 @@ def vectorised(scene: Scene) -> None:
 
 
 MODEL = (
-    op("model: state_dict", TRUE, lambda s: s.model.state_dict()),
-    op("model: saved state_dict", TRUE, lambda s: saved(s.model.state_dict())),
-    op("model: manager.state_dict", TRUE, manager_or_model_state),
-    op("model: load_state_dict", TRUE, loaded),
-    op("model: forward", TRUE, lambda s: s.model(batch(s)).detach()),
-    op("model: a read of the attribute", TRUE, lambda s: s.model.second.weight.sum().detach()),
-    op("model: functional_call", TRUE, functional),
-    op("model: functional_call with other tensors", ERROR, replaced),
-    op("model: deepcopy", ERROR, lambda s: copy.deepcopy(s.model)),
-    op("model: average of it", ERROR, lambda s: torch.optim.swa_utils.AveragedModel(s.model)),
-    op("model: pickle", ERROR, lambda s: pickle.dumps(s.model)),
-    op("model: torch.save", ERROR, lambda s: saved(s.model)),
-    op("model: half", ERROR, lambda s: s.model.half()),
-    op("model: bfloat16", ERROR, lambda s: s.model.bfloat16()),
-    op("model: to meta", ERROR, lambda s: s.model.to("meta")),
-    op("model: to_empty", ERROR, lambda s: s.model.to_empty(device="meta")),
-    op("model: share_memory", ERROR, lambda s: s.model.share_memory(), on_accelerator=TRUE),
-    op("model: float", TRUE, lambda s: str(s.model.float())),
-    op("model: train and eval", TRUE, lambda s: str(s.model.eval().train())),
-    op("model: zero_grad", TRUE, lambda s: s.model.zero_grad()),
-    op("model: number of parameters", TRUE, lambda s: sum(p.numel() for p in s.model.parameters())),
-    op("model: loop over named_parameters", NAN, lambda s: {n: p.sum() for n, p in s.model.named_parameters()}),
-    op("model: parameters_to_vector", NAN, lambda s: parameters_to_vector(s.model.parameters())),
-    op("model: vector_to_parameters", TOLD, vectorised),
-    op("model: clip_grad_norm_", TRUE, lambda s: clip_grad_norm_(s.model.parameters(), 1.0).cpu()),
-    op("model: replace the parameter", ERROR, set_weight),
-    op("model: delete the parameter", ERROR, delete_weight),
-    op("model: weight_norm", ERROR, lambda s: parametrizations.weight_norm(s.model.second)),
-    op("model: backward of the parameter", TRUE, backward_of_the_parameter),
-    op("model: requires_grad_", TRUE, lambda s: str(s.model.requires_grad_(False).requires_grad_(True))),
-    op("optimizer: state_dict", TRUE, lambda s: s.optimizer.state_dict()["state"]),
+    op("model: state_dict", SAME, lambda s: s.model.state_dict()),
+    op("model: saved state_dict", SAME, lambda s: saved(s.model.state_dict())),
+    op("model: manager.state_dict", SAME, manager_or_model_state),
+    op("model: load_state_dict", SAME, loaded),
+    op("model: forward", SAME, lambda s: s.model(batch(s)).detach()),
+    op("model: a read of the attribute", SAME, lambda s: s.model.second.weight.sum().detach()),
+    op("model: functional_call", SAME, functional),
+    op("model: functional_call with other tensors", REFUSED, replaced),
+    op("model: deepcopy", REFUSED, lambda s: copy.deepcopy(s.model)),
+    op("model: average of it", REFUSED, lambda s: torch.optim.swa_utils.AveragedModel(s.model)),
+    op("model: pickle", REFUSED, lambda s: pickle.dumps(s.model)),
+    op("model: torch.save", REFUSED, lambda s: saved(s.model)),
+    op("model: half", REFUSED, lambda s: s.model.half()),
+    op("model: bfloat16", REFUSED, lambda s: s.model.bfloat16()),
+    op("model: to meta", REFUSED, lambda s: s.model.to("meta")),
+    op("model: to_empty", REFUSED, lambda s: s.model.to_empty(device="meta")),
+    op("model: share_memory", REFUSED, lambda s: s.model.share_memory()),
+    op("model: float", SAME, lambda s: str(s.model.float())),
+    op("model: train and eval", SAME, lambda s: str(s.model.eval().train())),
+    op("model: zero_grad", SAME, lambda s: s.model.zero_grad()),
+    op("model: number of parameters", SAME, lambda s: sum(p.numel() for p in s.model.parameters())),
+    op("model: loop over named_parameters", SAME, lambda s: {n: p.sum() for n, p in s.model.named_parameters()}),
+    op("model: parameters_to_vector", SAME, lambda s: parameters_to_vector(s.model.parameters())),
+    op("model: vector_to_parameters", SAME, vectorised),
+    op("model: clip_grad_norm_", SAME, lambda s: clip_grad_norm_(s.model.parameters(), 1.0).cpu()),
+    op("model: replace the parameter", REFUSED, set_weight),
+    op("model: delete the parameter", REFUSED, delete_weight),
+    op("model: weight_norm", REFUSED, lambda s: parametrizations.weight_norm(s.model.second)),
+    op("model: backward of the parameter", SAME, backward_of_the_parameter),
+    op("model: requires_grad_", SAME, lambda s: str(s.model.requires_grad_(False).requires_grad_(True))),
+    op("optimizer: state_dict", SAME, lambda s: s.optimizer.state_dict()["state"]),
 )
 
 OPERATIONS = (*READS, *WRITES, *MODEL)

@@ -1,6 +1,6 @@
-"""Unruly lanes for a manager: what its `make_lanes` takes. They work in RAM: on an accelerator the test is skipped.
+"""Adversarial and throttled lanes by name, as `make_lanes` takes them. In RAM: on an accelerator the test is skipped.
 
-A test file gets the fixture with ``from tests.helpers.lanes import unruly_lanes_fixture  # noqa: F401``.
+A test file gets the fixture with ``from tests.helpers.lanes import lanes_by_name_fixture  # noqa: F401``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
-from chunkmem.runtime.unruly import AdversarialLanes, ThrottledLanes
+from chunkmem.testing import AdversarialLanes, ThrottledLanes
 
 MakeLanes = Callable[[ComputeDevice], Lanes]
 
@@ -20,7 +20,7 @@ MakeLanes = Callable[[ComputeDevice], Lanes]
 def _in_ram(make: Callable[[], Lanes]) -> MakeLanes:
     def make_lanes(compute: ComputeDevice) -> Lanes:
         if compute.is_accelerator:
-            pytest.skip("lanes misbehave in RAM only")
+            pytest.skip("these lanes work in RAM only")
         return make()
 
     return make_lanes
@@ -39,9 +39,9 @@ def throttled(bytes_per_s: float, *, latency_s: float = 0.0) -> MakeLanes:
 FACTORIES: dict[str, Callable[..., MakeLanes]] = {"adversarial": adversarial, "throttled": throttled}
 
 
-@pytest.fixture(name="unruly_lanes")
-def unruly_lanes_fixture() -> Iterator[Callable[..., MakeLanes]]:
-    """``unruly_lanes("adversarial", 3)`` or ``unruly_lanes("throttled", 1e9)``; closed when the test ends."""
+@pytest.fixture(name="lanes_by_name")
+def lanes_by_name_fixture() -> Iterator[Callable[..., MakeLanes]]:
+    """``lanes_by_name("adversarial", 3)`` or ``lanes_by_name("throttled", 1e9)``; closed when the test ends."""
     opened: list[Lanes] = []
 
     def by_name(name: str, *args: float, **options: float) -> MakeLanes:

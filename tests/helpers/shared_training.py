@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import chunkmem
-from chunkmem.runtime.unruly import AdversarialLanes
+from chunkmem.testing import AdversarialLanes
 from chunkmem.types import Tier
-from tests.helpers.unruly_exchange import LateExchange
+from tests.helpers.late_exchange import LateExchange
 
 WIDTH = 16
 WORDS = 11
@@ -136,7 +136,7 @@ class Task:
     batch: int = 3
     empty: tuple[tuple[int, int], ...] = ()
     """(step, rank): that rank has no batch in that step."""
-    unruly: int | None = None
+    adversarial: int | None = None
     """Seed of copies and exchanges that are as late as they may be, over memory full of NaN; None: they are not."""
 
 
@@ -169,7 +169,7 @@ def make_config(task: Task) -> chunkmem.Config:
 
 def open_manager(rank: int, task: Task) -> chunkmem.ChunkManager:
     """The manager of one rank."""
-    seed = task.unruly
+    seed = task.adversarial
     if seed is None:
         return chunkmem.ChunkManager(make_config(task))
     manager = chunkmem.ChunkManager(make_config(task), make_lanes=lambda compute: AdversarialLanes(1000 * rank + seed))

@@ -37,10 +37,13 @@ PUBLIC_NAMES = {
     "initialize_engine",
 }
 
+TESTING_NAMES = {"AdversarialLanes", "CheckReport", "Comparison", "Difference", "ThrottledLanes", "check"}
+"""What `chunkmem.testing` offers."""
 
 OPTIONS = {
     "estimate": "MODEL --batch --checkpointing --chunk-size --device --hardware --host --host-memory --link --network "
     "--precision --seq --tflops --world",
+    "check": "MODEL --batch --chunk-size --device --host --orders --precision --seed --seq --steps",
     "plan": "TRACE --d2h --device --h2d --host --machine --margin-use-ratio --out",
     "report": "RUN --against --out",
     "chunk-size": "MODEL --device",
@@ -70,6 +73,13 @@ def test_the_public_names() -> None:
     assert set(chunkmem.__all__) == PUBLIC_NAMES
     assert len(chunkmem.__all__) == len(PUBLIC_NAMES)
     assert set(dir(chunkmem)) >= PUBLIC_NAMES
+
+
+def test_the_public_names_of_testing() -> None:
+    # Read, not imported: it needs torch.
+    tree = ast.parse((PACKAGE / "testing" / "__init__.py").read_text(encoding="utf-8"))
+    (names,) = (node.value for node in tree.body if isinstance(node, ast.Assign))
+    assert set(ast.literal_eval(names)) == TESTING_NAMES
 
 
 def test_every_error_is_public() -> None:

@@ -27,7 +27,7 @@ LAYERS = (
     ("steps", "estimate"),
     ("machinery",),
     ("manager",),
-    ("engine",),
+    ("engine", "testing"),
     ("cli",),
     ("__main__",),
     ("__init__",),

@@ -1,4 +1,6 @@
-"""Lanes that behave badly on purpose, in RAM: one as late as its events allow, one as slow as a given link.
+"""Lanes for tests, in RAM: adversarial ones are as late as events allow, throttled ones as slow as a given link.
+
+A manager takes them as ``ChunkManager(config, make_lanes=lambda device: AdversarialLanes(seed))``.
 
 [Note: Held-back copies] A race shows only in the rare run in which a copy is late. Here copies are late as a rule:
 nothing runs until something waits for it or the dice say so, and the bytes that a copy may overwrite are overwritten

@@ -12,8 +12,8 @@ from chunkmem.errors import StateError
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Event
-from chunkmem.runtime.unruly import AdversarialLanes, ThrottledLanes
-from tests.helpers.lanes import MakeLanes, lane_threads, unruly_lanes_fixture  # noqa: F401
+from chunkmem.testing import AdversarialLanes, ThrottledLanes
+from tests.helpers.lanes import MakeLanes, lane_threads, lanes_by_name_fixture  # noqa: F401
 
 MIB = 1 << 20
 CPU = ComputeDevice(torch.device("cpu"))
@@ -228,10 +228,10 @@ def test_an_event_that_cannot_come_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "kind"), [("adversarial", (3,), AdversarialLanes), ("throttled", (1e9,), ThrottledLanes)]
 )
-def test_the_fixture_makes_unruly_lanes_by_name(
-    unruly_lanes: Callable[..., MakeLanes], name: str, args: tuple[float, ...], kind: type
+def test_the_fixture_makes_lanes_by_name(
+    lanes_by_name: Callable[..., MakeLanes], name: str, args: tuple[float, ...], kind: type
 ) -> None:
-    lanes = unruly_lanes(name, *args)(CPU)
+    lanes = lanes_by_name(name, *args)(CPU)
     target = torch.zeros(8)
     lanes.compute_waits(lanes.copy(Lane.H2D, target, numbers(8), after=[], label="x"))
     assert type(lanes) is kind

@@ -1,0 +1,164 @@
+"""Find who in autograd's graph keeps the memory of chunks: what nodes have saved, and what will have run before it.
+
+[Note: Certain ends] Backward lets go of a call's chunks when the gradients of the parameters it read have landed. That
+is late enough if every node that has saved memory of the chunk leads to one of those parameters: then it has run before
+their gradients are complete. `F.linear(f(x, w.detach()), w)` has one that does not: `f` leads to `x` only. Its call is
+*uncertain*, and backward counts references besides (`chunkmem.nn.backward`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.nn.access import Frame
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.values import storage_id
+
+_INPUT = -1
+"""Stands for the inputs of a call among the groups that a node leads to."""
+_LIST = (list, tuple)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the graph of a call keeps."""
+
+    saved: Mapping[int, int]
+    """By group: references that nodes of its graph hold."""
+    uncertain: frozenset[int]
+    """Groups of which a node keeps memory that does not lead to what backward waits for."""
+
+
+class GraphSearch:
+    """Searches the graphs of calls, once for all that look the same."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[nn.Module, dict[object, Findings]] = weakref.WeakKeyDictionary()
+        self._fields: dict[type, tuple[str, ...]] = {}
+        """By type of node: the attributes that show what it has saved."""
+
+    def find(self, frame: Frame, left: Mapping[int, int], outputs: Collection[torch.Tensor]) -> Findings:
+        """Return what the graph that leads to `outputs` keeps of the groups that a call has read.
+
+        Args:
+            frame: the call; it is over.
+            left: by group, how many references it has left itself.
+            outputs: what it made, as far as we see; each has a `grad_fn`.
+        """
+        if frame.module is None:
+            return self._search(frame, outputs)
+        known = self._known.setdefault(frame.module, {})
+        num_nodes = torch._C._autograd._get_sequence_nr() - frame.first_node
+        trains = tuple(managed.requires_grad for managed in frame.reads)
+        looks = (tuple(left.items()), num_nodes, trains, tuple(type(t.grad_fn) for t in outputs), len(frame.inputs))
+        found = known.get(looks)
+        if found is None:
+            found = known[looks] = self._search(frame, outputs)
+        return found
+
+    def _search(self, frame: Frame, outputs: Collection[torch.Tensor]) -> Findings:
+        # To show what it has saved, a node runs operators, which no mode of the user's has to see.
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
+            return self._look(frame, outputs)
+
+    def _look(self, frame: Frame, outputs: Collection[torch.Tensor]) -> Findings:
+        groups = {managed.bound.storage_id: managed.group for managed in frame.reads}
+        params = {id(managed.param): managed for managed in frame.reads}
+        inputs = {id(tensor) if tensor.grad_fn is None else tensor.grad_fn for tensor, _ in frame.inputs}
+        nodes = _nodes_since(frame.first_node, outputs)
+        leads: dict[Any, set[int]] = {}
+        saved = dict.fromkeys(frame.groups, 0)
+        uncertain: set[int] = set()
+        counted: dict[int, torch.Tensor] = {}
+        for node in nodes:  # what a node leads to comes before it
+            ends = leads[node] = set()
+            for following, _ in node.next_functions:
+                if following is not None:
+                    ends |= leads[following] if following in leads else _end(following, params, inputs)
+            number = node._sequence_nr()
+            if any(first <= number < stop for first, stop in frame.inside):
+                continue
+            for group, count in self._saved_in(node, groups, params, counted).items():
+                saved[group] += count
+                if group not in ends and _INPUT not in ends:
+                    uncertain.add(group)
+        return Findings({group: count for group, count in saved.items() if count}, frozenset(uncertain))
+
+    def _saved_in(
+        self,
+        node: Any,
+        groups: Mapping[int, int],
+        params: Mapping[int, ManagedParameter],
+        counted: dict[int, torch.Tensor],
+    ) -> dict[int, int]:
+        """Return the references that a node holds, by group; tensors in `counted` hold theirs once for all nodes."""
+        found: dict[int, int] = {}
+
+        def count(group: int) -> None:
+            found[group] = found.get(group, 0) + 1
+
+        for tensor in self._tensors_of(node):
+            if id(tensor) in params:
+                count(params[id(tensor)].group)
+                continue
+            group = groups.get(storage_id(tensor) or 0)
+            if group is None:
+                continue
+            found.setdefault(group, 0)
+            if id(tensor) in counted:
+                continue
+            counted[id(tensor)] = tensor
+            count(group)
+            base = tensor._base
+            if base is not None and id(base) in params:
+                count(params[id(base)].group)
+            elif base is not None and id(base) not in counted and groups.get(storage_id(base) or 0) is not None:
+                counted[id(base)] = base
+                count(group)
+        return found
+
+    def _tensors_of(self, node: Any) -> Iterator[torch.Tensor]:
+        fields = self._fields.get(type(node))
+        if fields is None:
+            names = (name for name in dir(type(node)) if name.startswith("_saved_") or name == "saved_tensors")
+            fields = self._fields[type(node)] = tuple(names)
+        for field in fields:
+            try:
+                value = getattr(node, field)
+            except RuntimeError:  # it has been freed, or cannot be shown: then it is not found
+                continue
+            for item in value if isinstance(value, _LIST) else (value,):
+                if isinstance(item, torch.Tensor):
+                    yield item
+
+
+def _end(node: Any, params: Mapping[int, ManagedParameter], inputs: Collection[object]) -> set[int]:
+    """Return what an edge out of a call's own graph leads to: a group whose gradient is waited for, or an input."""
+    if node in inputs:
+        return {_INPUT}
+    leaf = getattr(node, "variable", None)
+    if leaf is None:
+        return set()
+    if id(leaf) in params:
+        return {params[id(leaf)].group}
+    return {_INPUT} if id(leaf) in inputs else set()
+
+
+def _nodes_since(first: int, outputs: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the nodes that `outputs` come from and that are no older than `first`, oldest first."""
+    found: dict[Any, None] = {}
+    pending: list[Any] = [tensor.grad_fn for tensor in outputs]
+    while pending:
+        node = pending.pop()
+        if node is None or node in found or hasattr(node, "variable") or node._sequence_nr() < first:
+            continue
+        found[node] = None
+        pending += [following for following, _ in node.next_functions]
+    return sorted(found, key=methodcaller("_sequence_nr"))

@@ -1,0 +1,301 @@
+"""Parameters that serve themselves: what is done with one anywhere is done where its chunk is brought to.
+
+[Note: Served parameters] A managed parameter that nobody has open (see [Note: Open parameters] in
+`chunkmem.nn.binding`) has a class whose `__torch_function__` is ours. So every operator of torch that gets one,
+wherever that is called, comes here first:
+
+    metadata (shape, dtype, requires_grad, hooks, .grad)   answered without the values
+    inside of a running module                             a read of that module, as if it had looked the parameter up
+    elsewhere                                              a call of its own: the chunk is brought, the operator runs,
+                                                           writes are noticed, a graph is watched for its backward
+
+What is left of the memory afterwards, a view or an array, has the chunk held until it is gone.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from chunkmem.errors import StateError
+from chunkmem.nn.access import AccessTracker, Frame, in_backward
+from chunkmem.nn.backward import BackwardTracker
+from chunkmem.nn.binding import ManagedParameter, Served
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.types import Tier
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+_TENSOR = torch.Tensor
+_FREE_FIELDS = (
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "_grad", "_grad_fn", "ndim", "layout",
+    "itemsize", "nbytes", "names", "name", "_version", "output_nr", "retains_grad", "_backward_hooks",
+    "_post_accumulate_grad_hooks", "_base", "is_cpu", "is_cuda", "is_xpu", "is_mps", "is_meta", "is_sparse",
+    "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_xla", "is_ipu", "is_vulkan", "is_maia", "is_mtia",
+)  # fmt: skip
+_FREE_METHODS = (
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed",
+    "get_device", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "__len__",
+    "has_names", "is_pinned", "is_shared", "is_inference", "is_conj", "is_neg", "_is_view", "__hash__", "is_same_size",
+)  # fmt: skip
+_LIKE = (torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.full_like)
+_NEW = tuple(getattr(_TENSOR, f"new_{what}") for what in ("empty", "zeros", "ones", "full", "tensor"))
+_REFUSED = {
+    _TENSOR.share_memory_: "share_memory_", _TENSOR.resize_: "resize_",
+    _TENSOR.resize_as_: "resize_as_", _TENSOR.pin_memory: "pin_memory",
+}  # fmt: skip
+
+
+def _free_functions() -> frozenset[Any]:
+    """Return what asks for nothing but metadata, as `__torch_function__` is told of it."""
+    found: list[Any] = [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size, *_NEW]
+    for name in _FREE_FIELDS:
+        field: Any = getattr(_TENSOR, name, None)
+        if hasattr(field, "__get__"):
+            found.append(field.__get__)
+    fields: Any = _TENSOR
+    found += [fields.grad.__set__, fields.grad.__delete__, fields.requires_grad.__set__, fields._backward_hooks.__set__]
+    found += [getattr(_TENSOR, name) for name in _FREE_METHODS if hasattr(_TENSOR, name)]
+    return frozenset(found)
+
+
+FREE = _free_functions()
+_MAKE_PARAMETER = nn.Parameter.__new__.__code__
+_DATA: Any = _TENSOR.data
+_GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
+_WITH_STORAGE = frozenset({_GET_DATA, _TENSOR.untyped_storage, _TENSOR.storage, _TENSOR._typed_storage})
+"""What shows how large the storage is: it has to be the parameter's alone, and not its chunk's."""
+
+
+class ParameterServer:
+    """Serves operators on parameters that nobody has open."""
+
+    def __init__(self, executor: DemandExecutor, access: AccessTracker, backward: BackwardTracker) -> None:
+        self._executor = executor
+        self._access = access
+        self._backward = backward
+        self._managed: dict[int, ManagedParameter] = {}
+        """By the identity of the Parameter."""
+        self._classes: dict[type[nn.Parameter], type[nn.Parameter]] = {}
+        self._being_saved: set[int] = set()
+        """Identities of Parameters whose module is putting together its `state_dict`, which is then filled in."""
+
+    def add(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Have parameters that were packed serve themselves."""
+        for managed in parameters:
+            self._managed[id(managed.param)] = managed
+            managed.serve(self._served_class)
+
+    def _served_class(self, plain: type[nn.Parameter]) -> type[nn.Parameter]:
+        if plain not in self._classes:
+            self._classes[plain] = _make_class(plain, weakref.ref(self))
+        return self._classes[plain]
+
+    @contextmanager
+    def saving(self, parameters: Iterable[ManagedParameter]) -> Iterator[None]:
+        """Let `detach()` of these parameters bring nothing: what it returns is not looked at."""
+        before, self._being_saved = self._being_saved, {id(managed.param) for managed in parameters}
+        try:
+            yield
+        finally:
+            self._being_saved = before
+
+    def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator that got parameters which nobody has open.
+
+        Raises:
+            CapacityError: they do not fit DEVICE together, beside what is held.
+            StateError: the manager is closed, another rank has the values, or their memory would be taken away.
+        """
+        is_saved = func is _TENSOR.detach and id(args[0]) in self._being_saved
+        if func in FREE or is_saved or _asks_for_type(func, args, kwargs) or self._is_of_backward(func, args):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _REFUSED:
+            raise StateError(
+                f"parameter {self._named(args)}.{_REFUSED[func]}() would change where or how it lives, which chunkmem "
+                "decides; clone it, or do that before manager.wrap()"
+            )
+        if func is torch.autograd.grad:
+            return self._differentiate(args, kwargs)
+        parameters = list(dict.fromkeys(self._parameters_in((args, kwargs))))
+        if func in (_TENSOR.stride, _TENSOR.is_contiguous) or func in _LIKE:
+            plain = self._without_values(func, parameters, args, kwargs)
+            if plain is not None:
+                return plain[0]
+        if func is _SET_DATA:
+            return self._assign(args)
+        if func is _TENSOR.detach and sys._getframe(2).f_code is _MAKE_PARAMETER:
+            raise StateError(
+                f"nn.Parameter({self._named(args)}) would be a second parameter in the memory of a managed one; make "
+                "it of .detach().clone()"
+            )
+        if parts := self._parts(func, args, kwargs):
+            return [result for part in parts for result in self.call(func, part, kwargs) or ()] or None
+        if self._access.stack:
+            for managed in parameters:
+                self._access.read(self._access.stack[-1], managed)
+            return func(*args, **kwargs)
+        return self._run(parameters, func, args, kwargs)
+
+    def _run(self, parameters: Sequence[ManagedParameter], func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator outside of modules as a call of its own."""
+        access = self._access
+        access.relieve()
+        frame = Frame(f"{getattr(func, '__name__', func)} outside of modules")
+        held: set[int] = set()
+        try:
+            for managed in parameters:
+                access.read(frame, managed)
+            result = _alone(args[0], func) if func in _WITH_STORAGE else func(*args, **kwargs)
+            own = {id(managed.param) for managed in parameters}
+            held = self._backward.watch(frame, None if id(result) in own else result)
+        finally:
+            groups = list(frame.groups)
+            for group in groups:
+                self._executor.notice_writes(access.chunks[group])
+            access.release(frame, held=held)
+        return result
+
+    def _assign(self, args: Args) -> None:
+        """Serve `param.data = values`: they are copied, since a parameter stays where it is."""
+        param, values = args
+        managed = self._managed[id(param)]
+        if (
+            not isinstance(values, torch.Tensor)
+            or values.shape != managed.shape
+            or (values.dtype != managed.placeholder.dtype)
+        ):
+            said = (
+                f"{tuple(values.shape)} and {values.dtype}"
+                if isinstance(values, torch.Tensor)
+                else type(values).__name__
+            )
+            raise StateError(
+                f"parameter {managed} of {managed.placeholder.dtype} was assigned .data of {said}; a managed parameter "
+                "keeps its shape and dtype: choose them before manager.wrap() or inside manager.init()"
+            )
+        with torch.no_grad():
+            param.copy_(values.clone())  # they may be a view of what they replace
+
+    def _differentiate(self, args: Args, kwargs: Kwargs) -> Any:
+        """Serve `torch.autograd.grad`, which asks for parameters as the ends of a graph and not for their values."""
+
+        def edge(value: Any) -> Any:
+            is_ours = isinstance(value, torch.Tensor) and id(value) in self._managed
+            return torch.autograd.graph.get_gradient_edge(value) if is_ours else value
+
+        bound = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
+        inputs = bound.pop("inputs")
+        outputs = bound.pop("outputs")
+        with torch._C.DisableTorchFunctionSubclass():
+            edges = [edge(one) for one in inputs] if isinstance(inputs, (list, tuple)) else edge(inputs)
+        if bound.get("materialize_grads") or any(self._parameters_in(outputs)):
+            parameters = list(dict.fromkeys(self._parameters_in((args, kwargs))))
+            return self._run(parameters, torch.autograd.grad, args, kwargs)
+        return torch.autograd.grad(outputs, edges, *args[2:], **bound)
+
+    def _without_values(
+        self, func: Callable[..., Any], parameters: Sequence[ManagedParameter], args: Args, kwargs: Kwargs
+    ) -> tuple[Any] | None:
+        """Answer what depends on how a parameter would lie in memory; None if that takes the parameter itself."""
+        managed = parameters[0]
+        stands_in = torch.empty_strided(managed.shape, managed.stride, dtype=managed.placeholder.dtype, device="meta")
+        if func is _TENSOR.stride or func is _TENSOR.is_contiguous:
+            return (func(stands_in, *args[1:], **kwargs),)
+        if not args or args[0] is not managed.param or not stands_in.is_contiguous():
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            return (func(*args, **kwargs),)  # the placeholder has the shape, and memory of its own comes out contiguous
+
+    def _is_of_backward(self, func: Callable[..., Any], args: Args) -> bool:
+        """Tell whether autograd itself runs an operator, and somebody's dispatch mode shows it to us a second time."""
+        if not isinstance(func, torch._ops.OpOverload) or not in_backward():
+            return False
+        chunks = [self._access.chunks[managed.group] for managed in self._parameters_in(args)]
+        return all(Tier.DEVICE in chunk.replicas and chunk.replicas[Tier.DEVICE].pins > 0 for chunk in chunks)
+
+    def _parts(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[Args]:
+        """Split an operator over lists of tensors (`torch._foreach_...`) into one for each; empty: it is no such one.
+
+        What is done to all of them needs no more room than what is done to one.
+        """
+        name = getattr(func, "__name__", "")
+        if not name.startswith("_foreach_") or kwargs or not args or not isinstance(args[0], (list, tuple)):
+            return []
+        length = len(args[0])
+        lists = [isinstance(arg, (list, tuple)) and len(arg) == length for arg in args]
+        if length < 2:
+            return []
+        return [
+            tuple([arg[i]] if split else arg for arg, split in zip(args, lists, strict=True)) for i in range(length)
+        ]
+
+    def _parameters_in(self, value: object) -> Iterator[ManagedParameter]:
+        if isinstance(value, torch.Tensor):
+            managed = self._managed.get(id(value))
+            if managed is not None and managed.param is value:
+                yield managed
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            for item in value:
+                yield from self._parameters_in(item)
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                yield from self._parameters_in(item)
+
+    def _named(self, args: Args) -> str:
+        return next((str(managed) for managed in self._parameters_in(args)), "of this manager")
+
+
+def _alone(param: torch.Tensor, func: Callable[..., Any]) -> Any:
+    """Return `param.data`, or its storage, without the rest of the chunk. It keeps the chunk's memory alive."""
+    alone = torch.from_dlpack(param.detach())  # type: ignore[attr-defined]
+    return alone if func is _GET_DATA else func(alone)
+
+
+def _asks_for_type(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:
+    return func is _TENSOR.type and len(args) == 1 and not kwargs
+
+
+def _make_class(plain: type[nn.Parameter], server: weakref.ref[ParameterServer]) -> type[nn.Parameter]:
+    """Return the class of parameters that serve themselves and were of class `plain`.
+
+    It refers to the server weakly: torch keeps parameters in ways that Python's collector of cycles cannot see.
+    """
+
+    class ServedParameter(Served, plain):  # type: ignore[misc, valid-type]
+        __doc__ = plain.__doc__
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
+        ) -> Any:
+            alive = server()
+            if alive is None:
+                if func in FREE:
+                    with torch._C.DisableTorchFunctionSubclass():
+                        return func(*args, **(kwargs or {}))
+                _gone()
+            return alive.call(func, args, kwargs or {})
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            if id(self) not in memo:
+                memo[id(self)] = plain(self.detach().clone(), self.requires_grad)
+            return memo[id(self)]  # type: ignore[no-any-return]
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return plain(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+    ServedParameter.__name__ = ServedParameter.__qualname__ = plain.__name__
+    return ServedParameter
+
+
+def _gone() -> NoReturn:
+    raise StateError("the manager of this parameter is gone, and the values with it; take manager.state_dict() before")
