@@ -105,9 +105,9 @@ def smallest_nbytes(script: Script, report: Report) -> int:
         return AMPLE_NBYTES
     manager = manager_for(AMPLE_NBYTES, keys=script.keys)
     user = User(manager)
-    model = user.build(script.model)
-    optimizer = user.adamw()
     try:
+        model = user.build(script.model)
+        optimizer = user.adamw()
         for _ in range(2):
             takes_tokens = hasattr(model, "embed")
             user.backward(model(user.tokens() if takes_tokens else user.batch()).square().mean())
