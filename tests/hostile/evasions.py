@@ -55,7 +55,7 @@ def scalars_as_arguments(user: User) -> None:
     with torch.no_grad():
         user.record(torch.full((2,), float(g[0])), x.clamp(max=g[1]), torch.pow(x.abs(), g[2]), x.addcmul(x, g[3]))
         user.record(torch.empty(3).fill_(g[0]), torch.linspace(0, float(g[1]), 3), x * g[2], x.lerp(x * 2, g[3]))
-        user.record(F.leaky_relu(x, g[0]), F.threshold(x, g[1], 0.0), torch.where(x > g[2], x, g[3]))
+        user.record(F.prelu(x, g[0].view(1)), x.ge(g[1]), torch.where(x > g[2], x, g[3]))
 
 
 @script(model=Scalars)
