@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from tests.hostile.harness import EQUAL_IF_ROOM, User, script
+from tests.hostile.harness import Refused, User, script
 
 
 @script()
@@ -93,17 +93,24 @@ def gradients_with_foreach(user: User) -> None:
         user.update()
 
 
-@script(expect=EQUAL_IF_ROOM)
+@script()
 def gradient_kept_by_reference(user: User) -> None:
-    """`g = p.grad` before the step, read before the next backward."""
+    """`g = p.grad`, changed through the other name before the step."""
     for seed in range(2):
         user.backward(user.loss(seed))
         g = user.model.head.weight.grad
         user.record(g.norm())
         g.mul_(0.5)
-        user.opt.step()
-        user.record(g)
-        user.opt.zero_grad()
+        user.record(user.model.head.weight.grad.norm())
+        user.update()
+
+
+@script(expect=Refused("StateError", "consumed by step"))
+def gradient_read_after_the_step(user: User) -> None:
+    """The step has used it up: what it was can be had before only."""
+    user.backward(user.loss(0))
+    user.opt.step()
+    user.record(user.model.head.weight.grad)
 
 
 @script()
