@@ -188,7 +188,10 @@ class Config(Section):
 
     optimizer: OptimizerConfig = option(subsection(OptimizerConfig), OptimizerConfig())
     precision: Literal["fp32", "bf16", "fp16"] = option(one_of("fp32", "bf16", "fp16"), "fp32")
-    """Compute dtype; the last two keep an fp32 master copy."""
+    """What the model computes in."""
+    master_weights: bool = option(BOOL, True)
+    """In bf16 and fp16, updates and optimizer states are in fp32, whatever dtype the model was built in; false, in bf16
+    only: they are in bf16, and so is all that is kept of the weights."""
     fp16: Fp16Config = option(subsection(Fp16Config), Fp16Config())
     gradient_clipping: float = option(_FINITE, 0.0)
     """Global norm; 0 or less is off."""
@@ -205,6 +208,11 @@ class Config(Section):
         super().__post_init__()
         if self.fp16.enabled and self.precision == "bf16":
             raise _precision_contradiction(self.precision, enabled=True)
+        if not self.master_weights and (self.fp16.enabled or self.precision == "fp16"):
+            raise ConfigError(
+                "master_weights is false, but updates in fp16 vanish or overflow; leave it out, or make precision "
+                '"bf16"'
+            )
         if self.fp16.enabled:
             object.__setattr__(self, "precision", "fp16")
         elif self.precision == "fp16":

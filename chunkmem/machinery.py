@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,20 +24,22 @@ from chunkmem.nn.access import AccessTracker, in_backward
 from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.borders import Borders
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.collect import Collector
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import AccessGuard, DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks
 from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
-from chunkmem.nn.precision import cast_at_borders
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.registry import ModelRegistry
 from chunkmem.nn.served import ParameterServer
 from chunkmem.nn.sharing import Sharing
 from chunkmem.nn.surface import ModuleSurface
+from chunkmem.nn.turn import Turn
 from chunkmem.nn.units import Units
 from chunkmem.optim.ahead import UpdatesAhead
+from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.scaler import LossScaler
@@ -98,6 +101,7 @@ class Machinery:
             chunk_numel=None if size == "auto" else size,
             device_cap_nbytes=self._tiers.caps.device_nbytes,
             dtype=self._dtype,
+            master_weights=self.config.master_weights,
             num_ranks=self._ranks.size,
         )
         opts = self.config.client.opts
@@ -107,8 +111,9 @@ class Machinery:
         self._sharing = self._share() if self._ranks.size > 1 else None
         self._units = Units(self._sharing, self._the_reduction)
         self._access = AccessTracker(self._executor)
-        self._backward = BackwardTracker(self._executor, self._access, self._units)
-        self._server = ParameterServer(self._executor, self._access, self._backward)
+        self._turn = Turn(timeout_s=self.config.distributed.timeout_s, spans_backward=not self._compute.is_accelerator)
+        self._backward = BackwardTracker(self._executor, self._access, self._units, self._turn)
+        self._server = ParameterServer(self._executor, self._access, self._backward, self._turn)
         self._gradients = GradientBook(
             self._executor, settles=lambda group: self._updater.settles(group), then=self._backward.landed
         )
@@ -134,8 +139,14 @@ class Machinery:
         self._executor.reserve_log = self._updater.ahead.reserve
         self._autocast_cache = AutocastCache(self._compute.device.type, precision=self.config.precision)
         self._hooks = ModuleHooks(
-            self._access, self._backward, units=self._units, on_root=self._begin_root, make_guard=self._make_guard
+            self._access,
+            self._backward,
+            units=self._units,
+            turn=self._turn,
+            on_root=self._begin_root,
+            make_guard=self._make_guard,
         )
+        self._borders = Borders(is_outermost=lambda root: not self._access.stack or self._access.is_stale(root))
         self._surface = ModuleSurface(read=self._read, write=self._write, saving=self._server.saving)
         self._declared = DeclaredReads()
         self._collector: Collector | None = None
@@ -143,12 +154,23 @@ class Machinery:
         self._gathers_open = 0
         self._averaged: list[nn.Parameter] = []
         """Of excluded modules, those whose gradients are averaged over ranks."""
-        self._has_landed = False
-        """A rank had a gradient when the step began."""
         self._exchange_Bps = inf
         self._conductor = self._make_conductor(machine)
         self._trial = self._make_trial()
-        self._executor.close_in_children()
+        self._foreign_steps = ForeignStepCheck(self._registry, self._gradients)
+        self._is_new = True
+        self._collect_abandoned()
+
+    def _collect_abandoned(self) -> None:
+        """Free what managers hold that nobody can reach any more, if there are any.
+
+        A notebook cell that is run again rebinds the names of a model and its manager, which refer to each other.
+        Python looks for such cycles by the number of new objects, whatever memory they hold: too late for these. So it
+        is told to look when a manager is made, for that of the run before the last one, and after the first step, when
+        the names of the last run are rebound, too.
+        """
+        if not self._foreign_steps.is_alone():
+            gc.collect()
 
     def _share(self) -> Sharing:
         ways = possible_exchanges(
@@ -226,7 +248,7 @@ class Machinery:
             for packed in added:
                 self._sharing.let_go_of_others(group.id for group in packed.layout.groups)
         for root in roots if self._dtype is not torch.float32 else ():
-            cast_at_borders(root, self._dtype, besides=excluded)
+            self._borders.fit(root, self._registry.precision.modules, self._dtype)
         for packed in added:
             self._fit(packed)
         for module in (*roots, *excluded):
@@ -252,7 +274,7 @@ class Machinery:
 
     def _read(self, managed: ManagedParameter) -> torch.Tensor:
         self._require_open()
-        return self._from_owner(managed, lambda: self._updater.read_weight(managed))
+        return self._from_owner(managed, lambda: self._updater.read_weight(managed).to(managed.built_dtype))
 
     def _the_reduction(self) -> Reduction:
         assert self._reduction is not None
@@ -290,12 +312,18 @@ class Machinery:
     def _step(self, *, updates: bool) -> Iterator[None]:
         """Surround `step()` and clipping: backward is over, and what users wrote counts."""
         self._require_open()
+        with self._turn.taken(), self._bracket(updates=updates):
+            yield
+
+    @contextlib.contextmanager
+    def _bracket(self, *, updates: bool) -> Iterator[None]:
         if self._gathers_open:
             raise StateError("optimizer.step() inside manager.gather(): leave the block first, its writes count then")
         self._access.reset(step=True)
         self._backward.reset(step=True)
         self._units.reset()
         self._registry.check()
+        self._surface.check()
         for chunk in self._access.chunks.values():
             self._executor.notice_writes(chunk)
         if self._conductor.plan is None and not self._conductor.is_recording:
@@ -305,8 +333,8 @@ class Machinery:
             self._gradients.take_assigned(m for m in self._registry.parameters if m.param.grad is not None)
             if self._reduction is not None:
                 self._units.attend()
-                landed = self._reduction.reduce(list(self._registry.parameters))
-                self._has_landed = landed | self._reduction.reduce_excluded(self._averaged)
+                self._reduction.reduce(list(self._registry.parameters))
+                self._reduction.reduce_excluded(self._averaged)
             yield
             self._access.refresh_held()
             if updates:
@@ -316,6 +344,9 @@ class Machinery:
                     self._trial.end_step()
         finally:
             self._stepping = False
+        if updates and self._is_new:
+            self._is_new = False
+            self._collect_abandoned()
 
     def _skip_step(self) -> None:
         """The optimizer's step changes nothing: neither record it nor learn from it."""

@@ -106,20 +106,37 @@ class ChunkManager(Machinery):
         self._units.mark(module)
         return module
 
-    def backward(self, loss: torch.Tensor, *, last: bool | None = None, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:
         """Run `loss.backward(**kwargs)`; in fp16, of the loss times the loss scale.
 
-        `last` tells whether `step()` comes next; it decides when gradients are exchanged, so with one process it
-        changes nothing. None: as many backwards a step as `accumulate` declares, or as the step before had; a
-        wrong guess costs traffic, never a wrong sum.
+        Args:
+            loss: what to differentiate; where it is not one number, `gradient=` is its gradient.
+            last: whether `step()` comes next; it decides when gradients are exchanged, so with one process it changes
+                nothing. None: as many backwards a step as `accumulate` declares, or as the step before had; a wrong
+                guess costs traffic, never a wrong sum.
+            is_scaled: the loss, or the `gradient=` of it, was multiplied by the loss scale already, as what a later
+                pipeline stage sends back was: it is not multiplied again.
+            kwargs: of `torch.Tensor.backward`.
         """
         self._require_open()
         if not isinstance(loss, torch.Tensor):
             raise StateError(f"manager.backward() takes the loss as a tensor, not a {type(loss).__name__}")
         self._units.declared = last
+        if self._scaler is not None:
+            self._scaler.is_used = True
+            loss = loss if is_scaled else loss.float() * self._scaler.scale
         guard = self._make_guard()
         with guard or contextlib.nullcontext():
-            self._scaled(loss).backward(**kwargs)
+            loss.backward(**kwargs)
+
+    def mark_scaled(self) -> None:
+        """Say that the gradients up to the next `step()` or `zero_grad()` come multiplied by `loss_scale`.
+
+        For backwards that do not pass through `backward`, as those of `torch.distributed.pipelining`; only fp16 asks.
+        """
+        self._require_open()
+        if self._scaler is not None:
+            self._scaler.is_used = True
 
     def accumulate(self, num_backwards: int) -> None:
         """Declare how many backwards there are before each `step()`; see `backward`."""
@@ -138,12 +155,6 @@ class ChunkManager(Machinery):
         """Steps that changed nothing because a gradient had overflowed; only fp16 has them."""
         return 0 if self._scaler is None else self._scaler.num_skipped
 
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        if self._scaler is None:
-            return loss
-        self._scaler.is_used = True
-        return loss.float() * self._scaler.scale
-
     @contextlib.contextmanager
     def gather(self, params: Any = None, *, grads: bool = False) -> Iterator[None]:
         """Make parameters (a Parameter, a Module, or several; default all) present and writable inside the block.
@@ -160,14 +171,17 @@ class ChunkManager(Machinery):
         self._registry.check()
         self._gathers_open += 1
         try:
-            with gathered(
-                managed,
-                grads=grads,
-                executor=self._executor,
-                access=self._access,
-                gradients=self._gradients,
-                take_up=self._updater.take_up,
-                reduction=self._reduction,
+            with (
+                self._turn.taken(),
+                gathered(
+                    managed,
+                    grads=grads,
+                    executor=self._executor,
+                    access=self._access,
+                    gradients=self._gradients,
+                    take_up=self._updater.take_up,
+                    reduction=self._reduction,
+                ),
             ):
                 yield
         finally:
@@ -181,7 +195,8 @@ class ChunkManager(Machinery):
         """
         self._require_open()
         self._registry.check()
-        state = self._surface.state_dict(self._registry.only_root(model))
+        with self._turn.taken():
+            state = self._surface.state_dict(self._registry.only_root(model))
         return {} if rank0_only and self._ranks.rank > 0 else state
 
     def load_state_dict(
@@ -197,7 +212,8 @@ class ChunkManager(Machinery):
         self._registry.check()
         root = self._registry.only_root(model)
         check_fits(state_dict, self._surface.expected_state(root), strict=strict)
-        keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
+        with self._turn.taken():
+            keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
         return keys
 
     def memory(self) -> MemoryReport:
@@ -260,12 +276,13 @@ class ChunkManager(Machinery):
 
     def close(self) -> None:
         """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent."""
+        self._foreign_steps.remove()
         if self._executor.closed is None:
             self._conductor.close()
             self._access.close()
             self._backward.reset(step=True)
             self._units.close()
             self._ranks.close()
-            self._executor.closed = "its manager is closed; take manager.state_dict() before manager.close()"
+            self._executor.close("its manager is closed; take manager.state_dict() before manager.close()")
             self._store.close()
             give_back_freed_ram()

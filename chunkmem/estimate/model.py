@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from chunkmem.nn.precision import cast_at_borders, lowered_parameters
+from chunkmem.nn.borders import Borders
+from chunkmem.nn.precision import Precision, precision_of
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,11 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     return [block for child in module.children() for block in _blocks(child)]
 
 
-def in_precision(module: nn.Module, dtype: torch.dtype) -> None:
-    """Have a model compute in `dtype`, as a manager would; see [Note: What stays in float32]."""
-    lowered = lowered_parameters(module)
+def in_precision(module: nn.Module, dtype: torch.dtype) -> Precision:
+    """Have a model compute in `dtype`, as a manager would, and return in what; see [Note: What stays in float32]."""
+    precision = precision_of([module], dtype)
     for param in module.parameters():
-        if id(param) in lowered:
-            param.data = param.data.to(dtype)
-    cast_at_borders(module, dtype)
+        if param.dtype is not precision.of(param):
+            param.data = param.data.to(precision.of(param))
+    Borders().fit(module, precision.modules, dtype)
+    return precision

@@ -29,10 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chunkmem.errors import ChunkmemError, LayoutError, TraceError
 from chunkmem.estimate.clock import OperatorClock
 from chunkmem.estimate.model import Model, checkpointed, in_precision
-from chunkmem.estimate.weightless import ParameterHome, WeightlessStore
+from chunkmem.estimate.weightless import RehearsedChunk, WeightlessStore
 from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.pack import choose_slab_nbytes, pack
-from chunkmem.layout.spec import Layout, digest
+from chunkmem.layout.spec import Layout, MasterCopy, digest
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
@@ -40,6 +40,9 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import only_makes_a_view
 from chunkmem.nn.hooks import ModuleHooks
 from chunkmem.nn.packing import groups_by_role, tensor_specs
+from chunkmem.nn.precision import AS_BUILT, Precision
+from chunkmem.nn.served import ParameterServer
+from chunkmem.nn.turn import Turn
 from chunkmem.nn.units import Units
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.runtime.executor import DemandExecutor
@@ -114,8 +117,8 @@ def rehearse(model: Model, setting: Setting) -> Rehearsal:
     fake = FakeTensorMode()
     try:
         with fake:
-            module = _build(model, setting)
-        stage = _Stage(module, setting, clock)
+            module, precision = _build(model, setting)
+        stage = _Stage(module, precision, setting, clock)
         with fake, stage.watching():
             loss = model.loss(module)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -136,17 +139,16 @@ def rehearse(model: Model, setting: Setting) -> Rehearsal:
     )
 
 
-def _build(model: Model, setting: Setting) -> nn.Module:
+def _build(model: Model, setting: Setting) -> tuple[nn.Module, Precision]:
     module = model.build()
     module.train()
-    if setting.dtype is not torch.float32:
-        in_precision(module, setting.dtype)
+    precision = AS_BUILT if setting.dtype is torch.float32 else in_precision(module, setting.dtype)
     if setting.checkpointing and not checkpointed(module):
         raise LayoutError(
             f"{model.name} has no nn.ModuleList or nn.Sequential, whose children could be recomputed; leave out "
             "checkpointing, or call torch.utils.checkpoint in the model"
         )
-    return module
+    return module, precision
 
 
 def place_of(error: Exception) -> str:
@@ -165,24 +167,27 @@ def shape_of(value: object) -> str:
 class _Stage:
     """A model fitted with the hooks of training, over chunks without memory."""
 
-    def __init__(self, module: nn.Module, setting: Setting, clock: OperatorClock) -> None:
+    def __init__(self, module: nn.Module, precision: Precision, setting: Setting, clock: OperatorClock) -> None:
         self._module = module
         self._clock = clock
         self._executor = DemandExecutor(WeightlessStore())
         self._access = AccessTracker(self._executor)
         units = Units(None, None)
-        self._backward = BackwardTracker(self._executor, self._access, units)
+        turn = Turn(timeout_s=0.0, spans_backward=False)
+        self._backward = BackwardTracker(self._executor, self._access, units, turn, is_rehearsal=True)
         self._gradients = GradientBook(self._executor, settles=lambda _: False, then=self._backward.landed)
         named = list(module.named_parameters())
-        self.layout = _lay_out(named, setting)
-        self._managed = self._pack(named, mastered=setting.dtype is not torch.float32)
+        self.layout = _lay_out(named, precision, setting)
+        self._managed = self._pack(named)
         self._gradients.add(self._managed)
         hooks = ModuleHooks(
-            self._access, self._backward, units=units, on_root=self._begin_root, make_guard=lambda: None
+            self._access, self._backward, units=units, turn=turn, on_root=self._begin_root, make_guard=lambda: None
         )
         hooks.fit(module, {id(managed.param): managed for managed in self._managed})
         self._gradients.watch(self._managed)
-        weights = {managed.bound.storage_id for managed in self._managed}
+        self._server = ParameterServer(self._executor, self._access, self._backward, turn)
+        self._server.add(self._managed)
+        weights = {managed.storage_id for managed in self._managed}
         self._probe = LiveStorageProbe(weights.__contains__)
         self._recorder = Recorder(
             Mode.TRAIN, take_peaks=lambda: (self._probe.take_peak_nbytes(), 0), sampling_interval_s=lambda: 0.0
@@ -229,26 +234,27 @@ class _Stage:
         self._access.reset(step=False)
         self._backward.reset(step=False)
 
-    def _pack(self, named: list[tuple[str, nn.Parameter]], *, mastered: bool) -> list[ManagedParameter]:
+    def _pack(self, named: list[tuple[str, nn.Parameter]]) -> list[ManagedParameter]:
         store = self._executor.store
         managed = []
         for group in self.layout.groups:
-            is_lowered = mastered and group.dtype != "float32"
-            for role, form in groups_by_role(group, is_lowered=is_lowered).items():
+            for role, form in groups_by_role(group).items():
                 store.add(Chunk(ChunkId(role, group.id), form, torch.float32, str(ChunkId(role, group.id)), ()))
             chunk = store.chunks[ChunkId(Role.PARAM, group.id)]
-            for made in (chunk, *([store.chunks[ChunkId(Role.MASTER, group.id)]] if is_lowered else [])):
-                store.create(made, Tier.DEVICE, zero=False)
+            store.create(chunk, Tier.DEVICE, zero=False)
+            if group.master is MasterCopy.PACKED:
+                store.create(store.chunks[ChunkId(Role.MASTER, group.id)], Tier.DEVICE, zero=False)
             self._access.chunks[group.id] = chunk
+            home = chunk.home = RehearsedChunk()
             for position, slot in enumerate(group.slots):
                 name, param = named[slot.tensor]
-                home = cast(BoundChunk, ParameterHome(param))
-                managed.append(ManagedParameter(param, name, slot, position, home))
+                managed.append(ManagedParameter(param, name, slot, position, cast(BoundChunk, home)))
+                home.add(managed[-1])
         return managed
 
 
-def _lay_out(named: list[tuple[str, nn.Parameter]], setting: Setting) -> Layout:
-    specs = tensor_specs(named)
+def _lay_out(named: list[tuple[str, nn.Parameter]], precision: Precision, setting: Setting) -> Layout:
+    specs = tensor_specs(named, precision)
     if not specs:
         raise LayoutError("the model has no parameters, so there is nothing to train")
     slab_nbytes = choose_slab_nbytes(specs, chunk_numel=setting.chunk_numel, device_cap_nbytes=setting.device_nbytes)

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 
+from chunkmem.nn.binding import ManagedParameter
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.store import Chunk, ChunkStore, Replica
@@ -77,11 +78,47 @@ class _EverySlot(tuple[Any, ...]):
 _EVERY_SLOT = _EverySlot()
 
 
-class ParameterHome:
-    """Stands for the chunk storage that a parameter would be a view of: here the parameter keeps a (fake) one."""
+class RehearsedChunk:
+    """Stands for the DEVICE side of a PARAM chunk: here each parameter keeps a (fake) storage of its own."""
 
     is_bound = True
 
-    def __init__(self, param: torch.Tensor) -> None:
+    def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.storage_id = int(param.untyped_storage()._cdata)
+        self.parameters: list[ManagedParameter] = []
+        self._storages: dict[ManagedParameter, int] = {}
+        self._num_own: dict[ManagedParameter, int] = {}
+
+    def add(self, managed: ManagedParameter) -> None:
+        """Take a parameter in."""
+        self.parameters.append(managed)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._storages[managed] = int(managed.param.untyped_storage()._cdata)
+        self._num_own[managed] = torch._C._storage_Use_Count(self._storages[managed])
+
+    def storage_of(self, managed: ManagedParameter) -> int:
+        """Return the identity of the storage that a parameter is in."""
+        return self._storages[managed]
+
+    def num_references(self) -> int:
+        """Return how many tensors have this chunk's memory, ours included."""
+        return sum(map(torch._C._storage_Use_Count, self._storages.values()))
+
+    def num_foreign_references(self, *, besides: int) -> int:
+        """Return how many references there are to the memory and to the parameters that are not ours."""
+        ours = sum(self._num_own.values())
+        return self.num_references() - ours + sum(managed.num_references() for managed in self.parameters)
+
+    def attach(self, slab: Slab) -> torch.Tensor:
+        """There is no memory to take."""
+        return slab.bytes
+
+    def bind(self) -> None:
+        """The parameters stay where they are."""
+
+    def detach(self) -> None:
+        """The parameters stay where they are."""
+
+    def take_written(self) -> bool:
+        """Nothing is kept of what is written."""
+        return False

@@ -34,7 +34,7 @@ _NUM_HEAVY = 64
 _MAX_PARTS = 64
 
 _Item = tuple[str, int]
-"""dtype, bytes rounded up to `ALIGN_NBYTES`"""
+"""`TensorSpec.kind`, bytes rounded up to `ALIGN_NBYTES`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,10 @@ def pack(tensors: Sequence[TensorSpec], *, slab_nbytes: int, first_group: int = 
     for group, members in enumerate(slots):
         first = tensors[members[0].tensor]
         numel = num_slabs[group] * slab_nbytes // first.itemsize
-        groups.append(Group(first_group + group, first.dtype, first.itemsize, num_slabs[group], numel, tuple(members)))
+        at = first_group + group
+        groups.append(
+            Group(at, first.dtype, first.itemsize, num_slabs[group], numel, tuple(members), master=first.master)
+        )
     return Layout(slab_nbytes, tuple(tensors), tuple(groups))
 
 
@@ -103,13 +106,13 @@ def choose_slab_nbytes(tensors: Sequence[TensorSpec], *, chunk_numel: int | None
     """
     if chunk_numel is None:
         return search_slab_nbytes(tensors, device_cap_nbytes=device_cap_nbytes)
-    by_dtype = Counter[str]()
-    for dtype, nbytes in _items(tensors):
-        by_dtype[dtype] += nbytes
-    if not by_dtype:
+    by_kind = Counter[str]()
+    for kind, nbytes in _items(tensors):
+        by_kind[kind] += nbytes
+    if not by_kind:
         return ALIGN_NBYTES
-    largest, nbytes = by_dtype.most_common(1)[0]
-    itemsize = next(tensor.itemsize for tensor in tensors if tensor.dtype == largest)
+    largest, nbytes = by_kind.most_common(1)[0]
+    itemsize = next(tensor.itemsize for tensor in tensors if tensor.kind == largest)
     return min(_align(chunk_numel * min(itemsize, _FP32_NBYTES)), max(ALIGN_NBYTES, nbytes))
 
 
@@ -148,8 +151,8 @@ def slab_candidates(tensors: Sequence[TensorSpec], *, device_cap_nbytes: int) ->
     items = _items(tensors)
     payload_nbytes = sum(tensor.nbytes for tensor in tensors)
     class_nbytes: Counter[str] = Counter()
-    for dtype, nbytes in items:
-        class_nbytes[dtype] += nbytes
+    for kind, nbytes in items:
+        class_nbytes[kind] += nbytes
     largest = max(class_nbytes.values(), default=0) or ALIGN_NBYTES
     floor = min(SLAB_FLOOR_NBYTES, _align(-(-device_cap_nbytes // SLABS_PER_CAP)), largest)
     found: dict[int, SlabCandidate] = {}
@@ -219,14 +222,14 @@ def _place(items: Sequence[_Item], slab_nbytes: int) -> _Placement:
     homes: list[tuple[int, int]] = []
     num_slabs: list[int] = []
     fill_nbytes: list[int] = []
-    windows: dict[str, list[int]] = {}  # dtype -> groups that may still be joined, newest first
-    for dtype, nbytes in items:
+    windows: dict[str, list[int]] = {}  # kind -> groups that may still be joined, newest first
+    for kind, nbytes in items:
         if nbytes > slab_nbytes:
             homes.append((len(fill_nbytes), 0))
             num_slabs.append(-(-nbytes // slab_nbytes))
             fill_nbytes.append(nbytes)
             continue
-        window = windows.setdefault(dtype, [])
+        window = windows.setdefault(kind, [])
         for group in window:
             if fill_nbytes[group] + nbytes <= slab_nbytes:
                 break
@@ -259,7 +262,7 @@ def _items(tensors: Sequence[TensorSpec]) -> list[_Item]:
                 f"{tensor.name}: {tensor.dtype} elements of {tensor.itemsize} bytes, but {known} bytes in tensors "
                 f"before it; give one size for each dtype"
             )
-    return [(tensor.dtype, _align(tensor.nbytes)) for tensor in tensors]
+    return [(tensor.kind, _align(tensor.nbytes)) for tensor in tensors]
 
 
 def _check_slab(slab_nbytes: int) -> None:

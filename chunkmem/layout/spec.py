@@ -5,11 +5,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from math import prod
 
 ALIGN_NBYTES = 64
 """Every slot starts on such a boundary: a cache line, and one AVX-512 register."""
+
+
+class MasterCopy(Enum):
+    """Whether there is a float32 copy of weights, which updates go to and low-precision weights are rounded from."""
+
+    NONE = "none"
+    """No: weights are updated as they are."""
+    PACKED = "packed"
+    """From packing on, with the values that were built."""
+    WHEN_TRAINED = "when trained"
+    """From the first update on: the weights are frozen, and exact in the dtype they compute in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +34,13 @@ class TensorSpec:
     """Name of the dtype, e.g. ``"float32"``; tensors of different dtypes never share a group."""
     itemsize: int
     """Bytes an element."""
+    master: MasterCopy = MasterCopy.NONE
+    """A group's tensors have this in common, too."""
+
+    @property
+    def kind(self) -> str:
+        """What the tensors of a group have in common."""
+        return self.dtype if self.master is MasterCopy.NONE else f"{self.dtype}, master copy {self.master.value}"
 
     @property
     def numel(self) -> int:
@@ -60,6 +79,7 @@ class Group:
     """Elements a chunk holds, pads included: ``num_slabs * slab_nbytes // itemsize``."""
     slots: tuple[Slot, ...]
     """In ascending offset, disjoint, each aligned to `ALIGN_NBYTES`."""
+    master: MasterCopy = MasterCopy.NONE
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -45,7 +45,10 @@ def not_copyable() -> StateError:
 
 
 class ParameterReads(dict[str, nn.Parameter | None]):
-    """A module's `_parameters`, reporting reads and refusing replacements of managed parameters."""
+    """A module's `_parameters`, reporting reads and refusing replacements of managed parameters.
+
+    For a while, as `torch.func.functional_call` does, a tensor that is no Parameter may stand in for one.
+    """
 
     __slots__ = ("_managed", "_on_read")
 
@@ -60,17 +63,18 @@ class ParameterReads(dict[str, nn.Parameter | None]):
         self._on_read = on_read
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
+        value = dict.__getitem__(self, name)
         managed = self._managed.get(name)
-        if managed is not None:
+        if managed is not None and value is managed.param:
             self._on_read(managed)
-        return dict.__getitem__(self, name)
+        return value
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
         managed = self._managed.get(name)
-        if managed is not None and value is not managed.param:
+        if managed is not None and (value is None or (isinstance(value, nn.Parameter) and value is not managed.param)):
             raise StateError(
-                f"parameter {managed.name} was packed into a chunk and cannot be replaced; write to it in place inside "
-                "manager.gather(), or load values with manager.load_state_dict()"
+                f"parameter {managed.name} was packed into a chunk and cannot be replaced; write to it in place, load "
+                "values with manager.load_state_dict(), or give torch.func.functional_call tensors (.detach())"
             )
         for other in self._managed.values() if managed is None and value is not None else ():
             if other.param is value:
@@ -79,6 +83,19 @@ class ParameterReads(dict[str, nn.Parameter | None]):
                     "before manager.wrap() or inside manager.init()"
                 )
         dict.__setitem__(self, name, value)
+
+    def check(self) -> None:
+        """Raise if something still stands in for a managed parameter.
+
+        Raises:
+            StateError: it was put there, and not by `torch.func.functional_call`, which puts the parameter back.
+        """
+        for name, managed in self._managed.items():
+            if dict.get(self, name) is not managed.param:
+                raise StateError(
+                    f"parameter {managed.name} was replaced by a tensor in its module's _parameters; put it back, and "
+                    "write to it in place"
+                )
 
     def __delitem__(self, name: str) -> None:
         if name in self._managed:
@@ -94,13 +111,15 @@ class Frame:
 
     __slots__ = (
         "before", "containers", "first_node", "given", "groups", "guard", "inputs", "inside", "left_inside", "module",
-        "name", "opened", "reads", "recomputing", "unit",
+        "name", "opened", "reads", "recomputing", "took_turn", "unit",
     )  # fmt: skip
 
     def __init__(self, name: str, module: nn.Module | None = None, *, recomputing: bool = False) -> None:
         self.name = name
         self.module = module
         self.recomputing = recomputing
+        self.took_turn = False
+        """This call is to give the turn back; see `chunkmem.nn.turn`."""
         self.reads: dict[ManagedParameter, int] = {}
         """With the references to each when it was first read here."""
         self.groups: dict[int, None] = {}
@@ -141,6 +160,8 @@ class AccessTracker:
         """By group: references of graphs whose backward will be announced."""
         self.num_steps = 0
         """Optimizer steps so far; what was awaited before the last one counts no more."""
+        self._addressed: set[int] = set()
+        """Groups of which somebody has an address: it is kept until the next call of a model or step."""
         self._held: dict[int, None] = {}
         """Groups that are pinned for somebody who keeps references; see [Note: References]."""
         executor.holder = self
@@ -171,11 +192,10 @@ class AccessTracker:
         if group not in frame.groups:
             self._executor.pin(self.chunks[group], Tier.DEVICE, reader=frame)
             frame.groups[group] = None
-            if isinstance(managed.bound, BoundChunk):  # in a rehearsal there is no memory that anyone could keep
-                frame.before[group] = managed.bound, managed.bound.num_references()
+            frame.before[group] = managed.bound, managed.bound.num_references()
             frame.left_inside.pop(group, None)
         managed.open()
-        frame.reads[managed] = managed.num_references() if group in frame.before else 0
+        frame.reads[managed] = managed.num_references()
 
     def push(self, frame: Frame, announced: Iterable[ManagedParameter]) -> None:
         """A module begins to run; `announced` are parameters it will use without looking them up."""
@@ -201,7 +221,7 @@ class AccessTracker:
         if not self.stack or not frame.reads:
             return handed
         caller = self.stack[-1]
-        owners = {managed.bound.storage_id: managed.group for managed in frame.reads}
+        owners = {managed.storage_id: managed.group for managed in frame.reads}
         returned = {id(t): t for t in tensors_in(result)}
         aliases = {key: group for key, t in returned.items() if (group := owners.get(storage_id(t) or 0)) is not None}
         for managed in frame.reads if aliases else ():
@@ -210,7 +230,7 @@ class AccessTracker:
                 self.read(caller, managed)
                 views = [returned[key] for key, group in aliases.items() if group == managed.group]
                 views = [view for view in views if view is not managed.param]
-                if is_first and managed.group in caller.before:
+                if is_first:
                     home, count = caller.before[managed.group]
                     caller.before[managed.group] = home, count - len(views)
                     handed[managed.group] = len(views)
@@ -227,8 +247,7 @@ class AccessTracker:
         """
         total = {group: home.num_references() - count for group, (home, count) in frame.before.items()}
         for managed, count in frame.reads.items():
-            if managed.group in total:
-                total[managed.group] += managed.num_references() - count
+            total[managed.group] += managed.num_references() - count
         for group, count in handed.items():
             total[group] = total.get(group, 0) - count
         if self.stack:
@@ -281,8 +300,8 @@ class AccessTracker:
 
     def holders(self) -> tuple[str, ...]:
         """Return the names of the parameters whose chunks are held."""
-        homes = (self.chunks[group].home for group in self._held)
-        kept = (m for home in homes if isinstance(home, BoundChunk) for m in home.parameters if m.num_references() > 0)
+        homes = (cast(BoundChunk, self.chunks[group].home) for group in self._held)
+        kept = (m for home in homes for m in home.parameters if m.num_references() > 0)
         return tuple(managed.name for managed in kept) or tuple(self.chunks[group].label for group in self._held)
 
     def hold_kept(self, groups: Iterable[int]) -> None:
@@ -292,6 +311,11 @@ class AccessTracker:
                 self._executor.pin(self.chunks[group], Tier.DEVICE, reader="held")
                 self._held[group] = None
                 self._executor.held.add(self.chunks[group])
+
+    def keep_address(self, groups: Iterable[int]) -> None:
+        """Hold these groups, which the caller has pinned, until the next call of a model or step."""
+        self._addressed.update(groups)
+        self.hold_kept(self._addressed)
 
     def refresh_held(self) -> None:
         """Bring the newest values to where somebody outside looks: an update may have been made elsewhere."""
@@ -306,6 +330,7 @@ class AccessTracker:
         if step:
             self.awaited.clear()
             self.num_steps += 1
+        self._addressed.clear()
         self.relieve()
 
     def close(self) -> None:
@@ -315,10 +340,11 @@ class AccessTracker:
             self._let_go(group)
 
     def _is_kept(self, group: int) -> bool:
+        if group in self._addressed:
+            return True
         chunk = self.chunks[group]
-        assert isinstance(chunk.home, BoundChunk)
         views = chunk.replicas[Tier.DEVICE].views or ()
-        return chunk.home.num_foreign_references(besides=len(views)) > self.awaited.get(group, 0)
+        return cast(BoundChunk, chunk.home).num_foreign_references(besides=len(views)) > self.awaited.get(group, 0)
 
     def _let_go(self, group: int) -> None:
         chunk = self.chunks[group]

@@ -16,12 +16,14 @@ nobody else sees, references are counted: the chunk stays until as many are gone
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import cast
 
 import torch
 
 from chunkmem.nn.access import AccessTracker, Frame
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.references import Findings, GraphSearch
+from chunkmem.nn.turn import Turn
 from chunkmem.nn.units import Unit, Units
 from chunkmem.nn.values import kept_tensors, tensors_in
 from chunkmem.runtime.executor import DemandExecutor
@@ -33,7 +35,8 @@ class BackwardCall:
     """One module call whose backward may come: what it read, and what of that is still waited for."""
 
     __slots__ = (
-        "access", "frozen", "inputs", "inputs_left", "is_hidden", "made_in_step", "name", "open", "reads", "references",
+        "access", "frozen", "inputs", "inputs_left", "is_hidden", "made_in_step", "module", "name", "open", "reads",
+        "references",
         "uncertain", "unit",
     )  # fmt: skip
 
@@ -59,6 +62,8 @@ class BackwardCall:
             access.awaited[group] = access.awaited.get(group, 0) + count
         self.uncertain = uncertain
         """Groups that are let go when references are gone."""
+        self.module = 0
+        """The identity of the module; 0 for an operator."""
         self.is_hidden = is_hidden
         """Its graph saves nothing itself, or saves it elsewhere: gradients have to land, too."""
         self.inputs = 0
@@ -86,8 +91,20 @@ class BackwardCall:
 class BackwardTracker:
     """Pins of running backwards."""
 
-    def __init__(self, executor: DemandExecutor, access: AccessTracker, units: Units) -> None:
+    def __init__(
+        self,
+        executor: DemandExecutor,
+        access: AccessTracker,
+        units: Units,
+        turn: Turn,
+        *,
+        is_rehearsal: bool = False,
+    ) -> None:
+        """Begin with nothing announced. In a rehearsal, what modules leave is taken for their graphs': it has views of
+        fake tensors, whose references cannot be told apart."""
         self._executor = executor
+        self._is_rehearsal = is_rehearsal
+        self._turn = turn
         self._access = access
         self._units = units
         self._chunks: dict[int, Chunk] = access.chunks
@@ -95,8 +112,12 @@ class BackwardTracker:
         self._running: dict[int, list[BackwardCall]] = {}
         """Announced calls by the id of autograd's graph task."""
         self._graphs = GraphSearch()
+        self._uncertain_inside: dict[int, set[int]] = {}
+        """By the identity of a module: groups of which its recomputed calls are uncertain."""
         self._counted: set[int] = set()
         """Groups that some call is uncertain about."""
+        self._took_turn = False
+        """The running backward is to give the turn back."""
         self._levels: dict[int, dict[int, int]] = {}
         """By graph task and group: the references that are left when all calls announced so far have been through."""
         self._left: list[tuple[BackwardCall, int]] = []
@@ -129,20 +150,20 @@ class BackwardTracker:
         bases = [t._base for t in made if t._base is not None]
         outputs = {id(t): t for t in (*made, *bases) if t.grad_fn is not None}
         saves_elsewhere = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        is_hidden = frame.recomputing or saves_elsewhere
-        if is_hidden:
-            found = Findings(left, frozenset(frame.groups))
-        elif left and outputs:
+        found = Findings({}, frozenset())
+        if self._is_rehearsal and frame.module is not None:
+            found = Findings(left, frozenset())
+        elif left and outputs and (frame.recomputing or not saves_elsewhere):
             found = self._graphs.find(frame, left, outputs.values())
-        else:
-            found = Findings({}, frozenset())
         if frame.module is None:  # an operator: its parameters' gradients may land much later
             found = Findings(found.saved, frozenset(frame.groups))
         self._counted |= found.uncertain
         if frame.recomputing:
-            self._recomputed(left)
+            self._recomputed(frame, left, found)
+        if frame.recomputing or saves_elsewhere:  # whoever saves tensors for others has them
+            found = Findings(left, found.uncertain)
         if outputs:
-            self._watch(frame, outputs.values(), found, is_hidden=is_hidden)
+            self._watch(frame, outputs.values(), found, is_hidden=frame.recomputing or saves_elsewhere)
         return {group for group, count in left.items() if count > found.saved.get(group, 0)}
 
     def _watch(self, frame: Frame, outputs: Iterable[torch.Tensor], found: Findings, *, is_hidden: bool) -> None:
@@ -155,6 +176,7 @@ class BackwardTracker:
             uncertain=found.uncertain,
             is_hidden=is_hidden,
         )
+        call.module = id(frame.module) if frame.module is not None else 0
 
         def announce(_grad: torch.Tensor) -> None:
             self._announce(call)
@@ -178,6 +200,7 @@ class BackwardTracker:
             self._unpin(task)
         self._levels.clear()
         self._waiting.clear()
+        self._give_turn_back()
         if step:
             for chunk in self._held:
                 self._executor.unpin(chunk, Tier.DEVICE)
@@ -191,6 +214,8 @@ class BackwardTracker:
         self._settle_left()
         task = torch._C._current_graph_task_id()
         if task not in self._running:
+            took_turn = self._turn.spans_backward and self._turn.take()
+            self._took_turn |= took_turn
             self._running[task] = []
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
         self._running[task].append(call)
@@ -217,10 +242,13 @@ class BackwardTracker:
         """Unpin a group of the call if nothing is waited for any more."""
         frozen_done = group not in call.frozen or (call.inputs > 0 and not call.inputs_left)
         have_landed = frozen_done and not call.open[group]
-        if group in self._counted and (have_landed <= (group in call.uncertain) or call.is_hidden):
-            is_over = self._is_through(group) and (have_landed or not call.is_hidden)
+        if call.is_hidden:
+            is_uncertain = group in self._uncertain_inside.get(call.module, ())
+            is_over = have_landed and (not is_uncertain or self._is_through(group))
+        elif group in call.uncertain:
+            is_over = self._is_through(group)
         else:
-            is_over = have_landed
+            is_over = have_landed or (group in self._counted and self._is_through(group))
         if not is_over:
             return
         del call.open[group]
@@ -236,19 +264,20 @@ class BackwardTracker:
         self._left = [(call, group) for call, group in self._left if group in call.open]
 
     def _num_references(self, group: int) -> int:
-        chunk = self._chunks[group]
-        return chunk.home.num_foreign_references(besides=0) if isinstance(chunk.home, BoundChunk) else 0
+        return cast(BoundChunk, self._chunks[group].home).num_foreign_references(besides=0)
 
     def _lower_level(self, task: int, group: int, *, by: int) -> None:
         """Expect so many references of a group to go, besides those that are expected to go already."""
         levels = self._levels.setdefault(task, {})
         levels[group] = (levels[group] if group in levels else self._num_references(group)) - by
 
-    def _recomputed(self, left: Mapping[int, int]) -> None:
+    def _recomputed(self, frame: Frame, left: Mapping[int, int], found: Findings) -> None:
         """A call inside of backward has left references, which will go without lowering the level."""
+        if found.uncertain and frame.module is not None:
+            self._uncertain_inside.setdefault(id(frame.module), set()).update(found.uncertain)
         task = torch._C._current_graph_task_id()
         for group, count in left.items():
-            if group not in self._levels.get(task, {}):
+            if group in self._counted and group not in self._levels.get(task, {}):
                 self._lower_level(task, group, by=count)
 
     def _is_through(self, group: int) -> bool:
@@ -276,6 +305,12 @@ class BackwardTracker:
         if not self._running:
             self._left.clear()
             self._units.end_backward()
+            self._give_turn_back()
+
+    def _give_turn_back(self) -> None:
+        took_turn, self._took_turn = self._took_turn, False
+        if took_turn:
+            self._turn.give_back()
 
     def _unpin(self, task: int, *, is_through: bool = False) -> None:
         self._levels.pop(task, None)

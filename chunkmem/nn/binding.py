@@ -36,8 +36,8 @@ class ManagedParameter:
     """A Parameter the user made, and where its values are. The Parameter object itself is never replaced."""
 
     __slots__ = (
-        "_blank", "_closed_class", "_num_users", "_open_class", "accumulator", "bound", "gradient_hook", "group",
-        "name", "param", "placeholder", "position", "shape", "slot", "stride", "version", "view",
+        "_blank", "_closed_class", "_num_users", "_open_class", "accumulator", "bound", "built_dtype", "gradient_hook",
+        "group", "name", "param", "placeholder", "position", "shape", "slot", "stride", "version", "view",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +59,8 @@ class ManagedParameter:
         """Index among the slots of its group."""
         self.group = slot.group
         self.bound = bound
+        self.built_dtype = param.dtype
+        """What `state_dict` has it in."""
         self.shape = param.shape
         self.stride = dense_stride(param) if stride is None else stride
         self.view: torch.Tensor | None = None
@@ -77,6 +79,11 @@ class ManagedParameter:
 
     def __str__(self) -> str:
         return f"{self.name} {tuple(self.shape)}"
+
+    @property
+    def storage_id(self) -> int:
+        """Identity of the storage it is in while it is on DEVICE."""
+        return self.bound.storage_of(self)
 
     @property
     def requires_grad(self) -> bool:
@@ -175,6 +182,10 @@ class BoundChunk:
     def storage_id(self) -> int:
         """Identity of the chunk's storage, the same for life."""
         return int(self._storage.storage._cdata)
+
+    def storage_of(self, managed: ManagedParameter) -> int:
+        """Return the identity of the storage that a parameter is in."""
+        return self.storage_id
 
     def add(self, managed: ManagedParameter) -> None:
         """Take a parameter in, in the order of the group's slots."""

@@ -45,6 +45,8 @@ class GradientBook:
         """Groups whose gradient is a mean over ranks."""
         self.given: set[ManagedParameter] = set()
         """Parameters whose gradient went into a mean over ranks since the last step."""
+        self.anywhere: set[ManagedParameter] = set()
+        """Parameters of which a rank has a gradient, as of the last mean over ranks; the same on all of them."""
         self._carried: dict[int, torch.Tensor] = {}
         """By group: such a mean, while further gradients land beside it."""
         self.before_touching: Callable[[int], None] = lambda group: None
@@ -251,6 +253,7 @@ class GradientBook:
     def discard(self, params: Collection[ManagedParameter]) -> None:
         """Forget the gradients of `params`, as after their update."""
         self.given.difference_update(params)
+        self.anywhere.difference_update(params)
         for group in {managed.group for managed in params}:
             landed = self._landed.get(group)
             if landed is None:

@@ -25,7 +25,7 @@ class DeclaredReads:
     def add(self, parameters: Iterable[ManagedParameter], chunks: Mapping[int, Chunk]) -> None:
         """Take in the storages of parameters and of their placeholders."""
         for managed in parameters:
-            self._chunks[managed.bound.storage_id] = chunks[managed.group]
+            self._chunks[managed.storage_id] = chunks[managed.group]
             self._away[int(managed.placeholder.untyped_storage()._cdata)] = f"parameter {managed.name}"
 
     def is_chunk(self, storage_id: int) -> bool:

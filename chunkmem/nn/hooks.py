@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
+from chunkmem.errors import StateError
 from chunkmem.nn.access import AccessTracker, Frame, ParameterReads, in_backward, not_copyable
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.guard import AccessGuard
+from chunkmem.nn.turn import Turn
 from chunkmem.nn.units import Unit, Units
 from chunkmem.nn.values import tensors_in
 
@@ -41,10 +44,12 @@ class ModuleHooks:
         backward: BackwardTracker,
         *,
         units: Units,
+        turn: Turn,
         on_root: Callable[[], None],
         make_guard: Callable[[], AccessGuard | None],
     ) -> None:
         """Make hooks; `on_root` runs before each outermost call, `make_guard` gives it a guard if one is wanted."""
+        self._turn = turn
         self._access = access
         self._backward = backward
         self._units = units
@@ -86,11 +91,23 @@ class ModuleHooks:
 
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
         access = self._access
+        if torch._C._get_tracing_state() is not None:
+            raise StateError(
+                f"{fitted.name}: torch.jit.trace keeps the parameters themselves, whose memory comes and goes; trace a "
+                "model of plain PyTorch with the weights of manager.state_dict()"
+            )
+        took_turn = self._turn.take()
         recomputing = in_backward()
-        is_root = not recomputing and (not access.stack or access.is_stale(module))
+        is_stale = not recomputing and access.is_stale(module)  # and has not given the turn back
+        is_root = not recomputing and (not access.stack or is_stale)
         if is_root:
-            self._on_root()
+            try:
+                self._on_root()
+            except BaseException:
+                self._turn.give_back()
+                raise
         frame = Frame(fitted.name, module, recomputing=recomputing)
+        frame.took_turn = took_turn or is_stale
         if fitted.is_leaf and any(not managed.requires_grad for managed in fitted.own):
             frame.inputs = [(t, t._version) for t in tensors_in((args, kwargs)) if t.requires_grad]
         frame.containers = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, dict))]
@@ -120,6 +137,8 @@ class ModuleHooks:
         if not frame.reads:
             self._access.references(frame, handed={})
         self._access.release(frame, held=held)
+        if frame.took_turn:
+            self._turn.give_back()
         if frame.opened is not None:
             self._units.leave(frame.opened)
 

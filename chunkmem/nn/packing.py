@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,9 +10,10 @@ from torch import nn
 
 from chunkmem.errors import CapacityError
 from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, pack
-from chunkmem.layout.spec import Group, Layout, TensorSpec
+from chunkmem.layout.spec import Group, Layout, MasterCopy, TensorSpec
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.built import HERE, Built
+from chunkmem.nn.precision import AS_BUILT, Precision
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.storage import ChunkStorage, StorageBackend
@@ -32,38 +33,27 @@ class PackedModel:
     parameters: tuple[ManagedParameter, ...]
 
 
-@dataclass(frozen=True)
-class Precision:
-    """What parameters compute in."""
-
-    dtype: torch.dtype = torch.float32
-    lowered: Set[int] = frozenset()
-    """Identities of the parameters that compute in `dtype`; the others do in the dtype they were built in."""
-
-    def of(self, param: torch.Tensor) -> torch.dtype:
-        """Return the dtype that a parameter computes in."""
-        return self.dtype if id(param) in self.lowered else param.dtype
-
-
-AS_BUILT = Precision()
-"""Every parameter computes in the dtype it was built in."""
-
-
 def tensor_specs(named: Sequence[tuple[str, nn.Parameter]], precision: Precision = AS_BUILT) -> list[TensorSpec]:
     """Describe parameters to the packer."""
-    dtypes = [precision.of(param) for _, param in named]
-    return [
-        TensorSpec(name, tuple(param.shape), str(dtype).removeprefix("torch."), dtype.itemsize)
-        for (name, param), dtype in zip(named, dtypes, strict=True)
-    ]
+    specs = []
+    for name, param in named:
+        dtype = precision.of(param)
+        master = precision.master_of(param)
+        specs.append(TensorSpec(name, tuple(param.shape), str(dtype).removeprefix("torch."), dtype.itemsize, master))
+    return specs
 
 
-def groups_by_role(group: Group, *, is_lowered: bool) -> dict[Role, Group]:
-    """Return what the chunk of each role is made of; one that computes in less has a float32 master copy and states."""
-    if not is_lowered:
+def groups_by_role(group: Group) -> dict[Role, Group]:
+    """Return what the chunk of each role is made of; what has a master copy has states in float32, too."""
+    if group.master is MasterCopy.NONE:
         return dict.fromkeys((Role.PARAM, Role.GRAD, Role.EXP_AVG, Role.EXP_AVG_SQ), group)
     in_fp32 = replace(group, dtype="float32", itemsize=_FP32_NBYTES)
     return {Role.PARAM: group, Role.GRAD: group} | dict.fromkeys((Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ), in_fp32)
+
+
+def packed_nbytes(group: Group) -> int:
+    """Return the bytes of a group's weights from packing on."""
+    return group.nbytes + (group.numel * _FP32_NBYTES if group.master is MasterCopy.PACKED else 0)
 
 
 class Packer:
@@ -102,17 +92,16 @@ class Packer:
             ConfigError, RankError: not all ranks pack the same.
         """
         layout = pack(tensor_specs(named, precision), slab_nbytes=slab_nbytes, first_group=first_group)
-        lowered = {group.id for group in layout.groups if id(named[group.slots[0].tensor][1]) in precision.lowered}
         built.agree(layout)
         own = [group for group in layout.groups if built.owns(group.id)]
-        nbytes = sum(group.nbytes + (group.numel * _FP32_NBYTES if group.id in lowered else 0) for group in own)
+        nbytes = sum(packed_nbytes(group) for group in own)
         self._require_room(nbytes, built)
         self._expect_nbytes(nbytes)
         managed: dict[int, ManagedParameter] = {}
         freed_nbytes = 0
         try:
             for group in layout.groups:
-                for parameter in self._pack_group(group, named, built, is_lowered=group.id in lowered):
+                for parameter in self._pack_group(group, named, built):
                     managed[parameter.slot.tensor] = parameter
                 freed_nbytes += group.nbytes
                 if freed_nbytes >= SLAB_FLOOR_NBYTES:
@@ -130,7 +119,9 @@ class Packer:
             chunks = [store.chunks[key] for role in Role if (key := ChunkId(role, group.id)) in store.chunks]
             for chunk in chunks:
                 if isinstance(chunk.home, BoundChunk):
-                    self._give_back(store.chunks.get(ChunkId(Role.MASTER, group.id), chunk), chunk.home)
+                    self._give_back(
+                        chunk if chunk.master is None or not chunk.can_be_rounded else chunk.master, chunk.home
+                    )
             for chunk in chunks:
                 store.consume(chunk)
                 if Tier.DEVICE in chunk.replicas:
@@ -143,7 +134,8 @@ class Packer:
         for parameter in home.parameters if tier is not None else ():
             assert tier is not None
             with runtime_mode():
-                parameter.param.data = self._executor.store.views(chunk, tier)[parameter.position].clone()
+                values = self._executor.store.views(chunk, tier)[parameter.position]
+                parameter.param.data = values.to(parameter.built_dtype, copy=True)
 
     def _require_room(self, nbytes: int, built: Built) -> None:
         ledgers = {tier: pool.ledger for tier, pool in self._executor.store.pools.items()}
@@ -163,12 +155,14 @@ class Packer:
             )
 
     def _pack_group(
-        self, group: Group, named: Sequence[tuple[str, nn.Parameter]], built: Built, *, is_lowered: bool
+        self, group: Group, named: Sequence[tuple[str, nn.Parameter]], built: Built
     ) -> list[ManagedParameter]:
         params = [named[slot.tensor] for slot in group.slots]
         strides = [built.stride(param) for _, param in params]
-        chunk, master = self._add_chunks(group, params, strides, is_lowered=is_lowered)
-        home, filled = chunk.home, [each for each in (chunk, master) if each is not None]
+        chunk = self._add_chunks(group, params, strides)
+        home, filled = chunk.home, [chunk]
+        if chunk.master is not None and group.master is MasterCopy.PACKED:
+            filled.append(chunk.master)
         assert isinstance(home, BoundChunk)
         views = self._place(filled) if built.owns(group.id) else _elsewhere(filled)
         packed = []
@@ -202,22 +196,20 @@ class Packer:
         group: Group,
         params: Sequence[tuple[str, nn.Parameter]],
         strides: Sequence[tuple[int, ...]],
-        *,
-        is_lowered: bool,
-    ) -> tuple[Chunk, Chunk | None]:
-        """Register the chunks of all roles; return those of PARAM and, if there is one, MASTER."""
+    ) -> Chunk:
+        """Register the chunks of all roles; return that of PARAM."""
         store = self._executor.store
         forms = tuple((param.shape, stride) for (_, param), stride in zip(params, strides, strict=True))
         inside = params[0][0] if len(params) == 1 else f"{params[0][0]} .. {params[-1][0]}"
-        for role, form in groups_by_role(group, is_lowered=is_lowered).items():
+        for role, form in groups_by_role(group).items():
             key, dtype = ChunkId(role, group.id), getattr(torch, form.dtype)
             home = None
             if role is Role.PARAM:
                 home = BoundChunk(ChunkStorage(self._backend, device=self._device, dtype=dtype), device=self._device)
             store.add(Chunk(key, form, dtype, f"{key} ({inside})", forms, home))
-        chunk, master = store.chunks[ChunkId(Role.PARAM, group.id)], store.chunks.get(ChunkId(Role.MASTER, group.id))
-        chunk.master = master
-        return chunk, master
+        chunk = store.chunks[ChunkId(Role.PARAM, group.id)]
+        chunk.master = store.chunks.get(ChunkId(Role.MASTER, group.id))
+        return chunk
 
 
 def _elsewhere(chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:

@@ -1,58 +1,169 @@
-"""Computing in less than float32: which parameters do, and the casts around what does not.
+"""Computing in less than float32: which modules do, and what their parameters are kept in.
 
-[Note: What stays in float32] A module that owns floating buffers (batch statistics) keeps its parameters in float32,
-with casts where tensors enter and leave it. A model takes and returns floats in float32: they are cast at its borders.
+[Note: What stays in float32] Each module's own forward computes in one dtype. That is the low one, bf16 or fp16, but
+float32 if the module owns
+
+- a floating buffer of another dtype (batch statistics, a table of positions, a mask), or anything complex or float64:
+  whatever meets it is promoted to float32 at least. If all its buffers are of the other low dtype, it computes in that;
+- a parameter that such a module owns as well (an embedding that scales by a buffer, tied to the head): a parameter has
+  one dtype, so all its owners compute in it.
+
+The parameters it owns are kept in float32. Its children follow the same rule by themselves: tensors that go from a
+module to another are cast to the dtype of the callee, and what comes back to that of the caller, see `nn.borders`.
+A module that holds no floats at all (an activation, a dropout) computes in what it is given. The caller of a model is
+in float32.
+
+[Note: Master copies] Updates of bf16 and fp16 weights go to a float32 copy that they are rounded from, or small ones
+would be lost. It is made while packing, with the exact values of what was built, in whatever dtype that was. What is
+frozen then needs none if it was built in the dtype it computes in; it gets one, just as exact, before its first update.
+What was built in another dtype has one all the same: nothing else has its values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+
+from chunkmem.errors import LayoutError
+from chunkmem.layout.spec import MasterCopy
+
+_LOW = (torch.bfloat16, torch.float16)
+_CONVERTIBLE = (torch.float32, *_LOW)
+"""A parameter built in one of them can compute in another."""
 
 
-def keeps_float32(module: nn.Module) -> bool:
-    """Tell whether a module computes in float32 whatever the model does; see [Note: What stays in float32]."""
-    return any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
+@dataclass(frozen=True)
+class Precision:
+    """What modules compute in, and the dtypes of their parameters in chunks."""
+
+    modules: Mapping[nn.Module, torch.dtype] = field(default_factory=dict)
+    """Without those that hold no floats."""
+    params: Mapping[int, torch.dtype] = field(default_factory=dict)
+    """By identity; a parameter that is not here computes in the dtype it was built in."""
+    masters: Mapping[int, MasterCopy] = field(default_factory=dict)
+    """By identity of a parameter, those that there are or may be."""
+
+    def master_of(self, param: torch.Tensor) -> MasterCopy:
+        """Tell whether a parameter has a master copy."""
+        return self.masters.get(id(param), MasterCopy.NONE)
+
+    def of(self, param: torch.Tensor) -> torch.dtype:
+        """Return the dtype that a parameter computes in."""
+        return self.params.get(id(param), param.dtype)
 
 
-def lowered_parameters(root: nn.Module) -> set[int]:
-    """Return the identities of the float32 parameters under `root` that no module needs in float32."""
-    lowered: set[int] = set()
-    kept: set[int] = set()
-    for module in root.modules():
-        own = {id(param) for param in module.parameters(recurse=False) if param.dtype is torch.float32}
-        (kept if keeps_float32(module) else lowered).update(own)
-    return lowered - kept
+AS_BUILT = Precision()
+"""Every parameter computes in the dtype it was built in, and so do modules."""
 
 
-def cast_at_borders(root: nn.Module, dtype: torch.dtype, *, besides: Iterable[nn.Module] = ()) -> None:
-    """Have `root` compute in `dtype` between casts, and below it what stays in float32 between casts back.
+def precision_of(
+    roots: Sequence[nn.Module],
+    dtype: torch.dtype,
+    *,
+    master_weights: bool = True,
+    excluded: Collection[nn.Module] = (),
+    packed: Collection[int] = (),
+) -> Precision:
+    """Return what the modules of models compute in where `dtype` is the low one; see [Note: What stays in float32].
 
-    `besides` are modules that compute in float32 for other reasons.
+    Args:
+        roots: the models.
+        dtype: torch.bfloat16 or torch.float16; torch.float32 leaves all as it was built.
+        master_weights: parameters in the low dtype have float32 master copies, see [Note: Master copies].
+        excluded: modules whose parameters stay as built: they compute in float32, or in a low dtype that all of their
+            own have.
+        packed: identities of parameters that are in chunks already, and keep the dtype they have there.
+
+    Raises:
+        LayoutError: a module computes in another dtype than a parameter that is in a chunk already, or excluded.
     """
-    others = set(besides)
-    for module in root.modules():
-        if keeps_float32(module) or module in others:
-            if module is not root:
-                _cast_around(module, torch.float32, dtype)
-        elif module is root:
-            _cast_around(root, dtype, torch.float32)
+    if dtype is torch.float32:
+        return AS_BUILT
+    skipped = set(excluded)
+    names = {module: name or type(module).__name__ for root in roots for name, module in root.named_modules()}
+    homes = _homes_of(names, dtype, skipped, packed)
+    ordinary = {id(param) for module in skipped for param in module._parameters.values()}
+    fixed = ordinary.union(packed)
+    params: dict[int, torch.dtype] = {}
+    masters: dict[int, MasterCopy] = {}
+    for module, name in names.items():
+        for key, param in module._parameters.items():
+            if param is None or module in skipped or param.dtype not in _CONVERTIBLE:
+                continue
+            if id(param) in fixed and param.dtype is not homes[module]:
+                raise LayoutError(
+                    f"parameter {key} of module {name} stays in {param.dtype}, as it is in a chunk already or "
+                    f"excluded, and {type(module).__name__} computes in {homes[module]}; convert the parameter, or "
+                    "build all models that hold it inside one manager.init()"
+                )
+            params[id(param)] = homes[module]
+            if master_weights and homes[module] in _LOW:
+                masters[id(param)] = _master_of(param, homes[module])
+    return Precision(
+        {module: home for module, home in homes.items() if _holds_floats(module)},
+        {key: home for key, home in params.items() if key not in ordinary},
+        masters,
+    )
 
 
-def _cast_around(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -> None:
-    def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _cast(args, inside), _cast(kwargs, inside)
-
-    def leave(_module: nn.Module, _args: Any, result: Any) -> Any:
-        return _cast(result, outside)
-
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave)
+def _master_of(param: nn.Parameter, dtype: torch.dtype) -> MasterCopy:
+    is_exact = param.dtype is dtype
+    return MasterCopy.WHEN_TRAINED if is_exact and not param.requires_grad else MasterCopy.PACKED
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+def _homes_of(
+    modules: Iterable[nn.Module], dtype: torch.dtype, skipped: Collection[nn.Module], packed: Collection[int]
+) -> dict[nn.Module, torch.dtype]:
+    """Return what each module computes in: what it would by itself, unless owners of one parameter differ."""
+    homes = {
+        module: _as_built(module) if module in skipped else _by_itself(module, dtype, packed) for module in modules
+    }
+    owners: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in homes:
+        for param in _own_parameters(module):
+            owners[id(param)].append(module)
+    waiting = [each for shared in owners.values() if len({homes[one] for one in shared}) > 1 for each in shared]
+    kept: set[nn.Module] = set()
+    while waiting:
+        module = waiting.pop()
+        kept.add(module)
+        waiting += [owner for param in _own_parameters(module) for owner in owners[id(param)] if owner not in kept]
+    return homes | dict.fromkeys(kept, torch.float32)
+
+
+def _by_itself(module: nn.Module, dtype: torch.dtype, packed: Collection[int]) -> torch.dtype:
+    own = [param for param in _own_parameters(module) if _is_float(param)]
+    if any(p.dtype not in _CONVERTIBLE or (id(p) in packed and p.dtype is torch.float32) for p in own):
+        return torch.float32
+    return _common_low_dtype(module.buffers(recurse=False), default=dtype)
+
+
+def _as_built(module: nn.Module) -> torch.dtype:
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return _common_low_dtype(own, default=torch.float32)
+
+
+def _common_low_dtype(tensors: Iterable[torch.Tensor], *, default: torch.dtype) -> torch.dtype:
+    """Return the low dtype that all floats among tensors have, float32 if they have another, `default` without any."""
+    dtypes = {tensor.dtype for tensor in tensors if _is_float(tensor)}
+    if not dtypes:
+        return default
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(_LOW) else torch.float32
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    yield from module.parameters(recurse=False)
+    if isinstance(module, nn.MultiheadAttention):  # never calls its projection, only reads the weights
+        yield from module.out_proj.parameters(recurse=False)
+
+
+def _holds_floats(module: nn.Module) -> bool:
+    return any(map(_is_float, module.parameters())) or any(map(_is_float, module.buffers()))
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

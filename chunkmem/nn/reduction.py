@@ -30,24 +30,20 @@ class Reduction:
         """Chunks that are being reduced, and what waits for that."""
         gradients.before_touching = self._finish_one
 
-    def reduce(self, params: Sequence[ManagedParameter]) -> bool:
+    def reduce(self, params: Sequence[ManagedParameter]) -> None:
         """Let the owners have the means over ranks; a rank without a gradient counts as one of zeros.
 
         Args:
             params: all managed parameters, in the same order on all ranks.
 
-        Returns:
-            Whether a rank had a gradient that was not reduced yet.
-
         Raises:
             CapacityError: a chunk of gradients does not fit DEVICE.
             RankError: a rank is missing, or somewhere else.
         """
-        is_any = self._reduce_fresh(params)
+        self._reduce_fresh(params)
         self._gradients.given.clear()
-        return is_any
 
-    def _reduce_fresh(self, params: Sequence[ManagedParameter]) -> bool:
+    def _reduce_fresh(self, params: Sequence[ManagedParameter]) -> None:
         gradients = self._gradients
         fresh, given = gradients.fresh, gradients.given
         rows = [float(managed in fresh.get(managed.group, ())) for managed in params]
@@ -58,9 +54,10 @@ class Reduction:
         for together in self.sharing.together(open_groups):
             self.reduce_groups(together)
         for managed, *found in zip(params, is_fresh, has_any, strict=True):
-            if any(found) and self.sharing.owns(managed.group):
-                gradients.landed.setdefault(managed.group, set()).add(managed)
-        return any(anywhere)
+            if any(found):
+                gradients.anywhere.add(managed)
+                if self.sharing.owns(managed.group):
+                    gradients.landed.setdefault(managed.group, set()).add(managed)
 
     def reduce_early(self, params: Sequence[ManagedParameter]) -> list[ManagedParameter]:
         """Reduce before the step what has landed so far; return those of `params` that have a gradient on any rank.
@@ -122,8 +119,8 @@ class Reduction:
         for chunk in chunks:
             self._executor.unpin(chunk, Tier.DEVICE)
 
-    def reduce_excluded(self, params: Sequence[torch.Tensor]) -> bool:
-        """Let every rank have the means of the gradients of parameters that no chunk holds; tell if there was one.
+    def reduce_excluded(self, params: Sequence[torch.Tensor]) -> None:
+        """Let every rank have the means of the gradients of parameters that no chunk holds.
 
         `params` are the same on all ranks, in one order. Where one has a gradient, the others get one.
         """
@@ -136,7 +133,6 @@ class Reduction:
         with runtime_mode():
             for some in alike.values():
                 self._reduce_alike(some)
-        return bool(alike)
 
     def _reduce_alike(self, params: Collection[torch.Tensor]) -> None:
         ranks, exchange = self.sharing.ranks, self.sharing.exchange

@@ -42,7 +42,7 @@ class GraphSearch:
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[nn.Module, dict[object, Findings]] = weakref.WeakKeyDictionary()
         self._fields: dict[type, tuple[str, ...]] = {}
-        """By type of node: the attributes that show what it has saved."""
+        """By type of node: the attributes that show what it has saved, without running anybody's hooks for it."""
 
     def find(self, frame: Frame, left: Mapping[int, int], outputs: Collection[torch.Tensor]) -> Findings:
         """Return what the graph that leads to `outputs` keeps of the groups that a call has read.
@@ -57,7 +57,8 @@ class GraphSearch:
         known = self._known.setdefault(frame.module, {})
         num_nodes = torch._C._autograd._get_sequence_nr() - frame.first_node
         trains = tuple(managed.requires_grad for managed in frame.reads)
-        looks = (tuple(left.items()), num_nodes, trains, tuple(type(t.grad_fn) for t in outputs), len(frame.inputs))
+        made = tuple(type(t.grad_fn) for t in outputs)
+        looks = (tuple(left.items()), num_nodes, trains, made, len(frame.inputs), frame.recomputing)
         found = known.get(looks)
         if found is None:
             found = known[looks] = self._search(frame, outputs)
@@ -69,7 +70,7 @@ class GraphSearch:
             return self._look(frame, outputs)
 
     def _look(self, frame: Frame, outputs: Collection[torch.Tensor]) -> Findings:
-        groups = {managed.bound.storage_id: managed.group for managed in frame.reads}
+        groups = {managed.storage_id: managed.group for managed in frame.reads}
         params = {id(managed.param): managed for managed in frame.reads}
         inputs = {id(tensor) if tensor.grad_fn is None else tensor.grad_fn for tensor, _ in frame.inputs}
         nodes = _nodes_since(frame.first_node, outputs)
@@ -127,16 +128,17 @@ class GraphSearch:
     def _tensors_of(self, node: Any) -> Iterator[torch.Tensor]:
         fields = self._fields.get(type(node))
         if fields is None:
-            names = (name for name in dir(type(node)) if name.startswith("_saved_") or name == "saved_tensors")
+            names = (name for name in dir(type(node)) if name.startswith("_raw_saved_"))
             fields = self._fields[type(node)] = tuple(names)
         for field in fields:
             try:
                 value = getattr(node, field)
             except RuntimeError:  # it has been freed, or cannot be shown: then it is not found
                 continue
-            for item in value if isinstance(value, _LIST) else (value,):
-                if isinstance(item, torch.Tensor):
-                    yield item
+            for saved in value if isinstance(value, _LIST) else (value,):
+                tensor = None if saved is None else saved.data
+                if isinstance(tensor, torch.Tensor):
+                    yield tensor
 
 
 def _end(node: Any, params: Mapping[int, ManagedParameter], inputs: Collection[object]) -> set[int]:

@@ -14,14 +14,8 @@ from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.packable import check_separate, check_unmanaged, named_parameters_of
-from chunkmem.nn.packing import (
-    AS_BUILT,
-    PackedModel,
-    Packer,
-    Precision,
-    tensor_specs,
-)
-from chunkmem.nn.precision import lowered_parameters
+from chunkmem.nn.packing import PackedModel, Packer, tensor_specs
+from chunkmem.nn.precision import AS_BUILT, Precision, precision_of
 from chunkmem.runtime.device import runtime_mode
 
 
@@ -35,14 +29,17 @@ class ModelRegistry:
         chunk_numel: int | None,
         device_cap_nbytes: int,
         dtype: torch.dtype = torch.float32,
+        master_weights: bool = True,
         num_ranks: int = 1,
     ) -> None:
-        """Make an empty registry; `chunk_numel` None searches the slab size on the first model; see `Precision`.
+        """Make an empty registry; `chunk_numel` None searches the slab size on the first model.
 
+        `dtype` is what modules compute in, and `master_weights` whether updates are in float32; see `precision_of`.
         `num_ranks` share the chunks: slabs are small enough that each rank gets about as many bytes.
         """
         self._num_ranks = num_ranks
         self._dtype = dtype
+        self._master_weights = master_weights
         self._packer = packer
         self._chunk_numel = chunk_numel
         self._device_cap_nbytes = device_cap_nbytes
@@ -50,6 +47,8 @@ class ModelRegistry:
         self._managed: dict[int, ManagedParameter] = {}
         self._excluded: dict[int, torch.Tensor] = {}
         self.models: list[PackedModel] = []
+        self.precision = AS_BUILT
+        """Of what was added last."""
 
     @property
     def parameters(self) -> Iterator[ManagedParameter]:
@@ -62,7 +61,7 @@ class ModelRegistry:
         return sum(model.layout.padding_nbytes for model in self.models)
 
     def add(self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module], built: Built = HERE) -> list[PackedModel]:
-        """Pack the parameters under `roots`. All are checked before the first is touched.
+        """Pack the parameters under `roots`; `precision` is theirs then. All are checked before the first is touched.
 
         Raises:
             LayoutError, StateError, CapacityError: see `named_parameters_of` and `Packer.pack`.
@@ -78,7 +77,9 @@ class ModelRegistry:
             known.update(id(param) for _, param in found)
             named.append(found)
         check_separate(roots, packed=known)
-        precision = self._precision(roots)
+        precision = precision_of(
+            roots, self._dtype, master_weights=self._master_weights, excluded=excluded, packed=self._managed
+        )
         slab_nbytes = self._slab_nbytes
         if any(named) and (slab_nbytes is None or self._chunk_numel is not None):
             slab_nbytes = self._choose_slab_nbytes([pair for pairs in named for pair in pairs], precision)
@@ -90,16 +91,12 @@ class ModelRegistry:
         added = self._pack(packable, slab_nbytes or ALIGN_NBYTES, precision, built)
         self._slab_nbytes = slab_nbytes
         self.models += added
+        self.precision = precision
         for packed in added:
             self._managed.update((id(managed.param), managed) for managed in packed.parameters)
         for module in excluded:
             self._excluded.update((id(param), param) for param in module.parameters(recurse=False))
         return added
-
-    def _precision(self, roots: Sequence[nn.Module]) -> Precision:
-        if self._dtype is torch.float32:
-            return AS_BUILT
-        return Precision(self._dtype, set().union(*map(lowered_parameters, roots)))
 
     def _pack(
         self,
@@ -127,6 +124,10 @@ class ModelRegistry:
     def managed_under(self, root: nn.Module) -> dict[int, ManagedParameter]:
         """Return the managed parameters of a model by the identity of their Parameter."""
         return {id(p): self._managed[id(p)] for p in root.parameters() if id(p) in self._managed}
+
+    def find(self, param: torch.Tensor) -> ManagedParameter | None:
+        """Return what is known of a managed parameter; None for any other tensor."""
+        return self._managed.get(id(param))
 
     def lookup(self, param: torch.Tensor) -> ManagedParameter | None:
         """Return what is known of a parameter; None for one of an excluded module.

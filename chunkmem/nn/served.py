@@ -27,6 +27,7 @@ from chunkmem.errors import StateError
 from chunkmem.nn.access import AccessTracker, Frame, in_backward
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter, Served
+from chunkmem.nn.turn import Turn
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.types import Tier
 
@@ -46,6 +47,7 @@ _FREE_METHODS = (
     "has_names", "is_pinned", "is_shared", "is_inference", "is_conj", "is_neg", "_is_view", "__hash__", "is_same_size",
 )  # fmt: skip
 _LIKE = (torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.full_like)
+_LAID_OUT = frozenset({_TENSOR.stride, _TENSOR.is_contiguous, _TENSOR.storage_offset})
 _NEW = tuple(getattr(_TENSOR, f"new_{what}") for what in ("empty", "zeros", "ones", "full", "tensor"))
 _REFUSED = {
     _TENSOR.share_memory_: "share_memory_", _TENSOR.resize_: "resize_",
@@ -77,8 +79,9 @@ _WITH_STORAGE = frozenset({_GET_DATA, _TENSOR.untyped_storage, _TENSOR.storage, 
 class ParameterServer:
     """Serves operators on parameters that nobody has open."""
 
-    def __init__(self, executor: DemandExecutor, access: AccessTracker, backward: BackwardTracker) -> None:
+    def __init__(self, executor: DemandExecutor, access: AccessTracker, backward: BackwardTracker, turn: Turn) -> None:
         self._executor = executor
+        self._turn = turn
         self._access = access
         self._backward = backward
         self._managed: dict[int, ManagedParameter] = {}
@@ -126,7 +129,7 @@ class ParameterServer:
         if func is torch.autograd.grad:
             return self._differentiate(args, kwargs)
         parameters = list(dict.fromkeys(self._parameters_in((args, kwargs))))
-        if func in (_TENSOR.stride, _TENSOR.is_contiguous) or func in _LIKE:
+        if func in _LAID_OUT or func in _LIKE:
             plain = self._without_values(func, parameters, args, kwargs)
             if plain is not None:
                 return plain[0]
@@ -139,11 +142,12 @@ class ParameterServer:
             )
         if parts := self._parts(func, args, kwargs):
             return [result for part in parts for result in self.call(func, part, kwargs) or ()] or None
-        if self._access.stack:
-            for managed in parameters:
-                self._access.read(self._access.stack[-1], managed)
-            return func(*args, **kwargs)
-        return self._run(parameters, func, args, kwargs)
+        with self._turn.taken():
+            if self._access.stack:
+                for managed in parameters:
+                    self._access.read(self._access.stack[-1], managed)
+                return func(*args, **kwargs)
+            return self._run(parameters, func, args, kwargs)
 
     def _run(self, parameters: Sequence[ManagedParameter], func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run an operator outside of modules as a call of its own."""
@@ -157,6 +161,8 @@ class ParameterServer:
             result = _alone(args[0], func) if func in _WITH_STORAGE else func(*args, **kwargs)
             own = {id(managed.param) for managed in parameters}
             held = self._backward.watch(frame, None if id(result) in own else result)
+            if func is _TENSOR.data_ptr:  # what looks at addresses takes equal ones for the same memory
+                access.keep_address(frame.groups)
         finally:
             groups = list(frame.groups)
             for group in groups:
@@ -199,7 +205,8 @@ class ParameterServer:
             edges = [edge(one) for one in inputs] if isinstance(inputs, (list, tuple)) else edge(inputs)
         if bound.get("materialize_grads") or any(self._parameters_in(outputs)):
             parameters = list(dict.fromkeys(self._parameters_in((args, kwargs))))
-            return self._run(parameters, torch.autograd.grad, args, kwargs)
+            with self._turn.taken():
+                return self._run(parameters, torch.autograd.grad, args, kwargs)
         return torch.autograd.grad(outputs, edges, *args[2:], **bound)
 
     def _without_values(
@@ -208,7 +215,7 @@ class ParameterServer:
         """Answer what depends on how a parameter would lie in memory; None if that takes the parameter itself."""
         managed = parameters[0]
         stands_in = torch.empty_strided(managed.shape, managed.stride, dtype=managed.placeholder.dtype, device="meta")
-        if func is _TENSOR.stride or func is _TENSOR.is_contiguous:
+        if func in _LAID_OUT:
             return (func(stands_in, *args[1:], **kwargs),)
         if not args or args[0] is not managed.param or not stands_in.is_contiguous():
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from chunkmem.errors import StateError
+from chunkmem.nn.access import ParameterReads
 from chunkmem.nn.binding import ManagedParameter
 
 
@@ -40,6 +42,15 @@ class ModuleSurface:
         self._copies: dict[ManagedParameter, torch.Tensor] | None = None
         """Where tied names find the copy made for the first of them, while a whole `state_dict` is being made."""
         self._reading = True
+        self._fitted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules that own managed parameters."""
+
+    def check(self) -> None:
+        """Raise if something still stands in for a managed parameter; see `ParameterReads.check`."""
+        for module in self._fitted:
+            reads = module._parameters
+            if isinstance(reads, ParameterReads):
+                reads.check()
 
     def state_dict(self, root: nn.Module) -> dict[str, Any]:
         """Return `root.state_dict()` with every tensor copied to the CPU; tied names share one copy."""
@@ -65,6 +76,7 @@ class ModuleSurface:
     def fit(self, root: nn.Module, owned: Mapping[nn.Module, Mapping[str, ManagedParameter]]) -> None:
         """Fit every module under `root`; `owned` holds the managed parameters of those that have some."""
         for module, own in owned.items():
+            self._fitted.add(module)
             module._register_state_dict_hook(partial(self._on_state_dict, own))
             module.register_load_state_dict_pre_hook(partial(self._before_load, own))
             module.register_load_state_dict_post_hook(self._after_load)
@@ -146,6 +158,8 @@ def _save(
     **kwargs: Any,
 ) -> None:
     """Stand in for `nn.Module._save_to_state_dict`, which takes the values as they are; ours are filled in after."""
+    assert isinstance(module._parameters, ParameterReads)
+    module._parameters.check()
     with saving(own.values()):
         type(module)._save_to_state_dict(module, *args, **kwargs)
 

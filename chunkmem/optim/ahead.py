@@ -132,7 +132,9 @@ class UpdatesAhead:
             if (chunk := self._store.chunks.get(ChunkId(role, group))) is not None
         }
         read = {role: chunk for role, chunk in chunks.items() if role is not Role.PARAM or Role.MASTER not in chunks}
-        if not all(chunk.ready(Tier.HOST) for chunk in read.values()):
+        # The kernels update float32 weights only.
+        is_possible = chunks.get(Role.MASTER, chunks[Role.PARAM]).dtype is torch.float32
+        if not is_possible or not all(chunk.ready(Tier.HOST) for chunk in read.values()):
             return None
         slabs: dict[Role, Slab] = {}
         for role, chunk in chunks.items():

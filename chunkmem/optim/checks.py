@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,20 +86,26 @@ def check_state(
     for group, own in zip(saved, groups, strict=True):
         for index, param in zip(group["params"], own["params"], strict=True):
             state = state_dict["state"].get(index)
-            wrong += [f"{name_of(param, index)} {problem}" for problem in _problems(state, param)] if state else []
+            wrong += [f"{name_of(param, index)} {problem}" for problem in state_problems(state, param)] if state else []
     if wrong:
         raise CheckpointError(f"the state does not fit the parameters ({'; '.join(wrong)}); nothing was loaded")
 
 
-def _problems(state: Mapping[str, Any], param: torch.Tensor) -> list[str]:
+def state_problems(
+    state: Mapping[str, Any], param: torch.Tensor, *, keys: Collection[str] = (*STATE_KEYS, "step")
+) -> list[str]:
+    """Return what is wrong with the values of `keys` in a parameter's state, in words that follow its name."""
     found = []
     for key in STATE_KEYS:
         value = state.get(key)
+        if key not in keys:
+            continue
         if not isinstance(value, torch.Tensor):
-            found.append(f"{key} is missing")
+            found.append(f"{key} is missing" if value is None else f"{key} is a {type(value).__name__}, not a tensor")
         elif value.shape != param.shape:
             found.append(f"{key} is {tuple(value.shape)} instead of {tuple(param.shape)}")
     step = state.get("step")
-    if not isinstance(step, (int, float)) and not (isinstance(step, torch.Tensor) and step.numel() == 1):
+    is_number = isinstance(step, (int, float)) or (isinstance(step, torch.Tensor) and step.numel() == 1)
+    if "step" in keys and not is_number:
         found.append("step is not a number")
     return found

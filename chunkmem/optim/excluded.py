@@ -11,6 +11,12 @@ from chunkmem.optim.checks import STATE_KEYS
 from chunkmem.optim.ops import AdamTensors, fused_adam_
 
 
+def first_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the state of a parameter that was not updated yet."""
+    step = torch.zeros((), dtype=torch.float32, device=param.device)
+    return {"step": step, **{key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in STATE_KEYS}}
+
+
 def update_excluded(
     params: Sequence[torch.Tensor],
     states: MutableMapping[torch.Tensor, Any],
@@ -28,9 +34,7 @@ def update_excluded(
     """
     for param in params:
         if not states[param]:
-            step = torch.zeros((), dtype=torch.float32, device=param.device)
-            zeros = {key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in STATE_KEYS}
-            states[param] = {"step": step, **zeros}
+            states[param] = first_state(param)
         states[param]["step"] += 1
     for dtype in dict.fromkeys(param.dtype for param in params):
         alike = [param for param in params if param.dtype == dtype]

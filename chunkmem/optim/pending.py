@@ -79,7 +79,11 @@ class PendingGradients:
         """
         scaler = self._scaler
         if scaler is not None and not scaler.is_used:
-            raise StateError("fp16 gradients need the loss scale: call manager.backward(loss), not loss.backward()")
+            raise StateError(
+                "fp16 gradients need the loss scale: call manager.backward(loss), not loss.backward(); gradients that "
+                "came multiplied by it, as to a pipeline stage, need manager.backward(outputs, gradient=..., "
+                "is_scaled=True) or, before another backward of them, manager.mark_scaled()"
+            )
         if scaler is None and max_norm <= 0:
             return 1.0
         with runtime_mode():

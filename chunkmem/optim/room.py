@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from chunkmem.errors import CapacityError
 from chunkmem.optim.checks import STATE_ROLES
-from chunkmem.runtime.store import ChunkStore
+from chunkmem.runtime.store import NO_CONTENT, ChunkStore
 from chunkmem.types import ChunkId, Role, Tier
 from chunkmem.units import format_nbytes
 
@@ -19,7 +19,13 @@ def require_room(groups: Collection[int], store: ChunkStore) -> None:
     """
     ledgers = {tier: pool.ledger for tier, pool in store.pools.items()}
     sizes = {key: chunk.nbytes for key, chunk in store.chunks.items() if not chunk.is_remote}
-    weights = [nbytes for key, nbytes in sizes.items() if key.role in (Role.PARAM, Role.MASTER)]
+    # Master copies of groups that are frozen so far have no content, and may never have.
+    weights = [
+        nbytes
+        for key, nbytes in sizes.items()
+        if key.role is Role.PARAM
+        or (key.role is Role.MASTER and (key.group in groups or store.chunks[key].version != NO_CONTENT))
+    ]
     need = sum(weights) + sum(
         sizes.get(ChunkId(role, group), 0) for group in groups for role in (Role.GRAD, *STATE_ROLES)
     )

@@ -90,12 +90,13 @@ class GroupUpdater:
         return not self._on_device.get(group, True)
 
     def require_room(self, params: Iterable[ManagedParameter]) -> None:
-        """Check that weights, gradients and states of all groups fit the tiers together.
+        """Check that weights, and gradients and states of what is trained, fit the tiers together.
 
         Raises:
             CapacityError: they cannot, whatever is moved.
         """
-        groups = {managed.group for managed in (*params, *self._owner)}  # of other optimizers too
+        everything = (*params, *self._owner)  # of other optimizers too
+        groups = {managed.group for managed in everything if managed.param.requires_grad}
         require_room(groups, self._store)
 
     def place(self, params: Iterable[ManagedParameter]) -> None:
@@ -122,12 +123,13 @@ class GroupUpdater:
         return total
 
     def make_states(self, params: Iterable[ManagedParameter]) -> None:
-        """Give `params`, which have none yet, states of zero.
+        """Give `params`, which have none yet, states of zero, and a master copy if it comes with the first update.
 
         Raises:
             CapacityError: the states fit neither tier; weights and gradients are untouched.
         """
         for managed in params:
+            self._make_master(managed.group)
             for role in STATE_ROLES:
                 chunk = self._chunk(role, managed.group)
                 if chunk.version == NO_CONTENT:
@@ -135,6 +137,19 @@ class GroupUpdater:
                     self._executor.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
                 else:
                     self.write(chunk, managed, torch.zeros((), dtype=managed.placeholder.dtype, device="cpu"))
+
+    def _make_master(self, group: int) -> None:
+        """Let a group that was frozen when it was packed have its master copy; see [Note: Master copies]."""
+        param = self._chunk(Role.PARAM, group)
+        master = param.master
+        if master is None or master.version != NO_CONTENT:
+            return
+        self._executor.notice_writes(param)
+        tier = self._tier_for_states(master)
+        self._executor.create(master, tier, reader="master weights", zero=False, elastic=True)
+        source = next(each for each in (Tier.DEVICE, Tier.HOST) if param.ready(each))
+        with runtime_mode():
+            master.replicas[tier].flat.copy_(param.replicas[source].flat)
 
     def update(
         self,
@@ -228,6 +243,7 @@ class GroupUpdater:
 
     def read_weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's values, of the float32 master copy if there is one."""
+        self._executor.notice_writes(self._chunk(Role.PARAM, managed.group))
         return self.read(self._weights(managed.group)[-1], managed)
 
     def write_weight(self, managed: ManagedParameter, value: torch.Tensor) -> None:
@@ -244,9 +260,9 @@ class GroupUpdater:
                 self._store.follow(chunk, tier)
 
     def _weights(self, group: int) -> list[Chunk]:
-        """Return the PARAM chunk and, if there is one, its MASTER."""
-        master = self._store.chunks.get(ChunkId(Role.MASTER, group))
-        return [self._chunk(Role.PARAM, group), *([] if master is None else [master])]
+        """Return the PARAM chunk and, if there is one with content, its MASTER."""
+        param = self._chunk(Role.PARAM, group)
+        return [param] if param.master is None or param.master.version == NO_CONTENT else [param, param.master]
 
     def state(self, role: Role, managed: ManagedParameter) -> Chunk:
         """Return the chunk of `role` that holds the parameter's state."""

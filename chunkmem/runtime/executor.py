@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -65,8 +64,8 @@ class DemandExecutor:
         self.pinned_nbytes = dict.fromkeys(store.pools, 0)
         self.required_nbytes = dict.fromkeys(store.pools, 0)
         """The largest sum of pinned and requested bytes so far: the smallest cap known to be needed."""
-        self.closed: str | None = None
-        """Why nothing can be served any more."""
+        self._closed: str | None = None
+        self._pid = os.getpid()
         self.holder: Holder = _NoHolder()
         """Asked when room is short."""
         self.held: set[Chunk] = set()
@@ -89,16 +88,20 @@ class DemandExecutor:
         """Tells whether a plan decides what leaves DEVICE."""
         self._clock = 0
 
-    def close_in_children(self) -> None:
-        """Be closed in processes forked from this one: a child has none of the host arena's memory."""
-        ref = weakref.ref(self)
+    @property
+    def closed(self) -> str | None:
+        """Why nothing can be served any more; None if it can.
 
-        def after_fork() -> None:
-            alive = ref()
-            if alive is not None:
-                alive.closed = "its manager lives in the parent process; a forked child cannot use it"
+        A process forked from this one has none of the host arena's memory. That is asked here and not set by a hook of
+        `os.register_at_fork`, as those cannot be taken away again.
+        """
+        if self._closed is None and os.getpid() != self._pid:
+            return "its manager lives in the parent process; a forked child cannot use it"
+        return self._closed
 
-        os.register_at_fork(after_in_child=after_fork)
+    def close(self, reason: str) -> None:
+        """Serve nothing from now on."""
+        self._closed = reason
 
     def pin(self, chunk: Chunk, tier: Tier, *, reader: object, elastic: bool = False) -> Replica:
         """Bring the newest version of `chunk` to `tier` and keep it there until `unpin`.

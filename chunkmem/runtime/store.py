@@ -195,7 +195,7 @@ class ChunkStore:
         In RAM they are compared. On an accelerator that would take longer than to suppose so.
         """
         flat = chunk.replicas[tier].flat
-        if chunk.master is not None:
+        if chunk.master is not None and chunk.master.newest_tier() is not None:
             return True
         other = chunk.newest_besides(tier)
         if other is None:

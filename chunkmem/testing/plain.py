@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from chunkmem.config import Config
-from chunkmem.nn.precision import cast_at_borders, lowered_parameters
+from chunkmem.nn.borders import Borders
+from chunkmem.nn.precision import precision_of
 from chunkmem.optim.scaler import LossScaler
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
@@ -24,7 +25,9 @@ class Plain:
         self._device = device
         self._dtype = DTYPES[config.precision]
         self._scaler = LossScaler(config.fp16) if self._dtype is torch.float16 else None
+        self._has_masters = config.master_weights
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        self._built: dict[nn.Parameter, torch.dtype] = {}
 
     def building(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -33,12 +36,14 @@ class Plain:
         model.to(self._device)
         if self._dtype is torch.float32:
             return
-        lowered = lowered_parameters(model)
+        precision = precision_of([model], self._dtype)
         for param in model.parameters():
-            if id(param) in lowered:
-                self._masters[param] = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
-                param.data = param.data.to(self._dtype)
-        cast_at_borders(model, self._dtype)
+            self._built[param] = param.dtype
+            if id(param) in precision.masters and self._has_masters:
+                self._masters[param] = nn.Parameter(param.detach().float().clone(), requires_grad=param.requires_grad)
+        for param in self._built:
+            param.data = param.data.to(precision.of(param))
+        Borders().fit(model, precision.modules, self._dtype)
 
     def optimizer(self, model: nn.Module, *, lr: float) -> torch.optim.Optimizer:
         params = list(model.parameters())
@@ -54,7 +59,10 @@ class Plain:
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         values = model.state_dict(keep_vars=True)
-        return {name: self._masters.get(value, value) for name, value in values.items()}
+        return {
+            name: self._masters.get(value, value).to(self._built.get(value, value.dtype))
+            for name, value in values.items()
+        }
 
 
 class _MasterAdamW(torch.optim.AdamW):
@@ -71,7 +79,7 @@ class _MasterAdamW(torch.optim.AdamW):
         scale = 1.0 if self._scaler is None else self._scaler.scale
         for param, master in with_gradient:
             assert param.grad is not None
-            master.grad = param.grad.float().mul(1 / scale)
+            master.grad = param.grad.float().mul(1 / scale).to(master.dtype)
         if self._scaler is not None:
             is_finite = all(bool(master.grad.isfinite().all()) for _, master in with_gradient)  # type: ignore[union-attr]
             self._scaler.step(overflow=not is_finite)

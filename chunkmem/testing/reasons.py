@@ -11,8 +11,8 @@ from torch import nn
 
 from chunkmem.errors import ChunkmemError
 from chunkmem.layout.spec import TensorSpec
-from chunkmem.nn.packing import Precision, tensor_specs
-from chunkmem.nn.precision import lowered_parameters
+from chunkmem.nn.packing import tensor_specs
+from chunkmem.nn.precision import precision_of
 from chunkmem.testing.difference import Difference
 from chunkmem.testing.training import Workload
 
@@ -50,9 +50,7 @@ def observing(workload: Workload, seen: Observed, *, dtype: torch.dtype) -> Work
     def build() -> nn.Module:
         model = workload.build()
         named = list(model.named_parameters())
-        is_lowered = dtype is not torch.float32
-        precision = Precision(dtype, lowered_parameters(model)) if is_lowered else Precision()
-        seen.specs = tensor_specs(named, precision)
+        seen.specs = tensor_specs(named, precision_of([model], dtype))
         model.register_forward_pre_hook(look)
         return model
 

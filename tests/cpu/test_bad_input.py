@@ -43,11 +43,6 @@ CALLS: dict[str, tuple[Callable[[Twin], Any], type[Exception], str]] = {
         chunkmem.StateError,
         r"^no gradient to clip: call manager.backward",
     ),
-    "closure": (
-        lambda twin: twin.optimizer.step(lambda: 0.0),
-        chunkmem.StateError,
-        r"^step\(closure\) is refused: .*; run forward and backward before step\(\)$",
-    ),
     "a model outside": (
         lambda twin: optimizer_over(twin, outside().parameters()),
         chunkmem.StateError,

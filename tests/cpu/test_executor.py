@@ -200,7 +200,7 @@ def test_the_warm_up_share_gives_way_to_the_largest_moment_but_the_limit_does_no
 
 def test_a_closed_executor_serves_nothing() -> None:
     world = packed([1], device=1)
-    world.executor.closed = "its manager is closed"
+    world.executor.close("its manager is closed")
     for access in (
         lambda: use(world, 0),
         lambda: world.executor.pin(world.param(0), DEVICE, reader="forward"),

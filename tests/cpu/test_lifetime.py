@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
 import weakref
 from collections.abc import Callable
@@ -194,6 +195,15 @@ def test_nothing_keeps_a_closed_training_alive() -> None:
         del manager, twin
         gc.collect()
         assert [ref() for ref in refs] == [None] * 4
+
+
+def test_a_manager_leaves_nothing_with_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks at a fork cannot be taken away again: each manager left one, for ever."""
+    hooks: list[Any] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **kinds: hooks.append(kinds))
+    with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
+        Twin(manager, Blocks).steps(0)
+    assert hooks == []
 
 
 @pytest.mark.parametrize("grads", [False, True])

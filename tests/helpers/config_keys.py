@@ -68,6 +68,7 @@ KEYS: Mapping[str, Key] = {
     "precision": Key(
         "fp32", same("fp32", "bf16", "fp16"), ("x", "", "FP32", "float32", None, 32), '"fp32", "bf16" or "fp16"'
     ),
+    "master_weights": Key(True, *BOOLEAN),
     "fp16.enabled": Key(False, *BOOLEAN),
     "fp16.loss_scale": Key(0.0, *NOT_NEGATIVE),
     "fp16.initial_scale_power": Key(16, same(0, 8, 127), (-1, 128, *NOT_INTEGERS), "an integer from 0 to 127"),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chunkmem.nn.precision import cast_at_borders
+from chunkmem.nn.borders import cast_at_borders
 from chunkmem.optim.scaler import LossScaler
 from tests.helpers.training import compute_device
 
@@ -60,25 +60,30 @@ class LowPlain:
         self.dtype = dtype
         self.scaler = scaler
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
+        self.built: dict[nn.Parameter, torch.dtype] = {}
 
     def building(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def ready(self, model: nn.Module) -> nn.Module:
         model = model.to(compute_device())
-        kept = {
-            param
-            for module in model.modules()
-            if any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
-            for param in module.parameters(recurse=False)
-        }
+        own = {module: set(module.parameters(recurse=False)) for module in model.modules()}
+        buffered = [
+            m for m in own if any(b.is_floating_point() and b.dtype is not self.dtype for b in m.buffers(recurse=False))
+        ]
+        kept = set().union(*(own[module] for module in buffered))
+        while any(0 < len(params & kept) < len(params) for params in own.values()):  # owners share all they own
+            kept |= set().union(*(params for params in own.values() if params & kept))
         for param in model.parameters():
+            self.built[param] = param.dtype
             if param in kept:
+                param.data = param.data.float()
                 self.masters[param] = param
-                continue
-            self.masters[param] = nn.Parameter(param.detach().clone())
-            param.data = param.data.to(self.dtype)
+            else:
+                self.masters[param] = nn.Parameter(param.detach().float().clone())
         cast_at_borders(model, self.dtype)
+        for param in set(model.parameters()) - kept:
+            param.data = param.data.to(self.dtype)
         return model
 
     def optimizer(self, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
@@ -89,7 +94,10 @@ class LowPlain:
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         state = model.state_dict(keep_vars=True)
-        return {name: self.masters.get(value, value) for name, value in state.items()}
+        return {
+            name: self.masters[value].to(self.built[value]) if value in self.masters else value
+            for name, value in state.items()
+        }
 
     def after_step(self) -> None:
         pass

@@ -175,7 +175,7 @@ def test_disk_paths_may_be_path_objects() -> None:
 
 
 def keys_given() -> st.SearchStrategy[dict[str, Any]]:
-    """Draw data that sets some keys, without the contradiction of `precision` and `fp16.enabled`."""
+    """Draw data that sets some keys, without contradictions of `precision` with other keys."""
     ratio = st.floats(0, 1, exclude_min=True)
     not_negative = st.floats(0, allow_infinity=False) | st.integers(0, 10**9)
     beta = st.floats(0, 1, exclude_max=True)
@@ -199,6 +199,8 @@ def keys_given() -> st.SearchStrategy[dict[str, Any]]:
     def agree(values: dict[str, Any]) -> dict[str, Any]:
         if "precision" in values and "fp16.enabled" in values:
             values["fp16.enabled"] = values["precision"] == "fp16"
+        if values.get("fp16.enabled") or values.get("precision") == "fp16":
+            values.pop("master_weights", None)
         return nested(values)
 
     return st.fixed_dictionaries({}, optional={**listed, **drawn}).map(agree)

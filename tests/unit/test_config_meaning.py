@@ -66,6 +66,14 @@ def test_bf16_with_fp16_enabled_is_an_error_in_the_constructor_too() -> None:
         Config(precision="bf16", fp16=Fp16Config(enabled=True))
 
 
+@pytest.mark.parametrize("values", [{"precision": "fp16"}, {"fp16": {"enabled": True}}])
+def test_fp16_without_master_weights_is_an_error(values: dict[str, Any]) -> None:
+    assert error_of(values | {"master_weights": False}).startswith(
+        "master_weights is false, but updates in fp16 vanish"
+    )
+    assert Config.from_dict(values | {"master_weights": True}).master_weights
+
+
 # Weight decay: the one default in which torch's Adam and AdamW differ.
 
 

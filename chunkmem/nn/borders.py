@@ -1,0 +1,116 @@
+"""Casts where tensors go from a module to another that computes in another dtype.
+
+[Note: Borders] What is returned is cast to the dtype of the caller, and who that is shows only in the call: a model
+calls modules of its children (`self.encoder.embed(x)`), and two parents share one. So the calls under way are a stack.
+A recomputation in backward may begin in the middle of it (`checkpoint(self._attend, x)`), with no caller to be seen:
+then it is the dtype of the module's last call before backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from chunkmem.nn.access import in_backward
+from chunkmem.nn.precision import precision_of
+
+
+class _Border:
+    """One module."""
+
+    __slots__ = ("inside", "is_root", "outside", "seen")
+
+    def __init__(self, inside: torch.dtype, outside: torch.dtype, *, is_root: bool) -> None:
+        self.inside = inside
+        """What it computes in."""
+        self.outside = outside
+        """What it returns to a caller that is not part of a model."""
+        self.seen = outside
+        """What it returned the last time, recomputations left out."""
+        self.is_root = is_root
+
+
+class Borders:
+    """Fits modules with casts, and knows which of them are running."""
+
+    def __init__(self, *, is_outermost: Callable[[nn.Module], bool] = lambda module: False) -> None:
+        """Make borders; `is_outermost` tells of a model that begins whether what seems to run was interrupted."""
+        self._is_outermost = is_outermost
+        self._fitted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._running: list[tuple[_Border, torch.dtype]] = []
+        """Calls under way, each with the dtype it returns."""
+
+    def fit(self, root: nn.Module, homes: Mapping[nn.Module, torch.dtype], dtype: torch.dtype) -> None:
+        """Cast around `root`, around modules that do not compute in `dtype`, the low one, and around all below these.
+
+        `homes` says what modules compute in; those that are not there compute in what they are given.
+        """
+        for module in root.modules():
+            if homes.get(module, dtype) is not dtype:
+                for below in module.modules():
+                    if below in homes and below is not root:
+                        self._fit(below, _Border(homes[below], dtype, is_root=False))
+        self._fit(root, _Border(homes.get(root, dtype), torch.float32, is_root=True))
+
+    def _fit(self, module: nn.Module, border: _Border) -> None:
+        if module in self._fitted:
+            return
+        self._fitted.add(module)
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._enter(border, module)
+            inside = border.inside
+            return tuple(_cast(arg, inside) for arg in args), {key: _cast(arg, inside) for key, arg in kwargs.items()}
+
+        def leave(_module: nn.Module, _args: Any, result: Any) -> Any:
+            outside = self._leave(border)
+            return None if outside is None else _cast(result, outside)
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave, always_call=True)
+
+    def _enter(self, border: _Border, module: nn.Module) -> None:
+        recomputing = in_backward()
+        if border.is_root and self._running and not recomputing and self._is_outermost(module):
+            self._running.clear()
+        if self._running:
+            outside = self._running[-1][0].inside
+        else:
+            outside = border.seen if recomputing else border.outside
+        if not recomputing:
+            border.seen = outside
+        self._running.append((border, outside))
+
+    def _leave(self, border: _Border) -> torch.dtype | None:
+        """End a call, and those in it that were interrupted; None if it did not get as far as `_enter`."""
+        if not any(running is border for running, _ in self._running):
+            return None
+        while True:
+            running, outside = self._running.pop()
+            if running is border:
+                return outside
+
+
+def cast_at_borders(root: nn.Module, dtype: torch.dtype) -> None:
+    """Have a model whose parameters have the dtypes of `precision_of` compute accordingly."""
+    Borders().fit(root, precision_of([root], dtype).modules, dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floats in a value. What has none to be cast is returned itself: it may be a list to put outputs into."""
+    if isinstance(value, torch.Tensor):
+        return _cast_tensor(value, dtype)
+    leaves, spec = tree_flatten(value)
+    cast = [_cast_tensor(leaf, dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return value if all(new is old for new, old in zip(cast, leaves, strict=True)) else tree_unflatten(cast, spec)
+
+
+def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # What the model itself has made wider than float32 stays so between modules in float32, as in plain PyTorch.
+    is_wider = dtype is torch.float32 and tensor.dtype is torch.float64
+    return tensor.to(dtype) if tensor.is_floating_point() and not is_wider else tensor

@@ -1,0 +1,123 @@
+"""The optimizer states of managed parameters: how often each was updated, and its moments in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from chunkmem.errors import ConfigError, StateError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.checks import STATE_KEYS, STATE_ROLES, state_problems
+from chunkmem.optim.update import Owner
+from chunkmem.runtime.device import runtime_mode
+
+if TYPE_CHECKING:
+    from chunkmem.manager import ChunkManager
+
+
+class ChunkStates:
+    """Made when a parameter is first updated; over ranks, the owner of a parameter has its state."""
+
+    KEYS: ClassVar = ("step", *STATE_KEYS)
+
+    def __init__(self, manager: ChunkManager, optimizer: Owner, *, owned: Callable[[], list[ManagedParameter]]) -> None:
+        """Begin without any; `owned` returns the parameters of `optimizer` whose states this rank is to have."""
+        self._manager = manager
+        self._updater = manager._updater
+        self._optimizer = optimizer
+        self._owned = owned
+        self.steps: dict[ManagedParameter, torch.Tensor] = {}
+        """0-dim float32 counts of updates, of the parameters whose states this rank has."""
+        self._anywhere: dict[ManagedParameter, None] = {}
+        """Parameters that have a state on the rank that owns them; the same on all ranks."""
+
+    def find(self, param: object) -> ManagedParameter | None:
+        """Return what is known of a managed parameter; None for anything else."""
+        return self._manager._registry.find(param) if isinstance(param, torch.Tensor) else None
+
+    def __contains__(self, managed: ManagedParameter) -> bool:
+        return managed in self._anywhere
+
+    def __len__(self) -> int:
+        return len(self._anywhere)
+
+    def note(self, params: Iterable[ManagedParameter]) -> None:
+        """Some of `params` have a state from now on, on this rank or on the one that owns them."""
+        self._anywhere.update(dict.fromkeys(params))
+
+    def prepare(self, params: Iterable[ManagedParameter]) -> None:
+        """Make states of zero where there are none, so that a lack of room is known before anything is updated.
+
+        Raises:
+            CapacityError: they fit neither tier; nothing has been made.
+        """
+        new = [managed for managed in params if managed not in self.steps]
+        for managed in new:
+            if not managed.placeholder.is_floating_point():
+                raise ConfigError(
+                    f"parameter {managed.name} is {managed.placeholder.dtype}; torch's fused Adam takes reals"
+                )
+        self._updater.place(self._owned())
+        self._updater.make_states(new)
+        for managed in new:
+            self.steps[managed] = torch.zeros((), dtype=torch.float32, device="cpu")
+
+    def read(self, managed: ManagedParameter, keys: Collection[str] = KEYS) -> dict[str, torch.Tensor]:
+        """Return CPU copies of a parameter's state, empty if it has none; over ranks, all have to call it."""
+        self._check(managed)
+        return self._manager._from_owner(managed, lambda: self._read(managed, keys))
+
+    def _check(self, managed: ManagedParameter) -> None:
+        self._manager._require_open()
+        if self._manager._owns(managed):
+            self._updater.check_owner([managed], self._optimizer)
+
+    def _read(self, managed: ManagedParameter, keys: Collection[str]) -> dict[str, torch.Tensor]:
+        if managed not in self.steps:
+            return {}
+        chunks = {role.value: self._updater.state(role, managed) for role in STATE_ROLES if role.value in keys}
+        values = {key: self._updater.read(chunk, managed) for key, chunk in chunks.items()}
+        with runtime_mode():
+            return {"step": self.steps[managed].clone(), **values} if "step" in keys else values
+
+    def write(self, managed: ManagedParameter, values: Mapping[str, Any]) -> None:
+        """Set some of a parameter's state, the rest of which is zeros if it has none yet.
+
+        Raises:
+            StateError: a value does not fit; nothing has been changed.
+        """
+        self._check(managed)
+        if problems := state_problems(values, managed.param, keys=values):
+            raise StateError(f"optimizer.state of parameter {managed.name}: {'; '.join(problems)}")
+        if self._manager._owns(managed):
+            if managed not in self.steps:
+                self.prepare([managed])
+            self._updater.ahead.forget()  # an update beside backward has read what is replaced here
+            for role in STATE_ROLES:
+                if role.value in values:
+                    self._updater.write(self._updater.state(role, managed), managed, values[role.value])
+            if "step" in values:
+                step = torch.as_tensor(values["step"], dtype=torch.float32, device="cpu")
+                self.steps[managed] = step.reshape(()).clone()
+        self.note([managed])
+
+    def replace(self, managed: ManagedParameter, state: Mapping[str, Any]) -> None:
+        """Set the whole of a parameter's state; an empty one removes it.
+
+        Raises:
+            StateError: a key is missing or unknown, or a value does not fit; nothing has been changed.
+        """
+        if not state:
+            self._check(managed)
+            self._updater.ahead.forget()
+            self.steps.pop(managed, None)
+            self._anywhere.pop(managed, None)
+            return
+        if set(state) != set(self.KEYS):
+            raise StateError(
+                f"optimizer.state of parameter {managed.name} has the keys {', '.join(self.KEYS)}; this one has "
+                f"{', '.join(map(str, state))}"
+            )
+        self.write(managed, dict(state))

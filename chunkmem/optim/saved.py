@@ -1,0 +1,210 @@
+"""What every optimizer over chunks has: its parameters looked up, and its states shown, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from chunkmem.errors import StateError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.ahead import Intent
+from chunkmem.optim.checks import check_state
+from chunkmem.optim.chunk_states import ChunkStates
+from chunkmem.optim.excluded import first_state
+from chunkmem.optim.foreign import ChunkedOptimizer
+from chunkmem.optim.masters import MASTER_KEY, check_masters, masters_to_save
+from chunkmem.optim.state import OptimizerState, ParameterState
+
+if TYPE_CHECKING:
+    from chunkmem.manager import ChunkManager
+
+
+class StatefulOptimizer(ChunkedOptimizer):
+    """A real `torch.optim.Optimizer` whose states of managed parameters live in chunks."""
+
+    _decoupled = False
+    """Whether weight decay is decoupled from the gradient."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, manager: ChunkManager) -> None:
+        """Take parameters in; see `torch.optim.Optimizer`."""
+        self._manager = manager
+        self._updater = manager._updater
+        self._complete = False
+        self._states = ChunkStates(manager, self, owned=self._managed)
+        super().__init__(params, defaults)
+        self._complete = True
+
+    def __getstate__(self) -> NoReturn:
+        raise StateError(
+            "this optimizer cannot be copied or pickled: its states live in chunks. Take optimizer.state_dict() and "
+            "load it into an optimizer made anew"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `torch.optim.AdamW(..., fused=True)` over the same parameters would: CPU copies, never views.
+
+        Under the key "master_weights" it also has, by the index of a parameter, float32 weights of those built in bf16
+        or fp16: the model's `state_dict` has them as they were built. torch leaves that key out.
+        """
+        self._manager._require_open()
+        self._updater.check_owner(self._managed(), self)
+        with self._states_filled_in():
+            state_dict = super().state_dict()
+        rows = self._by_index(state_dict["param_groups"])
+        if masters := masters_to_save(rows, self._updater, from_owner=self._manager._from_owner):
+            state_dict[MASTER_KEY] = masters
+        if self._manager._scaler is not None:
+            state_dict["loss_scaler"] = self._manager._scaler.state_dict()
+        for group in state_dict["param_groups"]:
+            group.update({key: value.clone() for key, value in group.items() if isinstance(value, torch.Tensor)})
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of its torch counterpart over the same parameters.
+
+        Its "master_weights", if there are any, become those of the model: load the model's weights first.
+
+        Raises:
+            CheckpointError: groups or shapes differ, it was made with an option there is no counterpart of, or its
+                master weights are of other weights than the model has; nothing has been changed.
+        """
+        self._manager._require_open()
+        self._updater.check_owner(self._managed(), self)
+        check_state(state_dict, self.param_groups, name_of=self._name_of)
+        saved = state_dict.get(MASTER_KEY, {})
+        rows = self._by_index(state_dict["param_groups"])
+        masters = {managed: saved[index] for index, managed in rows if index in saved and self._manager._owns(managed)}
+        if saved:
+            check_masters(masters, self._updater, self._manager._ranks)
+        if self._manager._scaler is not None and "loss_scaler" in state_dict:
+            self._manager._scaler.load_state_dict(state_dict["loss_scaler"])
+        taken: dict[ManagedParameter, dict[str, Any]] = {}
+        # The last hook before and the first after the loading. In between torch copies each state to the device of its
+        # parameter: there the managed ones would not fit.
+        hooks = (
+            self.register_load_state_dict_pre_hook(lambda _, state: self._take_managed(state, taken)),
+            self.register_load_state_dict_post_hook(lambda _: self._adopt(taken), prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for managed, value in masters.items():
+            self._updater.write_weight(managed, value)
+
+    def _by_index(self, saved: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, ManagedParameter]]:
+        """Yield managed parameters with the index that each has in the parameter groups of a `state_dict`."""
+        for group, own in zip(saved, self.param_groups, strict=True):
+            for index, param in zip(group["params"], own["params"], strict=True):
+                managed = self._manager._lookup(param)
+                if managed is not None:
+                    yield index, managed
+
+    def intent(self, group: int) -> Intent | None:
+        """See `chunkmem.optim.update.Owner`."""
+        return None
+
+    def _params(self) -> Iterator[torch.Tensor]:
+        return (param for group in self.param_groups for param in group["params"])
+
+    def _managed(self) -> list[ManagedParameter]:
+        """Return the managed parameters, over ranks those that this one owns: it has their states."""
+        return [m for m in self._looked_up() if m is not None and self._manager._owns(m)]
+
+    def _looked_up(self) -> list[ManagedParameter | None]:
+        return [self._manager._lookup(param) for param in self._params()]
+
+    def _excluded(self) -> list[torch.Tensor]:
+        return [param for param in self._params() if self._manager._lookup(param) is None]
+
+    def _name_of(self, param: torch.Tensor, index: int) -> str:
+        return managed.name if (managed := self._manager._lookup(param)) is not None else f"parameter {index}"
+
+    def _pending(self) -> list[ManagedParameter]:
+        """Return the managed parameters that this rank owns and that have a gradient."""
+        landed = self._updater.gradients.landed
+        return [managed for managed in self._managed() if managed in landed.get(managed.group, ())]
+
+    def _is_initialization(self) -> bool:
+        """Tell whether a step is one that `torch.distributed.checkpoint` makes to have states to load into.
+
+        That is one at learning rate 0, over gradients of zero that were assigned to all trainable parameters, before
+        there are any states or other gradients.
+        """
+        if self.state or any(float(group["lr"]) != 0 for group in self.param_groups):
+            return False
+        if self._updater.gradients.any_landed(m for m in self._looked_up() if m is not None):
+            return False
+        trainable = [param for param in self._params() if param.requires_grad]
+        grads = [param.grad for param in trainable if param.grad is not None]
+        return bool(grads) and len(grads) == len(trainable) and not any(bool(grad.any()) for grad in grads)
+
+    def _initialize(self) -> None:
+        """Make states of zero, and count no update: training continues as if nobody had asked for them."""
+        self._updater.check_owner(self._managed(), self)
+        found = [(param, self._manager._lookup(param)) for param in self._params() if param.requires_grad]
+        managed = [managed for _, managed in found if managed is not None]
+        self._states.prepare([one for one in managed if self._manager._owns(one)])
+        self._states.note(managed)
+        self.state.excluded.update((param, first_state(param)) for param, one in found if one is None)
+        for param, _ in found:
+            param.grad = None
+
+    @property  # type: ignore[override]
+    def state(self) -> OptimizerState:
+        """States by parameter, as in torch.optim; those of managed parameters are copies, see `OptimizerState`."""
+        return self._state
+
+    @state.setter
+    def state(self, value: MutableMapping[Any, Any]) -> None:
+        if not self._complete:  # torch.optim's constructor
+            self._state = OptimizerState(self._states, value, self._params)
+        elif value is not self._state:
+            entries = list(value.items())
+            self._state.clear()
+            self._state.update(entries)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Of `load_state_dict`: of excluded parameters alone, as those of managed ones were taken out.
+        self._state.excluded = state["state"]
+        super().__setstate__({key: value for key, value in state.items() if key != "state"})
+
+    @contextmanager
+    def _states_filled_in(self) -> Iterator[None]:
+        """Let `state` be ordinary copies of all states for a while: `torch.optim.Optimizer.state_dict` packs them."""
+        shown = self._state
+        copies: dict[Any, dict[str, torch.Tensor]] = {}
+        for param, entry in shown.items():
+            if isinstance(entry, ParameterState):
+                copies[param] = entry.copies()
+            elif entry:
+                copies[param] = {key: value.to("cpu", copy=True) for key, value in entry.items()}
+        self._state = copies  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self._state = shown
+
+    def _take_managed(self, state_dict: dict[str, Any], taken: dict[ManagedParameter, Any]) -> dict[str, Any]:
+        """Move the states of managed parameters to `taken`, once it is certain that they can be loaded."""
+        check_state(state_dict, self.param_groups, name_of=self._name_of)
+        states = dict(state_dict["state"])
+        for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for index, param in zip(saved["params"], own["params"], strict=True):
+                managed = self._manager._lookup(param)
+                if managed is not None:
+                    taken[managed] = states.pop(index, {})
+        self._states.prepare([managed for managed, state in taken.items() if state and self._manager._owns(managed)])
+        return {**state_dict, "state": states}
+
+    def _adopt(self, taken: Mapping[ManagedParameter, Mapping[str, Any]]) -> None:
+        for managed, state in taken.items():
+            self._states.replace(managed, {key: state[key] for key in self._states.KEYS} if state else {})
+        for group in self.param_groups:
+            # What was saved decides, except in AdamW: so does torch.
+            group["decoupled_weight_decay"] = self._decoupled or group.get("decoupled_weight_decay", False)
