@@ -116,8 +116,6 @@ class BackwardTracker:
         """By the identity of a module: groups of which its recomputed calls are uncertain."""
         self._counted: set[int] = set()
         """Groups that some call is uncertain about."""
-        self._took_turn = False
-        """The running backward is to give the turn back."""
         self._levels: dict[int, dict[int, int]] = {}
         """By graph task and group: the references that are left when all calls announced so far have been through."""
         self._left: list[tuple[BackwardCall, int]] = []
@@ -160,7 +158,7 @@ class BackwardTracker:
         self._counted |= found.uncertain
         if frame.recomputing:
             self._recomputed(frame, left, found)
-        if frame.recomputing or saves_elsewhere:  # whoever saves tensors for others has them
+        if frame.module is not None and (frame.recomputing or saves_elsewhere):  # who saves tensors for others has them
             found = Findings(left, found.uncertain)
         if outputs:
             self._watch(frame, outputs.values(), found, is_hidden=frame.recomputing or saves_elsewhere)
@@ -179,7 +177,8 @@ class BackwardTracker:
         call.module = id(frame.module) if frame.module is not None else 0
 
         def announce(_grad: torch.Tensor) -> None:
-            self._announce(call)
+            with self._turn.taken_by_hook():
+                self._announce(call)
 
         for tensor in outputs:
             tensor.register_hook(announce)
@@ -200,7 +199,6 @@ class BackwardTracker:
             self._unpin(task)
         self._levels.clear()
         self._waiting.clear()
-        self._give_turn_back()
         if step:
             for chunk in self._held:
                 self._executor.unpin(chunk, Tier.DEVICE)
@@ -213,11 +211,14 @@ class BackwardTracker:
             return
         self._settle_left()
         task = torch._C._current_graph_task_id()
+
+        def end() -> None:
+            with self._turn.taken_by_hook():
+                self._end(task)
+
         if task not in self._running:
-            took_turn = self._turn.spans_backward and self._turn.take()
-            self._took_turn |= took_turn
             self._running[task] = []
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         self._running[task].append(call)
         holding = torch.is_grad_enabled()  # in a gradient hook, exactly under create_graph
         call.inputs_left = set(range(call.inputs))
@@ -291,10 +292,11 @@ class BackwardTracker:
 
         def on_gradient(index: int) -> None:
             call.inputs_left.discard(index)
-            if not call.inputs_left:
-                for group in list(call.open):
-                    self._settle(call, group)
-            self._settle_left()
+            with self._turn.taken_by_hook():
+                if not call.inputs_left:
+                    for group in list(call.open):
+                        self._settle(call, group)
+                self._settle_left()
 
         for index, (tensor, _) in enumerate(frame.inputs):
             tensor.register_hook(lambda _grad, index=index: on_gradient(index))
@@ -305,12 +307,6 @@ class BackwardTracker:
         if not self._running:
             self._left.clear()
             self._units.end_backward()
-            self._give_turn_back()
-
-    def _give_turn_back(self) -> None:
-        took_turn, self._took_turn = self._took_turn, False
-        if took_turn:
-            self._turn.give_back()
 
     def _unpin(self, task: int, *, is_through: bool = False) -> None:
         self._levels.pop(task, None)
