@@ -15,6 +15,7 @@ nobody else sees, references are counted: the chunk stays until as many are gone
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import cast
 
@@ -29,6 +30,9 @@ from chunkmem.nn.values import kept_tensors, tensors_in
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import Chunk
 from chunkmem.types import Tier
+
+_BEFORE = 0
+"""Stands for what was there before any module was recomputed."""
 
 
 class BackwardCall:
@@ -112,8 +116,8 @@ class BackwardTracker:
         self._running: dict[int, list[BackwardCall]] = {}
         """Announced calls by the id of autograd's graph task."""
         self._graphs = GraphSearch()
-        self._uncertain_inside: dict[int, set[int]] = {}
-        """By the identity of a module: groups of which its recomputed calls are uncertain."""
+        self._recomputed_in: dict[int, dict[int, Counter[int]]] = {}
+        """By graph task and group: references left by recomputed calls, by the identity of their module."""
         self._counted: set[int] = set()
         """Groups that some call is uncertain about."""
         self._levels: dict[int, dict[int, int]] = {}
@@ -151,13 +155,13 @@ class BackwardTracker:
         found = Findings({}, frozenset())
         if self._is_rehearsal and frame.module is not None:
             found = Findings(left, frozenset())
-        elif left and outputs and (frame.recomputing or not saves_elsewhere):
+        elif left and outputs and not frame.recomputing and not saves_elsewhere:
             found = self._graphs.find(frame, left, outputs.values())
         if frame.module is None:  # an operator: its parameters' gradients may land much later
             found = Findings(found.saved, frozenset(frame.groups))
         self._counted |= found.uncertain
         if frame.recomputing:
-            self._recomputed(frame, left, found)
+            self._recomputed(frame, left)
         if frame.module is not None and (frame.recomputing or saves_elsewhere):  # who saves tensors for others has them
             found = Findings(left, found.uncertain)
         if outputs:
@@ -198,6 +202,7 @@ class BackwardTracker:
         for task in list(self._running):
             self._unpin(task)
         self._levels.clear()
+        self._recomputed_in.clear()
         self._waiting.clear()
         if step:
             for chunk in self._held:
@@ -244,8 +249,9 @@ class BackwardTracker:
         frozen_done = group not in call.frozen or (call.inputs > 0 and not call.inputs_left)
         have_landed = frozen_done and not call.open[group]
         if call.is_hidden:
-            is_uncertain = group in self._uncertain_inside.get(call.module, ())
-            is_over = have_landed and (not is_uncertain or self._is_through(group))
+            is_over = have_landed and self._has_used_up(call, group)
+            if have_landed and not is_over and (call, group) not in self._left:
+                self._left.append((call, group))
         elif group in call.uncertain:
             is_over = self._is_through(group)
         else:
@@ -272,14 +278,23 @@ class BackwardTracker:
         levels = self._levels.setdefault(task, {})
         levels[group] = (levels[group] if group in levels else self._num_references(group)) - by
 
-    def _recomputed(self, frame: Frame, left: Mapping[int, int], found: Findings) -> None:
-        """A call inside of backward has left references, which will go without lowering the level."""
-        if found.uncertain and frame.module is not None:
-            self._uncertain_inside.setdefault(id(frame.module), set()).update(found.uncertain)
-        task = torch._C._current_graph_task_id()
+    def _recomputed(self, frame: Frame, left: Mapping[int, int]) -> None:
+        """A call inside of backward has left references, in tensors that somebody saves for its graph."""
+        recomputed = self._recomputed_in.setdefault(torch._C._current_graph_task_id(), {})
         for group, count in left.items():
-            if group in self._counted and group not in self._levels.get(task, {}):
-                self._lower_level(task, group, by=count)
+            if group not in recomputed:
+                recomputed[group] = Counter({_BEFORE: self._num_references(group) - count})
+            recomputed[group][id(frame.module)] += count
+
+    def _has_used_up(self, call: BackwardCall, group: int) -> bool:
+        """Tell whether the references that a call left when it was recomputed are gone; others' may be there."""
+        recomputed = self._recomputed_in.get(torch._C._current_graph_task_id(), {}).get(group)
+        if recomputed is None or call.module not in recomputed or self._is_rehearsal:
+            return True
+        if self._num_references(group) > recomputed.total() - recomputed[call.module]:
+            return False
+        del recomputed[call.module]
+        return True
 
     def _is_through(self, group: int) -> bool:
         level = self._levels.get(torch._C._current_graph_task_id(), {}).get(group)
@@ -310,6 +325,7 @@ class BackwardTracker:
 
     def _unpin(self, task: int, *, is_through: bool = False) -> None:
         self._levels.pop(task, None)
+        self._recomputed_in.pop(task, None)
         for call in self._running.pop(task, ()):
             for group in call.open:
                 if is_through:
