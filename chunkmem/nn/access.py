@@ -15,6 +15,7 @@ time, so the chunk is *held*: it stays pinned on DEVICE until they are gone.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -115,13 +116,14 @@ class Frame:
 
     __slots__ = (
         "before", "containers", "first_node", "given", "groups", "guard", "inputs", "inside", "left_inside", "module",
-        "name", "opened", "reads", "recomputing", "took_turn", "unit",
+        "name", "opened", "reads", "recomputing", "thread", "took_turn", "unit",
     )  # fmt: skip
 
     def __init__(self, name: str, module: nn.Module | None = None, *, recomputing: bool = False) -> None:
         self.name = name
         self.module = module
         self.recomputing = recomputing
+        self.thread = threading.get_ident()
         self.took_turn = False
         """This call is to give the turn back; see `chunkmem.nn.turn`."""
         self.reads: dict[ManagedParameter, int] = {}
@@ -178,7 +180,7 @@ class AccessTracker:
 
     def look_up(self, managed: ManagedParameter) -> None:
         """Serve a lookup: inside of modules the parameter is on DEVICE when this returns. Raises what `read` does."""
-        if self.stack:
+        if self.stack and self.stack[-1].thread == threading.get_ident():
             self.read(self.stack[-1], managed)
 
     def read(self, frame: Frame, managed: ManagedParameter) -> None:

@@ -96,8 +96,8 @@ class ModuleHooks:
                 f"{fitted.name}: torch.jit.trace keeps the parameters themselves, whose memory comes and goes; trace a "
                 "model of plain PyTorch with the weights of manager.state_dict()"
             )
-        took_turn = self._turn.take()
         recomputing = in_backward()
+        took_turn = self._turn.take_in_hook() if recomputing else self._turn.take()
         is_stale = not recomputing and access.is_stale(module)  # and has not given the turn back
         is_root = not recomputing and (not access.stack or is_stale)
         if is_root:

@@ -54,9 +54,6 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "delete": lambda model: delattr(model.inner, "weight"),
     "pruning": lambda model: prune.l1_unstructured(model.inner, "weight", 0.5),
     "weight norm": lambda model: torch.nn.utils.parametrizations.weight_norm(model.inner),
-    "functional call": lambda model: torch.func.functional_call(
-        model, {"inner.weight": torch.zeros(WIDTH, WIDTH)}, (features(0),)
-    ),
 }
 
 

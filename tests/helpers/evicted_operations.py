@@ -249,7 +249,7 @@ MODEL = (
     op("model: forward", SAME, lambda s: s.model(batch(s)).detach()),
     op("model: a read of the attribute", SAME, lambda s: s.model.second.weight.sum().detach()),
     op("model: functional_call", SAME, functional),
-    op("model: functional_call with other tensors", REFUSED, replaced),
+    op("model: functional_call with other tensors", SAME, replaced),
     op("model: deepcopy", REFUSED, lambda s: copy.deepcopy(s.model)),
     op("model: average of it", REFUSED, lambda s: torch.optim.swa_utils.AveragedModel(s.model)),
     op("model: pickle", REFUSED, lambda s: pickle.dumps(s.model)),
