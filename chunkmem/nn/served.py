@@ -133,7 +133,7 @@ class ParameterServer:
             plain = self._without_values(func, parameters, args, kwargs)
             if plain is not None:
                 return plain[0]
-        if func is _SET_DATA:
+        if func == _SET_DATA:  # equal, not the same: each look-up of `__set__` makes another object
             return self._assign(args)
         if func is _TENSOR.detach and sys._getframe(2).f_code is _MAKE_PARAMETER:
             raise StateError(
@@ -264,7 +264,7 @@ class ParameterServer:
 def _alone(param: torch.Tensor, func: Callable[..., Any]) -> Any:
     """Return `param.data`, or its storage, without the rest of the chunk. It keeps the chunk's memory alive."""
     alone = torch.from_dlpack(param.detach())  # type: ignore[attr-defined]
-    return alone if func is _GET_DATA else func(alone)
+    return alone if func == _GET_DATA else func(alone)
 
 
 def _asks_for_type(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:
