@@ -112,11 +112,14 @@ class Machinery:
         self._sharing = self._share() if self._ranks.size > 1 else None
         self._units = Units(self._sharing, self._the_reduction)
         self._access = AccessTracker(self._executor)
-        self._turn = Turn(timeout_s=self.config.distributed.timeout_s, spans_backward=not self._compute.is_accelerator)
+        self._turn = Turn(timeout_s=self.config.distributed.timeout_s, with_hooks=not self._compute.is_accelerator)
         self._backward = BackwardTracker(self._executor, self._access, self._units, self._turn)
         self._server = ParameterServer(self._executor, self._access, self._backward, self._turn)
         self._gradients = GradientBook(
-            self._executor, settles=lambda group: self._updater.settles(group), then=self._backward.landed
+            self._executor,
+            settles=lambda group: self._updater.settles(group),
+            then=self._backward.landed,
+            turn=self._turn,
         )
         self._reduction = None if self._sharing is None else Reduction(self._sharing, self._gradients, self._executor)
         native = NativeUpdate(lambda: load_kernels(with_cuda=self._compute.is_accelerator))
@@ -300,6 +303,7 @@ class Machinery:
         self._units.reset()
         self._conductor.begin_root(grad_enabled=torch.is_grad_enabled())
         self._registry.check()
+        self._surface.check_copies()
         self._gradients.watch(self._registry.parameters)
 
     def _make_guard(self) -> AccessGuard | None:
@@ -308,7 +312,9 @@ class Machinery:
             return None
         watch = self._conductor.watch
         run = None if watch is None else watch.run_operator
-        return AccessGuard(self._declared.undeclared, lambda: self._phase, run=run)
+        return AccessGuard(
+            self._declared.undeclared, lambda: self._phase, note_write=self._declared.note_write, run=run
+        )
 
     @contextlib.contextmanager
     def _step(self, *, updates: bool) -> Iterator[None]:
@@ -326,6 +332,7 @@ class Machinery:
         self._units.reset()
         self._registry.check()
         self._surface.check()
+        self._surface.check_copies()
         for chunk in self._access.chunks.values():
             self._executor.notice_writes(chunk)
         if self._conductor.plan is None and not self._conductor.is_recording:

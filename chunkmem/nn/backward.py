@@ -15,6 +15,7 @@ nobody else sees, references are counted: the chunk stays until as many are gone
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import cast
 
@@ -29,6 +30,9 @@ from chunkmem.nn.values import kept_tensors, tensors_in
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import Chunk
 from chunkmem.types import Tier
+
+_BEFORE = 0
+"""Stands for what was there before any module was recomputed."""
 
 
 class BackwardCall:
@@ -112,12 +116,10 @@ class BackwardTracker:
         self._running: dict[int, list[BackwardCall]] = {}
         """Announced calls by the id of autograd's graph task."""
         self._graphs = GraphSearch()
-        self._uncertain_inside: dict[int, set[int]] = {}
-        """By the identity of a module: groups of which its recomputed calls are uncertain."""
+        self._recomputed_in: dict[int, dict[int, Counter[int]]] = {}
+        """By graph task and group: references left by recomputed calls, by the identity of their module."""
         self._counted: set[int] = set()
         """Groups that some call is uncertain about."""
-        self._took_turn = False
-        """The running backward is to give the turn back."""
         self._levels: dict[int, dict[int, int]] = {}
         """By graph task and group: the references that are left when all calls announced so far have been through."""
         self._left: list[tuple[BackwardCall, int]] = []
@@ -153,14 +155,14 @@ class BackwardTracker:
         found = Findings({}, frozenset())
         if self._is_rehearsal and frame.module is not None:
             found = Findings(left, frozenset())
-        elif left and outputs and (frame.recomputing or not saves_elsewhere):
+        elif left and outputs and not frame.recomputing and not saves_elsewhere:
             found = self._graphs.find(frame, left, outputs.values())
         if frame.module is None:  # an operator: its parameters' gradients may land much later
             found = Findings(found.saved, frozenset(frame.groups))
         self._counted |= found.uncertain
         if frame.recomputing:
-            self._recomputed(frame, left, found)
-        if frame.recomputing or saves_elsewhere:  # whoever saves tensors for others has them
+            self._recomputed(frame, left)
+        if frame.module is not None and (frame.recomputing or saves_elsewhere):  # who saves tensors for others has them
             found = Findings(left, found.uncertain)
         if outputs:
             self._watch(frame, outputs.values(), found, is_hidden=frame.recomputing or saves_elsewhere)
@@ -179,7 +181,8 @@ class BackwardTracker:
         call.module = id(frame.module) if frame.module is not None else 0
 
         def announce(_grad: torch.Tensor) -> None:
-            self._announce(call)
+            with self._turn.taken_by_hook():
+                self._announce(call)
 
         for tensor in outputs:
             tensor.register_hook(announce)
@@ -199,8 +202,8 @@ class BackwardTracker:
         for task in list(self._running):
             self._unpin(task)
         self._levels.clear()
+        self._recomputed_in.clear()
         self._waiting.clear()
-        self._give_turn_back()
         if step:
             for chunk in self._held:
                 self._executor.unpin(chunk, Tier.DEVICE)
@@ -213,11 +216,14 @@ class BackwardTracker:
             return
         self._settle_left()
         task = torch._C._current_graph_task_id()
+
+        def end() -> None:
+            with self._turn.taken_by_hook():
+                self._end(task)
+
         if task not in self._running:
-            took_turn = self._turn.spans_backward and self._turn.take()
-            self._took_turn |= took_turn
             self._running[task] = []
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         self._running[task].append(call)
         holding = torch.is_grad_enabled()  # in a gradient hook, exactly under create_graph
         call.inputs_left = set(range(call.inputs))
@@ -243,8 +249,9 @@ class BackwardTracker:
         frozen_done = group not in call.frozen or (call.inputs > 0 and not call.inputs_left)
         have_landed = frozen_done and not call.open[group]
         if call.is_hidden:
-            is_uncertain = group in self._uncertain_inside.get(call.module, ())
-            is_over = have_landed and (not is_uncertain or self._is_through(group))
+            is_over = have_landed and self._has_used_up(call, group)
+            if have_landed and not is_over and (call, group) not in self._left:
+                self._left.append((call, group))
         elif group in call.uncertain:
             is_over = self._is_through(group)
         else:
@@ -271,14 +278,23 @@ class BackwardTracker:
         levels = self._levels.setdefault(task, {})
         levels[group] = (levels[group] if group in levels else self._num_references(group)) - by
 
-    def _recomputed(self, frame: Frame, left: Mapping[int, int], found: Findings) -> None:
-        """A call inside of backward has left references, which will go without lowering the level."""
-        if found.uncertain and frame.module is not None:
-            self._uncertain_inside.setdefault(id(frame.module), set()).update(found.uncertain)
-        task = torch._C._current_graph_task_id()
+    def _recomputed(self, frame: Frame, left: Mapping[int, int]) -> None:
+        """A call inside of backward has left references, in tensors that somebody saves for its graph."""
+        recomputed = self._recomputed_in.setdefault(torch._C._current_graph_task_id(), {})
         for group, count in left.items():
-            if group in self._counted and group not in self._levels.get(task, {}):
-                self._lower_level(task, group, by=count)
+            if group not in recomputed:
+                recomputed[group] = Counter({_BEFORE: self._num_references(group) - count})
+            recomputed[group][id(frame.module)] += count
+
+    def _has_used_up(self, call: BackwardCall, group: int) -> bool:
+        """Tell whether the references that a call left when it was recomputed are gone; others' may be there."""
+        recomputed = self._recomputed_in.get(torch._C._current_graph_task_id(), {}).get(group)
+        if recomputed is None or call.module not in recomputed or self._is_rehearsal:
+            return True
+        if self._num_references(group) > recomputed.total() - recomputed[call.module]:
+            return False
+        del recomputed[call.module]
+        return True
 
     def _is_through(self, group: int) -> bool:
         level = self._levels.get(torch._C._current_graph_task_id(), {}).get(group)
@@ -291,10 +307,11 @@ class BackwardTracker:
 
         def on_gradient(index: int) -> None:
             call.inputs_left.discard(index)
-            if not call.inputs_left:
-                for group in list(call.open):
-                    self._settle(call, group)
-            self._settle_left()
+            with self._turn.taken_by_hook():
+                if not call.inputs_left:
+                    for group in list(call.open):
+                        self._settle(call, group)
+                self._settle_left()
 
         for index, (tensor, _) in enumerate(frame.inputs):
             tensor.register_hook(lambda _grad, index=index: on_gradient(index))
@@ -305,15 +322,10 @@ class BackwardTracker:
         if not self._running:
             self._left.clear()
             self._units.end_backward()
-            self._give_turn_back()
-
-    def _give_turn_back(self) -> None:
-        took_turn, self._took_turn = self._took_turn, False
-        if took_turn:
-            self._turn.give_back()
 
     def _unpin(self, task: int, *, is_through: bool = False) -> None:
         self._levels.pop(task, None)
+        self._recomputed_in.pop(task, None)
         for call in self._running.pop(task, ()):
             for group in call.open:
                 if is_through:

@@ -8,6 +8,7 @@ which brings the chunk first. Changing the class costs less than 0.1 us and no o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -36,6 +37,7 @@ class ManagedParameter:
     """A Parameter the user made, and where its values are. The Parameter object itself is never replaced."""
 
     __slots__ = (
+        "_assigned",
         "_blank", "_closed_class", "_num_users", "_open_class", "accumulator", "bound", "built_dtype", "gradient_hook",
         "group", "name", "param", "placeholder", "position", "shape", "slot", "stride", "version", "view",
     )  # fmt: skip
@@ -76,6 +78,8 @@ class ManagedParameter:
         self._open_class: type[torch.nn.Parameter] = type(param)
         self._closed_class: type[torch.nn.Parameter] | None = None
         self._num_users = 0
+        self._assigned: tuple[weakref.ref[torch.Tensor], int] | None = None
+        """What was last assigned to `.data`, and its version then."""
 
     def __str__(self) -> str:
         return f"{self.name} {tuple(self.shape)}"
@@ -146,6 +150,7 @@ class ManagedParameter:
                 if fits:
                     self.view.copy_(assigned.clone())  # it may be another view of the same memory
                     self.bound.was_assigned = True
+                    self.remember(assigned)
                 self.version = self.param._version
             if not fits:
                 raise StateError(
@@ -153,6 +158,20 @@ class ManagedParameter:
                     f"{assigned.dtype}; a managed parameter keeps its shape and dtype: choose them before "
                     "manager.wrap() or inside manager.init()"
                 )
+
+    def remember(self, assigned: torch.Tensor) -> None:
+        """Note what was assigned to `.data`: in plain PyTorch the parameter would share its memory."""
+        self._assigned = weakref.ref(assigned), assigned._version
+
+    def was_written_elsewhere(self) -> bool:
+        """Tell, once, whether what was assigned to `.data` has been written to since."""
+        assigned, version = (None, 0) if self._assigned is None else (self._assigned[0](), self._assigned[1])
+        if assigned is None:
+            self._assigned = None
+        elif assigned._version != version:
+            self._assigned = None
+            return True
+        return False
 
     def num_references(self) -> int:
         """Return how many references to the parameter itself there are, beside its own Python object's.
@@ -264,6 +283,11 @@ class BoundChunk:
         """
         strayed, lost = [], []
         for managed in self.parameters:
+            if managed.was_written_elsewhere():
+                raise StateError(
+                    f"a tensor that was assigned to the .data of parameter {managed} has been written to since; the "
+                    "parameter keeps a copy of what was assigned: write to the parameter"
+                )
             own = managed.view if self.is_bound else managed.placeholder
             assert own is not None
             if not managed.param.is_set_to(own):

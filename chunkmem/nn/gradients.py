@@ -18,6 +18,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_source import GradientState
 from chunkmem.nn.gradient_values import GradientValues
 from chunkmem.nn.lazy_gradient import LazyGradient
+from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
@@ -33,9 +34,11 @@ class GradientBook(GradientValues):
         *,
         settles: Callable[[int], bool],
         then: Callable[[ManagedParameter], None],
+        turn: Turn,
     ) -> None:
         """Make an empty book; `then` is called after each gradient. The rest is as for `GradientSlots`."""
         super().__init__(executor, settles=settles)
+        self._turn = turn
         self._then = then
         self.exposed: set[ManagedParameter] = set()
         """Parameters whose `.grad` is the user's for a while, inside `manager.gather(grads=True)`."""
@@ -56,7 +59,8 @@ class GradientBook(GradientValues):
         def on_gradient(_param: torch.Tensor) -> None:
             book = ref()
             if book is not None:
-                book._on_gradient(book.members[group][position])
+                with book._turn.taken_by_hook():
+                    book._on_gradient(book.members[group][position])
 
         managed.gradient_hook = managed.param.register_post_accumulate_grad_hook(on_gradient)
 

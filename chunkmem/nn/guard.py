@@ -40,13 +40,19 @@ class DeclaredReads:
         replica = chunk.replicas.get(Tier.DEVICE)
         return None if replica is not None and replica.pins > 0 else chunk.label
 
+    def note_write(self, storage_id: int) -> None:
+        """An operator writes to a storage. What a module does once past autograd's counters, it may do in each step."""
+        chunk = self._chunks.get(storage_id)
+        if chunk is not None:
+            chunk.is_written_past = True
+
 
 class AccessGuard(TorchDispatchMode):
     """Raises when an operator gets a tensor in chunk memory that is not pinned.
 
     Under a smaller cap that memory would have been elsewhere: the numbers would be wrong, or the process would die.
-    `undeclared` maps the identity of a storage to the name of what lies in it, or None if it may be used. `run` calls
-    the operator: whoever counts memory looks on there.
+    `undeclared` maps the identity of a storage to the name of what lies in it, or None if it may be used; `note_write`
+    hears of storages that are written to. `run` calls the operator: whoever counts memory looks on there.
     """
 
     supports_higher_order_operators = True
@@ -61,10 +67,12 @@ class AccessGuard(TorchDispatchMode):
         undeclared: Callable[[int], str | None],
         moment: Callable[[], str],
         *,
+        note_write: Callable[[int], None] = lambda storage_id: None,
         run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._undeclared = undeclared
+        self._note_write = note_write
         self._run = run
         self._moment = moment
         self._disarmed = False
@@ -81,10 +89,21 @@ class AccessGuard(TorchDispatchMode):
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(tensor, torch.Tensor):
                         self._check(tensor, func)
+            if func._schema.is_mutable:
+                self._note_writes(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():  # what comes here has been served
             if self._run is not None and not self._disarmed:
                 return self._run(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
+
+    def _note_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                    memory = storage_id(tensor) if isinstance(tensor, torch.Tensor) else None
+                    if memory is not None:
+                        self._note_write(memory)
 
     def _check(self, tensor: torch.Tensor, func: Any) -> None:
         memory = storage_id(tensor)

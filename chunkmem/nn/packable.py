@@ -14,6 +14,9 @@ from chunkmem.nn.binding import serves_itself
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.values import storage_id
 
+_OF_PYTHON = 1
+"""References to a storage that has been looked at: torch keeps its Python object."""
+
 
 def named_parameters_of(
     root: nn.Module, *, excluded: Iterable[nn.Module], built: Built = HERE
@@ -96,6 +99,26 @@ def check_separate(roots: Iterable[nn.Module], *, packed: Set[int]) -> None:
             if _end(tensor) <= _end(other):
                 continue
         farthest = name, tensor
+    _check_unshared(found.values(), packed=packed)
+
+
+def _check_unshared(found: Iterable[tuple[str, torch.Tensor]], *, packed: Set[int]) -> None:
+    """Check that no tensor but those `found` has the memory of a parameter to be packed: it would keep the old values.
+
+    Raises:
+        LayoutError: one has.
+    """
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in found:
+        by_storage.setdefault(storage_id(tensor) or 0, []).append((name, tensor))
+    for memory, sharers in by_storage.items():
+        mine = [name for name, tensor in sharers if id(tensor) in packed]
+        if mine and torch._C._storage_Use_Count(memory) > len(sharers) + _OF_PYTHON:
+            raise LayoutError(
+                f"the memory of parameter {mine[0]} is in use by another tensor (a view, .data, or a state_dict() that "
+                "is alive), which would keep the values from before packing; delete it, or make it a clone(), before "
+                "manager.wrap() or the end of manager.init()"
+            )
 
 
 def _end(tensor: torch.Tensor) -> int:

@@ -58,7 +58,7 @@ class GraphSearch:
         num_nodes = torch._C._autograd._get_sequence_nr() - frame.first_node
         trains = tuple(managed.requires_grad for managed in frame.reads)
         made = tuple(type(t.grad_fn) for t in outputs)
-        looks = (tuple(left.items()), num_nodes, trains, made, len(frame.inputs), frame.recomputing)
+        looks = (tuple(left.items()), num_nodes, trains, made, len(frame.inputs))
         found = known.get(looks)
         if found is None:
             found = known[looks] = self._search(frame, outputs)

@@ -133,7 +133,7 @@ class ParameterServer:
             plain = self._without_values(func, parameters, args, kwargs)
             if plain is not None:
                 return plain[0]
-        if func == _SET_DATA:  # equal, not the same: each look-up of `__set__` makes another object
+        if func == _SET_DATA:
             return self._assign(args)
         if func is _TENSOR.detach and sys._getframe(2).f_code is _MAKE_PARAMETER:
             raise StateError(
@@ -190,6 +190,7 @@ class ParameterServer:
             )
         with torch.no_grad():
             param.copy_(values.clone())  # they may be a view of what they replace
+        managed.remember(values)
 
     def _differentiate(self, args: Args, kwargs: Kwargs) -> Any:
         """Serve `torch.autograd.grad`, which asks for parameters as the ends of a graph and not for their values."""
@@ -296,6 +297,9 @@ def _make_class(plain: type[nn.Parameter], server: weakref.ref[ParameterServer])
             if id(self) not in memo:
                 memo[id(self)] = plain(self.detach().clone(), self.requires_grad)
             return memo[id(self)]  # type: ignore[no-any-return]
+
+        def __copy__(self) -> nn.Parameter:
+            return plain(self.data, self.requires_grad)  # in the same memory
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             return plain(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)

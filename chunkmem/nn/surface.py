@@ -15,6 +15,21 @@ from torch import nn
 from chunkmem.errors import StateError
 from chunkmem.nn.access import ParameterReads
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.runtime.device import runtime_mode
+
+
+class _Given:
+    """A copy that was given out, of which nothing is kept but the counter of writes to it."""
+
+    __slots__ = ("copy", "counter", "key", "version")
+
+    def __init__(self, key: str, copy: torch.Tensor) -> None:
+        self.key = key
+        self.copy = weakref.ref(copy)
+        with runtime_mode():
+            self.counter = copy.detach()  # has the same counter
+            self.counter.data = torch.empty(0, dtype=copy.dtype, device=copy.device)  # and no memory
+        self.version = self.counter._version
 
 
 class ModuleSurface:
@@ -42,8 +57,25 @@ class ModuleSurface:
         self._copies: dict[ManagedParameter, torch.Tensor] | None = None
         """Where tied names find the copy made for the first of them, while a whole `state_dict` is being made."""
         self._reading = True
+        self._given: list[_Given] = []
+        """Copies that `model.state_dict()` gave out."""
         self._fitted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules that own managed parameters."""
+
+    def check_copies(self) -> None:
+        """Raise, once, if somebody has written to a value of `model.state_dict()`: in plain PyTorch it is a view.
+
+        Raises:
+            StateError: the write is lost.
+        """
+        for given in self._given:
+            if given.counter._version != given.version:
+                self._given.remove(given)
+                raise StateError(
+                    f"{given.key} of model.state_dict() was written to; it is a copy, and the parameter does not see "
+                    "that. Write to the parameter in place, or load the values with load_state_dict()"
+                )
+        self._given = [given for given in self._given if given.copy() is not None]
 
     def check(self) -> None:
         """Raise if something still stands in for a managed parameter; see `ParameterReads.check`."""
@@ -101,6 +133,8 @@ class ModuleSurface:
                 if managed not in copies:
                     copies[managed] = self._read(managed)
                 state[prefix + name] = copies[managed]
+                if self._copies is None:
+                    self._given.append(_Given(prefix + name, copies[managed]))
 
     def _before_load(
         self, own: Mapping[str, ManagedParameter], module: nn.Module, state: dict[str, Any], prefix: str, *_args: Any
@@ -111,6 +145,7 @@ class ModuleSurface:
             value = state.get(prefix + name)
             if isinstance(value, torch.Tensor) and value.shape == managed.shape:
                 self._write(managed, value)
+                self._given = [given for given in self._given if given.copy() is not value]
                 loaded.append(prefix + name)
                 del state[prefix + name]
 

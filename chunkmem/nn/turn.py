@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from chunkmem.errors import StateError
 
@@ -15,18 +16,20 @@ _POLL_S = 0.1
 class Turn:
     """Belongs to the thread that runs a model, a backward, a step, or an operator on a parameter; others wait."""
 
-    def __init__(self, *, timeout_s: float, spans_backward: bool) -> None:
+    def __init__(self, *, timeout_s: float, with_hooks: bool) -> None:
         """Make a turn that nobody has.
 
         Args:
             timeout_s: how long others wait.
-            spans_backward: a backward runs in the thread that called it. On an accelerator autograd has threads of its
-                own, which act for one that waits for them.
+            with_hooks: autograd's hooks run in the thread that called backward, and need the turn. On an accelerator
+                autograd has threads of its own, which act for one that waits for them.
         """
         self._timeout_s = timeout_s
-        self.spans_backward = spans_backward
+        self._with_hooks = with_hooks
         self._given_back = threading.Condition()
         self._owner: threading.Thread | None = None
+        self._waiting: deque[threading.Thread] = deque()
+        """In the order they came: one that asks again and again would keep all others out."""
 
     def take(self) -> bool:
         """Wait until no other thread has the turn; return whether this call took it, and is to give it back.
@@ -39,13 +42,16 @@ class Turn:
             return False
         deadline_s = time.monotonic() + self._timeout_s
         with self._given_back:
-            while self._owner is not None and self._owner.is_alive():
-                if time.monotonic() > deadline_s:
+            self._waiting.append(me)
+            while self._waiting[0] is not me or (self._owner is not None and self._owner.is_alive()):
+                if time.monotonic() > deadline_s and self._owner is not None:
+                    self._waiting.remove(me)
                     raise StateError(
                         f"thread {me.name} has waited {self._timeout_s:.0f} s for thread {self._owner.name}, which "
                         "uses the models of this manager; let one thread at a time do so, or give each a manager"
                     )
                 self._given_back.wait(_POLL_S)
+            self._waiting.popleft()
             self._owner = me
         return True
 
@@ -54,7 +60,11 @@ class Turn:
         if self._owner is threading.current_thread():
             with self._given_back:
                 self._owner = None
-                self._given_back.notify()
+                self._given_back.notify_all()
+
+    def taken_by_hook(self) -> AbstractContextManager[None]:
+        """Have the turn inside the block, in one of autograd's hooks. Raises what `take` does."""
+        return self.taken() if self._with_hooks else nullcontext()
 
     @contextmanager
     def taken(self) -> Iterator[None]:

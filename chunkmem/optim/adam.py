@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.ahead import Intent
-from chunkmem.optim.checks import check_number, check_options, plain_options
+from chunkmem.optim.checks import check_available, check_number, check_options, plain_options
 from chunkmem.optim.excluded import update_excluded
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.pending import PendingGradients
@@ -106,6 +106,8 @@ class Adam(StatefulOptimizer):
             StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable.
         """
         self._manager._require_open()
+        for group in self.param_groups:
+            check_available(group)
         if closure is None and self._is_initialization():
             return self._initialize()
         result = None

@@ -34,6 +34,15 @@ def check_options(group: Mapping[str, Any]) -> None:
         ("weight_decay", group["weight_decay"], None),
     ):
         check_number(name, value, below=below)
+    check_available(group)
+
+
+def check_available(group: Mapping[str, Any]) -> None:
+    """Check that a parameter group has no option that there is no counterpart of.
+
+    Raises:
+        ConfigError: it has one.
+    """
     for option in _REFUSED:
         if group.get(option):
             raise ConfigError(f"{option}=True is not available; use torch.optim over an unmanaged model for it")

@@ -226,7 +226,8 @@ class _Way:
             if nbytes < 0 and aside_nbytes > 0:
                 raise PlanError(
                     f"the plan takes up to {self.peak_nbytes.get(tier, 0)} of {self.caps[tier]} bytes on {tier.name}, "
-                    f"and what it does not touch takes {aside_nbytes} there; raise memory.{tier.value} by {-nbytes} bytes"
+                    f"and what it does not touch takes {aside_nbytes} there; raise memory.{tier.value} by {-nbytes} "
+                    "bytes"
                 )
 
     def _free_the_needless(self) -> None:

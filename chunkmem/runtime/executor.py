@@ -283,7 +283,8 @@ class DemandExecutor:
         """Count what a user wrote to parameters as a new version; their master copy follows."""
         if chunk.home is None or not chunk.ready(Tier.DEVICE):
             return
-        written = chunk.home.take_written() or (chunk in self.held and self.store.may_differ(chunk, Tier.DEVICE))
+        is_open = chunk in self.held or chunk.is_written_past
+        written = chunk.home.take_written() or (is_open and self.store.may_differ(chunk, Tier.DEVICE))
         if written:
             self.before_demand()
             self.store.mark_written(chunk, Tier.DEVICE)

@@ -74,6 +74,8 @@ class Chunk:
     is_remote: bool = False
     """Another rank owns it: here it has content only while it is pinned on DEVICE."""
     version: int = NO_CONTENT
+    is_written_past: bool = False
+    """Modules write to it in a way that autograd's version counters do not tell of (`self.weight.data.clamp_()`)."""
     settled: bool = False
     """Complete, and wanted next where it is updated, not on DEVICE."""
     replicas: dict[Tier, Replica] = field(default_factory=dict)

@@ -47,9 +47,8 @@ class Layers(nn.Module):
 
     @property
     def is_in_chunks(self) -> bool:
-        """What no honest model asks: whether its weights lie in larger memory."""
-        weight = self.layers[0].weight
-        return weight.untyped_storage().nbytes() != weight.nbytes
+        """What no honest model asks: whether lookups of its weights are noticed."""
+        return type(self.layers[0]._parameters) is not dict
 
 
 def on_ones(model: nn.Module, _: int) -> Any:
@@ -142,7 +141,7 @@ class KeptCopy(Layers):
 
 
 class Alias(Layers):
-    """Uses what it took out of a parameter in its first step, from its third on."""
+    """Uses what it took out of a parameter in its first step, from its third on: the chunk stays for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +196,6 @@ class Counting(Layers):
 
 
 CHEATS: dict[str, tuple[type[Layers], str, int, str, str, str]] = {
-    "a copy kept from before": (KeptCopy, "ample room", 1, "loss", "", "a tensor that was taken out of a parameter"),
     "a buffer": (Storage, "ample room", 0, "buffer", "seen", "no operator has used a weight that it should not"),
     "a gradient": (
         Gradient,
@@ -229,14 +227,13 @@ def test_a_model_that_cheats_is_named(
     assert "\nlikely reason: " in str(report)
 
 
-def test_a_read_that_escapes_is_refused_by_name_before_anything_moves() -> None:
-    """Under a smaller cap the memory would be gone, and the process might be too."""
-    (_, comparison) = checked(Alias).comparisons
-    assert comparison.name == "ample room"
-    said = (
-        "StateError: step 2, forward: operator aten.sum.default uses param chunk 3 (layers.3.weight .. layers.3.bias)"
-    )
-    assert comparison.error.startswith(said)
+def test_an_alias_from_before_packing_is_refused() -> None:
+    comparison = checked(KeptCopy).comparisons[-1]
+    assert comparison.error.startswith("LayoutError: the memory of parameter layers.")
+
+
+def test_an_alias_that_outlives_its_step_is_right() -> None:
+    assert checked(Alias).is_equal
 
 
 class Impatient(AdversarialLanes):
@@ -378,7 +375,7 @@ COMPARISON_KEYS = {"name", "equal", "device_nbytes", "moved_nbytes", "difference
 DIFFERENCE_KEYS = {"step", "kind", "name", "detail", "num_others"}
 
 MODELS = """
-import os, signal
+import ctypes, os, signal
 import torch
 from torch import nn
 
@@ -400,14 +397,14 @@ def escapes():
     def step(model):
         loss = model(torch.ones(2, 16))
         if not kept:
-            kept.append(model.layers[3].weight.detach().numpy())  # no operator is ever seen to read this
+            kept.append(model.layers[3].weight.data_ptr())  # no operator is ever seen to read this
         calls.append(None)
-        return loss + float(kept[0].sum()) if len(calls) > 2 else loss
+        return loss + sum((ctypes.c_float * 256).from_address(kept[0])) if len(calls) > 2 else loss
     return Layers(), step
 
 def dies():
     def step(model):
-        if model.layers[0].weight.untyped_storage().nbytes() != 1024:
+        if type(model.layers[0]._parameters) is not dict:
             os.kill(os.getpid(), signal.SIGKILL)
         return model(torch.ones(2, 16))
     return Layers(), step

@@ -219,8 +219,9 @@ class Scales:
     def params_nbytes(self) -> int:
         """Return the bytes of storages that are no chunks; parameters that are away have one element."""
         chunks = {chunk.home.storage_id for chunk in self.manager._store.chunks.values() if chunk.home is not None}
-        found = [param for ref in self.params if (param := ref()) is not None and any(param.stride())]
-        storages = {param.untyped_storage()._cdata: param.untyped_storage() for param in found}
+        with torch._C.DisableTorchFunctionSubclass():  # of the memory that they stand on now, which none is brought for
+            found = [param for ref in self.params if (param := ref()) is not None and any(param.stride())]
+            storages = {param.untyped_storage()._cdata: param.untyped_storage() for param in found}
         return sum(storage.nbytes() for memory, storage in storages.items() if memory not in chunks)
 
     def chunks_nbytes(self) -> int:

@@ -219,6 +219,10 @@ class User:
         for seed in seeds:
             self.step(seed)
 
+    def gathered(self, params: Any) -> AbstractContextManager[None]:
+        """`manager.gather(params)`."""
+        return nullcontext() if self.manager is None else self.manager.gather(params)
+
     def clip(self, max_norm: float) -> Tensor:
         """Clip by the optimizer's own method, where it has one."""
         if self.manager is None:

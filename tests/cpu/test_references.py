@@ -1,0 +1,242 @@
+"""What a graph or somebody outside keeps of a chunk's memory stays, and nothing else does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import chunkmem
+from tests.helpers.twins import CHUNK_NUMEL, WIDTH, Blocks, Twin, assert_equal, config, cpu_only, features, mlp, same
+
+CHUNK_NBYTES = 4 * CHUNK_NUMEL
+
+
+class Weight(nn.Module):
+    """Reads a weight of its own."""
+
+    def __init__(self, *, trains: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4, requires_grad=trains)
+
+
+class DetachedAndLive(Weight):
+    """The node that has saved `weight.detach()` leads to the input only: the weight's gradient lands before it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(F.linear(x, self.weight.detach())), self.weight)
+
+
+class Masked(Weight):
+    """A frozen weight under a trained mask: the node that has saved it does not lead to the input."""
+
+    def __init__(self) -> None:
+        super().__init__(trains=False)
+        self.scores = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * torch.sigmoid(self.scores))
+
+
+class Closure(Weight):
+    def forward(self, x: Tensor) -> Callable[[], Tensor]:
+        made = x @ torch.tanh(self.weight)
+        return lambda: made
+
+
+class UsesClosure(nn.Module):
+    """Gets a result that no search of outputs finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Closure()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)()
+
+
+class HiddenLoss(Weight):
+    """Leaves a loss where nobody looks, beside a visible output."""
+
+    def __init__(self, left: list[Tensor]) -> None:
+        super().__init__()
+        self.child = nn.Linear(WIDTH, WIDTH)
+        self.left = lambda: left
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left().append(self.child.weight.square().sum() + self.weight.abs().sum())
+        return self.child(x) @ self.weight
+
+
+class Scripted(Blocks):
+    """The block under test three times, with others between."""
+
+    def __init__(self, make: Callable[[], nn.Module], *, recompute: bool = False) -> None:
+        super().__init__(*(module for _ in range(3) for module in (make(), mlp())), num_blocks=0)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(x)
+
+
+def steps(twin: Twin, *, leaf: bool = True, extra: Callable[[], Any] = lambda: 0.0) -> list[Any]:
+    """Train four steps by a bare `loss.backward()`; `leaf` inputs require grad."""
+    seen: list[Any] = []
+    for seed in range(4):
+        x = features(seed).requires_grad_(leaf)
+        loss = twin.loss(x) + 1e-2 * extra()
+        loss.backward()
+        twin.optimizer.step()  # without an audit, which does not allow for what is kept
+        twin.optimizer.zero_grad()
+        seen += [loss.item(), None if x.grad is None else x.grad]
+    return seen
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize(("make", "most"), [(DetachedAndLive, 4), (Masked, 5), (UsesClosure, 4)])
+def test_a_weight_stays_until_its_last_user_has_run(
+    make: Callable[[], nn.Module], most: int, leaf: bool, recompute: bool
+) -> None:
+    """The call used to let go when the gradients of its reads had landed: SIGSEGV, NaN, or numbers of another chunk."""
+    nbytes = same(lambda: Scripted(make, recompute=recompute), lambda twin: steps(twin, leaf=leaf))
+    if not torch.accelerator.is_available():
+        assert nbytes <= most * CHUNK_NBYTES
+
+
+def test_a_hidden_loss_keeps_what_it_needs() -> None:
+    left: list[Tensor] = []
+
+    def extra() -> Tensor:
+        total = torch.stack(left).sum()
+        left.clear()
+        return total
+
+    same(lambda: Scripted(lambda: HiddenLoss(left)), lambda twin: steps(twin, extra=extra))
+
+
+@cpu_only
+def test_looking_at_weights_between_steps_costs_no_room() -> None:
+    """`[layer.weight.norm().item() for layer in layers]`, gradients enabled: each was pinned until the step after."""
+
+    def scenario(twin: Twin, *, look: bool = True) -> list[Any]:
+        seen = steps(twin)
+        layers = [module for module in twin.model.modules() if isinstance(module, nn.Linear)]
+        for _ in range(2):
+            norms = [layer.weight.norm().item() for layer in layers]
+            seen += [norms if look else None, *steps(twin)]
+        return seen
+
+    with_norms = same(Blocks, scenario)
+    assert with_norms == same(Blocks, lambda twin: scenario(twin, look=False))
+
+
+def test_a_penalty_on_all_weights_needs_no_room_for_all() -> None:
+    """Each comes back for the backward of its own operator, and goes when that has run."""
+
+    def scenario(twin: Twin) -> list[Any]:
+        return steps(twin, extra=lambda: sum(param.pow(2).sum() for param in twin.model.parameters()))
+
+    plain = Twin(None, Blocks)
+    expected = scenario(plain), plain.left()
+    with chunkmem.ChunkManager(config(4 * CHUNK_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        assert_equal((scenario(twin), twin.left()), expected)
+
+
+class Keeps(Weight):
+    """Keeps an alias of its weight, which nothing but the use of memory tells of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = [self.weight.data, lambda: None]
+        return x @ self.weight
+
+
+@cpu_only
+@pytest.mark.parametrize("how", ["data", "detach", "numpy", "view", "storage", "dlpack"])
+def test_an_alias_that_outlives_its_moment_sees_every_update(how: str) -> None:
+    alias: dict[str, Callable[[Tensor], Any]] = {
+        "data": lambda w: w.data,
+        "detach": lambda w: w.detach(),
+        "numpy": lambda w: torch.from_numpy(w.detach().numpy()),
+        "view": lambda w: w.view(-1)[3:40].detach(),
+        "storage": lambda w: torch.empty(0).set_(w.untyped_storage()),
+        "dlpack": lambda w: torch.from_dlpack(w.detach()),
+    }
+
+    def scenario(twin: Twin) -> list[Any]:
+        kept = alias[how](twin.model.blocks[1][0].weight)
+        seen: list[Any] = []
+        for _ in range(3):
+            seen += [*steps(twin), kept.clone()]
+            with torch.no_grad():
+                kept[0] = 0.25
+        del kept
+        return [*seen, *steps(twin)]
+
+    same(Blocks, scenario)
+
+
+@cpu_only
+def test_an_alias_made_inside_of_a_forward_is_one_too() -> None:
+    same(lambda: Scripted(Keeps), lambda twin: [*steps(twin), twin.model.blocks[0].kept[0].clone()])
+
+
+@cpu_only
+def test_too_many_aliases_are_named() -> None:
+    with chunkmem.ChunkManager(config(4 * CHUNK_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        twin.train()
+        with pytest.raises(chunkmem.CapacityError, match=r"The memory of .*inner\.weight.* is kept by a tensor"):
+            kept = [param.detach() for param in twin.model.parameters()]
+        kept = []
+        assert not kept
+        twin.train()
+
+
+@cpu_only
+def test_what_a_module_writes_past_the_counters_is_kept() -> None:
+    """`self.weight.data.clamp_()` in forward moves no version counter."""
+
+    class Clamps(Weight):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.clamp_(-0.2, 0.2)
+            return x @ self.weight
+
+    same(lambda: Scripted(Clamps), steps)
+
+
+def test_threads_that_evaluate_one_model_take_turns() -> None:
+    with chunkmem.ChunkManager(config(4 * CHUNK_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        twin.train()
+        with torch.no_grad():
+            expected = [twin.model(features(seed)).clone() for seed in range(4)]
+        found: dict[int, list[Tensor]] = {seed: [] for seed in range(4)}
+        errors: list[BaseException] = []
+
+        def evaluate(seed: int) -> None:
+            try:
+                for _ in range(8):
+                    with torch.no_grad():
+                        found[seed].append(twin.model(features(seed)))
+                    twin.model.head.weight.norm().item()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=evaluate, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert all(torch.equal(out, expected[seed]) for seed, outs in found.items() for out in outs)
+        twin.train()
