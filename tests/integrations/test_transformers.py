@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,46 @@ def test_the_default_optimizer_of_the_trainer_is_refused(max_grad_norm: float, t
         with pytest.raises(chunkmem.StateError, match=r"AdamW\.step\(\): parameter .* is managed.*chunkmem\.AdamW"):
             trainer.train()
         assert_equal(manager.state_dict(), before)
+
+
+def test_fp16_is_refused_as_the_trainer_runs_the_backward(tmp_path: Path) -> None:
+    with manager_of(AMPLE_NBYTES, precision="fp16") as manager:
+        trainer = trainer_of(Side(manager), tmp_path)
+        with pytest.raises(chunkmem.StateError, match=r"fp16 gradients need the loss scale.*manager\.backward"):
+            trainer.train()
+
+
+def test_in_bf16_the_master_weights_are_saved(tmp_path: Path) -> None:
+    """The model says that it is bf16, and the file is fp32."""
+    with manager_of(AMPLE_NBYTES, precision="bf16") as manager:
+        trainer = trainer_of(Side(manager), tmp_path)
+        trainer.train()
+        assert all(entry["grad_norm"] > 0 for entry in logs_of(trainer)[:4])
+        trainer.save_model(str(tmp_path / "saved"))
+        saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+        assert_equal(dict(saved.state_dict()), manager.state_dict())
+        rounded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+        assert rounded.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_from_pretrained_inside_of_init(dtype: torch.dtype, tmp_path: Path) -> None:
+    """It builds without memory, and gives modules their weights afterwards."""
+    llama().to(dtype).save_pretrained(tmp_path)
+
+    def scenario(side: Side) -> Any:
+        with nullcontext() if side.manager is None else side.manager.init():
+            model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        optimizer = side.adamw(model.parameters())
+        model.train()
+        for seed in range(2):
+            batch = tokens(2, seed=seed)
+            model(input_ids=batch, labels=batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(model.state_dict())
+
+    same(scenario)
 
 
 def test_text_is_generated() -> None:

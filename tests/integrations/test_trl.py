@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.libraries import Side, decaying, llama, same
+import chunkmem
+from tests.helpers.libraries import AMPLE_NBYTES, Side, decaying, llama, manager_of, same
 from tests.helpers.twins import cpu_only
 
 trl = pytest.importorskip("trl", minversion="1.16")
@@ -91,16 +92,18 @@ def test_supervised_fine_tuning(variant: str, adapts: bool, tmp_path: Path) -> N
     same(scenario)
 
 
-def test_preferences_with_an_adapter(tmp_path: Path) -> None:
-    """The model without its adapter is the reference: two ways through the same weights in one step."""
+@pytest.mark.parametrize("adapts", [False, True], ids=["all", "lora"])
+def test_preferences(adapts: bool, tmp_path: Path) -> None:
+    """With an adapter, the model without it is the reference: two ways through the same weights in one step."""
     generator = random.Random(0)
     data = [{key: text(generator) for key in ("prompt", "chosen", "rejected")} for _ in range(24)]
 
     def scenario(side: Side) -> Any:
-        model = side.ready(peft.get_peft_model(llama(), lora()))
+        model = side.ready(peft.get_peft_model(llama(), lora()) if adapts else llama())
         optimizer = side.adamw(model.parameters())
         trainer = trl.DPOTrainer(
             model=model,
+            ref_model=None if adapts else llama(),
             args=trl.DPOConfig(**options_of(tmp_path)),
             train_dataset=datasets.Dataset.from_list(data),
             processing_class=tokenizer(),
@@ -109,3 +112,18 @@ def test_preferences_with_an_adapter(tmp_path: Path) -> None:
         return train(trainer)
 
     same(scenario)
+
+
+def test_an_adapter_that_trl_makes_is_refused(tmp_path: Path) -> None:
+    """It would be outside of the chunks, and chunkmem's optimizer is asked to train it."""
+    with manager_of(AMPLE_NBYTES) as manager:
+        trainer = trl.SFTTrainer(
+            model=manager.wrap(llama()),
+            args=trl.SFTConfig(**options_of(tmp_path)),
+            train_dataset=datasets.Dataset.from_list([{"text": "w1 w2 w3"}] * 8),
+            processing_class=tokenizer(),
+            peft_config=lora(),
+            optimizer_cls_and_kwargs=Side(manager).adamw_class,
+        )
+        with pytest.raises(chunkmem.StateError, match=r"\(4, 32\) is neither managed nor excluded"):
+            trainer.train()
