@@ -23,7 +23,7 @@ demo: $(VENV)/.plot
 test: $(VENV)/.test
 	$(RUN) -m pytest tests -q --durations=10 -m "not full"
 
-test-full: $(VENV)/.test
+test-full: $(VENV)/.test $(VENV)/.integrations
 	$(RUN) -m pytest tests -q --durations=25 --full
 
 check: $(VENV)/.dev
@@ -57,6 +57,6 @@ $(VENV)/.torch: Makefile
 	$(PIP) install "$(TORCH)" "setuptools>=77"
 	@touch $@
 
-$(VENV)/.plot $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(VENV)/.torch pyproject.toml
+$(VENV)/.plot $(VENV)/.test $(VENV)/.dev $(VENV)/.integrations: $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	$(PIP) install --no-build-isolation -e ".[$*]" "$(TORCH)"
 	@touch $@

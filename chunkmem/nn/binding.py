@@ -161,6 +161,12 @@ class ManagedParameter:
                     "manager.wrap() or inside manager.init()"
                 )
 
+    def stands_at(self, values: torch.Tensor) -> bool:
+        """Tell whether an ordinary tensor lies where the parameter does, as what `param.data` returned."""
+        if self.view is None or not self.bound.is_bound or serves_itself(values):
+            return False
+        return values.data_ptr() == self.view.data_ptr() and values.stride() == self.stride
+
     def remember(self, assigned: torch.Tensor) -> None:
         """Note what was assigned to `.data`: in plain PyTorch the parameter would share its memory."""
         self._assigned = weakref.ref(assigned), assigned._version

@@ -173,6 +173,8 @@ class ParameterServer:
     def _assign(self, args: Args) -> None:
         """Serve `param.data = values`: they are copied, since a parameter stays where it is."""
         param, values = args
+        if values is param:
+            return  # as `nn.Module.to()` does where nothing has to change
         managed = self._managed[id(param)]
         if (
             not isinstance(values, torch.Tensor)
@@ -188,9 +190,11 @@ class ParameterServer:
                 f"parameter {managed} of {managed.placeholder.dtype} was assigned .data of {said}; a managed parameter "
                 "keeps its shape and dtype: choose them before manager.wrap() or inside manager.init()"
             )
+        is_own = managed.stands_at(values)
         with torch.no_grad():
             param.copy_(values.clone())  # they may be a view of what they replace
-        managed.remember(values)
+        if not is_own:  # as with `param.data += 1`: what is written there reaches the parameter
+            managed.remember(values)
 
     def _differentiate(self, args: Args, kwargs: Kwargs) -> Any:
         """Serve `torch.autograd.grad`, which asks for parameters as the ends of a graph and not for their values."""

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pretrain_gpt.py"
+LIBRARIES = ("transformers", "accelerate", "peft", "lightning")
 DOCUMENTS = (
     "README.md",
     "docs/getting-started.md",
@@ -23,6 +25,14 @@ DOCUMENTS = (
     *(
         pytest.param(f"docs/{name}.md", marks=pytest.mark.full, id=f"docs/{name}.md")
         for name in ("differences", "checking", "tuning", "timeline")
+    ),
+    pytest.param(
+        "docs/integrations.md",
+        marks=[
+            pytest.mark.full,
+            pytest.mark.skipif(not all(map(find_spec, LIBRARIES)), reason="needs the extra integrations"),
+        ],
+        id="docs/integrations.md",
     ),
 )
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import chunkmem
 from tests.helpers.audit import audit
+from tests.helpers.training import compute_device
 from tests.helpers.twins import WIDTH, Blocks, Twin, assert_equal, config, copied, features, mlp, same
 
 SMALL_NBYTES = 4 * 1024
@@ -265,3 +266,32 @@ def test_several_models() -> None:
             manager.state_dict(nn.Linear(2, 2))
         with pytest.raises(chunkmem.StateError, match="this Linear has no parameter of this manager"):
             manager.load_state_dict({}, nn.Linear(2, 2), strict=False)
+
+
+def test_moving_a_model_to_where_it_is_changes_nothing() -> None:
+    """`nn.Module.to()` assigns each parameter to its own `.data`; the next update was taken for a write elsewhere."""
+
+    def scenario(twin: Twin) -> list[Any]:
+        losses = twin.steps(0)
+        twin.model.to(compute_device())
+        losses += twin.steps(1)
+        twin.model.float()
+        return losses + twin.steps(2)
+
+    same(Blocks, scenario)
+
+
+def test_what_data_returned_may_be_assigned_back() -> None:
+    """Python does so for `weight.data += 1`. It is the parameter's own memory: what is written there counts."""
+
+    def scenario(twin: Twin) -> list[Any]:
+        losses = twin.steps(0)
+        own = twin.model.blocks[0][0].weight.data
+        twin.model.blocks[0][0].weight.data = own
+        own += 0.5
+        losses.append(twin.loss(features(9)).item())
+        del own
+        twin.model.head.weight.data *= 0.5
+        return losses + twin.steps(1, 2)
+
+    same(Blocks, scenario)

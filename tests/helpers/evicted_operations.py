@@ -94,6 +94,11 @@ def assign_data(p: Tensor, value: Tensor) -> None:
     p.data = value
 
 
+def add_to_data(p: Tensor) -> None:
+    """Python reads `.data`, adds in place, and assigns the same memory to `.data`."""
+    p.data += 0.5
+
+
 def write_numpy(p: Tensor) -> None:
     p.detach().numpy()[3, 4] = 1.0
 
@@ -190,6 +195,7 @@ WRITES = (
     writing("data = its own view", lambda p: assign_data(p, p.data.view(4, 64)), REFUSED),
     writing("data = another shape", lambda p: assign_data(p, torch.zeros(3, device=p.device)), REFUSED),
     writing("data = itself", lambda p: assign_data(p, p.data)),
+    writing("data +=", add_to_data),
     writing("share_memory_", lambda p: p.share_memory_(), REFUSED),
     on_single("fill_", lambda p: p.fill_(2.0)),
     on_single("copy_", lambda p: p.copy_(torch.tensor(3.0))),

@@ -1,0 +1,129 @@
+"""trl: its trainers are the Trainer of transformers, with losses, masks and checkpointing of their own."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import chunkmem
+from tests.helpers.libraries import AMPLE_NBYTES, Side, decaying, llama, manager_of, same
+from tests.helpers.twins import cpu_only
+
+trl = pytest.importorskip("trl", minversion="1.16")
+datasets = pytest.importorskip("datasets")
+peft = pytest.importorskip("peft")
+
+pytestmark = [pytest.mark.full, cpu_only, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+WORDS = tuple(f"w{index}" for index in range(60))
+LOGGED = ("loss", "grad_norm", "entropy", "num_tokens", "mean_token_accuracy", "rewards/margins", "logps/chosen")
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "defaults": {},  # with gradient checkpointing
+    "packing": {"packing": True},
+    "no checkpointing": {"gradient_checkpointing": False},
+    "accumulation": {"gradient_accumulation_steps": 2},
+}
+
+
+def tokenizer() -> Any:
+    """Words to tokens, made here as there is no hub to ask."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = {word: index for index, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    words = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def text(generator: random.Random) -> str:
+    return " ".join(generator.choices(WORDS, k=generator.randint(4, 8)))
+
+
+def options_of(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "logging_steps": 1,
+        "max_steps": 4,
+        "max_length": 16,
+        "per_device_train_batch_size": 2,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+    }
+
+
+def train(trainer: Any) -> dict[str, Any]:
+    """Train; what was logged, and the weights."""
+    trainer.train()
+    logs = [{key: entry[key] for key in LOGGED if key in entry} for entry in trainer.state.log_history]
+    assert all(entry["grad_norm"] > 0 for entry in logs[:4])
+    return {"logs": logs, "weights": dict(trainer.model.state_dict())}
+
+
+def lora() -> Any:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize("adapts", [False, True], ids=["all", "lora"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_supervised_fine_tuning(variant: str, adapts: bool, tmp_path: Path) -> None:
+    generator = random.Random(0)
+    data = [{"text": text(generator)} for _ in range(24)]
+
+    def scenario(side: Side) -> Any:
+        model = side.ready(peft.get_peft_model(llama(), lora()) if adapts else llama())
+        optimizer = side.adamw(model.parameters())
+        trainer = trl.SFTTrainer(
+            model=model,
+            args=trl.SFTConfig(**options_of(tmp_path), **VARIANTS[variant]),
+            train_dataset=datasets.Dataset.from_list(data),
+            processing_class=tokenizer(),
+            optimizers=(optimizer, decaying(optimizer)),
+        )
+        return train(trainer)
+
+    same(scenario)
+
+
+@pytest.mark.parametrize("adapts", [False, True], ids=["all", "lora"])
+def test_preferences(adapts: bool, tmp_path: Path) -> None:
+    """With an adapter, the model without it is the reference: two ways through the same weights in one step."""
+    generator = random.Random(0)
+    data = [{key: text(generator) for key in ("prompt", "chosen", "rejected")} for _ in range(24)]
+
+    def scenario(side: Side) -> Any:
+        model = side.ready(peft.get_peft_model(llama(), lora()) if adapts else llama())
+        optimizer = side.adamw(model.parameters())
+        trainer = trl.DPOTrainer(
+            model=model,
+            ref_model=None if adapts else llama(),
+            args=trl.DPOConfig(**options_of(tmp_path)),
+            train_dataset=datasets.Dataset.from_list(data),
+            processing_class=tokenizer(),
+            optimizers=(optimizer, decaying(optimizer)),
+        )
+        return train(trainer)
+
+    same(scenario)
+
+
+def test_an_adapter_that_trl_makes_is_refused(tmp_path: Path) -> None:
+    """It would be outside of the chunks, and chunkmem's optimizer is asked to train it."""
+    with manager_of(AMPLE_NBYTES) as manager:
+        trainer = trl.SFTTrainer(
+            model=manager.wrap(llama()),
+            args=trl.SFTConfig(**options_of(tmp_path)),
+            train_dataset=datasets.Dataset.from_list([{"text": "w1 w2 w3"}] * 8),
+            processing_class=tokenizer(),
+            peft_config=lora(),
+            optimizer_cls_and_kwargs=Side(manager).adamw_class,
+        )
+        with pytest.raises(chunkmem.StateError, match=r"\(4, 32\) is neither managed nor excluded"):
+            trainer.train()
