@@ -15,7 +15,7 @@ time, so the chunk is *held*: it stays pinned on DEVICE until they are gone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -25,7 +25,7 @@ from chunkmem.errors import StateError
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.guard import AccessGuard
 from chunkmem.nn.units import Unit
-from chunkmem.nn.values import storage_id, tensors_in
+from chunkmem.nn.values import storage_id
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import Chunk
 from chunkmem.types import Tier
@@ -104,6 +104,10 @@ class ParameterReads(dict[str, nn.Parameter | None]):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise not_copyable()
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
 
 
 class Frame:
@@ -211,18 +215,21 @@ class AccessTracker:
             self.release(self.stack.pop())
         return self.stack.pop()
 
-    def hand_on(self, frame: Frame, result: object) -> dict[int, int]:
+    def hand_on(self, frame: Frame, result: Sequence[torch.Tensor]) -> dict[int, int]:
         """Count what a module returns of its parameters' own memory (`return self.weight[:n]`) as read by its caller.
+
+        `result` are the tensors in what it returns.
 
         Call it after `pop` and before `release`: the memory has not been given up in between. Returns, by group, how
         many references are the caller's now.
         """
         handed: dict[int, int] = {}
-        if not self.stack or not frame.reads:
+        # What another tensor has of the memory is a reference; only the parameter itself is none.
+        if not self.stack or not frame.reads or not (self._has_left_any(frame) or any(map(_is_parameter, result))):
             return handed
         caller = self.stack[-1]
         owners = {managed.storage_id: managed.group for managed in frame.reads}
-        returned = {id(t): t for t in tensors_in(result)}
+        returned = {id(t): t for t in result}
         aliases = {key: group for key, t in returned.items() if (group := owners.get(storage_id(t) or 0)) is not None}
         for managed in frame.reads if aliases else ():
             if managed.group in aliases.values() and managed not in caller.reads:
@@ -239,6 +246,9 @@ class AccessTracker:
                 handed[managed.group] = handed.get(managed.group, 0) + of_it
         return handed
 
+    def _has_left_any(self, frame: Frame) -> bool:
+        return any(home.num_references() > count for home, count in frame.before.values())
+
     def references(self, frame: Frame, *, handed: Mapping[int, int]) -> dict[int, int]:
         """Return, by group, how many references a call that is over has left itself, where there are any.
 
@@ -254,9 +264,11 @@ class AccessTracker:
             caller = self.stack[-1]
             caller.inside.append((frame.first_node, torch._C._autograd._get_sequence_nr()))
             for group, count in (frame.left_inside | total).items():
-                caller.left_inside[group] = caller.left_inside.get(group, 0) + count
-        own = ((group, count - frame.left_inside.get(group, 0)) for group, count in total.items())
-        return {group: count for group, count in own if count > 0}
+                if count:
+                    caller.left_inside[group] = caller.left_inside.get(group, 0) + count
+        if frame.left_inside:
+            total = {group: count - frame.left_inside.get(group, 0) for group, count in total.items()}
+        return {group: count for group, count in total.items() if count > 0}
 
     def release(self, frame: Frame, *, held: Collection[int] = ()) -> None:
         """A frame is over: unpin what it has read, but for `held` groups, which somebody keeps references to."""

@@ -31,6 +31,7 @@ from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import Chunk
 from chunkmem.types import Tier
 
+_NOTHING = Findings({}, frozenset())
 _BEFORE = 0
 """Stands for what was there before any module was recomputed."""
 
@@ -143,30 +144,33 @@ class BackwardTracker:
         Returns:
             The groups that somebody else keeps references to, see [Note: References] in `chunkmem.nn.access`.
         """
-        handed = self._access.hand_on(frame, result)
+        made = list(tensors_in(result))
+        handed = self._access.hand_on(frame, made)
         left = self._access.references(frame, handed=handed)
-        added = [t for t in tensors_in(frame.containers) if id(t) not in frame.given]
-        kept = () if frame.module is None else kept_tensors(frame.module)
-        made = (*tensors_in(result), *kept, *added)
+        if frame.module is not None:
+            made += kept_tensors(frame.module)
+        if frame.containers:
+            made += [t for t in tensors_in(frame.containers) if id(t) not in frame.given]
         # An in-place operator on a view gives it another grad_fn, without our hook; its gradient still passes the base.
         bases = [t._base for t in made if t._base is not None]
         outputs = {id(t): t for t in (*made, *bases) if t.grad_fn is not None}
         saves_elsewhere = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        found = Findings({}, frozenset())
+        found = _NOTHING
         if self._is_rehearsal and frame.module is not None:
             found = Findings(left, frozenset())
         elif left and outputs and not frame.recomputing and not saves_elsewhere:
             found = self._graphs.find(frame, left, outputs.values())
         if frame.module is None:  # an operator: its parameters' gradients may land much later
             found = Findings(found.saved, frozenset(frame.groups))
-        self._counted |= found.uncertain
+        if found.uncertain:
+            self._counted |= found.uncertain
         if frame.recomputing:
             self._recomputed(frame, left)
         if frame.module is not None and (frame.recomputing or saves_elsewhere):  # who saves tensors for others has them
             found = Findings(left, found.uncertain)
         if outputs:
             self._watch(frame, outputs.values(), found, is_hidden=frame.recomputing or saves_elsewhere)
-        return {group for group, count in left.items() if count > found.saved.get(group, 0)}
+        return {group for group, count in left.items() if count > found.saved.get(group, 0)} if left else set()
 
     def _watch(self, frame: Frame, outputs: Iterable[torch.Tensor], found: Findings, *, is_hidden: bool) -> None:
         call = BackwardCall(
@@ -181,8 +185,12 @@ class BackwardTracker:
         call.module = id(frame.module) if frame.module is not None else 0
 
         def announce(_grad: torch.Tensor) -> None:
-            with self._turn.taken_by_hook():
+            took_turn = self._turn.take_in_hook()
+            try:
                 self._announce(call)
+            finally:
+                if took_turn:
+                    self._turn.give_back()
 
         for tensor in outputs:
             tensor.register_hook(announce)
@@ -218,8 +226,12 @@ class BackwardTracker:
         task = torch._C._current_graph_task_id()
 
         def end() -> None:
-            with self._turn.taken_by_hook():
+            took_turn = self._turn.take_in_hook()
+            try:
                 self._end(task)
+            finally:
+                if took_turn:
+                    self._turn.give_back()
 
         if task not in self._running:
             self._running[task] = []
@@ -242,7 +254,8 @@ class BackwardTracker:
                 self._waiting.setdefault(managed, []).append(call)
             else:
                 call.frozen.add(group)
-        self._left += [(call, group) for group in call.open if group in self._counted]
+        if self._counted:
+            self._left += [(call, group) for group in call.open if group in self._counted]
 
     def _settle(self, call: BackwardCall, group: int) -> None:
         """Unpin a group of the call if nothing is waited for any more."""
@@ -259,7 +272,7 @@ class BackwardTracker:
         if not is_over:
             return
         del call.open[group]
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if call.references and not torch._C._autograd._get_current_graph_task_keep_graph():
             call.used_up(group)
         self._executor.unpin(self._chunks[group], Tier.DEVICE)
 
@@ -268,7 +281,8 @@ class BackwardTracker:
         for call, group in self._left:
             if group in call.open:
                 self._settle(call, group)
-        self._left = [(call, group) for call, group in self._left if group in call.open]
+        if self._left:
+            self._left = [(call, group) for call, group in self._left if group in call.open]
 
     def _num_references(self, group: int) -> int:
         return cast(BoundChunk, self._chunks[group].home).num_foreign_references(besides=0)
@@ -306,12 +320,16 @@ class BackwardTracker:
         call.inputs = len(frame.inputs)
 
         def on_gradient(index: int) -> None:
-            call.inputs_left.discard(index)
-            with self._turn.taken_by_hook():
+            took_turn = self._turn.take_in_hook()
+            try:
+                call.inputs_left.discard(index)
                 if not call.inputs_left:
                     for group in list(call.open):
                         self._settle(call, group)
                 self._settle_left()
+            finally:
+                if took_turn:
+                    self._turn.give_back()
 
         for index, (tensor, _) in enumerate(frame.inputs):
             tensor.register_hook(lambda _grad, index=index: on_gradient(index))

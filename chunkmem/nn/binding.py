@@ -91,6 +91,8 @@ class ManagedParameter:
 
     @property
     def requires_grad(self) -> bool:
+        if self._num_users:
+            return self.param.requires_grad
         with torch._C.DisableTorchFunctionSubclass():
             return self.param.requires_grad
 

@@ -59,8 +59,12 @@ class GradientBook(GradientValues):
         def on_gradient(_param: torch.Tensor) -> None:
             book = ref()
             if book is not None:
-                with book._turn.taken_by_hook():
+                took_turn = book._turn.take_in_hook()
+                try:
                     book._on_gradient(book.members[group][position])
+                finally:
+                    if took_turn:
+                        book._turn.give_back()
 
         managed.gradient_hook = managed.param.register_post_accumulate_grad_hook(on_gradient)
 

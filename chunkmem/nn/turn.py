@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 from chunkmem.errors import StateError
 
@@ -27,8 +27,8 @@ class Turn:
         self._timeout_s = timeout_s
         self._with_hooks = with_hooks
         self._given_back = threading.Condition()
-        self._owner: threading.Thread | None = None
-        self._waiting: deque[threading.Thread] = deque()
+        self._owner_id: int | None = None
+        self._waiting: deque[int] = deque()
         """In the order they came: one that asks again and again would keep all others out."""
 
     def take(self) -> bool:
@@ -37,34 +37,25 @@ class Turn:
         Raises:
             StateError: another thread has kept it for too long.
         """
-        me = threading.current_thread()
-        if self._owner is me:
+        if self._owner_id == threading.get_ident():
             return False
-        deadline_s = time.monotonic() + self._timeout_s
         with self._given_back:
-            self._waiting.append(me)
-            while self._waiting[0] is not me or (self._owner is not None and self._owner.is_alive()):
-                if time.monotonic() > deadline_s and self._owner is not None:
-                    self._waiting.remove(me)
-                    raise StateError(
-                        f"thread {me.name} has waited {self._timeout_s:.0f} s for thread {self._owner.name}, which "
-                        "uses the models of this manager; let one thread at a time do so, or give each a manager"
-                    )
-                self._given_back.wait(_POLL_S)
-            self._waiting.popleft()
-            self._owner = me
+            if self._owner_id is not None or self._waiting:
+                self._wait()
+            self._owner_id = threading.get_ident()
         return True
 
     def give_back(self) -> None:
         """Let others have it, if this thread does."""
-        if self._owner is threading.current_thread():
+        if self._owner_id == threading.get_ident():
             with self._given_back:
-                self._owner = None
-                self._given_back.notify_all()
+                self._owner_id = None
+                if self._waiting:
+                    self._given_back.notify_all()
 
-    def taken_by_hook(self) -> AbstractContextManager[None]:
-        """Have the turn inside the block, in one of autograd's hooks. Raises what `take` does."""
-        return self.taken() if self._with_hooks else nullcontext()
+    def take_in_hook(self) -> bool:
+        """The same in one of autograd's hooks, which may act for a thread that has the turn."""
+        return self._with_hooks and self.take()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -75,3 +66,22 @@ class Turn:
         finally:
             if took:
                 self.give_back()
+
+    def _wait(self) -> None:
+        me = threading.get_ident()
+        deadline_s = time.monotonic() + self._timeout_s
+        self._waiting.append(me)
+        try:
+            while self._waiting[0] != me or self._is_taken():
+                if time.monotonic() > deadline_s:
+                    raise StateError(
+                        f"thread {threading.current_thread().name} has waited {self._timeout_s:.0f} s for another one, "
+                        "which uses the models of this manager; let one thread at a time do so, or give each a manager"
+                    )
+                self._given_back.wait(_POLL_S)
+        finally:
+            self._waiting.remove(me)
+
+    def _is_taken(self) -> bool:
+        """Tell whether a thread that still runs has the turn."""
+        return self._owner_id is not None and any(t.ident == self._owner_id for t in threading.enumerate())

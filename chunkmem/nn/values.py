@@ -18,13 +18,14 @@ def tensors_in(value: object, *, object_depth: int = _OBJECT_DEPTH) -> Iterator[
     """Yield the tensors in nested containers and in the attributes of plain objects, in order."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple, set, frozenset)):
+        return
+    if isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
             yield from tensors_in(item, object_depth=object_depth)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item, object_depth=object_depth)
-    if object_depth and not isinstance(value, (torch.Tensor, *_OPAQUE)):
+    if object_depth and not isinstance(value, _OPAQUE):
         for item in _attributes(value):
             yield from tensors_in(item, object_depth=object_depth - 1)
 

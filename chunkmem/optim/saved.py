@@ -114,10 +114,12 @@ class StatefulOptimizer(ChunkedOptimizer):
 
     def _managed(self) -> list[ManagedParameter]:
         """Return the managed parameters, over ranks those that this one owns: it has their states."""
-        return [m for m in self._looked_up() if m is not None and self._manager._owns(m)]
+        owns = self._manager._owns
+        return [m for m in self._looked_up() if m is not None and owns(m)]
 
     def _looked_up(self) -> list[ManagedParameter | None]:
-        return [self._manager._lookup(param) for param in self._params()]
+        lookup = self._manager._registry.lookup
+        return [lookup(param) for group in self.param_groups for param in group["params"]]
 
     def _excluded(self) -> list[torch.Tensor]:
         return [param for param in self._params() if self._manager._lookup(param) is None]
