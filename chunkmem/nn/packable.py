@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 
 import torch
 from torch import nn
@@ -87,6 +87,7 @@ def check_separate(roots: Iterable[nn.Module], *, packed: Set[int]) -> None:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             if storage_id(tensor) is not None and tensor.numel() and not serves_itself(tensor):
                 found.setdefault(id(tensor), (name, tensor))
+    made_anew = list(_made_by_hooks(roots))
     farthest: tuple[str, torch.Tensor] | None = None
     for name, tensor in sorted(found.values(), key=lambda pair: (str(pair[1].device), pair[1].data_ptr())):
         if farthest is not None and farthest[1].device == tensor.device and tensor.data_ptr() < _end(farthest[1]):
@@ -99,7 +100,18 @@ def check_separate(roots: Iterable[nn.Module], *, packed: Set[int]) -> None:
             if _end(tensor) <= _end(other):
                 continue
         farthest = name, tensor
-    _check_unshared(found.values(), packed=packed)
+    _check_unshared([*found.values(), *made_anew], packed=packed)
+
+
+def _made_by_hooks(roots: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield attributes that a hook makes before each forward, as torch.nn.utils.spectral_norm and pruning do."""
+    for root in roots:
+        for path, module in root.named_modules():
+            for hook in module._forward_pre_hooks.values():
+                name = getattr(hook, "name", getattr(hook, "_tensor_name", None))
+                tensor = vars(module).get(name) if isinstance(name, str) else None
+                if isinstance(tensor, torch.Tensor):
+                    yield f"{path}.{name}", tensor
 
 
 def _check_unshared(found: Iterable[tuple[str, torch.Tensor]], *, packed: Set[int]) -> None:
