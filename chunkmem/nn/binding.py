@@ -197,6 +197,11 @@ class ManagedParameter:
             self.param.data = target
             self.version = self.param._version
 
+    def clear(self) -> None:
+        """Make the placeholder NaN again."""
+        self._blank.fill_(_blank_value(self._blank))
+        self.version = self.param._version
+
     def was_written(self) -> bool:
         """Tell, once, whether autograd's version counter has moved."""
         version = self.param._version
@@ -213,6 +218,8 @@ class BoundChunk:
         self._slab: Slab | None = None
         self.parameters: list[ManagedParameter] = []
         self.is_bound = False
+        self._lost: list[str] = []
+        """Parameters that were written to while they were away, past what serves them."""
         self.was_assigned = False
         """A parameter's `.data` has been assigned, and the values put into the chunk."""
 
@@ -241,6 +248,9 @@ class BoundChunk:
             return
         flat = self._storage.flat
         for managed in self.parameters:
+            if managed.was_written():
+                self._lost.append(str(managed))
+                managed.clear()
             if managed.view is None:
                 managed.view = torch.as_strided(flat, managed.shape, managed.stride, managed.slot.offset)
             managed.point(managed.view, at=managed.placeholder)
@@ -289,7 +299,8 @@ class BoundChunk:
         Raises:
             StateError: something gave a parameter other memory, or values that had nowhere to go.
         """
-        strayed, lost = [], []
+        strayed, lost = [], self._lost
+        self._lost = []
         for managed in self.parameters:
             if managed.was_written_elsewhere():
                 raise StateError(
@@ -305,6 +316,7 @@ class BoundChunk:
                 strayed.append(str(managed))
             elif not self.is_bound and managed.was_written():
                 lost.append(str(managed))
+                managed.clear()
         if strayed:
             raise _not_kept(strayed, "given other memory after it was packed")
         if lost:

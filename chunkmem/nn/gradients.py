@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -42,6 +43,9 @@ class GradientBook(GradientValues):
         self._then = then
         self.exposed: set[ManagedParameter] = set()
         """Parameters whose `.grad` is the user's for a while, inside `manager.gather(grads=True)`."""
+        self._shown: dict[ManagedParameter, LazyGradient] = {}
+        """What `.grad` was last; it is used again when nobody else refers to it."""
+        self._unshown = _num_holders({0: torch.zeros(())}, 0)
         example = _with_gradient()
         self._unheld = _num_references(example), _num_memory_references(example)
         """What they say of a gradient that nobody else refers to."""
@@ -109,7 +113,16 @@ class GradientBook(GradientValues):
         source = self._sources[managed]
         source.life += 1
         source.state = GradientState.LIVE
-        managed.grad = LazyGradient(source, source.life)
+        # Made anew in each step, it would lie where the gradient was, and the C library could not use that again.
+        if managed not in self._shown or self._is_shown_elsewhere(managed):
+            self._shown[managed] = LazyGradient(source, source.life)
+        self._shown[managed].life = source.life
+        managed.grad = self._shown[managed]
+
+    def _is_shown_elsewhere(self, managed: ManagedParameter) -> bool:
+        """Tell whether somebody has kept what `.grad` was: that has to go on saying that its gradient is gone."""
+        in_graphs = self._shown[managed]._use_count() > 1  # type: ignore[attr-defined]
+        return in_graphs or _num_holders(self._shown, managed) > self._unshown
 
     def show_reduced(self, managed: ManagedParameter) -> None:
         """Count a mean, of gradients that other ranks had, as this one's."""
@@ -216,6 +229,12 @@ class GradientBook(GradientValues):
             if source.state is not GradientState.NONE:
                 source.state = GradientState.CONSUMED if is_shown else GradientState.NONE
         self.forget(params)
+
+
+def _num_holders(table: Mapping[Any, torch.Tensor], key: Any) -> int:
+    """Return how many references there are to a tensor in a table, this function's included."""
+    value = table[key]
+    return sys.getrefcount(value)
 
 
 def _num_references(param: torch.Tensor) -> int:

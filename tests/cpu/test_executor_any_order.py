@@ -201,7 +201,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 99))
     def user_writes_to_an_absent_parameter(self, index: int) -> None:
-        """By code that passes by what serves it. It cannot be kept, and has to be told: the values stay as they were."""
+        """By code that passes by what serves it. It cannot be kept, and has to be told: the values stay."""
         group = index % len(self.world.parameters)
         if DEVICE not in self.chunk(ChunkId(Role.PARAM, group)).replicas:
             managed = self.world.parameters[group][0]

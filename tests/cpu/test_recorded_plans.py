@@ -33,6 +33,7 @@ def test_a_recorded_run_has_one_meaning(precision: str, hybrid: bool, overlap: b
             for _ in range(2):
                 model(torch.randn(8, WIDTH)).square().mean().backward()
             optimizer.step()
+            optimizer.zero_grad()
         assert manager.trace is not None
         assert manager.plan is not None
         assert_one_meaning(manager.plan, manager.trace)
