@@ -37,9 +37,9 @@ class ManagedParameter:
     """A Parameter the user made, and where its values are. The Parameter object itself is never replaced."""
 
     __slots__ = (
-        "_assigned",
-        "_blank", "_closed_class", "_num_users", "_open_class", "accumulator", "bound", "built_dtype", "gradient_hook",
-        "group", "name", "param", "placeholder", "position", "shape", "slot", "stride", "version", "view",
+        "_assigned", "_blank", "_closed_class", "_num_users", "_open_class", "accumulator", "bound", "built_dtype",
+        "gradient_hook", "group", "name", "num_assigned", "param", "placeholder", "position", "shape", "slot", "stride",
+        "version", "view",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +80,8 @@ class ManagedParameter:
         self._num_users = 0
         self._assigned: tuple[weakref.ref[torch.Tensor], int] | None = None
         """What was last assigned to `.data`, and its version then."""
+        self.num_assigned = 0
+        """How often something else was."""
 
     def __str__(self) -> str:
         return f"{self.name} {tuple(self.shape)}"
@@ -170,6 +172,7 @@ class ManagedParameter:
     def remember(self, assigned: torch.Tensor) -> None:
         """Note what was assigned to `.data`: in plain PyTorch the parameter would share its memory."""
         self._assigned = weakref.ref(assigned), assigned._version
+        self.num_assigned += 1
 
     def was_written_elsewhere(self) -> bool:
         """Tell, once, whether what was assigned to `.data` has been written to since."""
@@ -197,10 +200,13 @@ class ManagedParameter:
             self.param.data = target
             self.version = self.param._version
 
-    def clear(self) -> None:
-        """Make the placeholder NaN again."""
-        self._blank.fill_(_blank_value(self._blank))
+    def clear(self) -> bool:
+        """Make the placeholder NaN again; tell whether it was something else."""
+        blank = _blank_value(self._blank)
+        was_set = bool(self._blank == self._blank) if blank != blank else bool(self._blank != blank)
+        self._blank.fill_(blank)
         self.version = self.param._version
+        return was_set
 
     def was_written(self) -> bool:
         """Tell, once, whether autograd's version counter has moved."""
@@ -248,9 +254,8 @@ class BoundChunk:
             return
         flat = self._storage.flat
         for managed in self.parameters:
-            if managed.was_written():
+            if managed.was_written() and managed.clear():
                 self._lost.append(str(managed))
-                managed.clear()
             if managed.view is None:
                 managed.view = torch.as_strided(flat, managed.shape, managed.stride, managed.slot.offset)
             managed.point(managed.view, at=managed.placeholder)
@@ -314,9 +319,8 @@ class BoundChunk:
                 managed.version = managed.param._version
                 managed.accumulator = None  # torch has made itself another one
                 strayed.append(str(managed))
-            elif not self.is_bound and managed.was_written():
+            elif not self.is_bound and managed.was_written() and managed.clear():
                 lost.append(str(managed))
-                managed.clear()
         if strayed:
             raise _not_kept(strayed, "given other memory after it was packed")
         if lost:

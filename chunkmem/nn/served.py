@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkmem.errors import StateError
 from chunkmem.nn.access import AccessTracker, Frame, in_backward
@@ -87,6 +88,8 @@ class ParameterServer:
         self._managed: dict[int, ManagedParameter] = {}
         """By the identity of the Parameter."""
         self._classes: dict[type[nn.Parameter], type[nn.Parameter]] = {}
+        self._taken = WeakTensorKeyDictionary()
+        """Tensors that were taken out of parameters, each with how often others had been assigned to `.data` then."""
         self._being_saved: set[int] = set()
         """Identities of Parameters whose module is putting together its `state_dict`, which is then filled in."""
 
@@ -161,6 +164,8 @@ class ParameterServer:
             result = _alone(args[0], func) if func in _WITH_STORAGE else func(*args, **kwargs)
             own = {id(managed.param) for managed in parameters}
             held = self._backward.watch(frame, None if id(result) in own else result)
+            if isinstance(result, torch.Tensor) and (func == _GET_DATA or func is _TENSOR.detach):
+                self._taken[result] = parameters[0].num_assigned
             if func is _TENSOR.data_ptr:  # what looks at addresses takes equal ones for the same memory
                 access.keep_address(frame.groups)
         finally:
@@ -191,6 +196,11 @@ class ParameterServer:
                 "keeps its shape and dtype: choose them before manager.wrap() or inside manager.init()"
             )
         is_own = managed.stands_at(values)
+        if is_own and self._taken.get(values, managed.num_assigned) != managed.num_assigned:
+            raise StateError(
+                f"parameter {managed} was given other memory since this tensor was taken out of its .data, and the "
+                "tensor has changed with it; keep a copy to put back: backup = param.data.clone()"
+            )
         with torch.no_grad():
             param.copy_(values.clone())  # they may be a view of what they replace
         if not is_own:  # as with `param.data += 1`: what is written there reaches the parameter

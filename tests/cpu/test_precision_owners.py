@@ -474,6 +474,7 @@ def test_batch_statistics_built_in_the_other_low_dtype_are_met_in_it(precision: 
     for _ in range(3):
         manager.backward(built(torch.randn(4, 8)).square().mean())
         optimizer.step()
+        optimizer.zero_grad()
     low = DTYPES[precision]
     assert seen[0] == (dtype, low)
     assert [param.dtype for param in built.parameters()] == [low] * 2 + [dtype] * 2 + [low] * 2
