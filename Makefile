@@ -3,9 +3,11 @@
 #   DATA=file-or-folder   text to train the demo on
 #   PYTHON=python3.12     another interpreter than python3
 #   TORCH=torch==2.13.0   another torch, e.g. a wheel for your CUDA version
+#   JOBS=2                processes that `make test` runs beside each other
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -21,7 +23,7 @@ demo: $(VENV)/.plot
 	$(RUN) examples/pretrain_gpt.py --out runs/demo $(if $(DATA),--data "$(DATA)")
 
 test: $(VENV)/.test
-	$(RUN) -m pytest tests -q --durations=10 -m "not full"
+	$(RUN) -m pytest tests -q --durations=10 -m "not full" -n $(JOBS) --dist loadfile
 
 test-full: $(VENV)/.test $(VENV)/.integrations
 	$(RUN) -m pytest tests -q --durations=25 --full
