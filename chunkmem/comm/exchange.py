@@ -53,7 +53,7 @@ class Traffic:
     sent_nbytes: int = 0
     received_nbytes: int = 0
     buffered_nbytes: int = 0
-    """Memory beside the chunks that the reductions under way take; that inside of a library is not known."""
+    """Non-model memory of the reductions under way; that inside of a library is not known."""
     peak_buffered_nbytes: int = 0
 
     def buffer(self, nbytes: int) -> None:

@@ -187,7 +187,7 @@ class AccessTracker:
         """Serve a read: the parameter is on DEVICE when this returns, and stays while its reader runs.
 
         Raises:
-            CapacityError: the chunk does not fit beside what else is being read.
+            CapacityError: the chunk does not fit together with what else is being read.
             StateError: the manager is closed.
         """
         if managed in frame.reads:

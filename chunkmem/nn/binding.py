@@ -185,7 +185,7 @@ class ManagedParameter:
         return False
 
     def num_references(self) -> int:
-        """Return how many references to the parameter itself there are, beside its own Python object's.
+        """Return how many references to the parameter itself there are, in addition to its own Python object's.
 
         A graph holds such references: what it saved, and the views it made.
         """
@@ -278,7 +278,7 @@ class BoundChunk:
     def num_foreign_references(self, *, besides: int) -> int:
         """Return how many references there are to the memory and to the parameters that are not ours.
 
-        Graphs have some, and whoever has kept `detach()`, `.numpy()` or a view. `besides` is the number of views that
+        Graphs have some, and so does a kept `detach()`, `.numpy()` or view. `besides` is the number of views that
         the caller knows of.
         """
         ours = 2 + besides + sum(managed.view is not None for managed in self.parameters)

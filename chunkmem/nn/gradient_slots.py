@@ -38,9 +38,9 @@ class GradientSlots:
         self.anywhere: set[ManagedParameter] = set()
         """Parameters of which a rank has a gradient, as of the last mean over ranks; the same on all of them."""
         self._carried: dict[int, torch.Tensor] = {}
-        """By group: such a mean, while further gradients land beside it."""
+        """By group: such a mean, while further gradients accumulate in the slot."""
         self.before_touching: Callable[[int], None] = lambda group: None
-        """Called before a gradient of a group lands or is completed: whoever reduces it finishes that."""
+        """Called before a gradient of a group lands or is completed: a reduction of it under way is finished first."""
         self._expected: dict[int, int] = {}
         """Trainable parameters of each group that has begun."""
 
@@ -135,7 +135,7 @@ class GradientSlots:
         self._executor.discard_remote(chunk)  # unlike the owner's, it is not wanted before the next backward
 
     def _carry(self, group: int, reader: str) -> None:
-        """More comes after a mean was formed: keep that beside, and begin anew."""
+        """More comes after a mean was formed: set that aside, and accumulate from zero."""
         chunk = self.chunks[group]
         replica = self._executor.use(chunk, Tier.DEVICE, reader=reader)
         with runtime_mode():
@@ -153,7 +153,7 @@ class GradientSlots:
                 carried[managed.slot.offset : managed.slot.end].zero_()
 
     def zero_landed(self, managed: ManagedParameter) -> None:
-        """Set to zero what has landed, on all tiers, and the mean that is carried beside it."""
+        """Set to zero what has landed, on all tiers, and the mean that was set aside."""
         self.before_touching(managed.group)
         self._executor.drain()
         self._clear_carried(managed)

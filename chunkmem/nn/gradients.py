@@ -113,7 +113,7 @@ class GradientBook(GradientValues):
         source = self._sources[managed]
         source.life += 1
         source.state = GradientState.LIVE
-        # Made anew in each step, it would lie where the gradient was, and the C library could not use that again.
+        # A new one in each step would lie where the gradient was, and the C library could not use that again.
         if managed not in self._shown or self._is_shown_elsewhere(managed):
             self._shown[managed] = LazyGradient(source, source.life)
         self._shown[managed].life = source.life

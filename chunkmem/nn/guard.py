@@ -52,7 +52,7 @@ class AccessGuard(TorchDispatchMode):
 
     Under a smaller cap that memory would have been elsewhere: the numbers would be wrong, or the process would die.
     `undeclared` maps the identity of a storage to the name of what lies in it, or None if it may be used; `note_write`
-    hears of storages that are written to. `run` calls the operator: whoever counts memory looks on there.
+    hears of storages that are written to. `run` calls the operator, for a probe that counts memory.
     """
 
     supports_higher_order_operators = True

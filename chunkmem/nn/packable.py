@@ -87,7 +87,7 @@ def check_separate(roots: Iterable[nn.Module], *, packed: Set[int]) -> None:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             if storage_id(tensor) is not None and tensor.numel() and not serves_itself(tensor):
                 found.setdefault(id(tensor), (name, tensor))
-    made_anew = list(_made_by_hooks(roots))
+    remade = list(_made_by_hooks(roots))
     farthest: tuple[str, torch.Tensor] | None = None
     for name, tensor in sorted(found.values(), key=lambda pair: (str(pair[1].device), pair[1].data_ptr())):
         if farthest is not None and farthest[1].device == tensor.device and tensor.data_ptr() < _end(farthest[1]):
@@ -100,7 +100,7 @@ def check_separate(roots: Iterable[nn.Module], *, packed: Set[int]) -> None:
             if _end(tensor) <= _end(other):
                 continue
         farthest = name, tensor
-    _check_unshared([*found.values(), *made_anew], packed=packed)
+    _check_unshared([*found.values(), *remade], packed=packed)
 
 
 def _made_by_hooks(roots: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -117,7 +117,7 @@ class ParameterServer:
         """Run an operator that got parameters which nobody has open.
 
         Raises:
-            CapacityError: they do not fit DEVICE together, beside what is held.
+            CapacityError: they do not fit DEVICE together with what is held.
             StateError: the manager is closed, another rank has the values, or their memory would be taken away.
         """
         is_saved = func is _TENSOR.detach and id(args[0]) in self._being_saved

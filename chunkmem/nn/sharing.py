@@ -50,7 +50,7 @@ class Sharing:
 
     @property
     def buffered_nbytes(self) -> tuple[int, int]:
-        """Memory beside the chunks that exchanges take: now, and at the peak."""
+        """Non-model memory of exchanges: now, and at the peak."""
         traffics = [exchange.traffic for exchange in self._exchanges]
         return sum(t.buffered_nbytes for t in traffics), max(t.peak_buffered_nbytes for t in traffics)
 

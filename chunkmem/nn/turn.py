@@ -1,4 +1,4 @@
-"""One thread at a time: chunks are moved by whoever runs a model, and two that did so would move them apart."""
+"""One thread at a time: the thread that runs a model moves chunks, and two at once would undo each other's moves."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class ChunkStates:
         if self._manager._owns(managed):
             if managed not in self.steps:
                 self.prepare([managed])
-            self._updater.ahead.forget()  # an update beside backward has read what is replaced here
+            self._updater.ahead.forget()  # an update overlapped with backward has read what is replaced here
             for role in STATE_ROLES:
                 if role.value in values:
                     self._updater.write(self._updater.state(role, managed), managed, values[role.value])

@@ -41,7 +41,7 @@ class StatefulOptimizer(ChunkedOptimizer):
     def __getstate__(self) -> NoReturn:
         raise StateError(
             "this optimizer cannot be copied or pickled: its states live in chunks. Take optimizer.state_dict() and "
-            "load it into an optimizer made anew"
+            "load it into a new optimizer"
         )
 
     def state_dict(self) -> dict[str, Any]:

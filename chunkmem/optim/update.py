@@ -287,7 +287,7 @@ class GroupUpdater:
         chunk = self._chunk(Role.GRAD, managed.group)
         slots = [self._store.views(chunk, tier)[managed.position] for tier in chunk.replicas if chunk.ready(tier)]
         grad = managed.param.grad
-        # A tensor that a user has assigned, and goes on using, is one more replica.
+        # A tensor that a user has assigned, and still uses, is one more replica.
         return slots if grad is None or isinstance(grad, LazyGradient) else [*slots, grad]
 
     def _chunk(self, role: Role, group: int) -> Chunk:

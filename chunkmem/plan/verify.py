@@ -48,7 +48,7 @@ class Reader:
         """By replica that is being exchanged: the number of that operation."""
 
     def read(self, *, watch: Callable[[int], None] | None = None) -> Program:
-        """Go through one lap. A lap ends as it begins, so this holds for all of them.
+        """Go through one iteration. It ends as it begins, so this holds for all of them.
 
         Args:
             watch: called with each moment's index while the moment runs: what it begins with is there, and what it uses

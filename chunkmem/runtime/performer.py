@@ -115,7 +115,7 @@ class Performer:
 
     @property
     def was_followed(self) -> bool:
-        """Some moment of the lap was on plan; else `obstacle` says why not."""
+        """Some moment of the step was on plan; else `obstacle` says why not."""
         return bool(self.journal.began) or self.is_at_end
 
     def update_tier(self, group: int) -> Tier | None:

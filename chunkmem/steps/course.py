@@ -181,7 +181,7 @@ class Course:
         if self.mode is Mode.EVAL or not aside_nbytes:
             return plan
         if simulate(plan, trace).peak_nbytes[Tier.HOST] + aside_nbytes > machine.host_nbytes:
-            # HOST is where chunks are that the step does not touch: beside a plan that fills it they find no room.
+            # HOST is where chunks are that the step does not touch: a plan that fills it leaves them no room.
             left_nbytes = max(0, machine.host_nbytes - aside_nbytes)
             with suppress(CapacityError):
                 plan = make_plan(trace, replace(machine, host_nbytes=left_nbytes), options=self._options)
