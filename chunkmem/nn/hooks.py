@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -133,12 +133,18 @@ class ModuleHooks:
         frame = self._access.pop(module)
         if frame is None:
             return
-        held = self._backward.watch(frame, result) if frame.reads else ()
-        if not frame.reads:
-            self._access.references(frame, handed={})
-        self._access.release(frame, held=held)
-        if frame.took_turn:
-            self._turn.give_back()
+        held: Collection[int] = ()
+        try:
+            if frame.reads:
+                held = self._backward.watch(frame, result)
+            else:
+                self._access.references(frame, handed={})
+        finally:
+            try:
+                self._access.release(frame, held=held)
+            finally:  # also where the user has left a parameter that cannot be kept
+                if frame.took_turn:
+                    self._turn.give_back()
         if frame.opened is not None:
             self._units.leave(frame.opened)
 

@@ -240,3 +240,72 @@ def test_threads_that_evaluate_one_model_take_turns() -> None:
         assert errors == []
         assert all(torch.equal(out, expected[seed]) for seed, outs in found.items() for out in outs)
         twin.train()
+
+
+def test_a_thread_that_fails_lets_others_have_their_turn() -> None:
+    class Spoils(Weight):
+        spoils = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = x @ self.weight
+            if self.spoils:
+                self.weight.data = torch.zeros(3, device=x.device)
+            return out
+
+    with chunkmem.ChunkManager(config(8 * CHUNK_NBYTES)) as manager:
+        twin = Twin(manager, Spoils)
+        twin.train()
+        before = twin.weights()
+        Spoils.spoils = True
+        with pytest.raises(chunkmem.StateError, match=r"weight \(16, 16\).*keeps its shape and dtype"):
+            twin.model(features(0))
+        Spoils.spoils = False
+        assert_equal(twin.weights(), before)
+        seen: list[Tensor] = []
+        other = threading.Thread(target=lambda: seen.append(twin.model(features(0)).detach()), daemon=True)
+        other.start()
+        other.join(timeout=30)
+        assert len(seen) == 1
+        assert torch.equal(seen[0], twin.model(features(0)))
+        twin.train()
+
+
+class HandsOver(nn.Module):
+    """Uses what a child returns of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = ReturnsWeight()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.child())
+
+
+class ReturnsWeight(Weight):
+    def forward(self) -> Tensor:
+        return self.weight.t()
+
+
+@cpu_only
+def test_what_a_module_returns_of_its_weight_needs_no_room_until_its_backward() -> None:
+    """It counts as read by the caller. As somebody's alias it would stay on DEVICE from forward to backward."""
+    assert same(lambda: Scripted(HandsOver), steps) <= 4 * CHUNK_NBYTES
+
+
+@cpu_only
+def test_operators_over_lists_need_room_for_one() -> None:
+    def scenario(twin: Twin) -> list[Any]:
+        seen = steps(twin)
+        params = list(twin.model.parameters())
+        average = [param.detach().clone() for param in params]
+        with torch.no_grad():
+            torch._foreach_mul_(params, 0.9)
+            torch._foreach_lerp_(average, params, 0.5)
+            norms = torch._foreach_norm(params)
+        return [*seen, average, norms, *steps(twin)]
+
+    plain = Twin(None, Blocks)
+    expected = scenario(plain), plain.left()
+    with chunkmem.ChunkManager(config(4 * CHUNK_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        assert_equal((scenario(twin), twin.left()), expected)
