@@ -154,10 +154,14 @@ def parse_arguments() -> argparse.Namespace:
     names = [variant.name for variant in VARIANTS if variant is not PLAIN]
     told = f"beside plain, and what they are compared to: {', '.join(names)} (default: all)"
     parser.add_argument("--variants", nargs="+", choices=names, default=names, metavar="NAME", help=told)
+    told = "run each chunkmem variant with another checkout's chunkmem too, e.g. a `git worktree` of an older commit"
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help=told)
     parser.add_argument("--quick", action="store_true", help="a small model: tries the harness, measures nothing")
     arguments = parse(parser)
     if arguments.rounds < 1 or arguments.steps_per_round < 2:
         parser.error("--rounds must be at least 1 and --steps-per-round at least 2")
+    if arguments.before and not (arguments.before / "chunkmem" / "__init__.py").is_file():
+        parser.error(f"--before: there is no chunkmem in {arguments.before}")
     return arguments
 
 
@@ -167,6 +171,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     wanted = {PLAIN.name, *arguments.variants}
     wanted |= {variant.baseline for variant in VARIANTS if variant.name in wanted}
     variants = [variant for variant in VARIANTS if variant.name in wanted]
+    if arguments.before:
+        variants += [variant.before(arguments.before) for variant in variants if variant.trainer == "chunkmem"]
     return {
         "command": command("overhead"),
         **surroundings(),

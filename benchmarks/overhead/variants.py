@@ -6,14 +6,17 @@ Every variant runs in a process of its own (`serve`) and trains one step when it
 from __future__ import annotations
 
 import hashlib
+import importlib
 import resource
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.overhead.masters import MasterAdamW
+from benchmarks.program import BenchmarkError
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 NUM_BATCHES = 4
@@ -55,6 +59,8 @@ class Variant:
     aim: float | None = None
     """The lower end of the ratio's interval should not be above this."""
     precision: str = "fp32"
+    checkout: str | None = None
+    """The folder whose chunkmem it runs; None: this one's."""
 
     @property
     def baseline(self) -> str:
@@ -64,6 +70,12 @@ class Variant:
     def cap_nbytes(self, num_params: int) -> int | None:
         """The device cap in bytes for a model of `num_params` parameters."""
         return None if self.cap_nbytes_per_param is None else round(self.cap_nbytes_per_param * num_params)
+
+    def before(self, checkout: Path) -> Variant:
+        """The same variant with the chunkmem of another checkout."""
+        return replace(
+            self, name=f"{self.name}-before", title=f"{self.title}; before", aim=None, checkout=str(checkout.resolve())
+        )
 
 
 BASELINES = {"fp32": "plain", "bf16": "bf16-plain"}
@@ -189,8 +201,7 @@ def train_masters(_variant: Variant, shape: Shape) -> Training:
 
 def train_chunkmem(variant: Variant, shape: Shape) -> Training:
     """The same training loop with the model in chunks under the variant's cap on device memory."""
-    import chunkmem
-
+    chunkmem = _import_chunkmem(variant.checkout)
     keys = {"precision": variant.precision, "memory": {"device": variant.cap_nbytes(num_params(shape))}}
     manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(keys))
     with manager.init():
@@ -204,6 +215,18 @@ def train_chunkmem(variant: Variant, shape: Shape) -> Training:
         )
 
     return Training(model, optimizer, manager.backward, account, lambda: manager.state_dict(model))
+
+
+def _import_chunkmem(checkout: str | None) -> ModuleType:
+    """Import the chunkmem of `checkout` (None: this one's) in place of what the harness itself imported of it."""
+    if checkout is not None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "chunkmem"]:
+            del sys.modules[name]
+        sys.path.insert(0, checkout)
+    chunkmem = importlib.import_module("chunkmem")
+    if checkout is not None and not Path(str(chunkmem.__file__)).is_relative_to(checkout):
+        raise BenchmarkError(f"{checkout} has no chunkmem: {chunkmem.__file__} was imported")
+    return chunkmem
 
 
 def train_fsdp2(_variant: Variant, shape: Shape) -> Training:
