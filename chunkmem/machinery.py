@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from chunkmem.comm.agreement import Operation
 from chunkmem.comm.methods import possible_exchanges
 from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config, flattened, unavailable_keys
@@ -30,6 +31,7 @@ from chunkmem.nn.collect import Collector
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import AccessGuard, DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks
+from chunkmem.nn.ordinary import OrdinaryTensors, same_random_numbers
 from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.registry import ModelRegistry
@@ -114,7 +116,9 @@ class Machinery:
         self._access = AccessTracker(self._executor)
         self._turn = Turn(timeout_s=self.config.distributed.timeout_s, with_hooks=not self._compute.is_accelerator)
         self._backward = BackwardTracker(self._executor, self._access, self._units, self._turn)
-        self._server = ParameterServer(self._executor, self._access, self._backward, self._turn)
+        self._server = ParameterServer(
+            self._executor, self._access, self._backward, self._turn, is_shared=self._sharing is not None
+        )
         self._gradients = GradientBook(
             self._executor,
             settles=lambda group: self._updater.settles(group),
@@ -149,6 +153,7 @@ class Machinery:
             units=self._units,
             turn=self._turn,
             on_root=self._begin_root,
+            on_error=self._ranks.tell,
             make_guard=self._make_guard,
         )
         self._borders = Borders(is_outermost=lambda root: not self._access.stack or self._access.is_stale(root))
@@ -157,6 +162,7 @@ class Machinery:
         self._collector: Collector | None = None
         self._stepping = False
         self._gathers_open = 0
+        self._ordinary = OrdinaryTensors(self._ranks)
         self._averaged: list[nn.Parameter] = []
         """Of excluded modules, those whose gradients are averaged over ranks."""
         self._exchange_Bps = inf
@@ -252,6 +258,7 @@ class Machinery:
             self._ranks.agree("the layout of the chunks", digest(packed.layout for packed in added))
             for packed in added:
                 self._sharing.let_go_of_others(group.id for group in packed.layout.groups)
+            self._ordinary.add(roots, excluded, kept=kept)
         for root in roots if self._dtype is not torch.float32 else ():
             self._borders.fit(root, self._registry.precision.modules, self._dtype)
         for packed in added:
@@ -301,10 +308,33 @@ class Machinery:
         self._access.reset(step=False)
         self._backward.reset(step=False)
         self._units.reset()
+        self._units.begin_root(grad_enabled=torch.is_grad_enabled())
+        self._state_frozen()
         self._conductor.begin_root(grad_enabled=torch.is_grad_enabled())
         self._registry.check()
         self._surface.check_copies()
         self._gradients.watch(self._registry.parameters)
+
+    @contextlib.contextmanager
+    def _together(self, call: str) -> Iterator[None]:
+        """Surround a call that all ranks make, by this thread alone.
+
+        Raises:
+            RankError: a rank is missing, or makes another call.
+        """
+        with self._turn.taken(), self._ranks.telling(call):
+            self._ranks.begin(Operation(call))
+            yield
+
+    def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """Surround the building of a model."""
+        return contextlib.nullcontext() if self._sharing is None else same_random_numbers(self._ranks)
+
+    def _state_frozen(self) -> None:
+        """Have the ranks compare which parameters are frozen."""
+        if self._sharing is not None:
+            frozen = (managed for managed in self._registry.parameters if not managed.requires_grad)
+            self._ranks.know(frozenset(f"parameter {managed} is frozen" for managed in frozen))
 
     def _make_guard(self) -> AccessGuard | None:
         """Steps that are recorded run under a check; it would cost too much in every one."""
@@ -320,11 +350,12 @@ class Machinery:
     def _step(self, *, updates: bool) -> Iterator[None]:
         """Surround `step()` and clipping: backward is over, and what users wrote counts."""
         self._require_open()
-        with self._turn.taken(), self._bracket(updates=updates):
+        label = "optimizer.step()" if updates else "clipping of gradients"
+        with self._turn.taken(), self._ranks.telling(label), self._bracket(label, updates=updates):
             yield
 
     @contextlib.contextmanager
-    def _bracket(self, *, updates: bool) -> Iterator[None]:
+    def _bracket(self, label: str, *, updates: bool) -> Iterator[None]:
         if self._gathers_open:
             raise StateError("optimizer.step() inside manager.gather(): leave the block first, its writes count then")
         self._access.reset(step=True)
@@ -341,12 +372,14 @@ class Machinery:
         try:
             self._gradients.settle(self._registry.parameters)
             if self._reduction is not None:
-                self._units.attend()
+                self._state_frozen()
+                self._units.attend(label)
                 self._reduction.reduce(list(self._registry.parameters))
                 self._reduction.reduce_excluded(self._averaged)
             yield
             self._access.refresh_held()
             if updates:
+                self._ordinary.follow()
                 self._conductor.end_step()
                 self._units.end_step()
                 if self._trial is not None:

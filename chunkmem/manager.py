@@ -70,7 +70,7 @@ class ChunkManager(Machinery):
         if self._sharing is not None and not self.config.release_after_init:
             built = BuiltOverRanks(self._sharing, collector)
         try:
-            with collector.watching(), built.watching():
+            with self._random_numbers(), collector.watching(), built.watching():
                 yield
         finally:
             self._collector = None
@@ -126,7 +126,7 @@ class ChunkManager(Machinery):
             self._scaler.is_used = True
             loss = loss if is_scaled else loss.float() * self._scaler.scale
         guard = self._make_guard()
-        with guard or contextlib.nullcontext():
+        with self._ranks.telling("manager.backward()"), guard or contextlib.nullcontext():
             loss.backward(**kwargs)
 
     def mark_scaled(self) -> None:
@@ -172,7 +172,7 @@ class ChunkManager(Machinery):
         self._gathers_open += 1
         try:
             with (
-                self._turn.taken(),
+                self._together("manager.gather()"),
                 gathered(
                     managed,
                     grads=grads,
@@ -195,7 +195,8 @@ class ChunkManager(Machinery):
         """
         self._require_open()
         self._registry.check()
-        with self._turn.taken():
+        with self._together("manager.state_dict()"):
+            self._ordinary.follow()
             state = self._surface.state_dict(self._registry.only_root(model))
         return {} if rank0_only and self._ranks.rank > 0 else state
 
@@ -211,8 +212,8 @@ class ChunkManager(Machinery):
         self._require_open()
         self._registry.check()
         root = self._registry.only_root(model)
-        check_fits(state_dict, self._surface.expected_state(root), strict=strict)
-        with self._turn.taken():
+        with self._together("manager.load_state_dict()"):
+            check_fits(state_dict, self._surface.expected_state(root), strict=strict)
             keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
         return keys
 

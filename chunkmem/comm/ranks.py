@@ -6,17 +6,30 @@ What happens when one of them is missing: [Note: Roll call] in `chunkmem.comm.ro
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import pickle
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from chunkmem.comm.agreement import (
+    Operation,
+    Verdict,
+    difference,
+    numbers_of,
+    packed,
+    smallest_over,
+    unpacked,
+    verdict,
+)
 from chunkmem.comm.roll import Answer, call_roll, hang_up, named
 from chunkmem.errors import ConfigError, RankError, StateError
 
@@ -29,6 +42,9 @@ _ROLL_CALL_SHARE = 0.25
 """Of the timeout; the rest is what an exchange may take."""
 _LINGER_SHARE = 0.1
 """Of the roll call."""
+_BUCKET_NBYTES = 64 << 20
+"""Of tensors that are sent together."""
+_TOLD = "chunkmem: the other ranks were told"
 
 
 class Ranks:
@@ -67,6 +83,12 @@ class Ranks:
         self._names: tuple[int, ...] = (0,)
         self._lock = threading.Lock()
         self._failure: RankError | None = None
+        self._facts: frozenset[str] = frozenset()
+        self._facts_digest = ""
+        self._has_joined = False
+        """In what others did, since the last step."""
+        self._complete: int | None = None
+        """If a rank has: the first one that has not."""
         if group is not None and self.size > 1:
             self._open(group)
             here = socket.gethostname().encode()
@@ -154,6 +176,10 @@ class Ranks:
         Raises:
             RankError: a rank did not come.
         """
+        self.begin(Operation(label))
+        return self._broadcast_object(value, label, source)
+
+    def _broadcast_object(self, value: _T, label: str, source: int) -> _T:
         sent = pickle.dumps(value) if self.rank == source else b""
         lengths = torch.tensor([len(sent)], dtype=torch.int64, device="cpu")
         length = int(self._broadcast(lengths, source, label))
@@ -161,14 +187,34 @@ class Ranks:
         self._broadcast(torch.frombuffer(memory, dtype=torch.uint8), source, label)
         return value if self.rank == source else cast(_T, pickle.loads(memory))
 
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], *, label: str) -> None:
+        """Overwrite tensors with what rank 0 has in them.
+
+        Args:
+            tensors: strided ones, of the same shapes and dtypes on all ranks.
+            label: what they are, for messages.
+
+        Raises:
+            RankError: a rank did not come, or has other tensors.
+        """
+        if self.size == 1 or not tensors:
+            return
+        self.begin(Operation(label, ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors)))
+        for some in _buckets(tensors):
+            with torch.no_grad():
+                flat = [tensor.detach().to("cpu", copy=True).contiguous().reshape(-1) for tensor in some]
+                raw = [one.view(torch.uint8) for one in flat]
+                together = self._broadcast(torch.cat(raw), 0, label)
+                if self.rank > 0:
+                    for tensor, part in zip(some, together.split([one.numel() for one in raw]), strict=True):
+                        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
     def _broadcast(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
         if self.size > 1:
             options = dist.BroadcastOptions()
             options.rootRank = source
             with self.waiting(label):
-                if self._numbers is None:
-                    raise StateError(f"{label}: the ranks were closed")
-                self._numbers.broadcast([tensor], options).wait()
+                self._open_numbers(label).broadcast([tensor], options).wait()
         return tensor
 
     def barrier(self, *, label: str) -> None:
@@ -183,20 +229,128 @@ class Ranks:
         return self._all_tensors(torch.tensor(values, dtype=torch.float64, device="cpu"), label)
 
     def _all_bytes(self, data: bytes, label: str) -> list[bytes]:
-        lengths = [int(row[0]) for row in self._all_values((len(data),), label)]
+        if self.size > 1:
+            self.begin(Operation(label))
+        return self._all_raw_bytes(data, label)
+
+    def _all_raw_bytes(self, data: bytes, label: str) -> list[bytes]:
+        own_length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+        lengths = [int(row) for row in self._exchanged(own_length, label)]
         padded = torch.tensor([*data.ljust(max(1, *lengths), b"\0")], dtype=torch.uint8, device="cpu")
-        rows = zip(self._all_tensors(padded, label), lengths, strict=True)
+        rows = zip(self._exchanged(padded, label), lengths, strict=True)
         return [bytes(row[:length].tolist()) for row, length in rows]
 
     def _all_tensors(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
+        if self.size > 1:
+            self.begin(Operation(label, f"{mine.numel()} numbers"))
+        return self._exchanged(mine, label)
+
+    def _exchanged(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
         if self.size == 1:
             return [mine]
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         with self.waiting(label):
-            if self._numbers is None:
-                raise StateError(f"{label}: the ranks were closed")
-            self._numbers.allgather([rows], [mine]).wait()
+            self._open_numbers(label).allgather([rows], [mine]).wait()
         return rows
+
+    def _open_numbers(self, label: str) -> dist.ProcessGroup:
+        if self._numbers is None:
+            raise StateError(f"{label}: the ranks were closed")
+        return self._numbers
+
+    # Agreement: see the note in `chunkmem.comm.agreement`.
+
+    def know(self, facts: frozenset[str]) -> None:
+        """Say what has to be the same on all ranks in what they do together from now on, each as a sentence begins."""
+        if facts != self._facts:
+            self._facts = facts
+            self._facts_digest = hashlib.sha256("\n".join(sorted(facts)).encode()).hexdigest()
+
+    def begin(self, operation: Operation) -> bool:
+        """Return once all ranks are about to do the same, and whether all of them can.
+
+        Raises:
+            RankError: a rank is missing; or the ranks differ in what they are about to do, or in what they `know`, or
+                one of them has raised an error: on every rank, in the same words.
+        """
+        if self.size == 1:
+            return operation.can
+        found = self._agreed(operation)
+        if found.one_waits:
+            self._broadcast_object(operation.joinable, operation.label, found.source)
+        return found.all_can
+
+    def wait_for_others(self, label: str) -> Any:
+        """Return what the others are about to do, which this rank has to join in; None if they all wait here, too.
+
+        Raises what `begin` does.
+        """
+        if self.size == 1:
+            return None
+        found = self._agreed(Operation(label, waits=True))
+        if not found.all_wait:
+            self._has_joined = True
+            return self._broadcast_object(None, label, found.source)
+        if found.one_joined:  # all have, if they took turns
+            self._complete = found.complete if found.complete < self.size else 0
+        return None
+
+    def end_step(self) -> int | None:
+        """The step is over on all ranks. If one joined in what others did, return the first rank that had all of it."""
+        complete, self._complete, self._has_joined = self._complete, None, False
+        return complete
+
+    @contextlib.contextmanager
+    def telling(self, label: str) -> Iterator[None]:
+        """Have the other ranks raise a RankError that says what is raised inside, unless all raise the same.
+
+        Args:
+            label: what this rank does, for messages.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.tell(error, label)
+            raise
+
+    def tell(self, error: BaseException, label: str) -> None:
+        """Have the other ranks raise a RankError that says what this one is about to raise, unless all do the same."""
+        if self.size == 1 or self._failure is not None or self._numbers is None or _was_told(error):
+            return
+        error.add_note(_TOLD)
+        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        try:
+            self._agreed(Operation(label, error=text), timeout_s=self._roll_call_s)
+        except RankError:
+            return  # the others have heard of it, or are gone
+        except RuntimeError as silence:
+            # They are not here yet. Their connections to this rank are closed now, and they will read this.
+            assert self._store is not None
+            with contextlib.suppress(RuntimeError):
+                self._store.set(str(self.rank), json.dumps(asdict(Answer(label, self._roll_call_s, error=text))))
+            hang_up(self._numbers, self.rank, self.size)
+            if self._chunks is not None:
+                hang_up(self._chunks, self.rank, self.size)
+            self._failure = RankError(f"{label}: this rank raised {text}, and the others did not come ({silence})", ())
+
+    def _agreed(self, operation: Operation, *, timeout_s: float | None = None) -> Verdict:
+        label, numbers = operation.label, self._open_numbers(operation.label)
+        values = numbers_of(operation, self.rank, facts=self._facts_digest, has_joined=self._has_joined)
+        if timeout_s is None:
+            with self.waiting(label):
+                smallest = smallest_over(numbers, self.rank, self.size, values)
+        else:
+            smallest = smallest_over(numbers, self.rank, self.size, values, timeout_s=timeout_s)
+        found = verdict(smallest)
+        if not found.is_same:
+            raise self._disagreement(operation)
+        return found
+
+    def _disagreement(self, operation: Operation) -> RankError:
+        statements = unpacked(self._all_raw_bytes(packed(operation, self._facts), operation.label))
+        message, ranks = difference(statements, self._names)
+        self._failure = RankError(message, ranks)
+        return self._failure
 
     # Failures.
 
@@ -245,6 +399,22 @@ def _group_of(process_group: Any) -> dist.ProcessGroup | None:
             raise ConfigError("process_group was given, but torch.distributed is not initialised")
         return None
     return process_group if process_group is not None else dist.group.WORLD
+
+
+def _was_told(error: BaseException) -> bool:
+    return isinstance(error, RankError) or _TOLD in getattr(error, "__notes__", ())
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield tensors in turn, as many at a time as make up a bucket."""
+    some: list[torch.Tensor] = []
+    for tensor in tensors:
+        some.append(tensor)
+        if sum(one.nbytes for one in some) >= _BUCKET_NBYTES:
+            yield some
+            some = []
+    if some:
+        yield some
 
 
 def _within(store: Store, name: str) -> Store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,14 +48,28 @@ class ModuleHooks:
         turn: Turn,
         on_root: Callable[[], None],
         make_guard: Callable[[], AccessGuard | None],
+        on_error: Callable[[BaseException, str], None] = lambda error, name: None,
     ) -> None:
-        """Make hooks; `on_root` runs before each outermost call, `make_guard` gives it a guard if one is wanted."""
+        """Make hooks.
+
+        Args:
+            access: reads of parameters.
+            backward: what comes after the calls.
+            units: of exchange.
+            turn: of this thread.
+            on_root: runs before each outermost call.
+            make_guard: returns a guard for an outermost call, if one is wanted.
+            on_error: hears of what an outermost call raises, and which module that is.
+        """
+        self._on_error = on_error
         self._turn = turn
         self._access = access
         self._backward = backward
         self._units = units
         self._on_root = on_root
         self._make_guard = make_guard
+        self._handled: BaseException | None = None
+        """What the caller of the outermost call was handling when it began."""
         self._fitted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -86,7 +101,7 @@ class ModuleHooks:
                 vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.look_up)
                 owned[module] = own
             module.register_forward_pre_hook(partial(self._enter, fitted), with_kwargs=True)
-            module.register_forward_hook(self._leave, always_call=True)
+            module.register_forward_hook(partial(self._leave, fitted.name), always_call=True)
         return owned
 
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -101,6 +116,7 @@ class ModuleHooks:
         is_stale = not recomputing and access.is_stale(module)  # and has not given the turn back
         is_root = not recomputing and (not access.stack or is_stale)
         if is_root:
+            self._handled = sys.exception()
             try:
                 self._on_root()
             except BaseException:
@@ -129,7 +145,16 @@ class ModuleHooks:
             self._units.enter(unit)
             frame.opened = unit
 
-    def _leave(self, module: nn.Module, _args: Any, result: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, _args: Any, result: Any) -> None:
+        try:
+            self._close(module, result)
+        finally:
+            # torch calls the hook while it handles what the module has raised.
+            error = sys.exception() if result is None and not self._access.stack and not in_backward() else None
+            if error is not None and error is not self._handled:
+                self._on_error(error, name)
+
+    def _close(self, module: nn.Module, result: Any) -> None:
         frame = self._access.pop(module)
         if frame is None:
             return

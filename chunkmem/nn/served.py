@@ -80,7 +80,17 @@ _WITH_STORAGE = frozenset({_GET_DATA, _TENSOR.untyped_storage, _TENSOR.storage, 
 class ParameterServer:
     """Serves operators on parameters that nobody has open."""
 
-    def __init__(self, executor: DemandExecutor, access: AccessTracker, backward: BackwardTracker, turn: Turn) -> None:
+    def __init__(
+        self,
+        executor: DemandExecutor,
+        access: AccessTracker,
+        backward: BackwardTracker,
+        turn: Turn,
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        """Serve nothing yet; `is_shared`: several ranks have the values, each those of its own chunks."""
+        self._is_shared = is_shared
         self._executor = executor
         self._turn = turn
         self._access = access
@@ -142,6 +152,11 @@ class ParameterServer:
             raise StateError(
                 f"nn.Parameter({self._named(args)}) would be a second parameter in the memory of a managed one; make "
                 "it of .detach().clone()"
+            )
+        if self._is_shared and not self._access.stack and not self._is_in_backward(parameters):
+            raise StateError(
+                f"{parameters[0]} is used by {getattr(func, '__name__', func)} outside of its unit's forward, "
+                "where only its owner has the values; use it inside manager.gather(), which all ranks enter"
             )
         if parts := self._parts(func, args, kwargs):
             return [result for part in parts for result in self.call(func, part, kwargs) or ()] or None
@@ -239,9 +254,13 @@ class ParameterServer:
 
     def _is_of_backward(self, func: Callable[..., Any], args: Args) -> bool:
         """Tell whether autograd itself runs an operator, and somebody's dispatch mode shows it to us a second time."""
-        if not isinstance(func, torch._ops.OpOverload) or not in_backward():
+        return isinstance(func, torch._ops.OpOverload) and self._is_in_backward(self._parameters_in(args))
+
+    def _is_in_backward(self, parameters: Iterable[ManagedParameter]) -> bool:
+        """Tell whether a backward runs that has the values on DEVICE."""
+        if not in_backward():
             return False
-        chunks = [self._access.chunks[managed.group] for managed in self._parameters_in(args)]
+        chunks = [self._access.chunks[managed.group] for managed in parameters]
         return all(Tier.DEVICE in chunk.replicas and chunk.replicas[Tier.DEVICE].pins > 0 for chunk in chunks)
 
     def _parts(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[Args]:

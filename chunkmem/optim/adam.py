@@ -103,7 +103,8 @@ class Adam(StatefulOptimizer):
             What `closure` returns; None without one.
 
         Raises:
-            StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable.
+            StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable. Over
+                ranks nothing is updated then: all of them may have left out their batch.
         """
         self._manager._require_open()
         for group in self.param_groups:
@@ -120,7 +121,7 @@ class Adam(StatefulOptimizer):
             if anywhere or any(p.grad is not None for p in self._excluded()):
                 self._step_over(pending)
                 self._updater.gradients.anywhere.difference_update(anywhere)
-            elif self._is_trainable():
+            elif self._is_trainable() and self._manager._sharing is None:
                 raise StateError("step() without a gradient: call manager.backward(loss) or loss.backward() before it")
         return result
 

@@ -41,12 +41,12 @@ class AheadTrial:
         self._states = iter((self._learned, self._recorded, self._recorded_ahead, self._followed))
 
     def end_step(self) -> None:
-        """A step is over, on all ranks. One that was skipped on all, for an overflow, does not count.
+        """A step is over, on all ranks. One that all skipped, for an overflow or without a batch, does not count.
 
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
-        state = None if self._conductor.is_excused else next(self._states, None)
+        state = None if self._conductor.is_excused or self._course.was_empty else next(self._states, None)
         if state is not None:
             state()
 
