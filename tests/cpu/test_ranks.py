@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,41 @@ def test_a_wrong_guess_costs_traffic_only(teams: dict[int, Team]) -> None:
         # Means are added up in another order: (a + b) / 2 + (c + d) / 2.
         assert all(torch.allclose(weights[key], value, atol=1e-6) for key, value in expected.items())
     assert all(torch.equal(outcomes[0][key], value) for key, value in outcomes[1].items())
+
+
+class Prefixed(Net):
+    """The first blocks without gradients: a step of training, and no evaluation."""
+
+    def body(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for block in self.blocks[:2]:
+                x = block(x)
+        for block in self.blocks[2:]:
+            x = block(x)
+        return x
+
+
+def exchange(rank: int, model: type[nn.Module]) -> list[int]:
+    """Train; return the bytes that came from other ranks in each step."""
+    torch.set_num_threads(1)
+    task = Task(device_nbytes=120 << 10)
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        with manager.init():
+            built = model()
+        optimizer = chunkmem.AdamW(built.parameters(), manager=manager, lr=1e-2)
+        assert manager._sharing is not None
+        traffic, received = manager._sharing.exchange.traffic, [0]
+        for step in range(6):
+            manager.backward(loss_of(built, batch_of(task, step, 0, rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+            received.append(traffic.received_nbytes)
+        return [after - before for before, after in pairwise(received)]
+
+
+def test_a_part_without_gradients_exchanges_no_more_than_with_them(teams: dict[int, Team]) -> None:
+    for whole, part in zip(teams[2].run(exchange, Net), teams[2].run(exchange, Prefixed), strict=True):
+        assert max(part[-2:]) <= min(whole[-2:])
 
 
 def train_with_a_wrong_guess(rank: int) -> dict[str, Tensor]:
