@@ -8,6 +8,7 @@ or followed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 
 from chunkmem.errors import PlanError, TraceError
 from chunkmem.plan.machine import Machine
@@ -21,6 +22,7 @@ from chunkmem.runtime.performer import Performer
 from chunkmem.runtime.store import Chunk
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.steps.course import Course, check_adoptable
+from chunkmem.trace.ahead import overlapped
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.tracing.watch import Watch
@@ -194,6 +196,20 @@ class Conductor:
     def record_another(self) -> None:
         """The next step goes another way than the one recorded before it, or just now: record it, too."""
         self._is_first_of_two = True
+
+    def fits_overlapped(self) -> bool:
+        """Tell whether a plan for steps like the one just recorded fits both tiers if exchanges overlap computing.
+
+        A rank that recorded nothing, as it had no batch, says yes as far as it is concerned.
+        """
+        recorder = self._recorder
+        if recorder is None:
+            return True
+        try:
+            trace = recorder.trace(self._layout(), self._executor.store.chunks)
+        except TraceError:
+            return False  # it was torn down in the middle
+        return self._courses[Mode.TRAIN].planned_stall_s(overlapped(trace)) < inf
 
     def compare(self) -> tuple[float, float] | None:
         """Return how long computing stands still in steps of both ways, as planned; inf: there is no plan for it.

@@ -3,7 +3,8 @@
 [Note: Trial] All ranks go through the same states, one a step, since every one of them comes to the end of each step.
 
 1. The first step shows what is exchanged, and when. After it the links are measured.
-2. One is recorded that gathers when it needs to. If there is room, the next one gathers ahead, and is recorded, too.
+2. One is recorded that gathers when it needs to. If a plan for the same step with exchanges that overlap computing fits
+   both tiers on all ranks, the next one gathers ahead, and is recorded, too.
 3. One follows the plan for that. After it the two plans are compared by how long computing stands still, as simulated:
    the largest over ranks counts. The way that stands still for less is kept by all.
 """
@@ -55,7 +56,10 @@ class AheadTrial:
         self._conductor.may_record = True
 
     def _recorded(self) -> None:
-        if self._course.has_room:
+        if not self._course.has_room:
+            return
+        (is_full,) = self._ranks.max_over((float(not self._conductor.fits_overlapped()),), label=_LABEL)
+        if not is_full:
             self._course.is_wanted = True
             self._conductor.record_another()
 

@@ -63,6 +63,8 @@ class Recorder:
         Raises:
             TraceError: the step was not whole: something is still held.
         """
+        if len(self._peaks) < len(self._events):  # asked before the end
+            self._close_moment()
         durations = self.journal.durations()
         moments = tuple(
             Moment(kind, chunk, label, durations[at], peak, sampled)
