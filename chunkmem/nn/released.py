@@ -148,7 +148,10 @@ class BuiltOverRanks(Built):
         self._memory.close()
         if self._in_use_elsewhere(ordinary):
             gc.collect()  # as in `can_go`
-        for released in self._in_use_elsewhere(ordinary):
+        kept = self._in_use_elsewhere(ordinary)
+        names = ", ".join(released.weight.name for released in kept)
+        self._sharing.ranks.agree("what else has the memory of weights when the model is built", names or "nothing")
+        for released in kept:
             self._memory.keep(released)
         for released in self._memory.alive():
             param = released.parameter()

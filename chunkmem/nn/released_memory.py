@@ -163,11 +163,11 @@ class ReleasedMemory:
             if can_go(param):
                 self.release(weight, weight.holder)
 
-    def _empty(self, released: Released, storage: torch.UntypedStorage) -> None:
+    def _empty(self, released: Released, storage: torch.UntypedStorage, *, was_touched: bool = True) -> None:
         if released.holder == self._rank:
             return
         storage.resize_(0)
-        self._freed_nbytes += released.nbytes
+        self._freed_nbytes += released.nbytes if was_touched else 0
         if self._freed_nbytes >= SLAB_FLOOR_NBYTES:
             give_back_freed_ram()
             self._freed_nbytes = 0
@@ -187,7 +187,7 @@ class ReleasedMemory:
         finally:
             for released, storage in storages:
                 released.nbytes = storage.nbytes()  # an operator may have resized it
-                self._empty(released, storage)
+                self._empty(released, storage, was_touched=is_zero)
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -90,9 +91,9 @@ class ReleasedGuard(TorchDispatchMode):
         if func._schema.name not in _OVERWRITES or not isinstance(args[0], torch.Tensor):
             return None
         target = self._memory.find(args[0])
-        if target is None or args[0].nbytes != target.nbytes or target in self._in((*args[1:], *kwargs.values())):
+        if target is None or args[0].nbytes != target.nbytes or not is_non_overlapping_and_dense_or_false(args[0]):
             return None
-        return target
+        return None if target in self._in((*args[1:], *kwargs.values())) else target
 
 
 class EscapeGuard(TorchFunctionMode):

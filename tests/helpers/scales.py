@@ -18,7 +18,7 @@ from chunkmem.comm.exchange import Shard, Work
 from chunkmem.comm.methods import PointToPoint
 from chunkmem.nn.built import Built
 from chunkmem.nn.released import BuiltOverRanks
-from chunkmem.nn.released_memory import Released, ReleasedMemory
+from chunkmem.nn.released_memory import ReleasedMemory
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Scales:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Weigh whenever something is registered, attached, emptied, sent, or moved into a chunk."""
+        """Weigh whenever something is registered, attached, opened, emptied, sent, or moved into a chunk."""
 
         def on_parameter(_module: nn.Module, _name: str, param: nn.Parameter | None) -> None:
             if param is not None:
@@ -72,11 +72,15 @@ class Scales:
             self.on_its_way_nbytes = 0
             return hand_over(exchange, shard, to, label=label)
 
-        empty = ReleasedMemory._empty
+        empty, opened = ReleasedMemory._empty, ReleasedMemory.open
 
-        def weighed_empty(memory: ReleasedMemory, released: Released, storage: torch.UntypedStorage) -> None:
+        def weighed_empty(*args: Any, **keys: Any) -> None:
             self.weigh()
-            empty(memory, released, storage)
+            empty(*args, **keys)
+
+        def weighed_open(*args: Any, **keys: Any) -> None:
+            opened(*args, **keys)
+            self.weigh()
 
         handles = [
             torch_module.register_module_parameter_registration_hook(on_parameter),
@@ -88,6 +92,7 @@ class Scales:
                 patch.object(BuiltOverRanks, "take", weighed(BuiltOverRanks.take)),
                 patch.object(PointToPoint, "hand_over", weighed_hand_over),
                 patch.object(ReleasedMemory, "_empty", weighed_empty),
+                patch.object(ReleasedMemory, "open", weighed_open),
             ):
                 yield
         finally:
