@@ -57,8 +57,10 @@ class ChunkManager(Machinery):
         Raises:
             LayoutError: a parameter cannot be packed; the modules are as they were built.
             CapacityError: the weights fit no tier; likewise.
-            StateError: over ranks, a parameter was written or read after its module had been attached to its parent
-                (see `release_after_init`). Whatever is raised there, the modules are lost: no rank has all values.
+            StateError: over ranks, the memory of a parameter was asked for after its module had been attached to its
+                parent (see `release_after_init`). Whatever is raised there, the modules are lost: no rank has all
+                values.
+            ConfigError, RankError: not all ranks build the same.
         """
         self._require_open()
         if self._collector is not None:
