@@ -29,6 +29,7 @@ from chunkmem.nn.access import AccessTracker, Frame, in_backward
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter, Served
 from chunkmem.nn.turn import Turn
+from chunkmem.nn.wrappers import sharding_caller, wrapped
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.types import Tier
 
@@ -118,12 +119,16 @@ class ParameterServer:
 
         Raises:
             CapacityError: they do not fit DEVICE together with what is held.
-            StateError: the manager is closed, another rank has the values, or their memory would be taken away.
+            StateError: the manager is closed, another rank has the values, their memory would be taken away, or a
+                wrapper is made around them that exchanges parameters itself.
         """
         is_saved = func is _TENSOR.detach and id(args[0]) in self._being_saved
         if func in FREE or is_saved or _asks_for_type(func, args, kwargs) or self._is_of_backward(func, args):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        parameters = list(dict.fromkeys(self._parameters_in((args, kwargs))))
+        if parameters and not self._access.stack and (wrapper := sharding_caller()):
+            raise wrapped(wrapper, parameters[0])
         if func in _REFUSED:
             raise StateError(
                 f"parameter {self._named(args)}.{_REFUSED[func]}() would change where or how it lives, which chunkmem "
@@ -131,7 +136,6 @@ class ParameterServer:
             )
         if func is torch.autograd.grad:
             return self._differentiate(args, kwargs)
-        parameters = list(dict.fromkeys(self._parameters_in((args, kwargs))))
         if func in _LAID_OUT or func in _LIKE:
             plain = self._without_values(func, parameters, args, kwargs)
             if plain is not None:
