@@ -60,6 +60,7 @@ _REFUSED = {
 def _free_functions() -> frozenset[Any]:
     """Return what asks for nothing but metadata, as `__torch_function__` is told of it."""
     found: list[Any] = [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size, *_NEW]
+    found.append(torch._has_compatible_shallow_copy_type)  # `nn.Module.to()` compares a parameter with what it became
     for name in _FREE_FIELDS:
         field: Any = getattr(_TENSOR, name, None)
         if hasattr(field, "__get__"):

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tests.hostile.models import Block, Net
 from tests.hostile_ranks.harness import DIVERGED, Either, Leaves, Refused, User, script
 
 
@@ -17,22 +18,22 @@ class BatchError(Exception):
 
 
 def raising(user: User, where: str, *, when: bool, error: type[BaseException] = BatchError) -> Tensor:
-    """The loss of a forward that raises in the second block, or whose backward does; otherwise the ordinary loss."""
+    """A loss; if `when`, forward raises in the second block, or backward of the loss does between the first two."""
 
     def fail(*_: Any) -> None:
         raise error("bad sample")
 
+    def fail_in_backward(_module: nn.Module, _args: Any, out: Tensor) -> None:
+        out.register_hook(fail)
+
     if not when:
         return user.loss(1)
-    if where == "forward":
-        handle = user.model.blocks[1].register_forward_hook(fail)
-        try:
-            return user.loss(1)
-        finally:
-            handle.remove()
-    out = user.model.blocks[0](user.model.stem(user.batch(1)))
-    out.register_hook(fail)
-    return user.model.head(user.model.blocks[2](user.model.blocks[1](out))).square().mean()
+    hooked = user.model.blocks[1] if where == "forward" else user.model.blocks[0]
+    handle = hooked.register_forward_hook(fail if where == "forward" else fail_in_backward)
+    try:
+        return user.loss(1)
+    finally:
+        handle.remove()
 
 
 def end_in(where: str, error: type[BaseException]) -> Callable[[User], None]:
@@ -89,8 +90,8 @@ def an_error_inside_of_gather(user: User) -> None:
 
 @script(expect=Leaves(1, "BatchError"), model=None)
 def an_error_while_the_model_is_built(user: User) -> None:
-    def build() -> torch.nn.Module:
-        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 4))
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
         if user.rank == 1:
             raise BatchError
         return model
@@ -122,23 +123,53 @@ def a_call_in_the_wrong_place_on_one_rank(user: User) -> None:
     user.train(1)
 
 
-@script(expect=Leaves(1, "CapacityError"), memory={"device": 36 << 10, "host": 8 << 20})
+class KeepingBlock(Block):
+    """What it keeps of its weights is on DEVICE for as long."""
+
+    kept: list[Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is not None:
+            self.kept += [param.detach() for param in self.parameters()]
+        return super().forward(x)
+
+
+class Keeping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(KeepingBlock() for _ in range(3))
+
+    def keep(self) -> None:
+        for block in self.blocks:
+            block.kept = []
+
+
+TIGHT: dict[str, Any] = {"memory": {"device": 12 << 10, "host": 8 << 20}}
+"""Enough to train, and not enough for all weights at a time."""
+
+
+@script(model=Keeping, **TIGHT)
+def enough_room_to_train(user: User) -> None:
+    user.train(0, 1, 2, 3)
+
+
+@script(model=Keeping, expect=Leaves(1, "CapacityError"), **TIGHT)
 def too_little_room_on_one_rank(user: User) -> None:
-    """What that rank keeps of its weights, it keeps on DEVICE."""
-    kept: list[Tensor] = []
-
-    def keep(module: torch.nn.Module, *_: Any) -> None:
-        if user.rank == 1:
-            kept.extend(param.detach() for param in module.parameters())
-
     user.train(0)
-    for module in (user.model.stem, *user.model.blocks, user.model.head):
-        module.register_forward_hook(keep)
+    if user.rank == 1:
+        user.model.keep()
     user.train(1, 2, 3)
 
 
-@script(expect=Refused("CapacityError", "DEVICE"), memory={"device": 36 << 10, "host": 8 << 20})
+@script(model=Keeping, expect=Refused("CapacityError", "DEVICE"), **TIGHT)
 def too_little_room_on_all_ranks(user: User) -> None:
+    user.train(0)
+    user.model.keep()
+    user.train(1, 2, 3)
+
+
+@script(expect=Refused("CapacityError", "DEVICE"), **TIGHT)
+def too_little_room_to_gather_all(user: User) -> None:
     user.train(0)
     with user.gathered():
         pass
@@ -146,7 +177,7 @@ def too_little_room_on_all_ranks(user: User) -> None:
 
 @script(expect=Refused("CapacityError", "DEVICE"), model=None, memory={"device": 4 << 10, "host": 8 << 20})
 def a_unit_that_fits_no_rank(user: User) -> None:
-    user.build(lambda: torch.nn.Sequential(*(torch.nn.Linear(16, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 4))))
+    user.build(lambda: nn.Sequential(*(nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 4))))
     user.train(0)
 
 
@@ -276,8 +307,8 @@ def an_interrupt_caught_on_all_ranks(user: User) -> None:
 
 @script(model=None)
 def built_again_after_an_error_on_all_ranks(user: User) -> None:
-    def build(fails: bool) -> torch.nn.Module:
-        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    def build(fails: bool) -> nn.Module:
+        model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
         if fails:
             raise BatchError
         return model
