@@ -40,6 +40,7 @@ from chunkmem.nn.sharing import Sharing
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.units import Units
+from chunkmem.nn.wrappers import WrapperCheck
 from chunkmem.optim.ahead import UpdatesAhead
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.kernels import load_kernels
@@ -169,6 +170,7 @@ class Machinery:
         self._conductor = self._make_conductor(machine)
         self._trial = self._make_trial()
         self._foreign_steps = ForeignStepCheck(self._registry, self._gradients)
+        self._foreign_wrappers = WrapperCheck(self._registry)
         self._is_new = True
         self._collect_abandoned()
 

@@ -285,6 +285,7 @@ class ChunkManager(Machinery):
     def close(self) -> None:
         """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent."""
         self._foreign_steps.remove()
+        self._foreign_wrappers.remove()
         if self._executor.closed is None:
             self._conductor.close()
             self._access.close()

@@ -29,6 +29,7 @@ from chunkmem.nn.access import AccessTracker, Frame, in_backward
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter, Served
 from chunkmem.nn.turn import Turn
+from chunkmem.nn.wrappers import sharding_caller, wrapped
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.types import Tier
 
@@ -59,6 +60,7 @@ _REFUSED = {
 def _free_functions() -> frozenset[Any]:
     """Return what asks for nothing but metadata, as `__torch_function__` is told of it."""
     found: list[Any] = [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size, *_NEW]
+    found.append(torch._has_compatible_shallow_copy_type)  # `nn.Module.to()` compares a parameter with what it became
     for name in _FREE_FIELDS:
         field: Any = getattr(_TENSOR, name, None)
         if hasattr(field, "__get__"):
@@ -128,12 +130,16 @@ class ParameterServer:
 
         Raises:
             CapacityError: they do not fit DEVICE together with what is held.
-            StateError: the manager is closed, another rank has the values, or their memory would be taken away.
+            StateError: the manager is closed, another rank has the values, their memory would be taken away, or a
+                wrapper is made around them that exchanges parameters itself.
         """
         is_saved = func is _TENSOR.detach and id(args[0]) in self._being_saved
         if func in FREE or is_saved or _asks_for_type(func, args, kwargs) or self._is_of_backward(func, args):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        parameters = list(dict.fromkeys(self._parameters_in((args, kwargs))))
+        if parameters and not self._access.stack and (wrapper := sharding_caller()):
+            raise wrapped(wrapper, parameters[0])
         if func in _REFUSED:
             raise StateError(
                 f"parameter {self._named(args)}.{_REFUSED[func]}() would change where or how it lives, which chunkmem "
@@ -141,7 +147,6 @@ class ParameterServer:
             )
         if func is torch.autograd.grad:
             return self._differentiate(args, kwargs)
-        parameters = list(dict.fromkeys(self._parameters_in((args, kwargs))))
         if func in _LAID_OUT or func in _LIKE:
             plain = self._without_values(func, parameters, args, kwargs)
             if plain is not None:
