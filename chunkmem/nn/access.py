@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -164,6 +165,8 @@ class AccessTracker:
         self.stack: list[Frame] = []
         self.awaited: dict[int, int] = {}
         """By group: references of graphs whose backward will be announced."""
+        self.num_calls: Counter[ManagedParameter] = Counter()
+        """Calls since the last step that have read each, and whose backward is to come."""
         self.num_steps = 0
         """Optimizer steps so far; what was awaited before the last one counts no more."""
         self._addressed: set[int] = set()
@@ -344,6 +347,7 @@ class AccessTracker:
         if step:
             self.awaited.clear()
             self.num_steps += 1
+            self.num_calls = Counter()
         self._addressed.clear()
         self.relieve()
 
