@@ -26,6 +26,7 @@ from torch import nn
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.guard import AccessGuard
+from chunkmem.nn.transforms import check_transforms, unwrapped, wrapped_error
 from chunkmem.nn.units import Unit
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.executor import DemandExecutor
@@ -78,6 +79,10 @@ class ParameterReads(dict[str, nn.Parameter | None]):
                 f"parameter {managed.name} was packed into a chunk and cannot be replaced; write to it in place, load "
                 "values with manager.load_state_dict(), or give torch.func.functional_call tensors (.detach())"
             )
+        if managed is not None and value is not None and unwrapped(value) is not value:
+            for given in self._managed.values():
+                if unwrapped(value) is given.param:
+                    raise wrapped_error(given.name)
         for other in self._managed.values() if managed is None and value is not None else ():
             if other.param is value:
                 raise StateError(
@@ -191,12 +196,13 @@ class AccessTracker:
 
         Raises:
             CapacityError: the chunk does not fit together with what else is being read.
-            StateError: the manager is closed.
+            StateError: the manager is closed, or a transform of `torch.func` runs that cannot follow.
         """
         if managed in frame.reads:
             return
         if self._executor.closed is not None:
             raise StateError(f"parameter {managed.name}: {self._executor.closed}")
+        check_transforms(managed.name)
         group = managed.group
         if group not in frame.groups:
             self._executor.pin(self.chunks[group], Tier.DEVICE, reader=frame)
