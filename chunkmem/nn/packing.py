@@ -40,7 +40,10 @@ def tensor_specs(named: Sequence[tuple[str, nn.Parameter]], precision: Precision
     for name, param in named:
         dtype = precision.of(param)
         master = precision.master_of(param)
-        specs.append(TensorSpec(name, tuple(param.shape), str(dtype).removeprefix("torch."), dtype.itemsize, master))
+        kind = str(dtype).removeprefix("torch.")
+        specs.append(
+            TensorSpec(name, tuple(param.shape), kind, dtype.itemsize, master, is_frozen=not param.requires_grad)
+        )
     return specs
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import chunkmem
+from chunkmem.types import Role
 from tests.helpers.audit import audit
 from tests.helpers.lanes import adversarial
 from tests.helpers.twins import CHUNK_NUMEL, WIDTH, Twin, assert_equal, config, copied, cpu_only, features, same
@@ -232,3 +233,30 @@ def test_a_node_that_fails_keeps_nothing() -> None:
         expected = torch.autograd.grad(plain.loss(x), x)
         assert_equal(torch.autograd.grad(loss, x), expected)
         audit(manager)
+
+
+class LowRank(nn.Module):
+    """LoRA: frozen weights of a chunk, adapters of an eighth of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = linear().requires_grad_(False)
+        self.a = nn.Linear(WIDTH, 1, bias=False)
+        self.b = nn.Linear(1, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.b(self.a(x)))
+
+
+def test_frozen_weights_have_no_gradients_and_no_optimizer_states() -> None:
+    """They shared chunks with adapters, whose states were as large as all weights."""
+    build = lambda: nn.Sequential(*(LowRank() for _ in range(NUM_LAYERS)))  # noqa: E731
+    plain = Twin(None, build, params=lambda model: [p for p in model.parameters() if p.requires_grad])
+    with chunkmem.ChunkManager(config(3 * CHUNK_NBYTES)) as manager:
+        twin = Twin(manager, build, params=lambda model: [p for p in model.parameters() if p.requires_grad])
+        assert twin.steps(0, 1) == plain.steps(0, 1)
+        assert_equal(twin.left(), plain.left())
+        chunks = [chunk for chunk in manager._store.chunks.values() if chunk.replicas]
+        num = {role: sum(chunk.id.role is role for chunk in chunks) for role in Role}
+    # 6 x 2 x 16 elements of adapters fit one chunk of 256; the six base weights take one each.
+    assert (num[Role.PARAM], num[Role.EXP_AVG], num[Role.EXP_AVG_SQ]) == (NUM_LAYERS + 1, 1, 1)
