@@ -106,11 +106,7 @@ class ModuleHooks:
 
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
         access = self._access
-        if torch._C._get_tracing_state() is not None:
-            raise StateError(
-                f"{fitted.name}: torch.jit.trace keeps the parameters themselves, whose memory comes and goes; trace a "
-                "model of plain PyTorch with the weights of manager.state_dict()"
-            )
+        _check_runs_itself(fitted.name)
         recomputing = in_backward()
         took_turn = self._turn.take_in_hook() if recomputing else self._turn.take()
         is_stale = not recomputing and access.is_stale(module)  # and has not given the turn back
@@ -172,6 +168,25 @@ class ModuleHooks:
                     self._turn.give_back()
         if frame.opened is not None:
             self._units.leave(frame.opened)
+
+
+def _check_runs_itself(name: str) -> None:
+    """Raise if what runs a module looks at its code or its parameters in place of calling it.
+
+    Raises:
+        StateError: it is `torch.jit.trace` or `torch.compile`.
+    """
+    if torch._C._get_tracing_state() is not None:
+        raise StateError(
+            f"{name}: torch.jit.trace keeps the parameters themselves, whose memory comes and goes; trace a model of "
+            "plain PyTorch with the weights of manager.state_dict()"
+        )
+    # The first while the compiler follows this code, the second when it has given up and the code runs.
+    if torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+        raise StateError(
+            f"{name} is managed and runs inside of torch.compile, which takes the parameters past what brings them to "
+            "the device; call the model itself, uncompiled. Functions of tensors that it calls can be compiled"
+        )
 
 
 def _held_elsewhere(module: nn.Module, by_id: Mapping[int, ManagedParameter]) -> Iterator[ManagedParameter]:

@@ -361,6 +361,7 @@ class DemandExecutor:
                 reader,
                 outcome,
                 pools=self.store.pools,
+                chunks=self.store.chunks.values(),
                 pinned_nbytes=self.pinned_nbytes[tier],
                 holders=self.holder.holders(),
             )

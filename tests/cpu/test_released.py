@@ -256,7 +256,10 @@ def test_own_share_is_all_that_has_to_fit(teams: dict[int, Team]) -> None:
 def test_a_rank_without_room_stops_all(teams: dict[int, Team]) -> None:
     first, second = failures(teams[2], weigh, "fp32", {"memory": {"device": CHUNK_NBYTES, "host": 2 * CHUNK_NBYTES}})
     start = "chunkmem.errors.CapacityError: packing: the weights take "
-    end = "; raise memory.host from 12.50 KiB to at least 18.75 KiB (19200 bytes)"
+    end = (
+        "; raise memory.host from 12.50 KiB to at least 18.75 KiB (19200 bytes); training takes gradients and "
+        "optimizer states too, for which 100.00 KiB (102400 bytes) is certain to do"
+    )
     together = "in chunks, and DEVICE and HOST together have 18.75 KiB free"
     assert first == f"{start}25.00 KiB {together}{end}"
     assert second == f"{start}18.75 KiB {together}, and another rank lacks 6.25 KiB{end}"

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "chunkmem"
 LAYERS = (
     ("types", "errors"),
     ("units",),
-    ("schema",),
+    ("schema", "deepspeed"),
     ("config", "layout", "trace", "memory"),
     ("plan",),
     ("runtime", "comm"),
