@@ -301,7 +301,7 @@ class Machinery:
         self._access.reset(step=False)
         self._backward.reset(step=False)
         self._units.reset()
-        self._conductor.begin_root(grad_enabled=torch.is_grad_enabled())
+        self._conductor.begin_root(grad_enabled=torch.is_grad_enabled(), before_lap=self._gradients.discard_unset)
         self._registry.check()
         self._surface.check_copies()
         self._gradients.watch(self._registry.parameters)

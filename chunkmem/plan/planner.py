@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from chunkmem.errors import CapacityError
+from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.ahead import advance_updates
 from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recently_used, sweep
 from chunkmem.plan.gaps import After, Problem, budgets, find_gaps, require_fit
@@ -18,6 +18,7 @@ from chunkmem.plan.simulate import simulate
 from chunkmem.plan.stays import Stays, find_stays, free_room, linger, prefetch
 from chunkmem.plan.timeline import Timeline
 from chunkmem.plan.waits import add_waits
+from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.types import ChunkId, Role, Tier
 from chunkmem.units import format_nbytes
@@ -61,6 +62,7 @@ def make_plan(trace: Trace, machine: Machine, *, options: PlanOptions | None = N
     Raises:
         CapacityError: a moment does not fit DEVICE, or what has to be on HOST does not fit there; with the smallest
             cap that works.
+        PlanError: the trace cannot be repeated; see `as_loop`.
     """
     found = list(candidates(trace, machine, options=options or PlanOptions()))
     fastest_s = min(candidate.timeline.step_s for candidate in found)
@@ -72,8 +74,9 @@ def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Itera
     """Yield every candidate that fits.
 
     Raises:
-        CapacityError: none does; see `make_plan`.
+        CapacityError, PlanError: none does; see `make_plan`.
     """
+    given, trace = trace, _repeating(trace)
     budget = budgets(trace, machine, static_nbytes=options.static_nbytes)
     found = False
     shortage: CapacityError | None = None
@@ -97,9 +100,9 @@ def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Itera
             log = min(machine.undo_log_nbytes, machine.host_nbytes - program.host_peak_nbytes)
             actions = advance_updates(trace, program.actions, limit_nbytes=log)
             waiting = add_waits(trace, program.start, actions)
-            plan = Plan(trace.digest, machine, program.start, waiting, update_tiers, name)
+            plan = Plan(given.digest, machine, program.start, waiting, update_tiers, name)
             found = True
-            candidate = Candidate(plan, simulate(plan, trace, laps=3 if len(trace.moments) <= _LARGE else 2))
+            candidate = Candidate(plan, simulate(plan, given, laps=3 if len(trace.moments) <= _LARGE else 2))
             yield candidate
             if candidate.nbytes == 0:
                 return  # nothing moves: nothing can be better
@@ -119,6 +122,21 @@ def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Itera
         cap_nbytes=machine.host_nbytes,
         on_host=True,
     )
+
+
+def _repeating(trace: Trace) -> Trace:
+    """Return a trace as it repeats. A plan for that serves a step that begins a gradient which it leaves behind."""
+    try:
+        loop = as_loop(trace)
+    except TraceError as error:
+        raise PlanError(str(error)) from None
+    for at, (given, repeated) in enumerate(zip(trace.moments, loop.moments, strict=True)):
+        if given.kind is Kind.WRITE and repeated.kind is Kind.CREATE:
+            raise PlanError(
+                f"moment {at} ({given}) adds to {given.chunk}, which nothing in the step begins, and which the step "
+                "uses up: the next step will be another one, so record that"
+            )
+    return loop
 
 
 def _placements(
