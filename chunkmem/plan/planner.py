@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.ahead import advance_updates
@@ -89,11 +90,14 @@ class Planner:
         self._close: list[Candidate] = []
         """Those so far that are as fast as the fastest, in their order."""
         self.is_done = False
+        """Every candidate has been tried."""
+        self.work_done = 0
+        """In units."""
 
     @property
     def plan(self) -> Plan | None:
         """The best plan so far: of those as fast as the fastest the one that moves least, then the first."""
-        return min(self._close, key=lambda candidate: candidate.nbytes).plan if self._close else None
+        return self._best().plan if self._close else None
 
     def retimed(self, trace: Trace) -> Planner:
         """Return a planner for the same step with other durations; what was searched for is not searched for again."""
@@ -110,19 +114,21 @@ class Planner:
                 cap that works.
             PlanError: the trace cannot be repeated; see `as_loop`.
         """
-        left = work
-        while not self.is_done and (left is None or left > 0 or not self._close):
+        last = inf if work is None else self.work_done + work
+        while not self.is_done and (self.work_done < last or not self._close):
             piece = next(self._pieces, None)
             if piece is None:
                 self.is_done = True
+                self._close = [self._best()]
                 break
             done, candidate = piece
-            left = None if left is None else left - done
+            self.work_done += done
             if candidate is not None:
                 self._add(candidate)
-        plan = self.plan
-        assert plan is not None, "a planner without any candidate says why"
-        return plan
+        return self._best().plan
+
+    def _best(self) -> Candidate:
+        return min(self._close, key=lambda candidate: candidate.nbytes)
 
     def _add(self, candidate: Candidate) -> None:
         self._close.append(candidate)
