@@ -312,7 +312,7 @@ class Machinery:
         self._units.reset()
         self._units.begin_root(grad_enabled=torch.is_grad_enabled())
         self._state_frozen()
-        self._conductor.begin_root(grad_enabled=torch.is_grad_enabled())
+        self._conductor.begin_root(grad_enabled=torch.is_grad_enabled(), before_lap=self._gradients.discard_unset)
         self._registry.check()
         self._surface.check_copies()
         self._gradients.watch(self._registry.parameters)

@@ -338,12 +338,15 @@ class DemandExecutor:
         other = _OTHER[tier]
         if not elastic:
             self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
-        if chunk.nbytes > self._free_nbytes(tier):
-            # Before bytes are counted: a write makes a copy on the other tier stale, and its bytes free.
+        outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+        while isinstance(outcome, RoomPlan) and self._were_written(outcome):
+            outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+        if isinstance(outcome, Shortage):
+            # A write that nobody has noticed yet makes a copy on the other tier stale, and its bytes free.
             for place in {Tier.DEVICE, tier}:
                 for resident in list(self.store.resident[place].values()):
                     self.notice_writes(resident)
-        outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+            outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
         ledger = self.store.pools[tier].ledger
         if isinstance(outcome, Shortage) and ledger.cap_nbytes < ledger.limit_nbytes:
             # The warm-up share is a wish; the largest moment has to fit all the same.
@@ -367,6 +370,15 @@ class DemandExecutor:
             )
         self._evict(outcome, tier, other)
 
+    def _were_written(self, plan: RoomPlan) -> bool:
+        """Notice writes to what is about to leave; tell whether there were any, so that it has to be decided again."""
+        leaving = (*plan.drops_there, *(eviction.chunk for eviction in plan.evictions_here))
+        chunks = [self.store.chunks[key] for key in leaving]
+        before = [chunk.version for chunk in chunks]
+        for chunk in chunks:
+            self.notice_writes(chunk)
+        return [chunk.version for chunk in chunks] != before
+
     def _evict(self, plan: RoomPlan, tier: Tier, other: Tier) -> None:
         store = self.store
         for drop in plan.drops_there:
@@ -388,11 +400,12 @@ class DemandExecutor:
 
     def _residents(self, tier: Tier) -> Iterable[Resident]:
         other = _OTHER[tier]
-        for chunk in self.store.resident[tier].values():
+        for key, chunk in self.store.resident[tier].items():
             replica = chunk.replicas[tier]
             if replica.pins == 0:
-                spill = chunk.ready(tier) and not chunk.ready(other) and not chunk.can_be_rounded
-                yield Resident(chunk.id, chunk.nbytes, replica.last_use, _standing(chunk, replica), spill)
+                is_newest = replica.version == chunk.version != NO_CONTENT
+                spill = is_newest and not chunk.ready(other) and not chunk.can_be_rounded
+                yield Resident(key, chunk.nbytes, replica.last_use, _standing(chunk, replica), spill)
 
 
 def _standing(chunk: Chunk, replica: Replica) -> Standing:

@@ -161,14 +161,22 @@ class Conductor:
         """Watches memory in a step that is recorded."""
         return self._watch
 
-    def begin_root(self, *, grad_enabled: bool) -> None:
+    def begin_root(self, *, grad_enabled: bool, before_lap: Callable[[], None] = lambda: None) -> None:
         """A model is called from outside: maybe a lap begins.
+
+        Args:
+            grad_enabled: it is training.
+            before_lap: called if one begins. Its events end the training step before it; after an evaluation they are
+                of no lap.
 
         Raises:
             CapacityError: a moment of the step cannot fit; nothing of it has run.
         """
         if self._is_running and self._mode is Mode.TRAIN:
             return
+        if self._mode is Mode.EVAL:
+            self._executor.on_event = _ignore
+        before_lap()
         self._end_lap()
         self._begin_lap(Mode.TRAIN if grad_enabled else Mode.EVAL)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
 from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
-from chunkmem.plan.planner import PlanOptions, make_plan
+from chunkmem.plan.planner import PlanOptions
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.runtime.performer import Performer
+from chunkmem.steps.planning import StepPlanner
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import Tier
 
@@ -49,6 +49,8 @@ class Course:
         self.trace: Trace | None = None
         self.plan: Plan | None = None
         self.performer: Performer | None = None
+        self._planner: StepPlanner | None = None
+        """What made the plan, and may make a better one."""
         self._machine = machine
         self._options = options
         self._perform = perform
@@ -79,7 +81,7 @@ class Course:
     def forget(self) -> None:
         """Let go of everything."""
         self.stop()
-        self.trace = self.plan = self.performer = None
+        self.trace = self.plan = self.performer = self._planner = None
         self._is_hopeless = False
         self._num_refinements = self._departed = self._failed_records = 0
 
@@ -92,7 +94,7 @@ class Course:
         """Return how long computing stands still in a planned step of a trace; inf if there is no plan for it."""
         try:
             plan = self.plan if trace is self.trace else None
-            return simulate(plan or self._make_plan(trace), trace).step_s - trace.compute_s
+            return simulate(plan or self._make_planner(trace).plan, trace).step_s - trace.compute_s
         except PlanError:
             return inf
 
@@ -123,7 +125,8 @@ class Course:
             return None
         if self.plan is None:
             try:
-                self.plan = self._make_plan(self.trace)
+                self._planner = self._make_planner(self.trace)
+                self.plan = self._planner.plan
             except PlanError as error:
                 if isinstance(error, CapacityError) and not error.on_host and not has_alternative:
                     raise
@@ -156,8 +159,8 @@ class Course:
                 self._patience = patience
             return
         self._departed = 0
-        if self._num_refinements < _MAX_REFINEMENTS:
-            self._refine(performer)
+        if self._num_refinements >= _MAX_REFINEMENTS or not self._refine(performer):
+            self._improve()
 
     def charge_more(self, nbytes: int) -> None:
         """Activations took `nbytes` more than traced: plan with more room for them."""
@@ -169,33 +172,32 @@ class Course:
             self.adopt(replace(trace, moments=moments))
             self._patience = patience
 
-    def _make_plan(self, trace: Trace) -> Plan:
-        machine, bystanders = self._machine(), self._bystanders_nbytes(trace)
-        if self.mode is Mode.EVAL:
-            # What the evaluation does not touch stays where training left it, if that is possible.
-            left_nbytes = max(0, machine.device_nbytes - bystanders[Tier.DEVICE])
-            with suppress(CapacityError):
-                return make_plan(trace, replace(machine, device_nbytes=left_nbytes), options=self._options)
-        plan = make_plan(trace, machine, options=self._options)
-        aside_nbytes = sum(bystanders.values())
-        if self.mode is Mode.EVAL or not aside_nbytes:
-            return plan
-        if simulate(plan, trace).peak_nbytes[Tier.HOST] + aside_nbytes > machine.host_nbytes:
-            # HOST is where chunks are that the step does not touch: a plan that fills it leaves them no room.
-            left_nbytes = max(0, machine.host_nbytes - aside_nbytes)
-            with suppress(CapacityError):
-                plan = make_plan(trace, replace(machine, host_nbytes=left_nbytes), options=self._options)
-                return replace(plan, machine=machine)
-        return plan
+    def _make_planner(self, trace: Trace) -> StepPlanner:
+        return StepPlanner(
+            trace, self._machine(), options=self._options, bystanders_nbytes=self._bystanders_nbytes(trace)
+        )
 
-    def _refine(self, performer: Performer) -> None:
-        """Plan again with the times of a step that followed a plan, if the plan was made for longer ones.
+    def _improve(self) -> None:
+        """Go on planning where that is not done yet."""
+        if self._planner is not None:
+            self._planner.improve()
+            self._follow_instead(self._planner.plan)
+
+    def _follow_instead(self, plan: Plan) -> None:
+        before, self.plan = self.plan, plan
+        if plan is before:
+            return
+        if before is None or (plan.actions, plan.start) != (before.actions, before.start):
+            self.stop()
+            self.performer = None
+
+    def _refine(self, performer: Performer) -> bool:
+        """Plan again with the times of a step that followed a plan; False if the plan was not made for longer ones.
 
         The recorded step was watched, and the first ones touch their memory for the first time. After that the shortest
         time of each moment counts: what makes one step longer than another is not the model.
         """
         assert self.trace is not None
-        assert self.plan is not None
         durations = performer.journal.durations()
         is_first = self._num_refinements == 0
         self._num_refinements += 1
@@ -206,12 +208,14 @@ class Course:
             moments.append(replace(moment, duration_s=duration_s))
         refined = replace(self.trace, moments=tuple(moments))
         if not is_first and refined.compute_s > (1 - _CLOSE) * self.trace.compute_s:
-            return
+            return False
         self.trace = refined
-        before, self.plan = self.plan, self._make_plan(self.trace)
-        if (self.plan.actions, self.plan.start) != (before.actions, before.start):
-            self.stop()
-            self.performer = None
+        if self._planner is None:
+            self._planner = self._make_planner(refined)
+        else:
+            self._planner.retime(refined)
+        self._follow_instead(self._planner.plan)
+        return True
 
 
 def check_adoptable(plan: Plan, trace: Trace, machine: Machine) -> None:
