@@ -19,8 +19,7 @@ from chunkmem.estimate.gpt import GPT, SHAPES
 from chunkmem.estimate.hardware import HARDWARE
 from chunkmem.estimate.models import resolve_model
 from chunkmem.estimate.question import Question, device_need, find, fits
-from chunkmem.estimate.ranks import share_of
-from chunkmem.types import Role, Tier
+from chunkmem.types import Tier
 
 MLP = "tests.helpers.estimated:mlp"
 
@@ -198,21 +197,6 @@ def test_ranks_share_the_model(capsys: pytest.CaptureFixture[str]) -> None:
             (("alone", alone), ("shared", shared))}  # fmt: skip
     assert held["shared"] <= held["alone"] / 2
     assert shared["floors"]["network_s"] > 0 == alone["floors"]["network_s"]
-
-
-def test_what_is_held_is_whole_on_every_rank() -> None:
-    rehearsal = question().rehearse()
-    trace = share_of(rehearsal.trace, 6, slab_nbytes=rehearsal.layout.slab_nbytes)
-    slab = rehearsal.layout.slab_nbytes
-    assert set(trace.chunk_nbytes.values()) == {-(-slab // 6 // 64) * 64}
-    beside = [
-        after.non_model_peak_nbytes - before.non_model_peak_nbytes
-        for before, after in zip(rehearsal.trace.moments, trace.moments, strict=True)
-    ]
-    # One block's weights, whole, and in backward its gradient beside them; nothing while groups are updated.
-    assert max(beside) == 2 * (slab - max(trace.chunk_nbytes.values()))
-    assert beside[-1] == 0
-    assert {m.chunk.role for m in trace.moments} == {Role.PARAM, Role.GRAD}
 
 
 # Bad input.
