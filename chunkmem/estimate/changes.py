@@ -68,6 +68,9 @@ def _is_near(question: Question, raised: Question) -> bool:
 
 
 def _alone(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Change]:
+    accumulating = replace(question, is_accumulating=True)
+    if question.world > 1 and not question.is_accumulating and fits(accumulating, rehearsal):
+        yield Change("accumulate", ("--accumulate",), accumulating)
     if not question.checkpointing:
         yield from _tried(replace(question, checkpointing=True), "checkpointing", ("--checkpointing",), rehearse)
     yield from _smaller_batch(question, rehearse)

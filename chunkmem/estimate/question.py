@@ -71,7 +71,7 @@ class Change:
     """One thing to change so that it fits."""
 
     what: str
-    """"device", "host", "batch", "checkpointing", "precision" or "world"; several joined by " + "."""
+    """"device", "host", "batch", "checkpointing", "precision", "accumulate" or "world"; several joined by " + "."""
     options: tuple[str, ...]
     """Of the command line, to add or to replace: ``("--batch", "2")``."""
     question: Question

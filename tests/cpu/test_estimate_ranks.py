@@ -18,15 +18,20 @@ from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
+from chunkmem.trace.model import Trace
 from chunkmem.types import Tier
 from tests.helpers.estimated_ranks import AMPLE_NBYTES, CASES, IN_RAM, Case, Facts, train
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_config
 
 SIZES = [2, pytest.param(4, marks=pytest.mark.full)]
-ALL = [1, *SIZES]
-NAMES = list(CASES)
-STEADY = sorted(set(MODELS) - {"routed"})
+ALL = [pytest.param(1, marks=pytest.mark.full), *SIZES]
+ORDINARY = ("gpt", "large root")
+NAMES = [pytest.param(name, marks=[] if name in ORDINARY else [pytest.mark.full]) for name in CASES]
+STEADY = [
+    pytest.param(name, marks=[] if name in ("checkpointed", "reused") else [pytest.mark.full])
+    for name in sorted(set(MODELS) - {"routed"})
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +49,10 @@ def rehearsed(task: Task) -> Rehearsal:
     return rehearse(Model(task.model, MODELS[task.model], loss), Setting(chunk_numel=1600))
 
 
-def record_both(rank: int, task: Task) -> list[list[tuple[str, str]]]:
-    """Train; return the moments of each step that was recorded, and of the one whose plan is followed."""
+def record_both(rank: int, task: Task) -> tuple[list[list[tuple[str, str]]], list[str]]:
+    """Train; return the moments of each step that was recorded, and the digests of their traces."""
     torch.set_num_threads(1)
-    traces = []
+    traces: list[Trace] = []
     with chunkmem.ChunkManager(make_config(task)) as manager:
         torch.manual_seed(0)
         with manager.init():
