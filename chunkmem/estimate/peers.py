@@ -62,7 +62,7 @@ class CountedExchange:
         self.traffic.num_gathers += 1
         nbytes = [self._groups[shard.index].nbytes for shard in shards]
         owned, others = self._by_owner(shards, nbytes)
-        self._count(sent=owned * (self._ranks.size - 1), received=others)
+        self._count(nbytes, sent=owned * (self._ranks.size - 1), received=others)
         return self._buffered(sum(nbytes) if self._is_grouped(shards) else 0)
 
     def reduce(self, shards: Sequence[Shard], *, label: str) -> Work:
@@ -70,7 +70,7 @@ class CountedExchange:
         self.traffic.num_reductions += 1
         nbytes = [self._summed_nbytes(shard) for shard in shards]
         owned, others = self._by_owner(shards, nbytes)
-        self._count(sent=others, received=owned * (self._ranks.size - 1))
+        self._count(nbytes, sent=others, received=owned * (self._ranks.size - 1))
         if not self._is_accelerator:
             return self._buffered(owned * (self._ranks.size - 1))
         chunks = [self._groups[shard.index].nbytes for shard in shards]
@@ -93,7 +93,10 @@ class CountedExchange:
         owned = sum(n for shard, n in zip(shards, nbytes, strict=True) if shard.owner == self._ranks.rank)
         return owned, sum(nbytes) - owned
 
-    def _count(self, *, sent: int, received: int) -> None:
+    def _count(self, nbytes: Sequence[int], *, sent: int, received: int) -> None:
+        """Count bytes of content: messages as they go; in libraries every rank passes on all but one rank's part."""
+        if self._is_accelerator:
+            sent = received = sum(nbytes) * (self._ranks.size - 1) // self._ranks.size
         self.traffic.sent_nbytes += sent
         self.traffic.received_nbytes += received
 
