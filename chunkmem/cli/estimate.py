@@ -46,8 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=count, default=1, metavar="N", help="samples a step and rank (default: 1)")
     add("--seq", type=count, metavar="N", help="positions a sample (default: 2048)")
     add("--precision", choices=DTYPES, default="fp32", help="of weights and gradients (default: fp32)")
+    add("--no-master-weights", action="store_true", help="update weights in the low precision: master_weights false")
     add("--checkpointing", action="store_true", help="recompute each block in backward")
     add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
+    add("--accumulate", action="store_true", help="manager.accumulate(1) is called: the first step needs less of HOST")
     add("--chunk-size", type=count, metavar="NUMEL", help="default_chunk_size, in elements; default: searched")
     add("--hardware", choices=_HARDWARE, default="h100", help="whose speeds to assume (default: h100)")
     add("--link", metavar="SIZE", help="bytes a second between HOST and DEVICE, each way, such as 25GB")
@@ -64,10 +66,10 @@ def run(options: argparse.Namespace) -> Answer:
     """
     from tqdm import tqdm
 
-    from chunkmem.cli.estimate_answer import no, yes
+    from chunkmem.cli.estimate_answer import no, without_plan, yes
     from chunkmem.estimate.beside import beside
     from chunkmem.estimate.changes import smallest_changes
-    from chunkmem.estimate.question import device_need, find
+    from chunkmem.estimate.question import device_need, find, trains_on_demand
 
     question = _question(options)
     other = replace(question, checkpointing=not question.checkpointing)
@@ -89,6 +91,8 @@ def run(options: argparse.Namespace) -> Answer:
         try:
             finding = find(question, rehearsal)
         except CapacityError as error:
+            if error.on_host and trains_on_demand(question, rehearsal):
+                return without_plan(question, rehearsal, rehearse_other(), need, error)
             of_other = rehearse_other()
             if of_other is not None:
                 known[other] = of_other
@@ -122,8 +126,10 @@ def _question(options: argparse.Namespace) -> Question:
         device_nbytes=_device_nbytes(options, hardware),
         host_nbytes=None if options.host is None else parse_size("--host", options.host),
         dtype=getattr(torch, DTYPES[options.precision]),
+        master_weights=not options.no_master_weights,
         checkpointing=options.checkpointing,
         world=options.world,
+        is_accumulating=options.accumulate,
         chunk_numel=options.chunk_size,
     )
 

@@ -11,7 +11,8 @@ from chunkmem.units import format_nbytes
 
 if TYPE_CHECKING:
     from chunkmem.errors import CapacityError
-    from chunkmem.estimate.question import Change, Finding, Need, Question
+    from chunkmem.estimate.needs import Need
+    from chunkmem.estimate.question import Change, Finding, Question
     from chunkmem.estimate.rehearse import Rehearsal
 
 DTYPES = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
@@ -34,6 +35,7 @@ def yes(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need:
     data = _subject(question, rehearsal, other, need) | {
         "fits": True,
         "limit": None,
+        "planned": True,
         "step_s": step_s,
         "tokens_per_s": tokens / step_s if tokens and step_s else None,
         "stall_s": finding.timeline.stall_s,
@@ -42,7 +44,11 @@ def yes(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need:
         "moved_nbytes": {lane.value: nbytes for lane, nbytes in finding.timeline.moved_nbytes.items()},
         "device": {"peak_nbytes": with_activations, "chunk_peak_nbytes": peaks[Tier.DEVICE],
                    "cap_nbytes": question.device_nbytes},
-        "host": {"peak_nbytes": peaks[Tier.HOST], "cap_nbytes": question.host_nbytes},
+        "host": {"peak_nbytes": peaks[Tier.HOST], "first_step_nbytes": finding.first_host_nbytes,
+                 "cap_nbytes": question.host_nbytes},
+        "exchanged": {"sent_nbytes": finding.exchanged.sent_nbytes,
+                      "received_nbytes": finding.exchanged.received_nbytes,
+                      "buffered_nbytes": finding.exchanged.buffered_nbytes},
         "updated_on_device": sum(tier is Tier.DEVICE for tier in finding.plan.update_tiers.values()),
         "updated_on_host": sum(tier is Tier.HOST for tier in finding.plan.update_tiers.values()),
     }  # fmt: skip
@@ -58,7 +64,36 @@ def yes(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need:
         + (f", network {floors.network_s:.3g} s" if question.world > 1 else "")
         + f"; {floors.binding} binds",
     ]
+    if question.world > 1:
+        lines.append(
+            f"each step, a rank sends {format_nbytes(finding.exchanged.sent_nbytes)} and receives "
+            f"{format_nbytes(finding.exchanged.received_nbytes)}; these are figures of the rank that owns most"
+        )
+    if finding.first_host_nbytes > peaks[Tier.HOST]:
+        is_sparing = question.is_accumulating or question.world == 1
+        hint = "" if is_sparing else ": gradients wait for optimizer.step(), unless manager.accumulate(1) precedes it"
+        lines.append(f"the first step needs {format_nbytes(finding.first_host_nbytes)} on HOST{hint}")
     return Answer(data, "\n".join([_subject_text(question, rehearsal, other), "", *lines]))
+
+
+def without_plan(
+    question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: Need, shortage: CapacityError
+) -> Answer:
+    """Say that it fits, but not with a plan, which needs more of HOST; so how long a step takes is not known."""
+    data = _subject(question, rehearsal, other, need) | {
+        "fits": True,
+        "limit": None,
+        "planned": False,
+        "step_s": None,
+        "device": {"cap_nbytes": question.device_nbytes},
+        "host": {"cap_nbytes": question.host_nbytes, "planned_nbytes": shortage.needed_nbytes},
+    }
+    line = (
+        f"fits, but HOST has {format_nbytes(shortage.cap_nbytes)}, and a plan needs "
+        f"{format_nbytes(shortage.needed_nbytes)} ({shortage.needed_nbytes} bytes) at least: every access is served on "
+        "demand, which is slower"
+    )
+    return Answer(data, "\n".join([_subject_text(question, rehearsal, other), "", line]))
 
 
 def no(

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from chunkmem.errors import CapacityError, LayoutError
+from chunkmem.errors import LayoutError
 from chunkmem.estimate.question import Change, Question, device_need, fits, host_need
 from chunkmem.estimate.rehearse import Rehearsal
 from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
 
-_MAX_WORLD = 2**20
 _NEAR = 1.1
 """A cap that is short by less than this factor is the first thing to change."""
 
@@ -69,12 +68,15 @@ def _is_near(question: Question, raised: Question) -> bool:
 
 
 def _alone(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Change]:
+    accumulating = replace(question, is_accumulating=True)
+    if question.world > 1 and not question.is_accumulating and fits(accumulating, rehearsal):
+        yield Change("accumulate", ("--accumulate",), accumulating)
     if not question.checkpointing:
         yield from _tried(replace(question, checkpointing=True), "checkpointing", ("--checkpointing",), rehearse)
     yield from _smaller_batch(question, rehearse)
     if question.dtype is torch.float32:
         yield from _tried(replace(question, dtype=torch.bfloat16), "precision", ("--precision", "bf16"), rehearse)
-    yield from _more_ranks(question, rehearsal)
+    yield from _more_ranks(question, rehearsal, rehearse)
 
 
 def _together(question: Question, rehearse: Rehearse) -> Iterator[Change]:
@@ -130,22 +132,29 @@ def _smaller_batch(question: Question, rehearse: Rehearse, *, and_same: bool = F
     yield Change("batch", ("--batch", str(low)), replace(question, batch=low))
 
 
-def _more_ranks(question: Question, rehearsal: Rehearsal) -> Iterator[Change]:
-    """Find the fewest ranks, each with the same batch; a batch that is too large for one stays too large."""
+def _more_ranks(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Change]:
+    """Find the fewest ranks, each with the same batch; a batch that is too large for one stays too large.
 
-    def enough(world: int) -> bool:
-        try:
-            return fits(replace(question, world=world), rehearsal)
-        except CapacityError:
-            return False
+    They are looked for with the chunks of `rehearsal`, and those found are tried with chunks of their own.
+    """
 
-    high = question.world
-    while not enough(high):
+    def over(world: int) -> Question:
+        return replace(question, world=world)
+
+    high = max(2, question.world)
+    if device_need(over(high), rehearsal).nbytes > question.device_nbytes:  # a unit does not shrink with more ranks
+        return
+    most = max(high, len(rehearsal.layout.groups))  # beyond as many ranks as groups, none keeps less
+    while not fits(over(high), rehearsal):
         high *= 2
-        if high > _MAX_WORLD:
+        if high > most:
             return
-    low = high // 2
+    low = max(question.world, high // 2)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    yield Change("world", ("--world", str(high)), replace(question, world=high))
+        low, high = (low, middle) if fits(over(middle), rehearsal) else (middle, high)
+    while not fits(over(high), rehearse(over(high))):
+        high *= 2
+        if high > most:
+            return
+    yield Change("world", ("--world", str(high)), over(high))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 
 import torch
@@ -34,6 +35,8 @@ class Hardware:
     """Between ranks of one machine, for each of them."""
     network_Bps: float = 25e9
     """Between ranks of several machines, for each of them."""
+    is_accelerator: bool = True
+    """False: DEVICE is a part of RAM, whose cap covers chunks alone, and chunks are exchanged point to point."""
 
     def exchange_Bps(self, world: int) -> float:
         """Return the speed of exchanges between `world` ranks; up to 8 are taken to be in one machine."""
@@ -43,8 +46,8 @@ class Hardware:
         """Return the operations a second in `dtype`."""
         return self.fp32_flop_per_s if dtype is torch.float32 else self.flop_per_s
 
-    def machine(self, device_nbytes: int, host_nbytes: int) -> Machine:
-        """Return what plans are made for, under these caps."""
+    def machine(self, device_nbytes: int, host_nbytes: int, *, world: int = 1) -> Machine:
+        """Return what plans of one of `world` ranks are made for, under these caps."""
         return Machine(
             device_nbytes=device_nbytes,
             host_nbytes=host_nbytes,
@@ -53,9 +56,11 @@ class Hardware:
             latency_s=_LATENCY_S,
             device_update_Bps=self.memory_Bps / _UPDATE_MOVES_PER_BYTE,
             host_update_Bps=self.host_memory_Bps / _UPDATE_MOVES_PER_BYTE,
-            charges_non_model=True,
+            charges_non_model=self.is_accelerator,
             one_processor=False,
-            undo_log_nbytes=int(host_nbytes * OptsConfig().undo_log_ratio),
+            undo_log_nbytes=int(host_nbytes * OptsConfig().undo_log_ratio) if self.is_accelerator else 0,
+            # Of a chunk, all but the part of its owner passes each rank.
+            exchange_Bps=self.exchange_Bps(world) * world / (world - 1) if world > 1 else inf,
         )
 
 

@@ -46,9 +46,9 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     return [block for child in module.children() for block in _blocks(child)]
 
 
-def in_precision(module: nn.Module, dtype: torch.dtype) -> Precision:
+def in_precision(module: nn.Module, dtype: torch.dtype, *, master_weights: bool = True) -> Precision:
     """Have a model compute in `dtype`, as a manager would, and return in what; see [Note: What stays in float32]."""
-    precision = precision_of([module], dtype)
+    precision = precision_of([module], dtype, master_weights=master_weights)
     for param in module.parameters():
         if param.dtype is not precision.of(param):
             param.data = param.data.to(precision.of(param))

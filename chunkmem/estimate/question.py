@@ -11,18 +11,22 @@ from chunkmem.errors import CapacityError
 from chunkmem.estimate.floors import Floors, floors_of
 from chunkmem.estimate.hardware import Hardware
 from chunkmem.estimate.model import Model
-from chunkmem.estimate.ranks import exchanged_nbytes, share_of
+from chunkmem.estimate.needs import Need, least_on_device, least_on_host
+from chunkmem.estimate.rank_stage import Exchanged, Step
+from chunkmem.estimate.rank_steps import RankSteps, serve_on_demand
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
-from chunkmem.plan.gaps import find_gaps
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import PlanOptions, make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
+from chunkmem.runtime.ledger import Ledger
 from chunkmem.trace.model import Trace
 from chunkmem.types import Tier
 
 UNLIMITED_NBYTES = 2**60
 """A HOST that nobody has said the size of."""
+_NUM_TRIED = 8
+"""Ranks whose first steps are served on demand, those that own most."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +41,25 @@ class Question:
     host_nbytes: int | None = None
     """None: as much as it takes."""
     dtype: torch.dtype = torch.float32
+    master_weights: bool = True
     checkpointing: bool = False
     world: int = 1
+    is_accumulating: bool = False
+    """`manager.accumulate(1)` is called, so that the first step knows that its backward is the last one, too."""
     chunk_numel: int | None = None
     options: PlanOptions = field(default_factory=PlanOptions)
 
     def rehearse(self) -> Rehearsal:
-        """Return the step of one rank as if it were alone."""
+        """Return the step of one rank, of whatever number of them."""
         return rehearse(
             self.model(self.batch),
             Setting(
                 dtype=self.dtype,
+                master_weights=self.master_weights,
                 checkpointing=self.checkpointing,
                 chunk_numel=self.chunk_numel,
                 device_nbytes=self.device_nbytes,
+                num_ranks=self.world,
                 flop_per_s=self.hardware.flop_rate(self.dtype),
                 memory_Bps=self.hardware.memory_Bps,
             ),
@@ -58,20 +67,11 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Need:
-    """What DEVICE has to hold at least, if HOST takes everything that nobody uses."""
-
-    nbytes: int
-    moment: str
-    """When it needs most."""
-
-
-@dataclass(frozen=True)
 class Change:
     """One thing to change so that it fits."""
 
     what: str
-    """"device", "host", "batch", "checkpointing", "precision" or "world"; several joined by " + "."""
+    """"device", "host", "batch", "checkpointing", "precision", "accumulate" or "world"; several joined by " + "."""
     options: tuple[str, ...]
     """Of the command line, to add or to replace: ``("--batch", "2")``."""
     question: Question
@@ -80,22 +80,20 @@ class Change:
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer, where it fits."""
+    """The answer, where it fits: for the rank that owns most bytes."""
 
     trace: Trace
     plan: Plan
     timeline: Timeline
     floors: Floors
+    exchanged: Exchanged
+    first_host_nbytes: int
+    """What the first step needs on HOST, where gradients may wait for the optimizer's step."""
 
 
 def device_need(question: Question, rehearsal: Rehearsal) -> Need:
-    """Return the smallest cap on DEVICE that a plan for one rank can have."""
-    trace = _own(question, rehearsal)
-    problem = find_gaps(trace, {moment.chunk.group: Tier.HOST for moment in trace.moments})
-    beside = [moment.non_model_peak_nbytes for moment in trace.moments]
-    sums = [chunks + others for chunks, others in zip(problem.required, beside, strict=True)]
-    at = max(range(len(sums)), key=lambda i: (sums[i], -i))
-    return Need(sums[at], str(trace.moments[at]))
+    """Return the smallest cap on DEVICE under which a rank trains, if HOST takes everything that nobody uses."""
+    return least_on_device(_steps(question, rehearsal), charges_non_model=question.hardware.is_accelerator)
 
 
 def host_need(question: Question, rehearsal: Rehearsal) -> int:
@@ -104,18 +102,14 @@ def host_need(question: Question, rehearsal: Rehearsal) -> int:
     Raises:
         CapacityError: DEVICE is too small whatever HOST has.
     """
-    need = device_need(question, rehearsal)
-    if need.nbytes > question.device_nbytes:
-        raise CapacityError(
-            f"{need.moment}: DEVICE needs {need.nbytes} bytes and has {question.device_nbytes}; raise it first",
-            needed_nbytes=need.nbytes,
-            cap_nbytes=question.device_nbytes,
-        )
-    host_nbytes = 1  # 0 would be one tier
+    least = _least_on_host(question, _steps(question, rehearsal))
+    host_nbytes = max(1, least)  # 0 would be one tier
     while True:
         try:
             find(replace(question, host_nbytes=host_nbytes), rehearsal)
         except CapacityError as error:
+            if not error.on_host:
+                raise
             host_nbytes = error.needed_nbytes
         else:
             return host_nbytes
@@ -127,12 +121,14 @@ def find(question: Question, rehearsal: Rehearsal) -> Finding:
     Raises:
         CapacityError: it does not fit.
     """
-    trace = _own(question, rehearsal)
-    host_nbytes = UNLIMITED_NBYTES if question.host_nbytes is None else question.host_nbytes
-    plan = make_plan(trace, question.hardware.machine(question.device_nbytes, host_nbytes), options=question.options)
-    exchange_s = exchanged_nbytes(rehearsal.trace, question.world) / question.hardware.exchange_Bps(question.world)
-    floors = floors_of(plan, trace, question.hardware, exchange_s=exchange_s)
-    return Finding(trace, plan, simulate(plan, trace), floors)
+    steps = _steps(question, rehearsal)
+    _require_device(question, device_need(question, rehearsal))
+    require_room(question, rehearsal)
+    step, plan, timeline = _faster(question, steps)
+    most_nbytes = max(step.exchanged.sent_nbytes, step.exchanged.received_nbytes)
+    exchange_s = most_nbytes / question.hardware.exchange_Bps(question.world)
+    floors = floors_of(plan, step.trace, question.hardware, exchange_s=exchange_s)
+    return Finding(step.trace, plan, timeline, floors, step.exchanged, _least_on_host(question, steps))
 
 
 def fits(question: Question, rehearsal: Rehearsal) -> bool:
@@ -144,5 +140,91 @@ def fits(question: Question, rehearsal: Rehearsal) -> bool:
     return True
 
 
-def _own(question: Question, rehearsal: Rehearsal) -> Trace:
-    return share_of(rehearsal.trace, question.world, slab_nbytes=rehearsal.layout.slab_nbytes)
+def _steps(question: Question, rehearsal: Rehearsal) -> RankSteps:
+    return rehearsal.over(
+        question.world,
+        rank=rehearsal.fullest_ranks(question.world)[0],
+        is_accelerator=question.hardware.is_accelerator,
+        is_accumulating=question.is_accumulating,
+        device_nbytes=question.device_nbytes,
+    )
+
+
+def _least_on_host(question: Question, steps: RankSteps) -> int:
+    charges = question.hardware.is_accelerator
+    return least_on_host(steps.first.trace, device_nbytes=question.device_nbytes, charges_non_model=charges).nbytes
+
+
+def _host_nbytes(question: Question) -> int:
+    return UNLIMITED_NBYTES if question.host_nbytes is None else question.host_nbytes
+
+
+def _require_device(question: Question, need: Need) -> None:
+    if need.nbytes > question.device_nbytes:
+        raise CapacityError(
+            f"{need.moment}: DEVICE needs {need.nbytes} bytes and has {question.device_nbytes}; raise it first",
+            needed_nbytes=need.nbytes,
+            cap_nbytes=question.device_nbytes,
+        )
+
+
+def require_room(question: Question, rehearsal: Rehearsal) -> None:
+    """Have the first steps, which no plan has been made for yet, served on demand under the caps asked about.
+
+    Raises:
+        CapacityError: they do not fit.
+    """
+    host_nbytes = _host_nbytes(question)
+    if question.host_nbytes is None or host_nbytes == 0:
+        return  # everything finds room, or only a plan tells
+    beside_nbytes = rehearsal.activation_nbytes if question.hardware.is_accelerator else 0
+    device_nbytes = question.device_nbytes
+    # Ranks with equally many bytes differ in what lies where, so a few are looked at.
+    for rank in rehearsal.fullest_ranks(question.world)[:_NUM_TRIED]:
+        ledgers = (
+            Ledger(Tier.DEVICE, max(0, device_nbytes - beside_nbytes), device_nbytes),
+            Ledger(Tier.HOST, host_nbytes, host_nbytes),
+        )
+        try:
+            serve_on_demand(
+                rehearsal.step,
+                ledgers,
+                rank=rank,
+                world=question.world,
+                is_accumulating=question.is_accumulating,
+                margin_use_ratio=question.options.margin_use_ratio,
+            )
+        except CapacityError as error:
+            needed_nbytes = host_nbytes + error.needed_nbytes - error.cap_nbytes
+            where = f"rank {rank}: " if question.world > 1 else ""
+            raise CapacityError(
+                f"{where}{error}", needed_nbytes=needed_nbytes, cap_nbytes=host_nbytes, on_host=True
+            ) from error
+
+
+def trains_on_demand(question: Question, rehearsal: Rehearsal) -> bool:
+    """Tell whether steps run where HOST is too small for a plan: every access is served on demand, which is slower."""
+    try:
+        _require_device(question, device_need(question, rehearsal))
+        require_room(question, rehearsal)
+    except CapacityError:
+        return False
+    return True
+
+
+def _faster(question: Question, steps: RankSteps) -> tuple[Step, Plan, Timeline]:
+    """Plan the way that ranks keep: gathering ahead if there is a plan for it, unless computing stalls longer."""
+    machine = question.hardware.machine(question.device_nbytes, _host_nbytes(question), world=question.world)
+
+    def planned(step: Step) -> tuple[Step, Plan, Timeline]:
+        plan = make_plan(step.trace, machine, options=question.options)
+        return step, plan, simulate(plan, step.trace)
+
+    lazy = planned(steps.lazy)
+    if steps.ahead is None:
+        return lazy
+    try:
+        ahead = planned(steps.ahead)
+    except CapacityError:
+        return lazy
+    return min(ahead, lazy, key=lambda way: way[2].step_s - way[0].trace.compute_s)

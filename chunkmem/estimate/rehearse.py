@@ -1,16 +1,18 @@
 """Run one training step without memory and without hardware, and write down the trace it would leave.
 
 The model runs under torch's fake tensors, and everything that listens to it is what listens in training: the same
-hooks, the same frames, the same executor, the same recorder. Only chunks have no memory, copies are none, and
-operators take the time that a clock says. So the moments are those that `manager.trace` would have.
+hooks, the same frames, the same executor. Only chunks have no memory, copies are none, and operators take the time that
+a clock says. What is asked of the executor is logged, and replayed for each rank with what ranks train with and the
+same recorder (`chunkmem.estimate.rank_steps`). So the moments are those that `manager.trace` would have.
 """
 
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,29 +29,25 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkmem.errors import ChunkmemError, LayoutError, TraceError
+from chunkmem.estimate.calls import Asked, CallLog, LoggedExecutor, LoggedGradients, LoggedUnits, Measured, StepCalls
 from chunkmem.estimate.clock import OperatorClock
 from chunkmem.estimate.model import Model, checkpointed, in_precision
-from chunkmem.estimate.weightless import RehearsedChunk, WeightlessStore
+from chunkmem.estimate.rank_steps import RankSteps, replay
+from chunkmem.estimate.weightless import NO_CAP_NBYTES, RehearsedChunk, WeightlessStore
 from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.pack import choose_slab_nbytes, pack
-from chunkmem.layout.spec import Layout, MasterCopy, digest
+from chunkmem.layout.spec import Layout
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
-from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import only_makes_a_view
 from chunkmem.nn.hooks import ModuleHooks
-from chunkmem.nn.packing import groups_by_role, tensor_specs
+from chunkmem.nn.packing import tensor_specs
 from chunkmem.nn.precision import AS_BUILT, Precision
 from chunkmem.nn.served import ParameterServer
 from chunkmem.nn.turn import Turn
-from chunkmem.nn.units import Units
-from chunkmem.optim.order import in_order_of_update
-from chunkmem.runtime.executor import DemandExecutor
-from chunkmem.runtime.store import Chunk
-from chunkmem.trace.model import Kind, Mode, Trace
+from chunkmem.trace.model import Trace
 from chunkmem.tracing.probe import LiveStorageProbe
-from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import ChunkId, Role, Tier
 
 _NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -68,12 +66,16 @@ class Setting:
 
     dtype: torch.dtype = torch.float32
     """Of weights and gradients; other than float32, a float32 master copy of the weights comes with the states."""
+    master_weights: bool = True
+    """`master_weights` of the configuration: False leaves that copy out."""
     checkpointing: bool = False
     """Recompute each block in backward."""
     chunk_numel: int | None = None
     """`default_chunk_size`, in elements; None searches the size that wastes least."""
     device_nbytes: int = 2**40
     """Cap on DEVICE; the search for a chunk size looks at it."""
+    num_ranks: int = 1
+    """Ranks that train together; the search for a chunk size looks at them, too."""
     flop_per_s: float = 1e12
     memory_Bps: float = 1e11
     """Of DEVICE, for operators whose bytes take longer than their arithmetic."""
@@ -83,13 +85,56 @@ class Setting:
 class Rehearsal:
     """One step that was not run."""
 
-    trace: Trace
-    layout: Layout
+    step: StepCalls
     num_params: int
     """Elements of distinct parameters."""
     flop: int
     """Floating-point operations of forward and backward, recomputation included."""
     tokens: int
+    _replayed: dict[tuple[int, int, bool, bool, int], RankSteps] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """By the arguments of `over`: results that were asked for, as the same ones are many times."""
+
+    @property
+    def layout(self) -> Layout:
+        return self.step.layout
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of one process that trains alone."""
+        return self.over(1).first.trace
+
+    def over(
+        self,
+        world: int,
+        *,
+        rank: int = 0,
+        is_accelerator: bool = True,
+        is_accumulating: bool = False,
+        device_nbytes: int = NO_CAP_NBYTES,
+    ) -> RankSteps:
+        """Return the steps of one of `world` ranks; see `chunkmem.estimate.rank_steps.replay`."""
+        if world == 1:
+            rank, is_accelerator, is_accumulating, device_nbytes = 0, True, False, NO_CAP_NBYTES
+        key = world, rank, is_accelerator, is_accumulating, device_nbytes
+        if key not in self._replayed:
+            self._replayed[key] = replay(
+                self.step,
+                rank=rank,
+                world=world,
+                is_accelerator=is_accelerator,
+                is_accumulating=is_accumulating,
+                device_nbytes=device_nbytes,
+            )
+        return self._replayed[key]
+
+    def fullest_ranks(self, world: int) -> list[int]:
+        """Return those of `world` ranks that own something, the one with most bytes first."""
+        owned = Counter({0: 0})
+        for chunk, nbytes in self.trace.chunk_nbytes.items():
+            owned[chunk.group % world] += nbytes
+        return sorted(owned, key=lambda rank: (-owned[rank], rank))
 
     @property
     def activation_nbytes(self) -> int:
@@ -129,10 +174,8 @@ def rehearse(model: Model, setting: Setting) -> Rehearsal:
         raise
     except Exception as error:  # the user's code may raise anything
         raise TraceError(f"{model.name} raised {type(error).__name__}: {error} ({place_of(error)})") from error
-    stage.step()
     return Rehearsal(
-        stage.trace(),
-        stage.layout,
+        stage.step(),
         num_params=sum(param.numel() for param in module.parameters()),
         flop=clock.flop,
         tokens=model.tokens,
@@ -142,7 +185,11 @@ def rehearse(model: Model, setting: Setting) -> Rehearsal:
 def _build(model: Model, setting: Setting) -> tuple[nn.Module, Precision]:
     module = model.build()
     module.train()
-    precision = AS_BUILT if setting.dtype is torch.float32 else in_precision(module, setting.dtype)
+    precision = (
+        AS_BUILT
+        if setting.dtype is torch.float32
+        else in_precision(module, setting.dtype, master_weights=setting.master_weights)
+    )
     if setting.checkpointing and not checkpointed(module):
         raise LayoutError(
             f"{model.name} has no nn.ModuleList or nn.Sequential, whose children could be recomputed; leave out "
@@ -165,85 +212,60 @@ def shape_of(value: object) -> str:
 
 
 class _Stage:
-    """A model fitted with the hooks of training, over chunks without memory."""
+    """A model fitted with the hooks of training, over chunks without memory; what they ask for is logged."""
 
     def __init__(self, module: nn.Module, precision: Precision, setting: Setting, clock: OperatorClock) -> None:
-        self._module = module
         self._clock = clock
-        self._executor = DemandExecutor(WeightlessStore())
+        self.log = CallLog(self._measure)
+        self._store = WeightlessStore()
+        self._executor = LoggedExecutor(self._store)
+        self._executor.log = self.log
         self._access = AccessTracker(self._executor)
-        units = Units(None, None)
+        self._units = LoggedUnits(self.log)
         turn = Turn(timeout_s=0.0, with_hooks=False)
-        self._backward = BackwardTracker(self._executor, self._access, units, turn, is_rehearsal=True)
-        self._gradients = GradientBook(self._executor, settles=lambda _: False, then=self._backward.landed, turn=turn)
+        self._backward = BackwardTracker(self._executor, self._access, self._units, turn, is_rehearsal=True)
+        self._gradients = LoggedGradients(
+            self._executor, self.log, settles=lambda _: False, then=self._backward.landed, turn=turn
+        )
         named = list(module.named_parameters())
         self.layout = _lay_out(named, precision, setting)
-        self._managed = self._pack(named)
-        self._gradients.add(self._managed)
+        managed = self._pack(named)
+        self._gradients.take(managed)
         hooks = ModuleHooks(
-            self._access, self._backward, units=units, turn=turn, on_root=self._begin_root, make_guard=lambda: None
+            self._access, self._backward, units=self._units, turn=turn, on_root=self._begin_root, make_guard=_no_guard
         )
-        hooks.fit(module, {id(managed.param): managed for managed in self._managed})
-        self._gradients.watch(self._managed)
+        hooks.fit(module, {id(each.param): each for each in managed})
+        self._gradients.watch(managed)
         self._server = ParameterServer(self._executor, self._access, self._backward, turn)
-        self._server.add(self._managed)
-        weights = {managed.storage_id for managed in self._managed}
+        self._server.add(managed)
+        weights = {each.storage_id for each in managed}
         self._probe = LiveStorageProbe(weights.__contains__)
-        self._recorder = Recorder(
-            Mode.TRAIN, take_peaks=lambda: (self._probe.take_peak_nbytes(), 0), sampling_interval_s=lambda: 0.0
-        )
-        self._durations_s: list[float] = []
-        self._executor.on_event = self._on_event
 
     def watching(self) -> AbstractContextManager[object]:
         """Return what has to be around the step: it counts the memory and the time of operators."""
         return _Watch(self._probe, self._clock, lambda: str(self._access.stack[-1]) if self._access.stack else "")
 
-    def step(self) -> None:
-        """What `optimizer.step()` does: drop leftovers, then update each group and use its gradients up."""
+    def step(self) -> StepCalls:
+        """Drop leftovers, as `optimizer.step()` does first, and return what the whole step has asked for."""
         self._access.reset(step=True)
         self._backward.reset(step=True)
-        store, landed = self._executor.store, self._gradients.landed
-        roles = (Role.PARAM, Role.GRAD, Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
-        for group in landed:
-            for role in (Role.EXP_AVG, Role.EXP_AVG_SQ):
-                chunk = store.chunks[ChunkId(role, group)]
-                self._executor.create(chunk, Tier.DEVICE, reader="states", zero=True, elastic=True)
-        for group in in_order_of_update(landed, landing=list(landed)):
-            chunks = [store.chunks[key] for role in roles if (key := ChunkId(role, group)) in store.chunks]
-            with self._executor.updating(chunks, reader="optimizer step"):
-                pass
-            self._gradients.discard(set(landed[group]))
-        self._recorder.end()
-        self._durations_s.append(self._clock.take_s())
+        self.log.add(Asked.STEP)
+        parameters = tuple(self._gradients.parameters.values())
+        return StepCalls(self.layout, tuple(self.log.calls), self._units.found, parameters)
 
-    def trace(self) -> Trace:
-        """Return the trace; each moment takes what the clock said."""
-        trace = self._recorder.trace(digest([self.layout]), self._executor.store.chunks)
-        # What passed before the first event is forward's own beginning.
-        first_s, *durations_s = self._durations_s
-        durations_s[0] += first_s
-        moments = zip(trace.moments, durations_s, strict=True)
-        return replace(trace, moments=tuple(replace(moment, duration_s=s) for moment, s in moments))
-
-    def _on_event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
-        self._durations_s.append(self._clock.take_s())
-        self._recorder.event(kind, chunk, reader)
+    def _measure(self) -> Measured:
+        return Measured(self._clock.take_s(), self._probe.take_peak_nbytes(), self._probe.take_peak_nbytes())
 
     def _begin_root(self) -> None:
         self._access.reset(step=False)
         self._backward.reset(step=False)
 
     def _pack(self, named: list[tuple[str, nn.Parameter]]) -> list[ManagedParameter]:
-        store = self._executor.store
         managed = []
         for group in self.layout.groups:
-            for role, form in groups_by_role(group).items():
-                store.add(Chunk(ChunkId(role, group.id), form, torch.float32, str(ChunkId(role, group.id)), ()))
-            chunk = store.chunks[ChunkId(Role.PARAM, group.id)]
-            store.create(chunk, Tier.DEVICE, zero=False)
-            if group.master is MasterCopy.PACKED:
-                store.create(store.chunks[ChunkId(Role.MASTER, group.id)], Tier.DEVICE, zero=False)
+            for weights in self._store.add_group(group):
+                self._store.create(weights, Tier.DEVICE, zero=False)
+            chunk = self._store.chunks[ChunkId(Role.PARAM, group.id)]
             self._access.chunks[group.id] = chunk
             home = chunk.home = RehearsedChunk()
             for position, slot in enumerate(group.slots):
@@ -253,11 +275,20 @@ class _Stage:
         return managed
 
 
+def _no_guard() -> None:
+    return None
+
+
 def _lay_out(named: list[tuple[str, nn.Parameter]], precision: Precision, setting: Setting) -> Layout:
     specs = tensor_specs(named, precision)
     if not specs:
         raise LayoutError("the model has no parameters, so there is nothing to train")
-    slab_nbytes = choose_slab_nbytes(specs, chunk_numel=setting.chunk_numel, device_cap_nbytes=setting.device_nbytes)
+    slab_nbytes = choose_slab_nbytes(
+        specs,
+        chunk_numel=setting.chunk_numel,
+        device_cap_nbytes=setting.device_nbytes,
+        num_ranks=setting.num_ranks,
+    )
     return pack(specs, slab_nbytes=slab_nbytes)
 
 

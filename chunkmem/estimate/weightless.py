@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
 
+from chunkmem.layout.spec import Group, MasterCopy
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.packing import groups_by_role
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.store import Chunk, ChunkStore, Replica
-from chunkmem.types import Tier
+from chunkmem.types import ChunkId, Role, Tier
 
-_NO_CAP = 2**62
+NO_CAP_NBYTES = 2**62
+
+
+def open_ledger(tier: Tier, cap_nbytes: int = NO_CAP_NBYTES) -> Ledger:
+    """Return a ledger that refuses nothing; the cap is what it says to those who ask."""
+    return _OpenLedger(tier, cap_nbytes, cap_nbytes)
+
+
+class _OpenLedger(Ledger):
+    """Counts bytes past its cap, too: what does not fit is found out later, from the trace."""
+
+    @property
+    def free_nbytes(self) -> int:
+        return NO_CAP_NBYTES
+
+    def charge(self, role: str, nbytes: int) -> None:
+        self.total_nbytes += nbytes
+        self.now[role] = self.now.get(role, 0) + nbytes
 
 
 class _Nowhere:
@@ -24,12 +44,15 @@ class _Nowhere:
     def add_(self, value: object) -> None:
         """Forget a further gradient."""
 
+    def zero_(self) -> None:
+        """Forget that there is none."""
+
 
 class _WeightlessPool:
     """A tier of unlimited size, whose slabs are sizes only."""
 
-    def __init__(self, tier: Tier) -> None:
-        self.ledger = Ledger(tier, _NO_CAP, _NO_CAP)
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
         self.poison = False
         self._nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -45,16 +68,30 @@ class _WeightlessPool:
 
 
 class WeightlessStore(ChunkStore):
-    """Replicas that are only counted, on a DEVICE where everything stays."""
+    """Replicas that are only counted."""
 
-    def __init__(self) -> None:
-        super().__init__({tier: _WeightlessPool(tier) for tier in (Tier.DEVICE, Tier.HOST)})
+    def __init__(self, ledgers: Collection[Ledger] | None = None) -> None:
+        """Make it empty; None: tiers without a cap, whose chunks all stay on DEVICE."""
+        if ledgers is None:
+            ledgers = [open_ledger(tier) for tier in (Tier.DEVICE, Tier.HOST)]
+        super().__init__({ledger.tier: _WeightlessPool(ledger) for ledger in ledgers})
 
     def take_slab(self, chunk: Chunk, tier: Tier) -> Replica:
         slab = self.pools[tier].alloc(chunk.id.role.value, chunk.nbytes)
         replica = chunk.replicas[tier] = Replica(slab, slab.bytes)
         self.resident[tier][chunk.id] = chunk
         return replica
+
+    def add_group(self, group: Group) -> list[Chunk]:
+        """Register a group's chunks of all roles; return those that get content when a model is packed."""
+        for role, form in groups_by_role(group).items():
+            key = ChunkId(role, group.id)
+            self.add(Chunk(key, form, torch.float32, str(key), ()))
+        weights = [self.chunks[ChunkId(Role.PARAM, group.id)]]
+        weights[0].master = self.chunks.get(ChunkId(Role.MASTER, group.id))
+        if weights[0].master is not None and group.master is MasterCopy.PACKED:
+            weights.append(weights[0].master)
+        return weights
 
     def create(self, chunk: Chunk, tier: Tier, *, zero: bool) -> Replica:
         replica = chunk.replicas.get(tier) or self.take_slab(chunk, tier)

@@ -91,7 +91,9 @@ def pack(tensors: Sequence[TensorSpec], *, slab_nbytes: int, first_group: int = 
     return Layout(slab_nbytes, tuple(tensors), tuple(groups))
 
 
-def choose_slab_nbytes(tensors: Sequence[TensorSpec], *, chunk_numel: int | None, device_cap_nbytes: int) -> int:
+def choose_slab_nbytes(
+    tensors: Sequence[TensorSpec], *, chunk_numel: int | None, device_cap_nbytes: int, num_ranks: int = 1
+) -> int:
     """Return the slab size that a configuration means: that of `default_chunk_size` elements, or the searched one.
 
     A chunk never exceeds the bytes of the largest dtype class.
@@ -100,10 +102,13 @@ def choose_slab_nbytes(tensors: Sequence[TensorSpec], *, chunk_numel: int | None
         tensors: what is to be packed.
         chunk_numel: `default_chunk_size`; None searches.
         device_cap_nbytes: see `search_slab_nbytes`.
+        num_ranks: that share the chunks: a searched size is small enough that each gets about as many bytes.
 
     Raises:
         LayoutError: see `search_slab_nbytes`.
     """
+    if num_ranks > 1:  # the search looks at slabs of 1/64 of this at least: an eighth of a rank's share
+        device_cap_nbytes = min(device_cap_nbytes, 8 * sum(tensor.nbytes for tensor in tensors) // num_ranks)
     if chunk_numel is None:
         return search_slab_nbytes(tensors, device_cap_nbytes=device_cap_nbytes)
     by_kind = Counter[str]()

@@ -189,10 +189,12 @@ class ModelRegistry:
             raise errors[0]
 
     def _choose_slab_nbytes(self, named: Sequence[tuple[str, nn.Parameter]], precision: Precision) -> int:
-        specs, cap_nbytes = tensor_specs(named, precision), self._device_cap_nbytes
-        if self._num_ranks > 1:  # the search looks at slabs of 1/64 of this at least: an eighth of a rank's share
-            cap_nbytes = min(cap_nbytes, 8 * sum(spec.nbytes for spec in specs) // self._num_ranks)
-        return choose_slab_nbytes(specs, chunk_numel=self._chunk_numel, device_cap_nbytes=cap_nbytes)
+        return choose_slab_nbytes(
+            tensor_specs(named, precision),
+            chunk_numel=self._chunk_numel,
+            device_cap_nbytes=self._device_cap_nbytes,
+            num_ranks=self._num_ranks,
+        )
 
 
 def check_fits(state: Mapping[str, Any], expected: Mapping[str, Any], *, strict: bool) -> None:

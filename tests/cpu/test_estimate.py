@@ -18,9 +18,8 @@ from chunkmem.estimate.changes import smallest_changes
 from chunkmem.estimate.gpt import GPT, SHAPES
 from chunkmem.estimate.hardware import HARDWARE
 from chunkmem.estimate.models import resolve_model
-from chunkmem.estimate.question import Question, device_need, find, fits
-from chunkmem.estimate.ranks import share_of
-from chunkmem.types import Role, Tier
+from chunkmem.estimate.question import Question, device_need, find, fits, host_need, trains_on_demand
+from chunkmem.types import Tier
 
 MLP = "tests.helpers.estimated:mlp"
 
@@ -200,19 +199,38 @@ def test_ranks_share_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert shared["floors"]["network_s"] > 0 == alone["floors"]["network_s"]
 
 
-def test_what_is_held_is_whole_on_every_rank() -> None:
-    rehearsal = question().rehearse()
-    trace = share_of(rehearsal.trace, 6, slab_nbytes=rehearsal.layout.slab_nbytes)
-    slab = rehearsal.layout.slab_nbytes
-    assert set(trace.chunk_nbytes.values()) == {-(-slab // 6 // 64) * 64}
-    beside = [
-        after.non_model_peak_nbytes - before.non_model_peak_nbytes
-        for before, after in zip(rehearsal.trace.moments, trace.moments, strict=True)
-    ]
-    # One block's weights, whole, and in backward its gradient beside them; nothing while groups are updated.
-    assert max(beside) == 2 * (slab - max(trace.chunk_nbytes.values()))
-    assert beside[-1] == 0
-    assert {m.chunk.role for m in trace.moments} == {Role.PARAM, Role.GRAD}
+def test_a_first_step_that_reduces_everything_at_its_end_needs_more() -> None:
+    asked = question(world=6, batch=1)
+    rehearsal = asked.rehearse()
+    knowing = replace(asked, is_accumulating=True)
+    need_nbytes = device_need(knowing, rehearsal).nbytes
+    assert need_nbytes < device_need(asked, rehearsal).nbytes
+    tight = replace(asked, device_nbytes=need_nbytes)
+    found = {change.what: change for change in smallest_changes(tight, rehearsal, rehearse=Question.rehearse)}
+    assert found["accumulate"].options == ("--accumulate",)
+    assert fits(found["accumulate"].question, rehearsal)
+
+
+def test_where_host_is_too_small_for_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [MLP, "--world", "2", "--batch", "1", "--chunk-size", "4160"]
+    need = asked(capsys, *words)["need"]["device_nbytes"]
+    words += ["--device", str(need), "--host"]
+    planned_nbytes = asked(capsys, *words, "1", status=1)["needed_nbytes"]
+    assert planned_nbytes > 1
+    sure = question(world=2, batch=1, device_nbytes=need)
+    rehearsal = sure.rehearse()
+    host_nbytes = host_need(sure, rehearsal)
+    assert trains_on_demand(replace(sure, host_nbytes=host_nbytes - 1), rehearsal)
+    said = asked(capsys, *words, str(host_nbytes - 1))
+    assert said["fits"] is True
+    assert said["planned"] is False
+    assert said["host"]["planned_nbytes"] == host_nbytes
+
+
+def test_low_precision_without_master_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    said = asked(capsys, MLP, "--precision", "bf16", "--no-master-weights", "--chunk-size", "8320")
+    assert len(set(said["role_nbytes"].values())) == 1
+    assert set(said["role_nbytes"]) == {"param", "grad", "exp_avg", "exp_avg_sq"}
 
 
 # Bad input.

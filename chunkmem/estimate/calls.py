@@ -1,0 +1,164 @@
+"""The log of a rehearsed step: what the model's hooks ask of the executor, of the gradients and of units.
+
+None of it depends on how many ranks there are, since ranks differ in what those do then. So a model is run once, and
+the log is replayed for every rank of any number of them (`chunkmem.estimate.rank_steps`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from chunkmem.layout.spec import Layout
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.gradients import GradientBook
+from chunkmem.nn.sharing import Sharing
+from chunkmem.nn.units import Unit, Units
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.store import Chunk, Replica
+from chunkmem.types import Role, Tier
+
+
+class Asked(enum.Enum):
+    """What a call asks for."""
+
+    PIN = "pin"
+    """The weights of a group stay on DEVICE until UNPIN."""
+    UNPIN = "unpin"
+    LAND = "land"
+    """A gradient is final for this backward."""
+    ENTER = "enter"
+    """A call of a unit begins."""
+    LEAVE = "leave"
+    ANNOUNCE = "announce"
+    """Backward goes on in a unit."""
+    END_BACKWARD = "end backward"
+    STEP = "step"
+    """The optimizer steps."""
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, eq=False)
+class RehearsedParameter:
+    """Of a managed parameter, what gradients and reductions look at."""
+
+    name: str
+    group: int
+    position: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The model since the call before."""
+
+    duration_s: float
+    peak_nbytes: int
+    """Highest non-model bytes."""
+    now_nbytes: int
+    """Non-model bytes at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call, and what the model did before it."""
+
+    asked: Asked
+    subject: int | RehearsedParameter | Unit | None
+    """The group, the parameter or the unit concerned."""
+    reader: str
+    with_grad: bool
+    """Autograd records: what is exchanged is part of a training step."""
+    before: Measured
+
+
+@dataclass(frozen=True, eq=False)
+class StepCalls:
+    """All that a step asks for, as plain data."""
+
+    layout: Layout
+    calls: tuple[Call, ...]
+    units: tuple[Unit, ...]
+    """All that have weights."""
+    parameters: tuple[RehearsedParameter, ...]
+    """All that are managed."""
+
+
+class CallLog:
+    """Takes calls down in their order."""
+
+    def __init__(self, measure: Callable[[], Measured]) -> None:
+        """Begin an empty log; `measure` tells of the model since it was last asked."""
+        self.calls: list[Call] = []
+        self._measure = measure
+
+    def add(self, asked: Asked, subject: int | RehearsedParameter | Unit | None = None, *, reader: object = "") -> None:
+        """Log a call that is about to be served."""
+        self.calls.append(Call(asked, subject, str(reader), torch.is_grad_enabled(), self._measure()))
+
+
+class LoggedExecutor(DemandExecutor):
+    """Serves accesses, and logs those to weights on DEVICE."""
+
+    log: CallLog
+
+    def pin(self, chunk: Chunk, tier: Tier, *, reader: object, elastic: bool = False) -> Replica:
+        if chunk.id.role is Role.PARAM:
+            self.log.add(Asked.PIN, chunk.id.group, reader=reader)
+        return super().pin(chunk, tier, reader=reader, elastic=elastic)
+
+    def unpin(self, chunk: Chunk, tier: Tier) -> None:
+        if chunk.id.role is Role.PARAM:
+            self.log.add(Asked.UNPIN, chunk.id.group)
+        super().unpin(chunk, tier)
+
+
+class LoggedGradients(GradientBook):
+    """Takes gradients, and logs them."""
+
+    def __init__(self, executor: DemandExecutor, log: CallLog, **options: Any) -> None:
+        """Make an empty book; `options` are those of `GradientBook`."""
+        super().__init__(executor, **options)
+        self._log = log
+        self.parameters: dict[ManagedParameter, RehearsedParameter] = {}
+
+    def take(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Take in the parameters of a model."""
+        found = tuple(parameters)
+        self.add(found)
+        self.parameters |= {m: RehearsedParameter(m.name, m.group, m.position, m.requires_grad) for m in found}
+
+    def land(self, managed: ManagedParameter, grad: torch.Tensor, *, replacing: bool = False) -> None:
+        self._log.add(Asked.LAND, self.parameters[managed])
+        super().land(managed, grad, replacing=replacing)
+
+
+class LoggedUnits(Units):
+    """Divides a model into units as ranks would, and logs when they are entered and left. Nothing is exchanged."""
+
+    def __init__(self, log: CallLog) -> None:
+        super().__init__(cast(Sharing, self), None)  # only one rank alone has no units
+        self._log = log
+
+    @property
+    def found(self) -> tuple[Unit, ...]:
+        """All units that have weights."""
+        return tuple(dict.fromkeys(unit for users in self._users.values() for unit in users))
+
+    def enter(self, unit: Unit) -> None:
+        self._log.add(Asked.ENTER, unit)
+
+    def leave(self, unit: Unit) -> None:
+        self._log.add(Asked.LEAVE, unit)
+
+    def announce(self, unit: Unit | None) -> None:
+        if unit is not None:
+            self._log.add(Asked.ANNOUNCE, unit)
+
+    def end_backward(self) -> None:
+        self._log.add(Asked.END_BACKWARD)

@@ -1,0 +1,85 @@
+"""What a rank needs at least, read off the traces of its steps: on DEVICE, and on both tiers together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from chunkmem.estimate.rank_steps import RankSteps
+from chunkmem.optim.room import missing_nbytes
+from chunkmem.plan.gaps import find_gaps
+from chunkmem.trace.model import Kind, Trace
+from chunkmem.types import ChunkId, Role, Tier
+
+
+@dataclass(frozen=True)
+class Need:
+    """What DEVICE has to hold at least, if HOST takes everything that nobody uses."""
+
+    nbytes: int
+    moment: str
+    """When it needs most."""
+
+
+def least_on_device(steps: RankSteps, *, charges_non_model: bool) -> Need:
+    """Return the smallest cap on DEVICE under which every step runs that is not a choice."""
+    traces = [steps.lazy.trace, *([] if steps.first is steps.lazy else [steps.first.trace])]
+    found = [_most_in_use(trace, charges_non_model) for trace in traces]
+    return max(found, key=lambda need: need.nbytes)
+
+
+def _most_in_use(trace: Trace, charges_non_model: bool) -> Need:
+    problem = find_gaps(trace, {moment.chunk.group: Tier.HOST for moment in trace.moments})
+    non_model = (moment.non_model_peak_nbytes if charges_non_model else 0 for moment in trace.moments)
+    sums = [chunks + others for chunks, others in zip(problem.required, non_model, strict=True)]
+    at = max(range(len(sums)), key=lambda i: (sums[i], -i))
+    return Need(sums[at], str(trace.moments[at]))
+
+
+def least_on_host(trace: Trace, *, device_nbytes: int, charges_non_model: bool) -> Need:
+    """Return the smallest cap on HOST under which a first step runs: whatever DEVICE has no room for.
+
+    Args:
+        trace: of the first step, in which the optimizer makes its states.
+        device_nbytes: cap on DEVICE.
+        charges_non_model: which covers activations and temporaries, too.
+    """
+    sizes = tuple(nbytes for chunk, nbytes in trace.chunk_nbytes.items() if not trace.is_remote(chunk))
+    living = _living(trace)
+    non_model = (moment.non_model_peak_nbytes if charges_non_model else 0 for moment in trace.moments)
+    sums = [chunks + others for chunks, others in zip(living, non_model, strict=True)]
+    at = max(range(len(sums)), key=lambda i: (sums[i], -i))
+    host_nbytes = 0
+    while short := missing_nbytes(sums[at], sizes=sizes, limits=(device_nbytes, host_nbytes)):
+        host_nbytes += short
+    return Need(host_nbytes, str(trace.moments[at]))
+
+
+def _living(trace: Trace) -> Iterator[int]:
+    """Yield by moment the bytes of chunks with content that is not to be had from elsewhere, or in use."""
+    states = {chunk for chunk in trace.chunk_nbytes if chunk.role in (Role.EXP_AVG, Role.EXP_AVG_SQ)}
+    here = {
+        chunk
+        for chunk in trace.chunk_nbytes
+        if chunk.role in (Role.PARAM, Role.MASTER) and not trace.is_remote(chunk) and not trace.is_rounded(chunk)
+    }
+    now = _nbytes(trace, here)
+    for moment in trace.moments:
+        begins: Iterable[ChunkId] = ()
+        if moment.kind in (Kind.HOLD, Kind.CREATE):
+            begins = (moment.chunk,)
+        elif moment.kind is Kind.UPDATE:
+            begins = (*states, moment.chunk)
+        new = {chunk for chunk in begins if chunk not in here}
+        here |= new
+        now += _nbytes(trace, new)
+        yield now
+        is_over = moment.kind in (Kind.RELEASE, Kind.UPDATE) and moment.chunk.role is Role.PARAM
+        can_be_had = trace.is_remote(moment.chunk) or trace.is_rounded(moment.chunk)
+        if (is_over and can_be_had) or moment.kind is Kind.CONSUME:
+            here.discard(moment.chunk)
+            now -= trace.chunk_nbytes[moment.chunk]
+
+
+def _nbytes(trace: Trace, chunks: Iterable[ChunkId]) -> int:
+    return sum(trace.chunk_nbytes[chunk] for chunk in chunks)

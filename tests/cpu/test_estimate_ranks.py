@@ -1,0 +1,157 @@
+"""What an estimate says of steps over ranks against what real processes then do."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import chunkmem
+from chunkmem.estimate.model import Model
+from chunkmem.estimate.question import device_need, find, trains_on_demand
+from chunkmem.estimate.rank_stage import Step
+from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
+from chunkmem.plan.model import Plan
+from chunkmem.plan.planner import make_plan
+from chunkmem.plan.simulate import simulate
+from chunkmem.trace.model import Trace
+from chunkmem.types import Tier
+from tests.helpers.estimated_ranks import AMPLE_NBYTES, CASES, IN_RAM, Case, Facts, train
+from tests.helpers.ranks import Team
+from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_config
+
+SIZES = [2, pytest.param(4, marks=pytest.mark.full)]
+ALL = [pytest.param(1, marks=pytest.mark.full), *SIZES]
+ORDINARY = ("gpt", "large root")
+NAMES = [pytest.param(name, marks=[] if name in ORDINARY else [pytest.mark.full]) for name in CASES]
+STEADY = [
+    pytest.param(name, marks=[] if name in ("checkpointed", "reused") else [pytest.mark.full])
+    for name in sorted(set(MODELS) - {"routed"})
+]
+
+
+@pytest.fixture(scope="module")
+def teams() -> Iterator[dict[int, Team]]:
+    made = {size: Team(size) for size in (1, 2, 4)}
+    yield made
+    for team in made.values():
+        team.close()
+
+
+def rehearsed(task: Task) -> Rehearsal:
+    def loss(model: nn.Module) -> torch.Tensor:
+        return loss_of(model, batch_of(task, 0, 0, 0))
+
+    return rehearse(Model(task.model, MODELS[task.model], loss), Setting(chunk_numel=1600))
+
+
+def record_both(rank: int, task: Task) -> tuple[list[list[tuple[str, str]]], list[str]]:
+    """Train; return the moments of each step that was recorded, and the digests of their traces."""
+    torch.set_num_threads(1)
+    traces: list[Trace] = []
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = MODELS[task.model]()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(6):
+            manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+            for trace in (manager._conductor._aside, manager.trace):
+                if trace is not None and all(trace.digest != known.digest for known in traces):
+                    traces.append(trace)
+    return [[(f"{m.kind.value} {m.chunk}", str(m)) for m in trace.moments] for trace in traces], [
+        t.digest for t in traces
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("model", STEADY)
+def test_the_moments_of_every_rank(teams: dict[int, Team], model: str, size: int) -> None:
+    task = Task(model, device_nbytes=100 << 10)
+    rehearsal = rehearsed(task)
+    for rank, (moments, digests) in enumerate(teams[size].run(record_both, task)):
+        steps = rehearsal.over(size, rank=rank, is_accelerator=False, device_nbytes=task.device_nbytes)
+        assert steps.ahead is not None
+        mine = [steps.lazy.trace, steps.ahead.trace]
+        assert moments == [[(f"{m.kind.value} {m.chunk}", str(m)) for m in trace.moments] for trace in mine]
+        assert digests == [trace.digest for trace in mine]
+
+
+# Caps, peaks and traffic.
+
+
+def runs(team: Team, case: Case, device_nbytes: int, host_nbytes: int) -> bool:
+    """Tell whether all ranks train under these caps, or none does."""
+    facts = team.run(train, case.name, device_nbytes, host_nbytes, 3)
+    assert len({found is None for found in facts}) == 1
+    return facts[0] is not None
+
+
+@pytest.mark.parametrize("size", ALL)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_smallest_cap_on_device(teams: dict[int, Team], name: str, size: int) -> None:
+    case = CASES[name]
+    question = case.question(size)
+    need_nbytes = device_need(question, question.rehearse()).nbytes
+    assert runs(teams[size], case, need_nbytes, AMPLE_NBYTES)
+    assert not runs(teams[size], case, int(0.97 * need_nbytes), AMPLE_NBYTES)
+
+
+@pytest.mark.parametrize("size", ALL)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_smallest_cap_on_host(teams: dict[int, Team], name: str, size: int) -> None:
+    case = CASES[name]
+    question = case.question(size)
+    rehearsal = question.rehearse()
+    question = replace(question, device_nbytes=device_need(question, rehearsal).nbytes)
+    slab_nbytes = rehearsal.layout.slab_nbytes
+    caps = [slabs * slab_nbytes for slabs in range(1, AMPLE_NBYTES // slab_nbytes)]
+    least = caps[
+        bisect_left(caps, True, key=lambda cap: trains_on_demand(replace(question, host_nbytes=cap), rehearsal))
+    ]
+    assert runs(teams[size], case, question.device_nbytes, least)
+    assert not runs(teams[size], case, question.device_nbytes, least - slab_nbytes)
+
+
+def as_estimated(facts: Facts, step: Step, plan: Plan) -> None:
+    """Assert that a rank did in its last step what was estimated: exactly, where it follows the same plan."""
+    timeline = simulate(plan, step.trace)
+    assert facts.departures == 0
+    assert facts.digest == step.trace.digest
+    assert timeline.peak_nbytes[Tier.DEVICE] == pytest.approx(facts.device_peak_nbytes, rel=0.03)
+    assert timeline.peak_nbytes[Tier.HOST] == pytest.approx(facts.host_peak_nbytes, rel=0.03)
+    assert sum(timeline.moved_nbytes.values()) == pytest.approx(facts.copied_nbytes, rel=0.03)
+    exchanged = step.exchanged
+    assert (exchanged.sent_nbytes, exchanged.received_nbytes) == (facts.sent_nbytes, facts.received_nbytes)
+    assert exchanged.buffered_nbytes == facts.buffered_nbytes
+
+
+@pytest.mark.parametrize("size", ALL)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_where_device_is_as_small_as_can_be(teams: dict[int, Team], name: str, size: int) -> None:
+    question = CASES[name].question(size)
+    rehearsal = question.rehearse()
+    question = replace(question, device_nbytes=device_need(question, rehearsal).nbytes)
+    finding = find(question, rehearsal)
+    facts = teams[size].run(train, name, question.device_nbytes, AMPLE_NBYTES)
+    as_estimated(facts[rehearsal.fullest_ranks(size)[0]], Step(finding.trace, finding.exchanged), finding.plan)
+
+
+@pytest.mark.parametrize("size", ALL)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_with_room_for_all(teams: dict[int, Team], name: str, size: int) -> None:
+    """Which of two ways ranks keep depends on their times; of both, all is known."""
+    question = CASES[name].question(size)
+    rehearsal = question.rehearse()
+    machine = IN_RAM.machine(AMPLE_NBYTES, AMPLE_NBYTES, world=size)
+    for rank, facts in enumerate(teams[size].run(train, name, AMPLE_NBYTES, AMPLE_NBYTES)):
+        steps = rehearsal.over(size, rank=rank, is_accelerator=False, device_nbytes=AMPLE_NBYTES)
+        ways = {step.trace.digest: step for step in (steps.lazy, steps.ahead) if step is not None}
+        step = ways[facts.digest]
+        as_estimated(facts, step, make_plan(step.trace, machine))
