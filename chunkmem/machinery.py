@@ -349,10 +349,13 @@ class Machinery:
         )
 
     @contextlib.contextmanager
-    def _step(self, *, updates: bool) -> Iterator[None]:
-        """Surround `step()` and clipping: backward is over, and what users wrote counts."""
+    def _step(self, options: str, *, updates: bool) -> Iterator[None]:
+        """Surround `step()` and clipping: backward is over, and what users wrote counts.
+
+        All ranks come here with the same `options`, such as learning rates: each of them updates its own chunks.
+        """
         self._require_open()
-        label = "optimizer.step()" if updates else "clipping of gradients"
+        label = f"{'optimizer.step()' if updates else 'clipping of gradients'} with {options}"
         with self._turn.taken(), self._ranks.telling(label), self._bracket(label, updates=updates):
             yield
 
@@ -375,6 +378,8 @@ class Machinery:
             self._gradients.settle(self._registry.parameters)
             if self._reduction is not None:
                 self._state_frozen()
+                if self._scaler is not None and not self._gradients.any_landed(self._registry.parameters):
+                    self._scaler.is_used = True  # what this rank adds is 0 at any scale
                 self._units.attend(label)
                 self._reduction.reduce(list(self._registry.parameters))
                 self._reduction.reduce_excluded(self._averaged)

@@ -115,7 +115,7 @@ class Adam(StatefulOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        with self._manager._step(updates=True):
+        with self._manager._step(self._options_in_words(), updates=True):
             self._updater.check_owner(self._managed(), self)
             pending, anywhere = self._pending(), self._pending_anywhere()
             if anywhere or any(p.grad is not None for p in self._excluded()):
@@ -176,12 +176,21 @@ class Adam(StatefulOptimizer):
         Raises:
             StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable.
         """
-        with self._manager._step(updates=False):
+        with self._manager._step(f"a norm of {float(max_norm)}", updates=False):
             pending = self._pending()
             excluded = self._excluded()
             if not pending and not self._is_trainable() and all(p.grad is None for p in excluded):
                 return torch.zeros((), device=self._manager._compute.device)
             return self._gradients(pending).clip(max_norm)
+
+    def _options_in_words(self) -> str:
+        """Return what an update depends on beside gradients and states."""
+        found = []
+        for group in self.param_groups:
+            options = plain_options(group)
+            words = (f"{name} {value}" for name, value in options.items() if name != "params")
+            found.append(f"{len(options['params'])} parameters, {', '.join(words)}")
+        return "; ".join(found)
 
     def _is_trainable(self) -> bool:
         """Tell whether a managed parameter, of any rank, may get a gradient."""

@@ -116,6 +116,13 @@ def clips_alone(rank: int, manager: chunkmem.ChunkManager) -> None:
     optimizer.step()
 
 
+def learns_at_another_rate(rank: int, manager: chunkmem.ChunkManager) -> None:
+    model, optimizer = made(Dropped, manager)
+    step(model, optimizer, manager, 3)
+    optimizer.param_groups[0]["lr"] *= 1 + rank
+    step(model, optimizer, manager, 3)
+
+
 def freezes_alone(rank: int, manager: chunkmem.ChunkManager) -> None:
     model, optimizer = made(Dropped, manager)
     step(model, optimizer, manager, 3)
@@ -171,7 +178,8 @@ SCRIPTS: dict[Script, tuple[str, ...]] = {
     leaves_out_another_layer: ("rank 0 in 'unit blocks.1", "rank 1 in 'unit blocks.0"),
     evaluates_alone: ("rank 0 in '", "rank 1 in '", "all have to run the same modules in the same order"),
     saves_alone: ("rank 0 in 'manager.state_dict()'", "rank 1 in 'unit blocks.0"),
-    clips_alone: ("rank 0 in 'optimizer.step()', rank 1 in 'clipping of gradients'",),
+    clips_alone: ("rank 0 in 'optimizer.step() with ", "rank 1 in 'clipping of gradients with a norm of 1.0'"),
+    learns_at_another_rate: ("rank 0 in 'optimizer.step() with ", ", lr 0.01, ", ", lr 0.02, "),
     freezes_alone: ("parameter blocks.1.up.bias (32,) is frozen on rank 1 and not on rank 0 (and 1 more)",),
     raises_in_forward: ("rank 0 raised ValueError: bad token 17", "rank 1 in '"),
     raises_in_backward: ("rank 1 raised ValueError: bad gradient", "rank 0 in '"),
