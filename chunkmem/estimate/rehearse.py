@@ -230,7 +230,7 @@ class _Stage:
         self._durations_s.append(self._clock.take_s())
         self._recorder.event(kind, chunk, reader)
 
-    def _begin_root(self) -> None:
+    def _begin_root(self, root: nn.Module) -> None:
         self._access.reset(step=False)
         self._backward.reset(step=False)
 

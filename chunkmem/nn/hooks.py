@@ -45,10 +45,10 @@ class ModuleHooks:
         *,
         units: Units,
         turn: Turn,
-        on_root: Callable[[], None],
+        on_root: Callable[[nn.Module], None],
         make_guard: Callable[[], AccessGuard | None],
     ) -> None:
-        """Make hooks; `on_root` runs before each outermost call, `make_guard` gives it a guard if one is wanted."""
+        """Make hooks; `on_root` gets the module before each outermost call, `make_guard` makes one if it is wanted."""
         self._turn = turn
         self._access = access
         self._backward = backward
@@ -102,7 +102,7 @@ class ModuleHooks:
         is_root = not recomputing and (not access.stack or is_stale)
         if is_root:
             try:
-                self._on_root()
+                self._on_root(module)
             except BaseException:
                 self._turn.give_back()
                 raise
