@@ -9,7 +9,7 @@ is where is put as the plan has it at that moment, and the plan is followed on.
 recorded still has the rest in the order of the plan. So the plan's actions for what is left out are carried out, in
 order. That is sound. Fewer reads make no copy wrong; where a write is left out, the newest version is an older one, and
 a copy that finds it at its target is not made; slabs are freed only if that loses nothing. What it costs are copies
-that nobody needs, so a step may leave out half of its moments at most.
+that nobody needs, so a step may leave out three quarters of its moments at most.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
 Step = Callable[[], object]
-_MAX_LEFT_OUT = 0.5
+_MAX_LEFT_OUT = 0.75
 """Moments that a step may leave out, as a share of all."""
 
 

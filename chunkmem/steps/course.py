@@ -90,6 +90,16 @@ class Course:
         self.forget()
         self.trace = trace
 
+    def take_if_planned(self, trace: Trace) -> bool:
+        """Go on with a trace if there is a plan for it; tell whether there is."""
+        try:
+            plan = self._make_plan(trace)
+        except PlanError:
+            return False
+        self.take(trace)
+        self.plan = plan
+        return True
+
     def planned_stall_s(self, trace: Trace) -> float:
         """Return how long computing stands still in a planned step of a trace; inf if there is no plan for it."""
         try:

@@ -25,12 +25,15 @@ from chunkmem.steps.course import Course, Outcome
 from chunkmem.trace.merge import merge
 from chunkmem.trace.model import Mode, Trace
 
-_MAX_KINDS = 4
+_MAX_KINDS = 16
+_NUM_AT_ONCE = 4
+"""Keys whose first step is recorded. Later ones have to come twice: with layers frozen at random, most never do."""
 _MAX_FAILED_RECORDS = 3
 _NUM_TRIES = 3
 """Steps recorded to meet one that is not known yet: about as long after the last one as that came after another."""
 _LOOKED_BACK = 12
 """Steps, of which half may miss their plans before a user is told."""
+_LOOKED_BACK_FOR_KEYS = 32
 _FORGIVEN = 16
 """Steps in a row that follow a plan, after which those that did not are no reason to record."""
 
@@ -98,6 +101,8 @@ class Kinds:
         """It is one that leaves out some of a known trace."""
         self._narrow_patience = _Patience()
         self._last_left_out: dict[Course, Sequence[tuple[int, int]]] = {}
+        self._came_once: deque[Key] = deque(maxlen=_LOOKED_BACK_FOR_KEYS)
+        """Unknown keys of the last steps that had one."""
         self._patience_with_new = _Patience(8)
         self._num_followed = 0
         """In a row."""
@@ -157,6 +162,11 @@ class Kinds:
             return self._num_to_pass < 0
         if any(self._known(key)):
             return False
+        if len(self._of) < _NUM_AT_ONCE:
+            return True
+        if key not in self._came_once:
+            self._came_once.append(key)
+            return False
         return len(self._of) < _MAX_KINDS or self._patience_with_new.is_over()
 
     def better(self, course: Course, came: Sequence[Said], *, left_out: int | None) -> Course | None:
@@ -186,18 +196,18 @@ class Kinds:
             if self._num_failed >= _MAX_FAILED_RECORDS:
                 self._warn(f"of {_MAX_FAILED_RECORDS} steps that were recorded none can be planned: {error}")
             return
-        self._tries = max(0, self._tries - 1)
+        self._num_failed, self._tries = 0, max(0, self._tries - 1)
         for course in reversed(list(self._known(key)) if self._is_lone else []):
             assert course.trace is not None
             merged = merge(course.trace, trace)
-            if merged is None:
+            if merged is None or (merged.is_longer and not course.take_if_planned(merged.trace)):
                 continue
             if not merged.is_longer:
                 if self._is_narrowing and len(trace.moments) < len(course.trace.moments):
                     continue
                 self.used(course)
                 return
-            course.take(merged.trace)
+            self._patience.limit = min(self._patience.limit, _Patience().limit)  # it was worth it, and may be again
             self._tries, self._is_narrowing = 0, False
             self.used(course)
             return
@@ -260,7 +270,7 @@ class Kinds:
             self._let_go(course)
 
     def _tell(self, course: Course) -> None:
-        if sum(self._outcomes) < _LOOKED_BACK // 2 or self._patience.limit < 8 or course.performer is None:
+        if sum(self._outcomes) < _LOOKED_BACK // 2 or course.performer is None:
             return
         self._warn(
             f"{sum(self._outcomes)} of the last {len(self._outcomes)} {self._mode.value} steps departed from their "

@@ -6,13 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from heapq import merge as merge_sorted
+from itertools import pairwise
 
 from chunkmem.errors import TraceError
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId
 
-_ALIKE = 0.6
+_ALIKE = 0.5
 """Steps with less in common, as a share of their moments, are of different kinds."""
+_MAX_LONGER = 3
+"""How many times as long as a step the trace may become: more would be moved in vain than is needed."""
 
 Moments = Sequence[Moment]
 
@@ -34,6 +37,8 @@ def merge(known: Trace, found: Trace) -> Merged | None:
     """
     if (known.mode, known.layout, known.remote_groups) != (found.mode, found.layout, found.remote_groups):
         return None
+    if _num_steps(known) != _num_steps(found) or _begun_before(known) != _begun_before(found):
+        return None
     (body, updates), (found_body, found_updates) = _split(known.moments), _split(found.moments)
     keys, found_keys = [[_key(moment) for moment in each] for each in (body, found_body)]
     matcher = SequenceMatcher(None, keys, found_keys, autojunk=False)
@@ -48,10 +53,11 @@ def merge(known: Trace, found: Trace) -> Merged | None:
     moments += _with_updates(updates, found_updates)
     if len(moments) == len(known.moments):
         return Merged(known, is_longer=False)
-    begun = {m.chunk for trace in (known, found) for m in trace.moments if m.kind is Kind.CREATE}
+    if len(moments) > _MAX_LONGER * len(found.moments):
+        return None
     try:
         chunk_nbytes = {**known.chunk_nbytes, **found.chunk_nbytes}
-        merged = replace(known, chunk_nbytes=chunk_nbytes, moments=tuple(_begun_once(moments, begun)))
+        merged = replace(known, chunk_nbytes=chunk_nbytes, moments=tuple(_begun_once(moments, _begun_before(known))))
     except TraceError:  # a chunk would be held twice
         return None
     return Merged(merged, is_longer=True)
@@ -69,6 +75,21 @@ def _key(moment: Moment) -> tuple[str, ChunkId, str]:
     if moment.kind is Kind.HOLD:  # of modules that share a chunk, the first one that is not left out holds it
         return moment.kind.value, moment.chunk, phase_of(moment.label)
     return moment.kind.value, moment.chunk, ""
+
+
+def _num_steps(trace: Trace) -> int:
+    """Return how many times an optimizer's updates begin."""
+    kinds = [Kind.HOLD, *(moment.kind for moment in trace.moments if moment.kind is not Kind.CONSUME)]
+    return sum(before is not Kind.UPDATE and kind is Kind.UPDATE for before, kind in pairwise(kinds))
+
+
+def _begun_before(trace: Trace) -> set[ChunkId]:
+    """Return the chunks of gradients that have content when a step begins."""
+    first: dict[ChunkId, Kind] = {}
+    for moment in trace.moments:
+        if moment.kind in (Kind.CREATE, Kind.WRITE):
+            first.setdefault(moment.chunk, moment.kind)
+    return {chunk for chunk, kind in first.items() if kind is Kind.WRITE}
 
 
 def _split(moments: Moments) -> tuple[Moments, Moments]:
@@ -125,11 +146,10 @@ def _both(known: Moment, found: Moment) -> Moment:
     )
 
 
-def _begun_once(moments: Iterable[Moment], begun: set[ChunkId]) -> Iterator[Moment]:
-    """Let the first gradient in a chunk begin its content, and others be added to it."""
-    has_content: set[ChunkId] = set()
+def _begun_once(moments: Iterable[Moment], has_content: set[ChunkId]) -> Iterator[Moment]:
+    """Let the first gradient in a chunk without content begin it, and others be added to it."""
     for moment in moments:
-        if moment.kind in (Kind.CREATE, Kind.WRITE) and moment.chunk in begun:
+        if moment.kind in (Kind.CREATE, Kind.WRITE):
             kind = Kind.WRITE if moment.chunk in has_content else Kind.CREATE
             has_content.add(moment.chunk)
             yield moment if moment.kind is kind else replace(moment, kind=kind)

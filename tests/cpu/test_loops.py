@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import chunkmem
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.events import Lanes
-from tests.helpers.audit import audit
+from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import adversarial
 
 WIDTH = 32
@@ -333,3 +333,55 @@ def test_settled_loops_wait_for_all_they_have_to(name: str, overlap: bool) -> No
     run(LOOPS[name], plain, 18)
     run(LOOPS[name], chunked, 18)
     assert chunked.losses == plain.losses
+
+
+class Shuffled(Dropped):
+    """All blocks, in another order each time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.random.sample(list(self.blocks), len(self.blocks)):
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def test_a_loop_without_any_order_is_told_once_and_computes_what_it_should() -> None:
+    plain, chunked = Side(None), Side(5.5)
+    shuffled = trained(lambda _: Shuffled(0.0, [nn.Linear(WIDTH, WIDTH) for _ in range(6)]))
+    run(shuffled, plain, 24)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        departures = run(shuffled, chunked, 24)
+    assert chunked.losses == plain.losses
+    assert [warning.message.args[0].partition(":")[0] for warning in caught] == [
+        "6 of the last 6 train steps departed from their plans, as none of them did what one before had done"
+    ]
+    assert departures.count(None) <= 8, "most steps are not recorded"
+
+
+def six_models(side: Side) -> Iterator[None]:
+    with side.building():
+        models = [mlp(2) for _ in range(6)]
+    optimizers = [side.optimizer(model) for model in models]
+    while True:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            side.step(model(side.batch()).square().mean(), optimizer)
+            yield
+
+
+def test_kinds_beyond_the_fourth_are_recorded_when_they_come_again() -> None:
+    plain, chunked = Side(None), Side(5.5)
+    run(six_models, plain, 24)
+    departures = run(six_models, chunked, 24)
+    assert chunked.losses == plain.losses
+    assert departures[12:] == [0] * 12
+
+
+def test_trace_and_plan_are_those_of_the_last_step() -> None:
+    side = Side(5.5)
+    going = frozen_at_times(side)
+    for _ in range(8):
+        next(going)
+    assert side.manager is not None
+    for _ in range(4):
+        next(going)
+        assert_as_predicted(side.manager)

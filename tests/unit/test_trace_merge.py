@@ -87,6 +87,16 @@ def test_of_a_shared_chunk_the_first_gradient_begins_the_content() -> None:
     assert fits(merged.trace, step([0, 1, 2, 3, 4, 5, 6], shared=True))
 
 
+def test_a_step_that_accumulates_is_not_merged_with_one_that_begins() -> None:
+    """Gradients that wait from the step before are there when it begins: no plan could be for both."""
+    begins = step(range(NUM_GROUPS))
+    moments = [replace(m, kind=Kind.WRITE) if m.kind is Kind.CREATE else m for m in begins.moments]
+    adds = replace(begins, moments=tuple(m for m in moments if m.kind not in (Kind.UPDATE, Kind.CONSUME)))
+    assert merge(begins, replace(begins, moments=tuple(moments))) is None
+    assert merge(adds, adds) is not None
+    assert merge(adds, replace(adds, moments=adds.moments + begins.moments)) is None
+
+
 def test_what_adds_nothing_changes_nothing() -> None:
     known = step(range(NUM_GROUPS))
     merged = merge(known, step([0, 1, 2, 3, 5, 6]))
