@@ -121,6 +121,8 @@ class Performer:
         """How many slabs of which sizes the undo log needs."""
         self._copies_before: list[dict[Lane, int]] = []
         """By moment: copies issued on each lane before it."""
+        self._untouched = self._find_untouched() if self._may_leave_out and self._is_host else frozenset()
+        """Chunks that the plan leaves where they are. On an accelerator it counts on that, for activations."""
         self._cues = self._compile()
         self._profiling: torch.profiler.record_function | None = None
 
@@ -318,6 +320,10 @@ class Performer:
         wanted = residency_before(self.plan, self.trace, moment)
         # The plan's peak includes the undo log. What is reserved of it already is no room that a way could take.
         peaks = dict(self.predicted.peak_nbytes)
+        for chunk, tier in [key for key in wanted.newest if key[0] in self._untouched]:
+            # Where another kind of step has them on DEVICE, they stay if there is room.
+            del wanted.newest[chunk, tier]
+            peaks[tier] -= self.trace.chunk_nbytes[chunk]
         peaks[Tier.HOST] -= min(peaks[Tier.HOST], self._tiers.host.now.get(UNDO_LOG, 0))
         try:
             actions = way_to(
@@ -346,6 +352,16 @@ class Performer:
         return True
 
     # What the plan says.
+
+    def _find_untouched(self) -> frozenset[ChunkId]:
+        touched = {moment.chunk for moment in self.trace.moments}
+        touched |= {
+            action.chunk for actions in self.plan.actions for action in actions if not isinstance(action, Wait | Update)
+        }
+        for moment in self.trace.moments:
+            if moment.kind is Kind.UPDATE:
+                touched.update(self.trace.update_chunks(moment.chunk.group))
+        return frozenset(self.trace.chunk_nbytes) - touched
 
     def _compile(self) -> list[_Cue]:
         issued = {Lane.H2D: 0, Lane.D2H: 0}

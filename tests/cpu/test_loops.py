@@ -385,3 +385,17 @@ def test_trace_and_plan_are_those_of_the_last_step() -> None:
     for _ in range(4):
         next(going)
         assert_as_predicted(side.manager)
+
+
+@pytest.mark.parametrize("name", ["GAN", "frozen at times", "evaluations"])
+def test_where_everything_fits_kinds_that_take_turns_fetch_nothing(name: str) -> None:
+    """The plan of one leaves on DEVICE what only the other one uses."""
+    side = Side(60)
+    going = LOOPS[name](side)
+    for _ in range(SETTLED):
+        next(going)
+    assert side.manager is not None
+    before = side.manager.memory().moved.h2d_nbytes
+    for _ in range(8):
+        next(going)
+    assert side.manager.memory().moved.h2d_nbytes == before
