@@ -20,7 +20,7 @@ from chunkmem.plan.simulate import simulate
 from chunkmem.trace.model import Trace
 from chunkmem.tracing.probe import LiveStorageProbe
 from chunkmem.types import Tier
-from tests.helpers.training import VARIANTS, WIDTH, Chunked, Trainer, Variant, capped, footprint
+from tests.helpers.training import VARIANTS, WIDTH, Chunked, Trainer, Variant, capped, footprint, freeze_half
 from tests.helpers.zoo import ZOO, ZooModel
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -48,8 +48,7 @@ def as_model(case: ZooModel, variant: Variant) -> Model:
             model.unused_branch = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.LayerNorm(2 * WIDTH))
         model.checkpointing = variant.early_stop is not None
         if variant.freeze_half:
-            for index, parameter in enumerate(model.parameters()):
-                parameter.requires_grad_(index % 4 >= 2)
+            freeze_half(model)
         return model
 
     def loss(model: nn.Module) -> torch.Tensor:
@@ -69,7 +68,7 @@ def recorded(case: ZooModel, variant: Variant) -> tuple[Trace, dict[str, int], i
     """The trace of a first step, bytes of chunks by role, and the peak of live storages of the whole step."""
     sizes = footprint(case, variant)
     with chunkmem.ChunkManager(capped(case, 4 * sizes.param_nbytes)) as manager:
-        trainer = Trainer(case, variant, Chunked(manager))
+        trainer = Trainer(case, variant, Chunked(manager), freezes_first=True)
         probe = LiveStorageProbe(manager._declared.is_chunk)
         with probe.watching():
             loss = trainer.loss()
@@ -107,7 +106,7 @@ def test_a_plan_of_the_estimate_is_followed_and_peaks_as_predicted(case: ZooMode
     sizes = footprint(case, variant)
     cap = max(sizes.required_nbytes, sizes.param_nbytes // 2)
     with chunkmem.ChunkManager(capped(case, cap)) as manager:
-        trainer = Trainer(case, variant, Chunked(manager))
+        trainer = Trainer(case, variant, Chunked(manager), freezes_first=True)
         manager.trace = estimated(case, variant).trace  # nothing is recorded: the first step has a plan already
         trainer.step()
         trainer.step()  # the first one has no optimizer states yet

@@ -137,22 +137,29 @@ class Chunked:
         audit(self.manager)
 
 
+def freeze_half(model: nn.Module) -> None:
+    """Freeze pairs, as weight and bias follow each other: half of the layers, not the weight of every layer."""
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 4 >= 2)
+
+
 class Trainer:
     """A model, its optimizer and an ordinary training loop, one step at a time."""
 
-    def __init__(self, case: ZooModel, variant: Variant, side: Side) -> None:
+    def __init__(self, case: ZooModel, variant: Variant, side: Side, *, freezes_first: bool = False) -> None:
+        """Build; half of the model is frozen when it has been packed, and `freezes_first` before."""
         self.case, self.variant, self.side = case, variant, side
         torch.manual_seed(SEED)
         with side.building():
             model = case.build()
             if variant.unused_branch:
                 model.unused_branch = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.LayerNorm(2 * WIDTH))
+            if variant.freeze_half and freezes_first:
+                freeze_half(model)
         self.model = side.ready(model)
         self.model.checkpointing = variant.early_stop is not None
         if variant.freeze_half:
-            # Pairs, as weight and bias follow each other: half of the layers, not the weight of every layer.
-            for index, parameter in enumerate(self.model.parameters()):
-                parameter.requires_grad_(index % 4 >= 2)
+            freeze_half(self.model)
         self.optimizer = side.optimizer(self._groups(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
         decays = [lambda epoch: 0.5**epoch, lambda epoch: 1 / (1 + epoch)]
         self.scheduler = LambdaLR(self.optimizer, decays) if variant.scheduler else None
