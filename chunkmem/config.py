@@ -10,6 +10,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, Literal, Self
 
+from chunkmem.deepspeed import check_not_deepspeed
 from chunkmem.errors import ConfigError
 from chunkmem.schema import (
     BOOL,
@@ -223,10 +224,11 @@ class Config(Section):
         """Make a configuration from plain data, which is only read. PatrickStar's own is understood.
 
         Raises:
-            ConfigError: a key is unknown, its value is not allowed, or two keys contradict each other.
+            ConfigError: a key is unknown or DeepSpeed's, its value is not allowed, or two keys contradict each other.
         """
         if not isinstance(values, Mapping):
             return super().from_dict(values)
+        check_not_deepspeed(values)
         given = dict(values)
         fake_dist = BOOL("use_fake_dist", given.pop("use_fake_dist", False))
         config = super().from_dict(given)

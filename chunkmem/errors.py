@@ -28,14 +28,25 @@ class CapacityError(PlanError):
 
     Attributes:
         needed_nbytes: the smallest cap known to be needed on the tier, in bytes.
+        enough_nbytes: a cap that is certain to be enough for the chunks of every step of the models packed so far, in
+            bytes; mostly far less will do. None: not known.
         cap_nbytes: the cap that was in force, in bytes.
         on_host: it is HOST that is too small for a plan; accesses can still be served on demand.
     """
 
-    def __init__(self, message: str, *, needed_nbytes: int, cap_nbytes: int, on_host: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed_nbytes: int,
+        cap_nbytes: int,
+        enough_nbytes: int | None = None,
+        on_host: bool = False,
+    ) -> None:
         super().__init__(message)
         self.on_host = on_host
         self.needed_nbytes = needed_nbytes
+        self.enough_nbytes = enough_nbytes
         self.cap_nbytes = cap_nbytes
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from chunkmem.comm.agreement import Operation
 from chunkmem.comm.methods import possible_exchanges
 from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config, flattened, unavailable_keys
@@ -30,6 +31,7 @@ from chunkmem.nn.collect import Collector
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import AccessGuard, DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks
+from chunkmem.nn.ordinary import OrdinaryTensors, same_random_numbers
 from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.registry import ModelRegistry
@@ -38,6 +40,7 @@ from chunkmem.nn.sharing import Sharing
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.units import Units
+from chunkmem.nn.wrappers import WrapperCheck
 from chunkmem.optim.ahead import UpdatesAhead
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.kernels import load_kernels
@@ -114,7 +117,9 @@ class Machinery:
         self._access = AccessTracker(self._executor)
         self._turn = Turn(timeout_s=self.config.distributed.timeout_s, with_hooks=not self._compute.is_accelerator)
         self._backward = BackwardTracker(self._executor, self._access, self._units, self._turn)
-        self._server = ParameterServer(self._executor, self._access, self._backward, self._turn)
+        self._server = ParameterServer(
+            self._executor, self._access, self._backward, self._turn, is_shared=self._sharing is not None
+        )
         self._gradients = GradientBook(
             self._executor,
             settles=lambda group: self._updater.settles(group),
@@ -149,6 +154,7 @@ class Machinery:
             units=self._units,
             turn=self._turn,
             on_root=self._begin_root,
+            on_error=self._ranks.tell,
             make_guard=self._make_guard,
         )
         self._borders = Borders(is_outermost=lambda root: not self._access.stack or self._access.is_stale(root))
@@ -157,12 +163,14 @@ class Machinery:
         self._collector: Collector | None = None
         self._stepping = False
         self._gathers_open = 0
+        self._ordinary = OrdinaryTensors(self._ranks)
         self._averaged: list[nn.Parameter] = []
         """Of excluded modules, those whose gradients are averaged over ranks."""
         self._exchange_Bps = inf
         self._conductor = self._make_conductor(machine)
         self._trial = self._make_trial()
         self._foreign_steps = ForeignStepCheck(self._registry, self._gradients)
+        self._foreign_wrappers = WrapperCheck(self._registry)
         self._is_new = True
         self._collect_abandoned()
 
@@ -206,6 +214,8 @@ class Machinery:
             ),
             layout=self._layout_digest,
             is_lone=self._sharing is None,
+            trainable=lambda: bytes(managed.requires_grad for managed in self._registry.parameters),
+            num_backwards=lambda: self._backward.num_ended,
             watch=lambda: Watch(self._tiers, is_chunk=self._declared.is_chunk, sample=tracer.use_async_mem_monitor),
         )
 
@@ -252,6 +262,7 @@ class Machinery:
             self._ranks.agree("the layout of the chunks", digest(packed.layout for packed in added))
             for packed in added:
                 self._sharing.let_go_of_others(group.id for group in packed.layout.groups)
+            self._ordinary.add(roots, excluded, kept=kept)
         for root in roots if self._dtype is not torch.float32 else ():
             self._borders.fit(root, self._registry.precision.modules, self._dtype)
         for packed in added:
@@ -294,17 +305,41 @@ class Machinery:
             return read()
         return self._sharing.from_owner(managed.group, read, reader=managed.name)
 
-    def _begin_root(self) -> None:
+    def _begin_root(self, root: nn.Module) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
         self._require_open()
         self._autocast_cache.switch_off()
         self._access.reset(step=False)
         self._backward.reset(step=False)
         self._units.reset()
-        self._conductor.begin_root(grad_enabled=torch.is_grad_enabled())
+        grad_enabled = torch.is_grad_enabled()
+        self._units.begin_root(grad_enabled=grad_enabled)
+        self._state_frozen()
+        self._conductor.begin_root(id(root), grad_enabled=grad_enabled, before_lap=self._gradients.discard_unset)
         self._registry.check()
         self._surface.check_copies()
         self._gradients.watch(self._registry.parameters)
+
+    @contextlib.contextmanager
+    def _together(self, call: str) -> Iterator[None]:
+        """Surround a call that all ranks make, by this thread alone.
+
+        Raises:
+            RankError: a rank is missing, or makes another call.
+        """
+        with self._turn.taken(), self._ranks.telling(call):
+            self._ranks.begin(Operation(call))
+            yield
+
+    def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """Surround the building of a model."""
+        return contextlib.nullcontext() if self._sharing is None else same_random_numbers(self._ranks)
+
+    def _state_frozen(self) -> None:
+        """Have the ranks compare which parameters are frozen."""
+        if self._sharing is not None:
+            frozen = (managed for managed in self._registry.parameters if not managed.requires_grad)
+            self._ranks.know(frozenset(f"parameter {managed} is frozen" for managed in frozen))
 
     def _make_guard(self) -> AccessGuard | None:
         """Steps that are recorded run under a check; it would cost too much in every one."""
@@ -317,14 +352,18 @@ class Machinery:
         )
 
     @contextlib.contextmanager
-    def _step(self, *, updates: bool) -> Iterator[None]:
-        """Surround `step()` and clipping: backward is over, and what users wrote counts."""
+    def _step(self, options: str, *, updates: bool) -> Iterator[None]:
+        """Surround `step()` and clipping: backward is over, and what users wrote counts.
+
+        All ranks come here with the same `options`, such as learning rates: each of them updates its own chunks.
+        """
         self._require_open()
-        with self._turn.taken(), self._bracket(updates=updates):
+        label = f"{'optimizer.step()' if updates else 'clipping of gradients'} with {options}"
+        with self._turn.taken(), self._ranks.telling(label), self._bracket(label, updates=updates):
             yield
 
     @contextlib.contextmanager
-    def _bracket(self, *, updates: bool) -> Iterator[None]:
+    def _bracket(self, label: str, *, updates: bool) -> Iterator[None]:
         if self._gathers_open:
             raise StateError("optimizer.step() inside manager.gather(): leave the block first, its writes count then")
         self._access.reset(step=True)
@@ -341,12 +380,16 @@ class Machinery:
         try:
             self._gradients.settle(self._registry.parameters)
             if self._reduction is not None:
-                self._units.attend()
+                self._state_frozen()
+                if self._scaler is not None and not self._gradients.any_landed(self._registry.parameters):
+                    self._scaler.is_used = True  # what this rank adds is 0 at any scale
+                self._units.attend(label)
                 self._reduction.reduce(list(self._registry.parameters))
                 self._reduction.reduce_excluded(self._averaged)
             yield
             self._access.refresh_held()
             if updates:
+                self._ordinary.follow()
                 self._conductor.end_step()
                 self._units.end_step()
                 if self._trial is not None:

@@ -57,8 +57,10 @@ class ChunkManager(Machinery):
         Raises:
             LayoutError: a parameter cannot be packed; the modules are as they were built.
             CapacityError: the weights fit no tier; likewise.
-            StateError: over ranks, a parameter was written or read after its module had been attached to its parent
-                (see `release_after_init`). Whatever is raised there, the modules are lost: no rank has all values.
+            StateError: over ranks, the memory of a parameter was asked for after its module had been attached to its
+                parent (see `release_after_init`). Whatever is raised there, the modules are lost: no rank has all
+                values.
+            ConfigError, RankError: not all ranks build the same.
         """
         self._require_open()
         if self._collector is not None:
@@ -70,7 +72,7 @@ class ChunkManager(Machinery):
         if self._sharing is not None and not self.config.release_after_init:
             built = BuiltOverRanks(self._sharing, collector)
         try:
-            with collector.watching(), built.watching():
+            with self._random_numbers(), collector.watching(), built.watching():
                 yield
         finally:
             self._collector = None
@@ -126,7 +128,7 @@ class ChunkManager(Machinery):
             self._scaler.is_used = True
             loss = loss if is_scaled else loss.float() * self._scaler.scale
         guard = self._make_guard()
-        with guard or contextlib.nullcontext():
+        with self._ranks.telling("manager.backward()"), guard or contextlib.nullcontext():
             loss.backward(**kwargs)
 
     def mark_scaled(self) -> None:
@@ -172,7 +174,7 @@ class ChunkManager(Machinery):
         self._gathers_open += 1
         try:
             with (
-                self._turn.taken(),
+                self._together("manager.gather()"),
                 gathered(
                     managed,
                     grads=grads,
@@ -195,7 +197,8 @@ class ChunkManager(Machinery):
         """
         self._require_open()
         self._registry.check()
-        with self._turn.taken():
+        with self._together("manager.state_dict()"):
+            self._ordinary.follow()
             state = self._surface.state_dict(self._registry.only_root(model))
         return {} if rank0_only and self._ranks.rank > 0 else state
 
@@ -211,8 +214,8 @@ class ChunkManager(Machinery):
         self._require_open()
         self._registry.check()
         root = self._registry.only_root(model)
-        check_fits(state_dict, self._surface.expected_state(root), strict=strict)
-        with self._turn.taken():
+        with self._together("manager.load_state_dict()"):
+            check_fits(state_dict, self._surface.expected_state(root), strict=strict)
             keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
         return keys
 
@@ -255,7 +258,7 @@ class ChunkManager(Machinery):
 
     def timeline(self) -> Timeline | None:
         """Return what happened in the last step that is over; `str()` is one line. None before the first."""
-        return self._conductor.timeline()
+        return self._conductor.timelines.last()
 
     def record(self, directory: str | os.PathLike[str]) -> None:
         """Write a run directory: `trace.json`, `plan.json`, and the last training step as `timeline.json`.
@@ -267,7 +270,7 @@ class ChunkManager(Machinery):
             TraceError, PlanError: a file cannot be written.
         """
         self._require_open()
-        trace, plan, timeline = self.trace, self.plan, self._conductor.training_timeline()
+        trace, plan, timeline = self.trace, self.plan, self._conductor.timelines.last_training()
         if trace is None or plan is None or timeline is None:
             raise StateError("there is nothing to record yet: the first step is traced and the second one planned")
         folder = Path(directory)
@@ -282,6 +285,7 @@ class ChunkManager(Machinery):
     def close(self) -> None:
         """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent."""
         self._foreign_steps.remove()
+        self._foreign_wrappers.remove()
         if self._executor.closed is None:
             self._conductor.close()
             self._access.close()

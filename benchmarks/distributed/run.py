@@ -22,6 +22,7 @@ from tqdm import tqdm
 if not __package__:  # Run as a file: find the other modules where `python -m` finds them.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.checkout import add_option
 from benchmarks.distributed.variants import NUM_RANKS, VARIANTS, Failure, Missing, Variant, serve
 from benchmarks.overhead.variants import FULL, QUICK, Shape, num_params
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
@@ -253,6 +254,7 @@ def parse_arguments() -> argparse.Namespace:
     names = [variant.name for variant in VARIANTS if variant is not DDP]
     told = f"beside {DDP.name}: {', '.join(names)} (default: all)"
     parser.add_argument("--variants", nargs="+", choices=names, default=names, metavar="NAME", help=told)
+    add_option(parser)
     parser.add_argument("--quick", action="store_true", help="a small model: tries the harness, measures nothing")
     arguments = parse(parser)
     if arguments.rounds < 1 or arguments.warm_up < 1:
@@ -264,6 +266,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure what the command line asks for and return it with all that is needed to repeat it."""
     shape = QUICK if arguments.quick else FULL
     variants = [variant for variant in VARIANTS if variant.name in {DDP.name, *arguments.variants}]
+    if arguments.before:
+        variants += [variant.before(arguments.before) for variant in variants if variant.trainer == "chunkmem"]
     return {
         "command": command("distributed"),
         **surroundings(),

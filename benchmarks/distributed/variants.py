@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from benchmarks.checkout import import_chunkmem
 from benchmarks.overhead.variants import ADAMW, GPT, NUM_BATCHES, Shape, num_params
 
 NUM_RANKS = 2
@@ -43,6 +44,14 @@ class Variant:
     """chunkmem's `client.opts.with_mem_saving_comm`."""
     aim: float | None = None
     """The lower end of the ratio's interval should not be above this."""
+    checkout: str | None = None
+    """The folder whose chunkmem it runs; None: this one's."""
+
+    def before(self, checkout: Path) -> Variant:
+        """The same variant with the chunkmem of another checkout."""
+        return replace(
+            self, name=f"{self.name}-before", title=f"{self.title}; before", aim=None, checkout=str(checkout)
+        )
 
 
 VARIANTS = (
@@ -165,8 +174,7 @@ def train_zero3(_variant: Variant, shape: Shape) -> Training:
 
 def train_chunkmem(variant: Variant, shape: Shape) -> Training:
     """The same training loop with the model in chunks that the ranks share."""
-    import chunkmem
-
+    chunkmem = import_chunkmem(variant.checkout)
     ample_nbytes = 2 * MODEL_DATA_NBYTES_PER_PARAM * num_params(shape)
     keys = {
         "memory": {"device": ample_nbytes, "host": ample_nbytes},

@@ -18,6 +18,7 @@ from tqdm import tqdm
 if not __package__:  # Run as a file: find the other modules where `python -m` finds them.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.checkout import add_option
 from benchmarks.overhead.table import table
 from benchmarks.overhead.variants import FULL, QUICK, VARIANTS, Account, Failure, Shape, Variant, num_params, serve
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
@@ -154,14 +155,11 @@ def parse_arguments() -> argparse.Namespace:
     names = [variant.name for variant in VARIANTS if variant is not PLAIN]
     told = f"beside plain, and what they are compared to: {', '.join(names)} (default: all)"
     parser.add_argument("--variants", nargs="+", choices=names, default=names, metavar="NAME", help=told)
-    told = "run each chunkmem variant with another checkout's chunkmem too, e.g. a `git worktree` of an older commit"
-    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help=told)
+    add_option(parser)
     parser.add_argument("--quick", action="store_true", help="a small model: tries the harness, measures nothing")
     arguments = parse(parser)
     if arguments.rounds < 1 or arguments.steps_per_round < 2:
         parser.error("--rounds must be at least 1 and --steps-per-round at least 2")
-    if arguments.before and not (arguments.before / "chunkmem" / "__init__.py").is_file():
-        parser.error(f"--before: there is no chunkmem in {arguments.before}")
     return arguments
 
 

@@ -6,7 +6,6 @@ Every variant runs in a process of its own (`serve`) and trains one step when it
 from __future__ import annotations
 
 import hashlib
-import importlib
 import resource
 import signal
 import sys
@@ -16,15 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.checkout import import_chunkmem
 from benchmarks.overhead.masters import MasterAdamW
-from benchmarks.program import BenchmarkError
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 NUM_BATCHES = 4
@@ -74,7 +72,7 @@ class Variant:
     def before(self, checkout: Path) -> Variant:
         """The same variant with the chunkmem of another checkout."""
         return replace(
-            self, name=f"{self.name}-before", title=f"{self.title}; before", aim=None, checkout=str(checkout.resolve())
+            self, name=f"{self.name}-before", title=f"{self.title}; before", aim=None, checkout=str(checkout)
         )
 
 
@@ -201,7 +199,7 @@ def train_masters(_variant: Variant, shape: Shape) -> Training:
 
 def train_chunkmem(variant: Variant, shape: Shape) -> Training:
     """The same training loop with the model in chunks under the variant's cap on device memory."""
-    chunkmem = _import_chunkmem(variant.checkout)
+    chunkmem = import_chunkmem(variant.checkout)
     keys = {"precision": variant.precision, "memory": {"device": variant.cap_nbytes(num_params(shape))}}
     manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(keys))
     with manager.init():
@@ -215,18 +213,6 @@ def train_chunkmem(variant: Variant, shape: Shape) -> Training:
         )
 
     return Training(model, optimizer, manager.backward, account, lambda: manager.state_dict(model))
-
-
-def _import_chunkmem(checkout: str | None) -> ModuleType:
-    """Import the chunkmem of `checkout` (None: this one's) in place of what the harness itself imported of it."""
-    if checkout is not None:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "chunkmem"]:
-            del sys.modules[name]
-        sys.path.insert(0, checkout)
-    chunkmem = importlib.import_module("chunkmem")
-    if checkout is not None and not Path(str(chunkmem.__file__)).is_relative_to(checkout):
-        raise BenchmarkError(f"{checkout} has no chunkmem: {chunkmem.__file__} was imported")
-    return chunkmem
 
 
 def train_fsdp2(_variant: Variant, shape: Shape) -> Training:

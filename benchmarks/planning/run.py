@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import random
 import statistics
 import sys
 import time
@@ -23,15 +24,24 @@ from benchmarks.planning.overhead import measure as measure_overhead
 from benchmarks.program import carry_out, command, parse, surroundings
 from benchmarks.stats import median_interval
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.planner import make_plan
+from chunkmem.plan.planner import Planner, make_plan
+from chunkmem.steps.planning import WORK_A_STEP
 from chunkmem.trace.model import Trace
-from tests.helpers.traces import training_trace
+from chunkmem.types import Role
+from tests.helpers.traces import random_trace, training_trace
 
 HERE = Path(__file__).parent
 CHUNK_NBYTES = 1 << 20
 LINK_BPS = 1e9
 """A block's forward takes 1 ms and its chunk 1 ms on the link: copies take about half of the computing."""
 SIZES = (10, 100, 1_000, 10_000, 100_000)
+UNEVEN_LINK_S = 0.05
+"""All weights take so long on the link of cases with `num_uses`; 100 uses compute for about as long."""
+FROZEN_SHARES = (0.0, 0.25, 0.5, 0.8)
+"""Chances of a group to be frozen, of which such a case draws one."""
+LARGEST_SEARCH_PIECE = 60_000
+"""Units; of a search whose states are many."""
+MOMENT_WORK = 40
 MOMENTS_A_BLOCK = 7
 """HOLD and RELEASE forward; HOLD, CREATE and RELEASE backward; UPDATE and CONSUME."""
 
@@ -47,10 +57,28 @@ class Case:
     """Of the PARAM bytes."""
     link_Bps: float = LINK_BPS
 
+    num_uses: int | None = None
+    """Uses of groups in any order, repeated ones included, some groups frozen; None: a model of blocks in a row."""
+    seed: int = 0
+
     def trace(self) -> Trace:
+        if self.num_uses is not None:
+            rng = random.Random(self.seed)
+            frozen_share = rng.choice(FROZEN_SHARES)
+            return random_trace(
+                rng,
+                num_groups=self.num_groups,
+                uniform=self.seed % 2 == 0,
+                num_uses=self.num_uses,
+                frozen_share=frozen_share,
+            )
         return training_trace(self.num_groups, CHUNK_NBYTES, modules_per_group=self.modules_per_group)
 
-    def machine(self) -> Machine:
+    def machine(self, trace: Trace) -> Machine:
+        if self.num_uses is not None:
+            weights = sum(nbytes for chunk, nbytes in trace.chunk_nbytes.items() if chunk.role is Role.PARAM)
+            cap = max(5 * max(trace.chunk_nbytes.values()), int(self.cap_share * weights))
+            return Machine(cap, 1 << 50, weights / UNEVEN_LINK_S, weights / UNEVEN_LINK_S)
         chunks = max(2, int(self.cap_share * self.num_groups))  # weights and gradients of one block have to fit
         return Machine(chunks * CHUNK_NBYTES, 1 << 50, self.link_Bps, self.link_Bps)
 
@@ -69,11 +97,42 @@ OTHERS = (
     of_size(10_000, "a link ten times faster", link_Bps=LINK_BPS * 10),
     Case("16 chunks of 125 blocks each", 16, modules_per_group=125),
 )
+IN_STEPS = (
+    *(
+        Case(f"35 groups in 100 uses, step {seed}", 35, cap_share=0.3, num_uses=100, seed=seed)
+        for seed in (1, 3, 4, 11)
+    ),
+    Case("1 500 Linears, a chunk for each", 1500),
+    Case("1 500 Linears in 125 chunks", 125, modules_per_group=12),
+)
+"""Planned as training does it, so much before and after each step; frozen subsets are what alternating loops train."""
+
+
+def measure_in_steps(case: Case) -> dict[str, Any]:
+    """Plan `case` as training does: a bounded amount of work a step. Return every call's seconds of the processor."""
+    trace = case.trace()
+    planner = Planner(trace, case.machine(trace))
+    calls_s: list[float] = []
+    names: list[str] = []
+    while not planner.is_done:
+        began_s, done = time.process_time(), planner.work_done
+        names.append(planner.improve(WORK_A_STEP).name)
+        calls_s.append(time.process_time() - began_s)
+        assert planner.work_done - done < WORK_A_STEP + max(LARGEST_SEARCH_PIECE, MOMENT_WORK * len(trace.moments))
+    return {
+        **asdict(case),
+        "num_moments": len(trace.moments),
+        "calls_cpu_s": calls_s,
+        "work": planner.work_done,
+        "first_plan": names[0],
+        "plan": names[-1],
+    }
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Plan `case` several times for the clocks, and once more under the allocator's eye, which slows it down."""
-    trace, machine = case.trace(), case.machine()
+    trace = case.trace()
+    machine = case.machine(trace)
     wall_s, cpu_s = [], []
     for _ in range(repeats):
         fresh = Trace(trace.mode, trace.layout, trace.chunk_nbytes, trace.moments)  # nothing cached
@@ -119,6 +178,14 @@ def tables(results: Mapping[str, Any]) -> str:
             for row in results["others"]
         ),
         "",
+        "| planned in training | moments | calls | longest call, processor s | all, processor s | million units | "
+        "first plan → last |",
+        "|---" * 7 + "|",
+        *(
+            "| " + " | ".join([row["title"], f"{row['num_moments']}", *_calls(row)]) + " |"
+            for row in results["in_steps"]
+        ),
+        "",
         f"Following a plan in which nothing moves costs {interval.median:.2f} µs a moment ({interval.low:.2f} – "
         f"{interval.high:.2f}), over {len(overhead['us_per_moment'])} steps of {overhead['num_moments']} moments.",
     ]
@@ -133,6 +200,14 @@ def _numbers(row: Mapping[str, Any]) -> Iterator[str]:
     yield f"{cpu_s:.4f}"
     yield f"{1e9 * cpu_s / (n * math.log2(n)):.0f}"
     yield f"{row['peak_nbytes'] / 2**20:.1f}"
+
+
+def _calls(row: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{len(row['calls_cpu_s'])}"
+    yield f"{max(row['calls_cpu_s']):.2f}"
+    yield f"{sum(row['calls_cpu_s']):.2f}"
+    yield f"{row['work'] / 1e6:.2f}"
+    yield f"{row['first_plan']} → {row['plan']}"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -155,12 +230,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     before = os.getloadavg()[0]
     overhead = measure_overhead(arguments.steps)
     rows = [measure(case, arguments.repeats) for case in tqdm([*series, *others], unit="case", disable=None)]
+    in_steps = [measure_in_steps(case) for case in tqdm(IN_STEPS, unit="case", disable=None)]
     return {
         "command": command("planning"),
         **surroundings(),
         "load_average_1min": [before, os.getloadavg()[0]],
         "series": rows[: len(series)],
         "others": rows[len(series) :],
+        "in_steps": in_steps,
         "overhead": overhead,
     }
 

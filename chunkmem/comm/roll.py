@@ -50,6 +50,8 @@ class Answer:
     waited_s: float
     closed: Sequence[int] = ()
     """The ranks whose connections to it were closed before it hung up."""
+    error: str = ""
+    """What it raised itself, before it hung up."""
 
 
 @dataclass
@@ -116,6 +118,10 @@ def call_roll(
     reader.join(limit_s + _STORE_GRACE_S)
     answers = dict(sorted(roll.answers.items()))
     start = f"{answer.label}: after {answer.waited_s:.1f} s"
+    raised = {other: each for other, each in answers.items() if each.error}
+    if raised:
+        errors = "; ".join(f"rank {numbers[other]} raised {each.error}" for other, each in raised.items())
+        return RankError(f"{start} {errors}", tuple(numbers[other] for other in raised))
     if not roll.complete.is_set() and 0 not in (numbers[other] for other in answers):
         lost = "the store that the ranks met in does not answer, which is in rank 0 unless torchrun keeps it"
         return RankError(f"{start} {lost}: rank 0 died, left, or is stuck; {_NEXT}", (0,))

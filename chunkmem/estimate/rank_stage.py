@@ -189,6 +189,7 @@ class RankStage:
         self._executor.on_event = on_event
         traffic = self._exchange.traffic
         before, traffic.peak_buffered_nbytes = replace(traffic), traffic.buffered_nbytes
+        self.units.begin_root(grad_enabled=True)
         for call in self._calls:
             self._meter.pass_over(call.before)
             with torch.set_grad_enabled(call.with_grad):

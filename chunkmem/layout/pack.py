@@ -61,9 +61,9 @@ class _Placement(NamedTuple):
 def pack(tensors: Sequence[TensorSpec], *, slab_nbytes: int, first_group: int = 0) -> Layout:
     """Give every tensor one slot, in chunks of whole slabs.
 
-    Tensors go in order into the newest group of their dtype that has room, of the last `LOOK_BACK` such groups; so
-    neighbours stay together. One larger than a slab gets consecutive slabs of its own: whatever shared their tail would
-    pin and move all of them.
+    Tensors go in order into the newest group of their kind (dtype, master copy, frozen or not) that has room, of the
+    last `LOOK_BACK` such groups; so neighbours stay together. One larger than a slab gets consecutive slabs of its own:
+    whatever shared their tail would pin and move all of them.
 
     Args:
         tensors: in construction order, which is roughly the order of use.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from math import prod
@@ -36,11 +36,15 @@ class TensorSpec:
     """Bytes an element."""
     master: MasterCopy = MasterCopy.NONE
     """A group's tensors have this in common, too."""
+    is_frozen: bool = field(default=False, repr=False)
+    """And this: a group with a single trainable tensor has gradients and optimizer states for all. Not in the `digest`,
+    as the groups show it."""
 
     @property
     def kind(self) -> str:
         """What the tensors of a group have in common."""
-        return self.dtype if self.master is MasterCopy.NONE else f"{self.dtype}, master copy {self.master.value}"
+        kind = self.dtype if self.master is MasterCopy.NONE else f"{self.dtype}, master copy {self.master.value}"
+        return f"{kind}, frozen" if self.is_frozen else kind
 
     @property
     def numel(self) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -25,6 +26,7 @@ from torch import nn
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.guard import AccessGuard
+from chunkmem.nn.transforms import check_transforms, unwrapped, wrapped_error
 from chunkmem.nn.units import Unit
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.executor import DemandExecutor
@@ -77,6 +79,10 @@ class ParameterReads(dict[str, nn.Parameter | None]):
                 f"parameter {managed.name} was packed into a chunk and cannot be replaced; write to it in place, load "
                 "values with manager.load_state_dict(), or give torch.func.functional_call tensors (.detach())"
             )
+        if managed is not None and value is not None and unwrapped(value) is not value:
+            for given in self._managed.values():
+                if unwrapped(value) is given.param:
+                    raise wrapped_error(given.name)
         for other in self._managed.values() if managed is None and value is not None else ():
             if other.param is value:
                 raise StateError(
@@ -164,6 +170,8 @@ class AccessTracker:
         self.stack: list[Frame] = []
         self.awaited: dict[int, int] = {}
         """By group: references of graphs whose backward will be announced."""
+        self.num_calls: Counter[ManagedParameter] = Counter()
+        """Calls since the last step that have read each, and whose backward is to come."""
         self.num_steps = 0
         """Optimizer steps so far; what was awaited before the last one counts no more."""
         self._addressed: set[int] = set()
@@ -188,12 +196,13 @@ class AccessTracker:
 
         Raises:
             CapacityError: the chunk does not fit together with what else is being read.
-            StateError: the manager is closed.
+            StateError: the manager is closed, or a transform of `torch.func` runs that cannot follow.
         """
         if managed in frame.reads:
             return
         if self._executor.closed is not None:
             raise StateError(f"parameter {managed.name}: {self._executor.closed}")
+        check_transforms(managed.name)
         group = managed.group
         if group not in frame.groups:
             self._executor.pin(self.chunks[group], Tier.DEVICE, reader=frame)
@@ -344,6 +353,7 @@ class AccessTracker:
         if step:
             self.awaited.clear()
             self.num_steps += 1
+            self.num_calls = Counter()
         self._addressed.clear()
         self.relieve()
 

@@ -8,9 +8,9 @@ from the first gradient of one of its outputs until the gradients of the paramet
     pinned     |<- frame ->|      |<---------------- call ---------------------->|
 
 A frozen parameter gets no gradient; it stays until the inputs of its module have theirs, where that is certain to come
-last (the module has no children), or else until the backward ends. Where neither tells when the last node that has
-saved the memory has run ([Note: Certain ends] in `chunkmem.nn.references`), and under checkpoints, whose saved tensors
-nobody else sees, references are counted: the chunk stays until as many are gone as the calls announced so far had left.
+last (the module has no children). Where neither comes, or comes late, the nodes of the call are pinned one by one
+([Note: Ends by nodes] in `chunkmem.nn.nodes`). Under checkpoints, whose saved tensors nobody else sees, and over ranks,
+references are counted: the chunk stays until as many are gone as the calls announced so far had left.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 
 from chunkmem.nn.access import AccessTracker, Frame
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.nn.nodes import CallNodes, NodePins
 from chunkmem.nn.references import Findings, GraphSearch
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.units import Unit, Units
@@ -40,9 +41,8 @@ class BackwardCall:
     """One module call whose backward may come: what it read, and what of that is still waited for."""
 
     __slots__ = (
-        "access", "frozen", "inputs", "inputs_left", "is_hidden", "made_in_step", "module", "name", "open", "reads",
-        "references",
-        "uncertain", "unit",
+        "access", "counter", "frozen", "inputs", "inputs_left", "is_hidden", "made_in_step", "module", "name", "nodes",
+        "open", "reads", "references", "uncertain", "unit",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +51,7 @@ class BackwardCall:
         reads: tuple[ManagedParameter, ...],
         access: AccessTracker,
         *,
+        nodes: CallNodes,
         unit: Unit | None = None,
         references: Mapping[int, int] | None = None,
         uncertain: Collection[int] = (),
@@ -67,6 +68,11 @@ class BackwardCall:
             access.awaited[group] = access.awaited.get(group, 0) + count
         self.uncertain = uncertain
         """Groups that are let go when references are gone."""
+        self.nodes = nodes
+        self.counter = None if is_hidden else access.num_calls
+        """Where it counts as one that is to come. None: it does not, or no longer."""
+        if self.counter is not None:
+            self.counter.update(reads)
         self.module = 0
         """The identity of the module; 0 for an operator."""
         self.is_hidden = is_hidden
@@ -85,9 +91,17 @@ class BackwardCall:
         if count and self.made_in_step == self.access.num_steps:
             self.access.awaited[group] -= count
 
+    def end(self) -> None:
+        """Its graph has run, or is gone."""
+        counter, self.counter = self.counter, None
+        if counter is not None:
+            counter.subtract(self.reads)
+
     def __del__(self) -> None:
         for group in list(getattr(self, "references", ())):
             self.used_up(group)
+        if getattr(self, "counter", None) is not None:
+            self.end()
 
     def __str__(self) -> str:
         return f"{self.name} backward"
@@ -113,10 +127,15 @@ class BackwardTracker:
         self._access = access
         self._units = units
         self._chunks: dict[int, Chunk] = access.chunks
+        self.num_ended = 0
+        """Backwards that were run to their end."""
         self._waiting: dict[ManagedParameter, list[BackwardCall]] = {}
         self._running: dict[int, list[BackwardCall]] = {}
         """Announced calls by the id of autograd's graph task."""
         self._graphs = GraphSearch()
+        self._nodes = NodePins(
+            executor, access, turn, graphs=self._graphs, watch=self.watch, then=lambda: self._settle_left()
+        )
         self._recomputed_in: dict[int, dict[int, Counter[int]]] = {}
         """By graph task and group: references left by recomputed calls, by the identity of their module."""
         self._counted: set[int] = set()
@@ -132,7 +151,11 @@ class BackwardTracker:
     def pinning(self) -> tuple[str, ...]:
         """Who pins something now."""
         calls = [call for calls in self._running.values() for call in calls if call.open]
-        return (*map(str, calls), *(f"create_graph backward: {chunk.label}" for chunk in self._held))
+        return (
+            *map(str, calls),
+            *self._nodes.pinning,
+            *(f"create_graph backward: {chunk.label}" for chunk in self._held),
+        )
 
     def watch(self, frame: Frame, result: object) -> set[int]:
         """A module that read parameters returns: announce its backward when a gradient of what it made arrives.
@@ -177,6 +200,7 @@ class BackwardTracker:
             frame.name,
             tuple(frame.reads),
             self._access,
+            nodes=CallNodes(frame.first_node, torch._C._autograd._get_sequence_nr(), tuple(frame.inside)),
             unit=frame.unit,
             references=found.saved,
             uncertain=found.uncertain,
@@ -209,6 +233,7 @@ class BackwardTracker:
         """Drop what an interrupted backward left; at a step, also what was held for a second backward."""
         for task in list(self._running):
             self._unpin(task)
+            self._access.num_calls = Counter()  # what was interrupted does not come
         self._levels.clear()
         self._recomputed_in.clear()
         self._waiting.clear()
@@ -236,8 +261,14 @@ class BackwardTracker:
         if task not in self._running:
             self._running[task] = []
             torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._running[task].append(call)
         holding = torch.is_grad_enabled()  # in a gradient hook, exactly under create_graph
+        if self._ends_by_nodes(call, holding=holding):
+            if self._nodes.announce(task, call):
+                self._running[task].append(call)
+                for group in self._counted.intersection(call.references):
+                    self._lower_level(task, group, by=call.references[group])
+            return
+        self._running[task].append(call)
         call.inputs_left = set(range(call.inputs))
         for managed in call.reads:
             group = managed.group
@@ -256,6 +287,20 @@ class BackwardTracker:
                 call.frozen.add(group)
         if self._counted:
             self._left += [(call, group) for group in call.open if group in self._counted]
+
+    def _ends_by_nodes(self, call: BackwardCall, *, holding: bool) -> bool:
+        """Tell whether the landing of gradients is no end for the call, or a late one; see `chunkmem.nn.nodes`."""
+        if call.is_hidden or call.unit is not None:
+            return False
+        if holding or call.uncertain:
+            return True
+        for managed in call.reads:
+            if not managed.requires_grad:
+                if not call.inputs:
+                    return True
+            elif self._access.num_calls[managed] > 1 or not _lands(managed):
+                return True
+        return False
 
     def _settle(self, call: BackwardCall, group: int) -> None:
         """Unpin a group of the call if nothing is waited for any more."""
@@ -335,6 +380,7 @@ class BackwardTracker:
             tensor.register_hook(lambda _grad, index=index: on_gradient(index))
 
     def _end(self, task: int) -> None:
+        self.num_ended += 1
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self._unpin(task, is_through=not keeps_graph)
         if not self._running:
@@ -344,9 +390,22 @@ class BackwardTracker:
     def _unpin(self, task: int, *, is_through: bool = False) -> None:
         self._levels.pop(task, None)
         self._recomputed_in.pop(task, None)
+        self._nodes.end_task(task)
         for call in self._running.pop(task, ()):
+            if is_through:
+                call.end()
             for group in call.open:
                 if is_through:
                     call.used_up(group)
                 self._executor.unpin(self._chunks[group], Tier.DEVICE)
             call.open.clear()
+
+
+def _lands(managed: ManagedParameter) -> bool:
+    """Tell whether a parameter gets a gradient in the running backward."""
+    if managed.accumulator is None:
+        return True
+    try:
+        return torch._C._will_engine_execute_node(managed.accumulator)  # type: ignore[arg-type]
+    except RuntimeError:  # so torch says that `torch.autograd.grad` returns the gradient, and does not accumulate it
+        return False

@@ -21,7 +21,11 @@ class Built:
         yield
 
     def check(self, excluded: Collection[nn.Module]) -> None:
-        """Raise a StateError if the values of a parameter are not what was built."""
+        """Find out which values are where, all modules having been built.
+
+        Raises:
+            ConfigError, RankError: the ranks have not built the same.
+        """
 
     def agree(self, layout: Layout) -> None:
         """Raise a ConfigError if the ranks are not about to pack the same."""

@@ -2,8 +2,9 @@
 
 [Note: Gathering ahead] Steps repeat. While a unit computes, the gather that came next in the step before is begun,
 over a reduction if there is one between. It is if all ranks have room for two units at a time, and unless a trial has
-shown the slowest of them to be faster without (`chunkmem.steps.trial`). If something else comes, all ranks see that
-alike, let what was begun arrive, and begin nothing ahead until the next step.
+shown the slowest of them to be faster without (`chunkmem.steps.trial`). A rank that finds no room for it after all
+says so before it begins, and then no rank does. If something else comes, all ranks see that alike, let what was begun
+arrive, and begin nothing ahead until the next step.
 
 Then, too, a reduction is waited for when the next one begins, or backward is over.
 """
@@ -14,7 +15,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from chunkmem.errors import RankError
+from chunkmem.errors import CapacityError, RankError
 from chunkmem.nn.sharing import Sharing
 
 Groups = tuple[int, ...]
@@ -29,8 +30,11 @@ class Reduces(Protocol):
 
     def finish(self) -> None: ...
 
+    def join(self, lists: Sequence[Groups]) -> None: ...
+
 
 _AHEAD = "gathering ahead"
+_ORDER = "the order of exchanges in the step"
 
 
 class Course:
@@ -49,6 +53,8 @@ class Course:
         """Gathers are to be begun ahead where there is room."""
         self.has_room = False
         """All ranks have room for two units at a time."""
+        self.was_empty = True
+        """Nothing was exchanged in the step before: no rank had a batch."""
         self._is_alike = False
         """This step has been like the one before so far."""
 
@@ -82,13 +88,44 @@ class Course:
         """Wait for the reduction that is under way. Raises what `gather` does."""
         self._reduction().finish()
 
-    def end_step(self, *, always: Sequence[int]) -> None:
-        """The step is over; `always` are groups that are held all the time. Raises what `gather` does."""
+    def attend(self, label: str) -> bool:
+        """Wait for the other ranks, taking part in what they exchange until they come here, too.
+
+        Returns:
+            Whether there was any of that.
+
+        Raises:
+            CapacityError: what they exchange does not fit DEVICE.
+            RankError: a rank is missing, or somewhere else.
+        """
         self._drop()
-        if self._log != self._schedule:
+        has_joined = False
+        while (asked := self._sharing.ranks.wait_for_others(label)) is not None:
+            what, lists = asked
+            self._reduction().join(lists) if what == "reduce" else self._sharing.join_gather(lists)
+            has_joined = True
+        return has_joined
+
+    def end_step(self, *, always: Sequence[int], num_backwards: int) -> int:
+        """The step is over; return how many backwards it had on a rank that had all of it.
+
+        Args:
+            always: groups that are held all the time.
+            num_backwards: on this rank.
+
+        Raises what `gather` does.
+        """
+        self._drop()
+        complete = self._sharing.ranks.end_step()
+        if complete is not None:  # ranks that only took part do not know the order of units
+            own = (self._log, num_backwards)
+            self._log, num_backwards = self._sharing.ranks.broadcast_object(own, source=complete, label=_ORDER)
+        self.was_empty = not self._log
+        if self._log and self._log != self._schedule:
             self._schedule = self._log
             self.has_room = self._sharing.fits_beside(self._gathers(), always=always)
         self._log, self._is_alike = [], True
+        return num_backwards
 
     def largest(self) -> Groups:
         """Return the groups of the largest gather of the step before; none if there was no gather."""
@@ -111,9 +148,26 @@ class Course:
         if self._is_alike and self.is_wanted and self.has_room and self._ahead is None:
             following = next((wanted for what, wanted in self._schedule[at:] if what == "gather"), None)
             if following is not None:
-                self._sharing.hold(following, reader=reader)
-                self._ahead = following
-                self._sharing.send(following, reader=reader)
+                self._begin_ahead(following, reader)
+
+    def _begin_ahead(self, groups: Groups, reader: str) -> None:
+        try:
+            self._sharing.hold(groups, reader=reader)
+            is_held = True
+        except CapacityError:  # it was an estimate that there is room
+            is_held = False
+        try:
+            is_begun = self._sharing.send(groups, reader=reader, can=is_held)
+        except BaseException:
+            if is_held:
+                self._sharing.release(groups)
+            raise
+        if is_begun:
+            self._ahead = groups
+            return
+        self.has_room = False
+        if is_held:
+            self._sharing.release(groups)
 
     def _drop(self) -> None:
         ahead, self._ahead = self._ahead, None

@@ -221,6 +221,13 @@ class GradientBook(GradientValues):
                 return
         self.settle((managed,))
 
+    def discard_unset(self) -> None:
+        """Forget the gradients that no optimizer has taken, and that a `zero_grad()` has set to None since."""
+        for landed in list(self._landed.values()):
+            unset = {managed for managed in landed if managed.grad is None} - self.exposed
+            if unset:
+                self.discard(unset)
+
     def discard(self, params: Collection[ManagedParameter]) -> None:
         """Forget the gradients of `params`, as after their update."""
         for managed in params:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -45,16 +46,30 @@ class ModuleHooks:
         *,
         units: Units,
         turn: Turn,
-        on_root: Callable[[], None],
+        on_root: Callable[[nn.Module], None],
         make_guard: Callable[[], AccessGuard | None],
+        on_error: Callable[[BaseException, str], None] = lambda error, name: None,
     ) -> None:
-        """Make hooks; `on_root` runs before each outermost call, `make_guard` gives it a guard if one is wanted."""
+        """Make hooks.
+
+        Args:
+            access: reads of parameters.
+            backward: what comes after the calls.
+            units: of exchange.
+            turn: of this thread.
+            on_root: gets the module before each outermost call.
+            make_guard: returns a guard for an outermost call, if one is wanted.
+            on_error: hears of what an outermost call raises, and which module that is.
+        """
+        self._on_error = on_error
         self._turn = turn
         self._access = access
         self._backward = backward
         self._units = units
         self._on_root = on_root
         self._make_guard = make_guard
+        self._handled: BaseException | None = None
+        """What the caller of the outermost call was handling when it began."""
         self._fitted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -86,23 +101,20 @@ class ModuleHooks:
                 vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.look_up)
                 owned[module] = own
             module.register_forward_pre_hook(partial(self._enter, fitted), with_kwargs=True)
-            module.register_forward_hook(self._leave, always_call=True)
+            module.register_forward_hook(partial(self._leave, fitted.name), always_call=True)
         return owned
 
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
         access = self._access
-        if torch._C._get_tracing_state() is not None:
-            raise StateError(
-                f"{fitted.name}: torch.jit.trace keeps the parameters themselves, whose memory comes and goes; trace a "
-                "model of plain PyTorch with the weights of manager.state_dict()"
-            )
+        _check_runs_itself(fitted.name)
         recomputing = in_backward()
         took_turn = self._turn.take_in_hook() if recomputing else self._turn.take()
         is_stale = not recomputing and access.is_stale(module)  # and has not given the turn back
         is_root = not recomputing and (not access.stack or is_stale)
         if is_root:
+            self._handled = sys.exception()
             try:
-                self._on_root()
+                self._on_root(module)
             except BaseException:
                 self._turn.give_back()
                 raise
@@ -129,7 +141,16 @@ class ModuleHooks:
             self._units.enter(unit)
             frame.opened = unit
 
-    def _leave(self, module: nn.Module, _args: Any, result: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, _args: Any, result: Any) -> None:
+        try:
+            self._close(module, result)
+        finally:
+            # torch calls the hook while it handles what the module has raised.
+            error = sys.exception() if result is None and not self._access.stack and not in_backward() else None
+            if error is not None and error is not self._handled:
+                self._on_error(error, name)
+
+    def _close(self, module: nn.Module, result: Any) -> None:
         frame = self._access.pop(module)
         if frame is None:
             return
@@ -147,6 +168,25 @@ class ModuleHooks:
                     self._turn.give_back()
         if frame.opened is not None:
             self._units.leave(frame.opened)
+
+
+def _check_runs_itself(name: str) -> None:
+    """Raise if what runs a module looks at its code or its parameters in place of calling it.
+
+    Raises:
+        StateError: it is `torch.jit.trace` or `torch.compile`.
+    """
+    if torch._C._get_tracing_state() is not None:
+        raise StateError(
+            f"{name}: torch.jit.trace keeps the parameters themselves, whose memory comes and goes; trace a model of "
+            "plain PyTorch with the weights of manager.state_dict()"
+        )
+    # The first while the compiler follows this code, the second when it has given up and the code runs.
+    if torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+        raise StateError(
+            f"{name} is managed and runs inside of torch.compile, which takes the parameters past what brings them to "
+            "the device; call the model itself, uncompiled. Functions of tensors that it calls can be compiled"
+        )
 
 
 def _held_elsewhere(module: nn.Module, by_id: Mapping[int, ManagedParameter]) -> Iterator[ManagedParameter]:

@@ -16,6 +16,7 @@ from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.precision import AS_BUILT, Precision
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.shortage import enough_for_all
 from chunkmem.runtime.storage import ChunkStorage, StorageBackend
 from chunkmem.runtime.store import FIRST_CONTENT, Chunk
 from chunkmem.types import ChunkId, Role, Tier
@@ -39,7 +40,10 @@ def tensor_specs(named: Sequence[tuple[str, nn.Parameter]], precision: Precision
     for name, param in named:
         dtype = precision.of(param)
         master = precision.master_of(param)
-        specs.append(TensorSpec(name, tuple(param.shape), str(dtype).removeprefix("torch."), dtype.itemsize, master))
+        kind = str(dtype).removeprefix("torch.")
+        specs.append(
+            TensorSpec(name, tuple(param.shape), kind, dtype.itemsize, master, is_frozen=not param.requires_grad)
+        )
     return specs
 
 
@@ -95,7 +99,8 @@ class Packer:
         built.agree(layout)
         own = [group for group in layout.groups if built.owns(group.id)]
         nbytes = sum(packed_nbytes(group) for group in own)
-        self._require_room(nbytes, built)
+        in_training = enough_for_all(form.nbytes for group in own for form in groups_by_role(group).values())
+        self._require_room(nbytes, built, in_training=in_training)
         self._expect_nbytes(nbytes)
         managed: dict[int, ManagedParameter] = {}
         freed_nbytes = 0
@@ -137,7 +142,8 @@ class Packer:
                 values = self._executor.store.views(chunk, tier)[parameter.position]
                 parameter.param.data = values.to(parameter.built_dtype, copy=True)
 
-    def _require_room(self, nbytes: int, built: Built) -> None:
+    def _require_room(self, nbytes: int, built: Built, *, in_training: int) -> None:
+        """Raise if there is no room for `nbytes` of weights, which take `in_training` with gradients and states."""
         ledgers = {tier: pool.ledger for tier, pool in self._executor.store.pools.items()}
         free = sum(ledger.limit_nbytes - ledger.total_nbytes for ledger in ledgers.values())
         lacking = built.largest(nbytes - free)
@@ -145,13 +151,17 @@ class Packer:
             # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
             cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
             needed = cap + lacking
+            before = enough_for_all(c.nbytes for c in self._executor.store.chunks.values() if not c.is_remote)
+            enough = max(needed, built.largest(before + in_training))
             where = "" if nbytes - free == lacking else f", and another rank lacks {format_nbytes(lacking)}"
             raise CapacityError(
                 f"packing: the weights take {format_nbytes(nbytes)} in chunks, and DEVICE and HOST "
                 f"together have {format_nbytes(free)} free{where}; raise memory.host from {format_nbytes(cap)} to at "
-                f"least {format_nbytes(needed)} ({needed} bytes)",
+                f"least {format_nbytes(needed)} ({needed} bytes); training takes gradients and optimizer states too, "
+                f"for which {format_nbytes(enough)} ({enough} bytes) is certain to do",
                 needed_nbytes=needed,
                 cap_nbytes=cap,
+                enough_nbytes=enough,
             )
 
     def _pack_group(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
+from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Shard
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
@@ -51,9 +52,7 @@ class Reduction:
         rows += [float(managed in given) for managed in params]
         anywhere = self.sharing.ranks.max_over(rows, label=_READER) if rows else ()
         is_fresh, has_any = anywhere[: len(params)], anywhere[len(params) :]
-        open_groups = {m.group for m, found in zip(params, is_fresh, strict=True) if found}
-        for together in self.sharing.together(open_groups):
-            self.reduce_groups(together)
+        self._reduce_groups({m.group for m, found in zip(params, is_fresh, strict=True) if found})
         for managed, *found in zip(params, is_fresh, has_any, strict=True):
             if any(found):
                 gradients.anywhere.add(managed)
@@ -73,12 +72,21 @@ class Reduction:
 
     def reduce_groups(self, groups: Sequence[int]) -> None:
         """Let the owners of these groups have the means of what has landed on any rank. Raises what `reduce` does."""
+        self.sharing.agree_to_reduce(groups, reader=_READER)
+        self._reduce_groups(groups)
+
+    def join(self, lists: Iterable[Sequence[int]]) -> None:
+        """Take part in a reduction that other ranks have begun. Raises what `reduce` does."""
+        self._reduce_groups([group for together in lists for group in together])
+
+    def _reduce_groups(self, groups: Collection[int]) -> None:
         for together in self.sharing.together(groups):
             self._begin(together)
             self.finish()
 
     def begin(self, groups: Sequence[int]) -> None:
         """Begin what `reduce_groups` does; until it is finished the gradients stay on DEVICE."""
+        self.sharing.agree_to_reduce(groups, reader=_READER)
         for together in self.sharing.together(groups):
             self._begin(together)
 
@@ -137,6 +145,7 @@ class Reduction:
 
     def _reduce_alike(self, params: Collection[torch.Tensor]) -> None:
         ranks, exchange = self.sharing.ranks, self.sharing.exchange
+        ranks.begin(Operation(f"{_READER} of {len(params)} parameters that no chunk holds"))
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
         shards = [Shard(index, index % ranks.size, part) for index, part in enumerate(flat.split(_BUCKET_NUMEL))]
         exchange.reduce(shards, label=_READER).wait()

@@ -3,7 +3,8 @@
 [Note: Certain ends] Backward lets go of a call's chunks when the gradients of the parameters it read have landed. That
 is late enough if every node that has saved memory of the chunk leads to one of those parameters: then it has run before
 their gradients are complete. `F.linear(f(x, w.detach()), w)` has one that does not: `f` leads to `x` only. Its call is
-*uncertain*, and backward counts references besides (`chunkmem.nn.backward`).
+*uncertain*: its nodes are pinned one by one (`chunkmem.nn.nodes`), or, where that cannot be, backward counts references
+besides (`chunkmem.nn.backward`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from chunkmem.nn.access import Frame
 from chunkmem.nn.binding import ManagedParameter
@@ -63,6 +65,17 @@ class GraphSearch:
         if found is None:
             found = known[looks] = self._search(frame, outputs)
         return found
+
+    def saved_in(self, node: Any, groups: Mapping[int, int], params: Mapping[int, ManagedParameter]) -> Collection[int]:
+        """Return the groups whose memory a node has saved.
+
+        Args:
+            node: of autograd's graph.
+            groups: by the identity of their storage.
+            params: the parameters that may be saved themselves, by identity.
+        """
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
+            return self._saved_in(node, groups, params, {})
 
     def _search(self, frame: Frame, outputs: Collection[torch.Tensor]) -> Findings:
         # To show what it has saved, a node runs operators, which no mode of the user's has to see.
@@ -145,9 +158,9 @@ def _end(node: Any, params: Mapping[int, ManagedParameter], inputs: Collection[o
     """Return what an edge out of a call's own graph leads to: a group whose gradient is waited for, or an input."""
     if node in inputs:
         return {_INPUT}
-    leaf = getattr(node, "variable", None)
-    if leaf is None:
+    if not _is_end(node):
         return set()
+    leaf = node.variable
     if id(leaf) in params:
         return {params[id(leaf)].group}
     return {_INPUT} if id(leaf) in inputs else set()
@@ -159,8 +172,29 @@ def _nodes_since(first: int, outputs: Iterable[torch.Tensor]) -> list[Any]:
     pending: list[Any] = [tensor.grad_fn for tensor in outputs]
     while pending:
         node = pending.pop()
-        if node is None or node in found or hasattr(node, "variable") or node._sequence_nr() < first:
+        if node is None or node in found or _is_end(node) or node._sequence_nr() < first:
             continue
         found[node] = None
         pending += [following for following, _ in node.next_functions]
     return sorted(found, key=methodcaller("_sequence_nr"))
+
+
+def nodes_between(starts: Iterable[Any], first: int, stop: int) -> list[Any]:
+    """Return the nodes among `starts`, and in what they lead to, whose numbers are in [first, stop); oldest first.
+
+    Numbers count the nodes that one thread makes. Accumulations of gradients are left out.
+    """
+    found: dict[Any, None] = {}
+    pending = list(starts)
+    while pending:
+        node = pending.pop()
+        if node is None or node in found or _is_end(node) or not first <= node._sequence_nr() < stop:
+            continue
+        found[node] = None
+        pending += [following for following, _ in node.next_functions]
+    return sorted(found, key=methodcaller("_sequence_nr"))
+
+
+def _is_end(node: Any) -> bool:
+    """Tell whether a node accumulates a gradient; a Python function may have anything as an attribute."""
+    return not isinstance(node, BackwardCFunction) and hasattr(node, "variable")

@@ -142,6 +142,13 @@ class ModelRegistry:
         """
         managed = self._managed.get(id(param))
         if managed is None and id(param) not in self._excluded:
+            for name, own in (pair for model in self.models for pair in model.root.named_parameters()):
+                if own is param:
+                    raise StateError(
+                        f"parameter {name} {tuple(param.shape)} was added to the model after it was packed; make "
+                        "adapters and new layers before: get_peft_model() first, then manager.wrap(). Or train them by "
+                        "an optimizer of torch's, which is given nothing else"
+                    )
             raise StateError(
                 f"a parameter of shape {tuple(param.shape)} is neither managed nor excluded by this manager; build its "
                 "model inside manager.init() or pass it to manager.wrap() first"

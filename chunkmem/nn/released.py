@@ -1,16 +1,27 @@
 """A model that several ranks build: each of them lets go of what others hold as soon as its module is attached.
 
-[Note: Holders] Every rank runs every initialisation, so that all draw the same random numbers. A module that is
-attached to its parent is final: each of its parameters gets a *holder*, the rank that was given the fewest bytes so
-far, and the others free the memory at once. All ranks decide that alike, without a word: what a rank was given never
-gets less, as it is up to Python's garbage collector when a module that was thrown away goes. When the model is packed,
-each parameter goes from its holder to the rank that owns its group. So a rank has at any moment, at most,
+[Note: Holders] Every rank runs every initialisation, so that all draw the same random numbers. When a module is
+attached to its parent, each of its parameters gets a *holder*, the rank that was given the fewest bytes so far, and its
+storage is emptied on the others. All ranks decide that alike, without a word: what a rank was given never gets less, as
+it is up to Python's garbage collector when a module that was thrown away goes. When the model is packed, each parameter
+goes from its holder to the rank that owns its group.
 
-    what it holds + its share of the chunks + what is not final yet + one parameter that is on its way.
+What is done with such a parameter meanwhile gives the numbers of one process. All ranks run all operators, in the same
+order, so each can tell what the others have:
 
-What was released can be neither written nor read until the model is packed: on the holder neither, or one rank would go
-on where the others stop. Parameters that share memory with another tensor, hold no floats, or belong to a module that
-nobody attaches stay whole on every rank.
+    writes all of it: normal_(), copy_()  all ranks write it. The parameter is *open*: they all have it
+    changes it in place: w[0].zero_()     its holder does; others write to memory that they free at once, to draw as
+                                          many random numbers. Where it is open, all do
+    anything else: clone(), norm()        its holder sends it to all; it is open
+
+A parameter is open until an operator needs another one, or a module is attached. So rejection sampling, as in
+`trunc_normal_`, reads what it has just drawn and costs no exchange. A rank has at any moment, at most,
+
+    what it holds + its share of the chunks + what is not attached yet
+                  + what one operator is given, or one parameter that is on its way.
+
+Memory that a pointer is asked for, as by `numpy()`, could go while it is used; that is refused. Parameters that share
+memory with another tensor, hold no floats, or belong to a module that nobody attaches stay whole on every rank.
 """
 
 from __future__ import annotations
@@ -18,55 +29,34 @@ from __future__ import annotations
 import gc
 import hashlib
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkmem.comm.exchange import Shard
 from chunkmem.comm.methods import PointToPoint
-from chunkmem.errors import StateError
-from chunkmem.layout.pack import SLAB_FLOOR_NBYTES
 from chunkmem.layout.spec import Layout, digest
 from chunkmem.nn.access import ParameterReads
-from chunkmem.nn.binding import blank, dense_stride
+from chunkmem.nn.binding import dense_stride
 from chunkmem.nn.built import Built
 from chunkmem.nn.collect import Collector
-from chunkmem.nn.guard import only_makes_a_view
+from chunkmem.nn.released_memory import Released, ReleasedMemory, Weight, can_go, content_of, is_alone
+from chunkmem.nn.released_operators import EscapeGuard, ReleasedGuard
 from chunkmem.nn.sharing import Sharing
-from chunkmem.nn.values import storage_id
-from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
-
-_NEXT = "initialise a module before it is attached to its parent, or set release_after_init to true"
-_SHAPE_ONLY = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
-        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "is_same_size", "is_pinned"),
-    )
-)
-"""Operators that use no value of the tensor they are given."""
-_ALONE = 2
-"""Uses of a storage that one tensor has: the tensor, and who counts."""
+from chunkmem.runtime.device import runtime_mode
 
 
-@dataclass(eq=False, slots=True)
-class _Final:
-    """A parameter whose module was attached."""
+@dataclass(frozen=True, slots=True)
+class _ToPack:
+    """A parameter that one rank has the values of."""
 
     param: weakref.ref[nn.Parameter]
-    name: str
-    """As far as it is known."""
-    holder: int | None = None
-    """None: every rank has the values."""
-    stride: tuple[int, ...] = ()
-    place: tuple[object, ...] = ()
-    """Where the parameter stood afterwards: in its own memory, or on a placeholder."""
+    holder: int
+    stride: tuple[int, ...]
 
 
 class BuiltOverRanks(Built):
@@ -76,26 +66,29 @@ class BuiltOverRanks(Built):
         self._sharing = sharing
         self._collector = collector
         self._exchange = PointToPoint(sharing.ranks)
+        self._memory = ReleasedMemory(sharing.ranks.rank, self._fetch)
         self._given_nbytes = [0] * sharing.ranks.size
-        self._finals: dict[int, _Final] = {}
-        self._by_storage: dict[int, _Final] = {}
+        self._weights: dict[int, Weight] = {}
+        self._to_pack: dict[int, _ToPack] = {}
         self._decided = hashlib.sha256()
-        self._freed_nbytes = 0
-        self._num_taken = 0
+        self._num_exchanged = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         handle = register_module_module_registration_hook(self._on_module)
         try:
-            with _ReleasedGuard(self._released_in):
+            with EscapeGuard(self._memory), ReleasedGuard(self._memory):
                 yield
+        except BaseException:
+            self._memory.end()
+            raise
         finally:
             handle.remove()
 
     def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        # Attention writes to the bias of its child when it has attached it; they are final together.
-        if child is None or isinstance(parent, nn.MultiheadAttention):
+        if child is None:
             return
+        self._memory.close()
         excluded = self._collector.excluded()
         skipped = {id(param) for module in excluded for param in module.parameters(recurse=False)}
         for path, module in child.named_modules(prefix=name):
@@ -103,57 +96,73 @@ class BuiltOverRanks(Built):
             if not isinstance(module._parameters, ParameterReads):
                 for key, param in module._parameters.items():
                     if param is not None and id(param) not in skipped:
-                        self._finish(param, f"parameter {path}.{key} in {type(parent).__name__}")
+                        with runtime_mode():
+                            self._release(param, f"parameter {path}.{key} in {type(parent).__name__}")
 
-    def _finish(self, param: nn.Parameter, name: str) -> None:
+    def _release(self, param: nn.Parameter, name: str) -> None:
         """Give a parameter its holder, once; know it by its longest name."""
-        known = self._find(param)
-        if known is not None:
-            known.name = name
-            return
-        final = self._finals[id(param)] = _Final(weakref.ref(param), name)
-        if _can_go(param):
-            holder = final.holder = self._given_nbytes.index(min(self._given_nbytes))
-            self._given_nbytes[holder] += param.nbytes
-            final.stride = dense_stride(param)
-            if holder != self._sharing.ranks.rank:
-                self._free(param)
-            final.place = _place(param)
-            self._by_storage[param.untyped_storage()._cdata] = final
-        self._decided.update(f"{name} {final.holder};".encode())
-
-    def _free(self, param: nn.Parameter) -> None:
-        with runtime_mode():
-            param.data = blank(param.dtype, param.device).expand(param.shape)
-        self._freed_nbytes += param.nbytes
-        if self._freed_nbytes >= SLAB_FLOOR_NBYTES:
-            give_back_freed_ram()
-            self._freed_nbytes = 0
-
-    def _find(self, param: torch.Tensor) -> _Final | None:
-        known = self._finals.get(id(param))
+        weight = self._weights.get(id(param))
         # An id is used again once its parameter is gone.
-        return known if known is not None and known.param() is param else None
+        if weight is not None and weight.param() is param:
+            weight.name = name
+            self._memory.look_again(weight)
+            return
+        weight = self._weights[id(param)] = Weight(weakref.ref(param), name)
+        released = self._memory.find(param)
+        if released is not None:  # of a parameter that this one was made of
+            weight.holder = released.holder
+            if released.parameter() is None:
+                released.weight = weight
+        elif can_go(param):
+            holder = weight.holder = self._given_nbytes.index(min(self._given_nbytes))
+            self._given_nbytes[holder] += param.nbytes
+            self._memory.release(weight, holder)
+        self._decided.update(f"{name} {weight.holder};".encode())
 
-    def _released_in(self, memory: int) -> str | None:
-        """Return the name of the released parameter that lives in a storage."""
-        final = self._by_storage.get(memory)
-        param = None if final is None else final.param()
-        return None if final is None or param is None or storage_id(param) != memory else final.name
+    def _fetch(self, released: Released, storage: torch.UntypedStorage) -> None:
+        """Copy the content of a storage from its holder to all ranks.
+
+        Raises:
+            ConfigError: another rank does something else; on every rank.
+            RankError: a rank did not come.
+        """
+        ranks, name = self._sharing.ranks, released.weight.name
+        self._num_exchanged += 1
+        ranks.agree("what is computed from weights while the model is built", f"{name}, {self._num_exchanged}")
+        with runtime_mode():
+            flat = content_of(released, storage)
+            sent = flat.cpu()
+            shard = Shard(self._num_exchanged, released.holder, sent)
+            self._exchange.gather([shard], label=f"building: fetching {name}").wait()
+            if sent is not flat:
+                flat.copy_(sent)
 
     def check(self, excluded: Collection[nn.Module]) -> None:
-        ordinary = {id(param) for module in excluded for param in module.parameters(recurse=False)}
-        for final in self._finals.values():
-            param = final.param()
-            if final.holder is None or param is None:
-                continue
-            if _place(param) != final.place:
-                raise StateError(f"{final.name} was given other memory after its module had been attached; {_NEXT}")
-            if id(param) in ordinary:
-                raise StateError(
-                    f"{final.name} belongs to a module that is excluded as well, and one rank only has its values; "
-                    "build the module that is excluded first, or set release_after_init to true"
-                )
+        try:
+            self._finish({id(param) for module in excluded for param in module.parameters(recurse=False)})
+        finally:
+            self._memory.end()
+
+    def _finish(self, ordinary: Collection[int]) -> None:
+        """Leave no memory released but that of parameters to be packed, which are nobody else's."""
+        self._memory.close()
+        if self._in_use_elsewhere(ordinary):
+            gc.collect()  # as in `can_go`
+        kept = self._in_use_elsewhere(ordinary)
+        names = ", ".join(released.weight.name for released in kept)
+        self._sharing.ranks.agree("what else has the memory of weights when the model is built", names or "nothing")
+        for released in kept:
+            self._memory.keep(released)
+        for released in self._memory.alive():
+            param = released.parameter()
+            assert param is not None
+            self._to_pack[id(param)] = _ToPack(released.weight.param, released.holder, dense_stride(param))
+            self._decided.update(f"{released.weight.name} of {released.holder};".encode())
+
+    def _in_use_elsewhere(self, ordinary: Collection[int]) -> list[Released]:
+        """Return the released memory that is not a managed parameter's alone."""
+        found = [(released, released.parameter()) for released in self._memory.alive()]
+        return [each for each, param in found if param is None or id(param) in ordinary or not is_alone(param)]
 
     def agree(self, layout: Layout) -> None:
         ranks = self._sharing.ranks
@@ -166,67 +175,27 @@ class BuiltOverRanks(Built):
     def owns(self, group: int) -> bool:
         return self._sharing.owns(group)
 
+    def _find(self, param: nn.Parameter) -> _ToPack | None:
+        known = self._to_pack.get(id(param))
+        return known if known is not None and known.param() is param else None
+
     def is_released(self, param: nn.Parameter) -> bool:
-        final = self._find(param)
-        return final is not None and final.holder is not None
+        return self._find(param) is not None
 
     def stride(self, param: nn.Parameter) -> tuple[int, ...]:
-        final = self._find(param)
-        return dense_stride(param) if final is None or final.holder is None else final.stride
+        known = self._find(param)
+        return dense_stride(param) if known is None else known.stride
 
     def take(self, param: nn.Parameter, group: int, *, name: str) -> torch.Tensor:
-        final, owner, rank = self._find(param), self._sharing.owner(group), self._sharing.ranks.rank
-        self._num_taken += 1
-        if final is None or final.holder is None or final.holder == owner or rank not in (final.holder, owner):
+        known, owner, rank = self._find(param), self._sharing.owner(group), self._sharing.ranks.rank
+        self._num_exchanged += 1
+        if known is None or known.holder == owner or rank not in (known.holder, owner):
             return param
         with runtime_mode():
-            if rank == final.holder:
+            if rank == known.holder:
                 flat = param.detach().reshape(-1).cpu()
             else:
                 flat = torch.empty(param.numel(), dtype=param.dtype, device="cpu")
-            shard = Shard(self._num_taken, final.holder, flat)
+            shard = Shard(self._num_exchanged, known.holder, flat)
             self._exchange.hand_over(shard, owner, label=f"packing: {name}").wait()
             return flat.view(param.shape)
-
-
-class _ReleasedGuard(TorchDispatchMode):
-    """Raises when an operator writes or reads a released parameter; views and shapes are free."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, released_in: Callable[[int], str | None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._released_in = released_in
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not only_makes_a_view(func) and func._schema.name not in _SHAPE_ONLY:
-            for value in (*args, *(kwargs or {}).values()):
-                for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                    memory = storage_id(tensor) if isinstance(tensor, torch.Tensor) else None
-                    name = None if memory is None else self._released_in(memory)
-                    if name is not None:
-                        raise StateError(
-                            f"operator {func} uses {name}, {tuple(tensor.shape)}, which one rank only holds since its "
-                            f"module was attached; {_NEXT}"
-                        )
-        return func(*args, **(kwargs or {}))
-
-
-def _can_go(param: nn.Parameter) -> bool:
-    """Tell, alike on all ranks, whether others can do without the values of a parameter until they are exchanged."""
-    # An exact type: a lazy one, or one of a tensor subclass, is refused or kept as a whole.
-    if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor or storage_id(param) is None:
-        return False
-    if not param.is_floating_point() or param.numel() == 0 or param.untyped_storage().nbytes() != param.nbytes:
-        return False
-    if _num_uses(param) > _ALONE:
-        gc.collect()  # when garbage goes may differ between ranks
-    return _num_uses(param) == _ALONE
-
-
-def _num_uses(param: nn.Parameter) -> int:
-    return int(torch._C._storage_Use_Count(param.untyped_storage()._cdata))
-
-
-def _place(param: nn.Parameter) -> tuple[object, ...]:
-    return (storage_id(param), param.storage_offset(), param.shape, param.stride())

@@ -29,6 +29,7 @@ from chunkmem.nn.access import AccessTracker, Frame, in_backward
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter, Served
 from chunkmem.nn.turn import Turn
+from chunkmem.nn.wrappers import sharding_caller, wrapped
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.types import Tier
 
@@ -59,6 +60,7 @@ _REFUSED = {
 def _free_functions() -> frozenset[Any]:
     """Return what asks for nothing but metadata, as `__torch_function__` is told of it."""
     found: list[Any] = [torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size, *_NEW]
+    found.append(torch._has_compatible_shallow_copy_type)  # `nn.Module.to()` compares a parameter with what it became
     for name in _FREE_FIELDS:
         field: Any = getattr(_TENSOR, name, None)
         if hasattr(field, "__get__"):
@@ -80,7 +82,17 @@ _WITH_STORAGE = frozenset({_GET_DATA, _TENSOR.untyped_storage, _TENSOR.storage, 
 class ParameterServer:
     """Serves operators on parameters that nobody has open."""
 
-    def __init__(self, executor: DemandExecutor, access: AccessTracker, backward: BackwardTracker, turn: Turn) -> None:
+    def __init__(
+        self,
+        executor: DemandExecutor,
+        access: AccessTracker,
+        backward: BackwardTracker,
+        turn: Turn,
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        """Serve nothing yet; `is_shared`: several ranks have the values, each those of its own chunks."""
+        self._is_shared = is_shared
         self._executor = executor
         self._turn = turn
         self._access = access
@@ -118,12 +130,16 @@ class ParameterServer:
 
         Raises:
             CapacityError: they do not fit DEVICE together with what is held.
-            StateError: the manager is closed, another rank has the values, or their memory would be taken away.
+            StateError: the manager is closed, another rank has the values, their memory would be taken away, or a
+                wrapper is made around them that exchanges parameters itself.
         """
         is_saved = func is _TENSOR.detach and id(args[0]) in self._being_saved
         if func in FREE or is_saved or _asks_for_type(func, args, kwargs) or self._is_of_backward(func, args):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        parameters = list(dict.fromkeys(self._parameters_in((args, kwargs))))
+        if parameters and not self._access.stack and (wrapper := sharding_caller()):
+            raise wrapped(wrapper, parameters[0])
         if func in _REFUSED:
             raise StateError(
                 f"parameter {self._named(args)}.{_REFUSED[func]}() would change where or how it lives, which chunkmem "
@@ -131,7 +147,6 @@ class ParameterServer:
             )
         if func is torch.autograd.grad:
             return self._differentiate(args, kwargs)
-        parameters = list(dict.fromkeys(self._parameters_in((args, kwargs))))
         if func in _LAID_OUT or func in _LIKE:
             plain = self._without_values(func, parameters, args, kwargs)
             if plain is not None:
@@ -142,6 +157,11 @@ class ParameterServer:
             raise StateError(
                 f"nn.Parameter({self._named(args)}) would be a second parameter in the memory of a managed one; make "
                 "it of .detach().clone()"
+            )
+        if self._is_shared and not self._access.stack and not self._is_in_backward(parameters):
+            raise StateError(
+                f"{parameters[0]} is used by {getattr(func, '__name__', func)} outside of its unit's forward, "
+                "where only its owner has the values; use it inside manager.gather(), which all ranks enter"
             )
         if parts := self._parts(func, args, kwargs):
             return [result for part in parts for result in self.call(func, part, kwargs) or ()] or None
@@ -239,9 +259,13 @@ class ParameterServer:
 
     def _is_of_backward(self, func: Callable[..., Any], args: Args) -> bool:
         """Tell whether autograd itself runs an operator, and somebody's dispatch mode shows it to us a second time."""
-        if not isinstance(func, torch._ops.OpOverload) or not in_backward():
+        return isinstance(func, torch._ops.OpOverload) and self._is_in_backward(self._parameters_in(args))
+
+    def _is_in_backward(self, parameters: Iterable[ManagedParameter]) -> bool:
+        """Tell whether a backward runs that has the values on DEVICE."""
+        if not in_backward():
             return False
-        chunks = [self._access.chunks[managed.group] for managed in self._parameters_in(args)]
+        chunks = [self._access.chunks[managed.group] for managed in parameters]
         return all(Tier.DEVICE in chunk.replicas and chunk.replicas[Tier.DEVICE].pins > 0 for chunk in chunks)
 
     def _parts(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[Args]:

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
+from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Exchange, Shard, Work
 from chunkmem.comm.ranks import Ranks
 from chunkmem.runtime.device import runtime_mode
@@ -19,6 +20,7 @@ from chunkmem.types import ChunkId, Role, Tier
 
 T = TypeVar("T")
 _MEASURING = "measuring the links between ranks"
+_JOINING = "taking part in what other ranks exchange"
 _NUM_TRIALS = 3
 _KEPT_ROLES = (Role.PARAM, Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
 """Of these only the owner has content between uses; every rank has gradients of its own."""
@@ -111,23 +113,51 @@ class Sharing:
                 self._present.discard(group)
             self._executor.unpin(self._weights(group), Tier.DEVICE)
 
-    def send(self, groups: Iterable[int], *, reader: object) -> None:
+    def send(self, groups: Iterable[int], *, reader: object, can: bool = True) -> bool:
         """Begin to have every rank see the owners' weights of groups that all ranks `hold`; `arrive` ends it.
 
         What is there since it was first held is not sent again. All ranks call it, in one order.
 
+        Args:
+            groups: of weights.
+            reader: who wants them; the same text on all ranks.
+            can: false: this rank has no room to hold them.
+
+        Returns:
+            Whether all ranks can; else nothing was begun.
+
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
-        for together in self.together(set(groups) - self._present):
-            chunks = [self._weights(group) for group in together]
-            self._executor.exchange(chunks, reader=reader)
-            issued_s = time.perf_counter()
-            with runtime_mode():
-                label = f"{reader}: {chunks[0].label}"
-                work = self.exchange.gather(self._shards(chunks), label=label)
+        lists = self.together(set(groups) - self._present)
+        if not lists:
+            return can
+        chunks = [self._weights(group) for together in lists for group in together]
+        operation = Operation(f"{reader}: gather of {_listed(chunks)}", joinable=("gather", lists), can=can)
+        if not self.ranks.begin(operation):
+            return False
+        for together in lists:
+            self._issue(together, reader=reader)
             self._present.update(together)
-            self._under_way.update(dict.fromkeys(together, _Transfer(chunks, work, issued_s)))
+        return True
+
+    def join_gather(self, lists: Iterable[Sequence[int]]) -> None:
+        """Take part in a gather that other ranks have begun and this one has no use for. Raises what `hold` does."""
+        for together in lists:
+            self.hold(together, reader=_JOINING)
+            try:
+                self._issue(together, reader=_JOINING)
+                self.arrive(together, reader=_JOINING)
+            finally:
+                self.release(together)
+
+    def _issue(self, together: Sequence[int], *, reader: object) -> None:
+        chunks = [self._weights(group) for group in together]
+        self._executor.exchange(chunks, reader=reader)
+        issued_s = time.perf_counter()
+        with runtime_mode():
+            work = self.exchange.gather(self._shards(chunks), label=f"{reader}: {chunks[0].label}")
+        self._under_way.update(dict.fromkeys(together, _Transfer(chunks, work, issued_s)))
 
     def arrive(self, groups: Iterable[int], *, reader: object) -> None:
         """Wait for what `send` has begun; raises what it does."""
@@ -161,7 +191,10 @@ class Sharing:
         Raises what `send` does.
         """
         by_group = {chunk.id.group: chunk for chunk in chunks}
-        for together in self.together(by_group):
+        lists = self.together(by_group)
+        if lists:
+            self.ranks.begin(Operation(f"{reader}: gather of {_listed(by_group.values())}"))
+        for together in lists:
             some = [by_group[group] for group in together]
             with runtime_mode():
                 self.exchange.gather(self._shards(some), label=f"{reader}: {some[0].label}").wait()
@@ -220,6 +253,13 @@ class Sharing:
     def _nbytes(self, groups: Iterable[int]) -> int:
         return sum(self._weights(group).nbytes for group in groups)
 
+    def agree_to_reduce(self, groups: Iterable[int], *, reader: object) -> None:
+        """Return once all ranks are about to reduce gradients of the same groups. Raises what `send` does."""
+        lists = self.together(groups)
+        if lists:
+            chunks = [self._store.chunks[ChunkId(Role.GRAD, group)] for together in lists for group in together]
+            self.ranks.begin(Operation(f"{reader}: {_listed(chunks)}", joinable=("reduce", lists)))
+
     def begin_reduction(self, chunks: Sequence[Chunk], *, reader: object) -> Callable[[], None]:
         """Begin to give the owners the means of chunks that are pinned on DEVICE; return what waits for it.
 
@@ -245,3 +285,9 @@ class Sharing:
 
     def _weights(self, group: int) -> Chunk:
         return self._store.chunks[ChunkId(Role.PARAM, group)]
+
+
+def _listed(chunks: Iterable[Chunk]) -> str:
+    """Return ``"param chunks 4, 5"``."""
+    found = sorted(chunks, key=lambda chunk: chunk.id.group)
+    return f"{found[0].id.role.value} chunks {', '.join(str(chunk.id.group) for chunk in found)}"

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -120,6 +120,7 @@ class ModuleSurface:
             if isinstance(module, nn.RNNBase):
                 # It would re-point the weights at a buffer of cuDNN's own.
                 vars(module)["flatten_parameters"] = lambda: None
+            vars(module)["__prepare_scriptable__"] = partial(_refuse_script, next(iter(own.values()), None))
         for module in root.modules():
             if "_apply" not in vars(module):  # a module of two models is fitted once
                 vars(module)["_apply"] = partial(_apply_to_buffers, module, dict(owned.get(module, {})))
@@ -183,6 +184,14 @@ def _apply_to_buffers(
 
     with _looked_at(module):  # an RNN looks all its weights up
         return type(module)._apply(module, keep_managed, recurse)  # type: ignore[no-any-return]
+
+
+def _refuse_script(managed: ManagedParameter | None) -> NoReturn:
+    """Stand in for what `torch.jit.script` asks a module for before it reads its code."""
+    raise StateError(
+        f"parameter {managed} is managed: torch.jit.script would keep it itself, and its memory comes and goes; script "
+        "a model of plain PyTorch with the weights of manager.state_dict()"
+    )
 
 
 def _save(

@@ -6,7 +6,8 @@ arrive, and again if another unit's came in between; when it has left all units 
 is reduced, if no micro-batch is thought to follow. A recomputed forward inside a backward counts as backward. So what
 is exchanged depends on the order of units alone, which is the same on all ranks, and not on what a rank still has.
 
-A rank without a batch goes through the units as it did in the step before, where nothing happens in them.
+A rank that comes to the end of its step before the others, since it has had no batch, fewer micro-batches or no
+backward, takes part in what they exchange until they come, too; its gradients count as zeros.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from chunkmem.nn.binding import ManagedParameter
@@ -35,11 +35,6 @@ class Unit:
 
     def __str__(self) -> str:
         return f"unit {self.name}"
-
-
-Event = tuple[str, Unit | bool | None]
-"""What happens in a step: a unit is entered, left, or announced; a backward begins, declared to be the last one or not,
-or ends."""
 
 
 class Units:
@@ -72,11 +67,8 @@ class Units:
         """No other backward is thought to follow the running one before the step."""
         self._num_backwards = 0
         """Since the last step."""
-        self._events: list[Event] = []
-        """Since the last step."""
-        self._events_before: list[Event] = []
-        """Of the last step that had a batch."""
-        self._is_attending = False
+        self._is_in_step = False
+        """A model has been called with gradients since the last step: what is called now is no evaluation."""
 
     def accumulate(self, num_backwards: int) -> None:
         """Expect so many backwards before each step from now on."""
@@ -129,7 +121,6 @@ class Units:
             RankError: a rank is missing, or somewhere else.
         """
         assert self._sharing is not None
-        self._note("enter", unit)
         if unit.depth == 0:
             self._sharing.hold(unit.groups, reader=unit)
             unit.depth = 1
@@ -140,7 +131,6 @@ class Units:
 
     def leave(self, unit: Unit) -> None:
         """That call is over."""
-        self._note("leave", unit)
         unit.depth -= 1
         if unit.depth == 0:
             self._running.remove(unit)
@@ -154,7 +144,6 @@ class Units:
         self._visited[unit] = None
         if is_first:
             self._begin_backward()
-        self._note("announce", unit)
         self._last = unit
         for other in [other for other in self._backward if other is not unit]:
             del self._backward[other]
@@ -168,37 +157,32 @@ class Units:
     def end_backward(self) -> None:
         """No backward runs any more."""
         if self._visited:
-            self._note("end", None)
             self._reduce_left(is_over=True)
             assert self.course is not None
             self.course.settle()
         self._close_backward()
 
+    def begin_root(self, *, grad_enabled: bool) -> None:
+        """A model is called from outside."""
+        self._is_in_step = self._is_in_step or grad_enabled
+
+    def attend(self, label: str) -> bool:
+        """Wait for the other ranks, and take part in what they do until then; return whether they did anything.
+
+        Raises what `enter` does.
+        """
+        return self.course is not None and self.course.attend(label)
+
     def end_step(self) -> None:
-        """The optimizer has stepped."""
+        """The optimizer has stepped, on all ranks."""
         if self.course is None:
             return
-        if self._num_backwards and not self._is_declared:
-            self._expected = self._num_backwards
         roots = {group for users in self._users.values() for unit in users if unit.is_root for group in unit.groups}
-        self.course.end_step(always=sorted(roots))
-        self._events_before, self._events = self._events or self._events_before, []
+        num_backwards = self.course.end_step(always=sorted(roots), num_backwards=self._num_backwards)
+        if num_backwards and not self._is_declared:
+            self._expected = num_backwards
         self._num_backwards = 0
-
-    def attend(self) -> None:
-        """Take part in what the other ranks exchange, if this one has had no batch since the last step.
-
-        They are taken to do what they did in the step before; this rank adds gradients of zero. Raises what
-        `enter` does.
-        """
-        if self._events or self._sharing is None:
-            return
-        self._is_attending = True
-        try:
-            for what, value in self._events_before:
-                self._repeat(what, value)
-        finally:
-            self._is_attending = False
+        self._is_in_step = False
 
     def reset(self) -> None:
         """Drop what interrupted calls left open, if they did."""
@@ -216,26 +200,8 @@ class Units:
             self.course.reset()
         self.reset()
 
-    def _repeat(self, what: str, value: Unit | bool | None) -> None:
-        if isinstance(value, Unit):
-            {"enter": self.enter, "leave": self.leave, "announce": self.announce}[what](value)
-        elif what == "begin":
-            self.declared = value
-        else:
-            self.end_backward()
-
-    def _note(self, what: str, value: Unit | bool | None) -> None:
-        if self._is_part:
-            self._events.append((what, value))
-
-    @property
-    def _is_part(self) -> bool:
-        """What happens is part of a step; an evaluation is not."""
-        return torch.is_grad_enabled() or bool(self._visited) or self._is_attending
-
     def _begin_backward(self) -> None:
         self._num_backwards += 1
-        self._note("begin", self.declared)
         declared, self.declared = self.declared, None
         self._is_last = self._num_backwards == self._expected if declared is None else declared
         self._reduced = set()
@@ -257,7 +223,7 @@ class Units:
 
     def _gather(self, unit: Unit, reader: object) -> None:
         assert self.course is not None
-        self.course.gather(unit.groups, reader=reader, is_part=self._is_part)
+        self.course.gather(unit.groups, reader=reader, is_part=self._is_in_step or bool(self._visited))
 
     def _close_backward(self) -> None:
         self._last, self._is_last = None, False

@@ -103,7 +103,8 @@ class Adam(StatefulOptimizer):
             What `closure` returns; None without one.
 
         Raises:
-            StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable.
+            StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable. Over
+                ranks nothing is updated then: all of them may have left out their batch.
         """
         self._manager._require_open()
         for group in self.param_groups:
@@ -114,13 +115,13 @@ class Adam(StatefulOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        with self._manager._step(updates=True):
+        with self._manager._step(self._options_in_words(), updates=True):
             self._updater.check_owner(self._managed(), self)
             pending, anywhere = self._pending(), self._pending_anywhere()
             if anywhere or any(p.grad is not None for p in self._excluded()):
                 self._step_over(pending)
                 self._updater.gradients.anywhere.difference_update(anywhere)
-            elif self._is_trainable():
+            elif self._is_trainable() and self._manager._sharing is None:
                 raise StateError("step() without a gradient: call manager.backward(loss) or loss.backward() before it")
         return result
 
@@ -175,12 +176,21 @@ class Adam(StatefulOptimizer):
         Raises:
             StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable.
         """
-        with self._manager._step(updates=False):
+        with self._manager._step(f"a norm of {float(max_norm)}", updates=False):
             pending = self._pending()
             excluded = self._excluded()
             if not pending and not self._is_trainable() and all(p.grad is None for p in excluded):
                 return torch.zeros((), device=self._manager._compute.device)
             return self._gradients(pending).clip(max_norm)
+
+    def _options_in_words(self) -> str:
+        """Return what an update depends on beside gradients and states."""
+        found = []
+        for group in self.param_groups:
+            options = plain_options(group)
+            words = (f"{name} {value}" for name, value in options.items() if name != "params")
+            found.append(f"{len(options['params'])} parameters, {', '.join(words)}")
+        return "; ".join(found)
 
     def _is_trainable(self) -> bool:
         """Tell whether a managed parameter, of any rank, may get a gradient."""
@@ -222,7 +232,8 @@ class Adam(StatefulOptimizer):
                     if managed in waiting:
                         item = by_group.setdefault(managed.group, {}).setdefault(index, (options, []))
                         item[1].append((managed, self._states.steps[managed] + 1))
-        for group in in_order_of_update(list(by_group), landing=list(self._updater.gradients.landed)):
+        landing = list(self._updater.gradients.landed)
+        for group in self._updater.planned_order(by_group) or in_order_of_update(list(by_group), landing=landing):
             items = by_group[group]
             self._updater.update(group, items, multiplier=multiplier)
             done = {managed: step for _, pairs in items.values() for managed, step in pairs}

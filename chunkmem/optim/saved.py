@@ -51,9 +51,13 @@ class StatefulOptimizer(ChunkedOptimizer):
         or fp16: the model's `state_dict` has them as they were built. torch leaves that key out.
         """
         self._manager._require_open()
+        with self._manager._together("optimizer.state_dict()"):
+            return self._saved()
+
+    def _saved(self) -> dict[str, Any]:
         self._updater.check_owner(self._managed(), self)
         with self._states_filled_in():
-            state_dict = super().state_dict()
+            state_dict: dict[str, Any] = super().state_dict()
         rows = self._by_index(state_dict["param_groups"])
         if masters := masters_to_save(rows, self._updater, from_owner=self._manager._from_owner):
             state_dict[MASTER_KEY] = masters
@@ -73,6 +77,10 @@ class StatefulOptimizer(ChunkedOptimizer):
                 master weights are of other weights than the model has; nothing has been changed.
         """
         self._manager._require_open()
+        with self._manager._together("optimizer.load_state_dict()"):
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         self._updater.check_owner(self._managed(), self)
         check_state(state_dict, self.param_groups, name_of=self._name_of)
         saved = state_dict.get(MASTER_KEY, {})

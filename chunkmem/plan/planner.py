@@ -1,25 +1,32 @@
-"""Make a plan from a trace: try candidates, keep the one that simulates fastest. Pure and deterministic."""
+"""Make a plan from a trace: try candidates, keep the one that simulates fastest. Pure and deterministic.
+
+[Note: Work] Planning is counted in units of work, about a microsecond each on the machine this was written on, and not
+by a clock: the same trace, machine and amounts of work give the same plan. Candidates by rule come first, those of the
+search for the least traffic after them, and `Planner.improve` continues where it stopped.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 
-from chunkmem.errors import CapacityError
+from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.ahead import advance_updates
 from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recently_used, sweep
-from chunkmem.plan.gaps import After, Problem, budgets, find_gaps, require_fit
+from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
-from chunkmem.plan.placement import GroupBytes, place_states
+from chunkmem.plan.placement import placements
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.search import least_traffic
 from chunkmem.plan.simulate import simulate
-from chunkmem.plan.stays import Stays, find_stays, free_room, linger, prefetch
+from chunkmem.plan.stays import find_stays, keep_slabs, linger, prefetch
 from chunkmem.plan.timeline import Timeline
 from chunkmem.plan.waits import add_waits
+from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Kind, Mode, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import Tier
 from chunkmem.units import format_nbytes
 
 _CLOSE = 0.01
@@ -30,6 +37,13 @@ _LEAD = 2.0
 """Copies are issued this many times earlier than they would have to be, against jitter."""
 _LARGE = 2000
 """Moments from which on fewer candidates are tried, so that planning stays a matter of seconds."""
+_SEARCH_WORK = 1_000_000
+"""Of one search for the least traffic; a plan takes up to 15 of them."""
+_MOMENT_WORK = 40
+"""Of making and simulating a candidate, for each of its moments."""
+
+Searched = dict[tuple[tuple[tuple[int, Tier], ...], int], frozenset[int]]
+"""Gaps to keep that move least, by where groups are updated and how much room is set aside; durations do not matter."""
 
 
 @dataclass(frozen=True)
@@ -55,137 +69,240 @@ class Candidate:
         return sum(self.timeline.moved_nbytes.values())
 
 
+class Planner:
+    """Plans a step piece by piece: at once by Belady's rule, and better by and by; see [Note: Work]."""
+
+    def __init__(
+        self, trace: Trace, machine: Machine, *, options: PlanOptions | None = None, known: Searched | None = None
+    ) -> None:
+        """Begin; nothing is planned yet.
+
+        Args:
+            trace: of the step.
+            machine: caps and speeds to plan for.
+            options: of a user's configuration.
+            known: what a planner has found for the same step with other durations, see `retimed`.
+        """
+        self._known: Searched = {} if known is None else known
+        self._machine = machine
+        self._options = options or PlanOptions()
+        self._pieces = _Candidates(trace, machine, self._options, self._known).pieces()
+        self._close: list[Candidate] = []
+        """Those so far that are as fast as the fastest, in their order."""
+        self.is_done = False
+        """Every candidate has been tried."""
+        self.work_done = 0
+        """In units."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The best plan so far: of those as fast as the fastest the one that moves least, then the first."""
+        return self._best().plan if self._close else None
+
+    def retimed(self, trace: Trace) -> Planner:
+        """Return a planner for the same step with other durations; what was searched for is not searched for again."""
+        return Planner(trace, self._machine, options=self._options, known=self._known)
+
+    def improve(self, work: int | None = None) -> Plan:
+        """Try candidates for about `work` units, more if there is no plan yet; None: all of them.
+
+        Returns:
+            The best plan so far.
+
+        Raises:
+            CapacityError: a moment does not fit DEVICE, or what has to be on HOST does not fit there; with the smallest
+                cap that works.
+            PlanError: the trace cannot be repeated; see `as_loop`.
+        """
+        last = inf if work is None else self.work_done + work
+        while not self.is_done and (self.work_done < last or not self._close):
+            piece = next(self._pieces, None)
+            if piece is None:
+                self.is_done = True
+                self._close = [self._best()]
+                break
+            done, candidate = piece
+            self.work_done += done
+            if candidate is not None:
+                self._add(candidate)
+        return self._best().plan
+
+    def _best(self) -> Candidate:
+        return min(self._close, key=lambda candidate: candidate.nbytes)
+
+    def _add(self, candidate: Candidate) -> None:
+        self._close.append(candidate)
+        fastest_s = min(candidate.timeline.step_s for candidate in self._close)
+        self._close = [candidate for candidate in self._close if candidate.timeline.step_s <= (1 + _CLOSE) * fastest_s]
+
+
 def make_plan(trace: Trace, machine: Machine, *, options: PlanOptions | None = None) -> Plan:
     """Return the candidate that simulates fastest; of equals the one that moves least, then the first.
 
     Raises:
-        CapacityError: a moment does not fit DEVICE, or what has to be on HOST does not fit there; with the smallest
-            cap that works.
+        CapacityError, PlanError: see `Planner.improve`.
     """
-    found = list(candidates(trace, machine, options=options or PlanOptions()))
-    fastest_s = min(candidate.timeline.step_s for candidate in found)
-    close = [candidate for candidate in found if candidate.timeline.step_s <= (1 + _CLOSE) * fastest_s]
-    return min(close, key=lambda candidate: candidate.nbytes).plan
+    return Planner(trace, machine, options=options).improve()
 
 
 def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Iterator[Candidate]:
     """Yield every candidate that fits.
 
     Raises:
-        CapacityError: none does; see `make_plan`.
+        CapacityError, PlanError: none does; see `Planner.improve`.
     """
-    budget = budgets(trace, machine, static_nbytes=options.static_nbytes)
-    found = False
-    shortage: CapacityError | None = None
-    least_host_nbytes: int | None = None
-    for update_tiers in _placements(trace, machine, budget, options.margin_use_ratio):
-        problem = find_gaps(trace, update_tiers, one_tier=machine.host_nbytes == 0)
-        try:
-            require_fit(problem, budget, machine)
-        except CapacityError as error:
-            shortage = error
-            continue
-        quiet: int | None = None
-        for reserve, name, kept in _ways(problem, budget):
-            if quiet is not None and reserve > quiet:
-                break  # more room for prefetching cannot hide more, and costs traffic
-            program = _program(problem, kept, budget, machine, lead=_LEAD)
-            if program.host_peak_nbytes > machine.host_nbytes:
-                if least_host_nbytes is None or program.host_peak_nbytes < least_host_nbytes:
-                    least_host_nbytes = program.host_peak_nbytes
-                continue
-            log = min(machine.undo_log_nbytes, machine.host_nbytes - program.host_peak_nbytes)
-            actions = advance_updates(trace, program.actions, limit_nbytes=log)
-            waiting = add_waits(trace, program.start, actions)
-            plan = Plan(trace.digest, machine, program.start, waiting, update_tiers, name)
-            found = True
-            candidate = Candidate(plan, simulate(plan, trace, laps=3 if len(trace.moments) <= _LARGE else 2))
+    for _, candidate in _Candidates(trace, machine, options, {}).pieces():
+        if candidate is not None:
             yield candidate
-            if candidate.nbytes == 0:
-                return  # nothing moves: nothing can be better
-            if candidate.timeline.stall_s <= _QUIET * candidate.timeline.step_s:
-                quiet = reserve
-    if found:
-        return
-    if least_host_nbytes is None:
-        # The last placement has all updates on HOST, which needs least of DEVICE.
-        assert shortage is not None
-        raise shortage
-    raise CapacityError(
-        f"a plan would have {format_nbytes(least_host_nbytes)} on HOST, which may hold "
-        f"{format_nbytes(machine.host_nbytes)}; raise memory.host to at least "
-        f"{format_nbytes(least_host_nbytes)} ({least_host_nbytes} bytes)",
-        needed_nbytes=least_host_nbytes,
-        cap_nbytes=machine.host_nbytes,
-        on_host=True,
-    )
 
 
-def _placements(
-    trace: Trace, machine: Machine, budget: Sequence[int], margin_use_ratio: float
-) -> Iterator[dict[int, Tier]]:
-    """Yield tiers for the updates: as many on DEVICE as allowed, half of them (not for large traces), none."""
-    groups = sorted({moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE})
-    if machine.host_nbytes == 0:
-        yield dict.fromkeys(groups, Tier.DEVICE)
-        return
-    sizes = [_group_bytes(trace, group) for group in groups]
-    own = {chunk: n for chunk, n in trace.chunk_nbytes.items() if not trace.is_remote(chunk)}
-    others = sum(n for chunk, n in own.items() if chunk.group not in groups) + _remote_nbytes(trace)
-    allowed = place_states(sizes, cap_nbytes=min(budget, default=0) - others, margin_use_ratio=margin_use_ratio)
-    tried = []
-    small = len(trace.moments) <= _LARGE
-    for count in (len(allowed), len(allowed) // 2, 0) if small else (len(allowed), 0):
-        on_device = set(sorted(allowed)[:count])
-        if on_device not in tried:
-            tried.append(on_device)
-            yield {group: Tier.DEVICE if group in on_device else Tier.HOST for group in groups}
+@dataclass
+class _Placed:
+    """One way to place the updates, and the candidates tried for it."""
+
+    problem: Problem
+    room: list[int]
+    """Beside the chunks in use, by moment."""
+    tried: set[frozenset[int]] = field(default_factory=set)
+    """Gaps kept."""
+    quiet: int | None = None
+    """With so much room set aside nothing stalls: more cannot hide more, and costs traffic."""
+    is_whole: bool = False
+    """Every gap can be kept."""
 
 
-def _remote_nbytes(trace: Trace) -> int:
-    """Return the most bytes that chunks of other ranks take on DEVICE at a time."""
-    now = peak = 0
-    there: set[ChunkId] = set()
-    for moment in trace.moments if trace.remote_groups else ():
-        chunk = moment.chunk
-        if trace.is_remote(chunk) and moment.kind in (Kind.HOLD, Kind.CREATE) and chunk not in there:
-            there.add(chunk)
-            now += trace.chunk_nbytes[chunk]
-        elif chunk in there and moment.kind is (Kind.RELEASE if chunk.role is Role.PARAM else Kind.CONSUME):
-            there.remove(chunk)
-            now -= trace.chunk_nbytes[chunk]
-        peak = max(peak, now)
-    return peak
+class _Candidates:
+    """Makes candidates one after the other."""
 
+    def __init__(self, trace: Trace, machine: Machine, options: PlanOptions, known: Searched) -> None:
+        self.given = trace
+        self.trace = _repeating(trace)
+        self.machine = machine
+        self.options = options
+        self.known = known
+        self.is_small = len(trace.moments) <= _LARGE
+        self.budget = budgets(self.trace, machine, static_nbytes=options.static_nbytes)
+        self.slab_nbytes = max(trace.chunk_nbytes.values(), default=0)
+        self.shortage: CapacityError | None = None
+        self.least_host_nbytes: int | None = None
 
-def _group_bytes(trace: Trace, group: int) -> GroupBytes:
-    chunks = trace.update_chunks(group)
-    model = sum(trace.chunk_nbytes[c] for c in chunks if c.role in (Role.PARAM, Role.GRAD))
-    return GroupBytes(group, model, sum(trace.chunk_nbytes[c] for c in chunks) - model)
+    def pieces(self) -> Iterator[tuple[int, Candidate | None]]:
+        """Yield pieces of work done, each with the candidate that came of it, if one did.
 
-
-def _ways(problem: Problem, budget: Sequence[int]) -> Iterator[tuple[int, str, frozenset[int]]]:
-    """Yield (chunks' worth of room set aside for prefetching, name, gaps to keep), with the least set aside first."""
-    everything = frozenset(free_to_choose(problem))
-    room = [have - need for have, need in zip(budget, problem.required, strict=True)]
-    n = len(problem.trace.moments)
-    slab = max(problem.nbytes, default=0)
-    small = n <= _LARGE
-    seen: set[frozenset[int]] = set()
-    for reserve in (0, 1, 2, 3, 4) if small else (0, 2):
-        left = [max(0, nbytes - reserve * slab) for nbytes in room]
-        ways = [("belady", sweep(problem, left, furthest_next_use))]
-        if small:
-            width = _width(problem) if reserve == 0 else _width(problem) // 8 + 1
-            ways.append(("least-traffic", least_traffic(problem, left, width=width)))
-            ways.append(("lru", sweep(problem, left, least_recently_used)))
-        for name, kept in ways:
-            if kept in seen:
+        Raises:
+            CapacityError: no candidate fits.
+        """
+        placed: list[_Placed] = []
+        is_found = False
+        for update_tiers in placements(
+            self.trace, self.machine, self.budget, self.options.margin_use_ratio, with_half=self.is_small
+        ):
+            problem = find_gaps(self.trace, update_tiers, one_tier=self.machine.host_nbytes == 0)
+            try:
+                require_fit(problem, self.budget, self.machine)
+            except CapacityError as error:
+                self.shortage = error
                 continue
-            seen.add(kept)
-            yield reserve, f"{name}, {reserve} set aside", kept
-        if everything in seen:
-            return
+            room = [have - need for have, need in zip(self.budget, problem.required, strict=True)]
+            placed.append(_Placed(problem, room))
+            for work, candidate in self._by_rule(placed[-1]):
+                is_found = is_found or candidate is not None
+                yield work, candidate
+                if candidate is not None and candidate.nbytes == 0:
+                    return  # nothing moves: nothing can be better
+        for way in placed if self.is_small else ():
+            for work, candidate in self._by_search(way):
+                is_found = is_found or candidate is not None
+                yield work, candidate
+        if not is_found:
+            raise self._nothing_fits()
+
+    def _by_rule(self, way: _Placed) -> Iterator[tuple[int, Candidate | None]]:
+        everything = frozenset(free_to_choose(way.problem))
+        for reserve in (0, 1, 2, 3, 4) if self.is_small else (0, 2):
+            if way.quiet is not None and reserve > way.quiet:
+                return
+            left = self._left(way, reserve)
+            rules = (("belady", furthest_next_use), ("lru", least_recently_used))
+            for name, order in rules if self.is_small else rules[:1]:
+                kept = sweep(way.problem, left, order)
+                yield self._try(way, kept, name, reserve)
+            if everything in way.tried:
+                way.is_whole = True
+                return
+
+    def _by_search(self, way: _Placed) -> Iterator[tuple[int, Candidate | None]]:
+        for reserve in () if way.is_whole else (0, 1, 2, 3, 4):
+            if way.quiet is not None and reserve > way.quiet:
+                return
+            width = _width(way.problem) if reserve == 0 else _width(way.problem) // 8 + 1
+            key = tuple(sorted(way.problem.update_tiers.items())), reserve
+            if key not in self.known:
+                search = least_traffic(way.problem, self._left(way, reserve), width=width, max_work=_SEARCH_WORK)
+                while True:
+                    try:
+                        work = next(search)
+                    except StopIteration as end:
+                        self.known[key] = end.value
+                        break
+                    yield work, None
+            yield self._try(way, self.known[key], "least-traffic", reserve)
+
+    def _left(self, way: _Placed, reserve: int) -> list[int]:
+        """Return the room beside `reserve` chunks' worth of it, which is for prefetching."""
+        return [max(0, nbytes - reserve * self.slab_nbytes) for nbytes in way.room]
+
+    def _try(self, way: _Placed, kept: frozenset[int], name: str, reserve: int) -> tuple[int, Candidate | None]:
+        """Return the work done, and the candidate that keeps these gaps, unless it was tried, or does not fit HOST."""
+        work = _MOMENT_WORK * len(self.trace.moments)
+        if kept in way.tried:
+            return work // 10, None
+        way.tried.add(kept)
+        machine, update_tiers = self.machine, way.problem.update_tiers
+        program = _program(way.problem, kept, self.budget, machine, lead=_LEAD)
+        if program.host_peak_nbytes > machine.host_nbytes:
+            if self.least_host_nbytes is None or program.host_peak_nbytes < self.least_host_nbytes:
+                self.least_host_nbytes = program.host_peak_nbytes
+            return work // 2, None
+        log = min(machine.undo_log_nbytes, machine.host_nbytes - program.host_peak_nbytes)
+        actions = advance_updates(self.trace, program.actions, limit_nbytes=log)
+        waiting = add_waits(self.trace, program.start, actions)
+        name = f"{name}, {reserve} set aside"
+        plan = Plan(self.given.digest, machine, program.start, waiting, update_tiers, name)
+        candidate = Candidate(plan, simulate(plan, self.given, laps=3 if self.is_small else 2))
+        if candidate.timeline.stall_s <= _QUIET * candidate.timeline.step_s:
+            way.quiet = reserve if way.quiet is None else min(reserve, way.quiet)
+        return work, candidate
+
+    def _nothing_fits(self) -> CapacityError:
+        if self.least_host_nbytes is None:
+            # The last placement has all updates on HOST, which needs least of DEVICE.
+            assert self.shortage is not None
+            return self.shortage
+        least_nbytes = self.least_host_nbytes
+        return CapacityError(
+            f"a plan would have {format_nbytes(least_nbytes)} on HOST, which may hold "
+            f"{format_nbytes(self.machine.host_nbytes)}; raise memory.host to at least "
+            f"{format_nbytes(least_nbytes)} ({least_nbytes} bytes)",
+            needed_nbytes=least_nbytes,
+            cap_nbytes=self.machine.host_nbytes,
+            on_host=True,
+        )
+
+
+def _repeating(trace: Trace) -> Trace:
+    """Return a trace as it repeats. A plan for that serves a step that begins a gradient which it leaves behind."""
+    try:
+        loop = as_loop(trace)
+    except TraceError as error:
+        raise PlanError(str(error)) from None
+    for at, (given, repeated) in enumerate(zip(trace.moments, loop.moments, strict=True)):
+        if given.kind is Kind.WRITE and repeated.kind is Kind.CREATE:
+            raise PlanError(
+                f"moment {at} ({given}) adds to {given.chunk}, which nothing in the step begins, and which the step "
+                "uses up: the next step will be another one, so record that"
+            )
+    return loop
 
 
 def _width(problem: Problem) -> int:
@@ -200,38 +317,9 @@ def _program(
     stays = find_stays(problem, kept)
     prefetch(problem, stays, budget, machine, lead=lead)
     linger(problem, stays, budget, machine)
-    stays = _keep_slabs(problem, kept, stays, budget)
+    stays = keep_slabs(problem, kept, stays, budget)
     # While an evaluation runs, what never leaves DEVICE need not be on HOST: training will say whether it should.
     program = emit(problem, stays, home_residents=problem.trace.mode is Mode.TRAIN)
     if program.host_peak_nbytes > machine.host_nbytes:
         program = emit(problem, stays, home_residents=False)
     return program
-
-
-def _keep_slabs(problem: Problem, kept: frozenset[int], stays: Stays, budget: Sequence[int]) -> Stays:
-    """Let chunks whose content dies keep their slab until the next content begins, where room is left over."""
-    free = free_room(problem, stays, budget)
-    spare = set()
-    dying = [
-        at
-        for at, g in enumerate(problem.gaps)
-        if g.after is After.DIES
-        and g.hosted_by is None
-        and g.start < g.stop
-        and not problem.trace.is_remote(problem.chunks[g.chunk])
-    ]
-    for at in sorted(dying, key=lambda at: (problem.gaps[at].stop - problem.gaps[at].start, at)):
-        gap = problem.gaps[at]
-        nbytes = problem.nbytes[gap.chunk]
-        if free.last_short(gap.start, gap.stop, nbytes) is None:
-            spare.add(at)
-            free.take(gap.start, gap.stop, nbytes)
-    if not spare:
-        return stays
-    issued = {(stay.chunk, stay.start): stay.issued for stay in stays.passing if stay.fetched}
-    freed = {(stay.chunk, stay.stop): stay.freed for stay in stays.passing}
-    joined = find_stays(problem, kept | spare)
-    for stay in joined.passing:
-        stay.freed = freed.get((stay.chunk, stay.stop), stay.stop)
-        stay.issued = issued.get((stay.chunk, stay.start), stay.issued)
-    return joined

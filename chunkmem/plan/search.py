@@ -3,11 +3,14 @@
 Belady's rule is not the best once evictions may cost a write-back. Here several ways to make room are followed side by
 side, as states (what is kept, whose version is on HOST already). All of them while they are few, so small problems are
 solved exactly; else the cheapest `width` at each moment.
+
+The search is a generator, so that it can be spread over training steps: it yields the work it has done since it yielded
+last, in states looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import islice
 
 from chunkmem.plan.choose import free_to_choose, furthest_next_use, sweep, traffic_nbytes
@@ -18,6 +21,11 @@ State = tuple[int, int]
 Trail = tuple[int, "Trail"] | None
 """Gaps let go of, the last first."""
 
+Found = tuple[int, frozenset[int]]
+"""Bytes moved for gaps let go of, and these gaps."""
+
+_PIECE = 5000
+"""States looked at between two yields: some milliseconds."""
 _ALL_STARTS = 1000
 """Up to this many states that a lap may begin with, each is tried."""
 _ALL_CROSSING = 16
@@ -26,10 +34,19 @@ _ALL_VICTIMS = 8
 """Among up to this many chunks, each is tried as the one to leave; among more, the likely ones."""
 
 
-def least_traffic(problem: Problem, room: Sequence[int], *, width: int) -> frozenset[int]:
-    """Return the gaps to keep so that least is moved; exact where no more than `width` states have to be followed.
+def least_traffic(
+    problem: Problem, room: Sequence[int], *, width: int, max_work: int | None = None
+) -> Generator[int, None, frozenset[int]]:
+    """Look for the gaps to keep so that least is moved; yield the work done, return the gaps.
 
-    Never worse than Belady's rule.
+    Exact where no more than `width` states have to be followed and `max_work` suffices, and never worse than Belady's
+    rule.
+
+    Args:
+        problem: the gaps.
+        room: bytes beside the chunks in use, by moment.
+        width: most states to follow side by side.
+        max_work: states to look at in all; then the best that was found is returned. None: no limit.
     """
     best = sweep(problem, room, furthest_next_use)
     best_nbytes = sum(traffic_nbytes(problem, best))
@@ -38,8 +55,19 @@ def least_traffic(problem: Problem, room: Sequence[int], *, width: int) -> froze
     if best == candidates:
         return best
     search = _Search(problem, room, width)
+    work = 0
     for start in search.starts(best):
-        found = search.run(start, best_nbytes - fixed_nbytes)
+        following = search.run(start, best_nbytes - fixed_nbytes)
+        while True:
+            try:
+                done = next(following)
+            except StopIteration as end:
+                found: Found | None = end.value
+                break
+            work += done
+            yield done
+            if max_work is not None and work >= max_work:
+                return best
         if found is not None:
             nbytes, let_go = found
             best, best_nbytes = candidates - let_go, nbytes + fixed_nbytes
@@ -82,6 +110,8 @@ class _Search:
         self.carried = {chunk: gap.epoch for chunk, gap in self._last_gaps() if gap.after is After.LIVES}
         """By chunk whose content lives across a lap's end, its version then; those in use at that point included."""
         self._loads: dict[int, int] = {0: 0}
+        self._work = 0
+        """States looked at since the last yield."""
 
     def _last_gaps(self) -> Iterator[tuple[int, Gap]]:
         for chunk, chain in enumerate(self.problem.uses):
@@ -89,16 +119,16 @@ class _Search:
                 yield chunk, self.problem.gaps[self.problem.first_gap[chunk] + len(chain) - 1]
 
     def starts(self, known: frozenset[int]) -> Iterator[State]:
-        """Yield states a lap may begin with: every one where there are few, else that of a known solution."""
+        """Yield states a lap may begin with: that of a known solution, then every other one where they are few."""
+        kept = sum(1 << c for c, at in self.crossing.items() if at in known)
+        likely = kept, self._on_host_at_end(known)
+        yield likely
         undecided = sorted({*self.crossing, *(c for c in self.carried if self.dirty >> c & 1)})
         if len(undecided) <= _ALL_CROSSING:
             limit = min(_ALL_STARTS, 200_000 // self.n)
             found = list(islice(self._possible_starts(undecided, (0, 0)), limit + 1))
             if len(found) <= limit:
-                yield from found
-                return
-        kept = sum(1 << c for c, at in self.crossing.items() if at in known)
-        yield kept, self._on_host_at_end(known)
+                yield from (start for start in found if start != likely)
 
     def _possible_starts(self, undecided: Sequence[int], state: State) -> Iterator[State]:
         if not undecided:
@@ -135,11 +165,10 @@ class _Search:
             found = self._loads[mask] = self.load(mask ^ lowest) + self.problem.nbytes[lowest.bit_length() - 1]
         return found
 
-    def run(self, start: State, limit_nbytes: int) -> tuple[int, frozenset[int]] | None:
-        """Follow one lap from `start` back to `start`; None if none moves fewer than `limit_nbytes`.
+    def run(self, start: State, limit_nbytes: int) -> Generator[int, None, Found | None]:
+        """Follow one lap from `start` back to `start`; return None if none moves fewer than `limit_nbytes`.
 
-        Returns:
-            The bytes moved for gaps let go of, and these gaps.
+        Yields the work done, now and then.
         """
         gaps = self.problem.gaps
         kept_at_start = locked = start[0]  # what crosses the boundary is settled by `start`
@@ -164,8 +193,11 @@ class _Search:
                         else:
                             states = self._drop(states, at)
             states = self._make_room(states, moment, locked, open_gap, limit_nbytes)
+            if self._work >= _PIECE or not states:
+                yield self._take_work()
             if not states:
                 return None
+        yield self._take_work()
         ends = ~self.ends[self.n]
         carried = sum(1 << c for c in self.carried) & self.dirty
         finals = [
@@ -182,10 +214,14 @@ class _Search:
             let_go.add(at)
         return nbytes, frozenset(let_go)
 
-    @staticmethod
+    def _take_work(self) -> int:
+        work, self._work = self._work, 0
+        return work
+
     def _advance(
-        states: dict[State, tuple[int, Trail]], ends: int, on_host: int, not_yet: int, starts: int
+        self, states: dict[State, tuple[int, Trail]], ends: int, on_host: int, not_yet: int, starts: int
     ) -> dict[State, tuple[int, Trail]]:
+        self._work += len(states)
         moved: dict[State, tuple[int, Trail]] = {}
         for (kept, paid), way in states.items():
             state = kept & ends | starts, (paid | on_host) & not_yet
@@ -223,6 +259,7 @@ class _Search:
         fitting: dict[State, tuple[int, Trail]] = {}
         while states:
             beyond: dict[State, tuple[int, Trail]] = {}
+            self._work += len(states)
             for state, way in states.items():
                 if way[0] >= limit_nbytes:
                     continue
@@ -230,7 +267,9 @@ class _Search:
                     if state not in fitting or way[0] < fitting[state][0]:
                         fitting[state] = way
                     continue
-                for at in self._victims(state, locked, open_gap):
+                victims = self._victims(state, locked, open_gap)
+                self._work += len(victims)
+                for at in victims:
                     after, longer = self._leave(state, way, at)
                     if after not in beyond or longer[0] < beyond[after][0]:
                         beyond[after] = longer

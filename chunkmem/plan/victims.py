@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from chunkmem.types import ChunkId
 
@@ -22,9 +22,8 @@ class Standing(enum.IntEnum):
     """An optimizer state whose group is updated here: moving it away moves the update too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """A replica that may leave: not pinned."""
+class Resident(NamedTuple):
+    """A replica that may leave: not pinned. A tuple, as one decision may look at thousands."""
 
     chunk: ChunkId
     nbytes: int

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from chunkmem.errors import ConfigError
 
@@ -25,8 +26,9 @@ class runtime_mode:  # it reads as torch.no_grad does
     """Run allocations and copies outside of every mode the user may be in. For a ``with`` block, once.
 
     A slab first allocated under `inference_mode` cannot be refilled later; a dispatch or function mode (a profiler,
-    a default device, our own access guard) must not see or redirect the runtime's own operators. It is entered around
-    every copy and allocation, so it only takes the guards it needs, and those without torch's wrappers around them.
+    a default device, our own access guard) and a transform of `torch.func` must not see or redirect the runtime's own
+    operators. It is entered around every copy and allocation, so it only takes the guards it needs, and those without
+    torch's wrappers around them.
     """
 
     __slots__ = ("_guards", "_records_gradients")
@@ -38,6 +40,8 @@ class runtime_mode:  # it reads as torch.no_grad does
             self._guards.append(torch._C._InferenceMode(False))
         if torch._C._len_torch_dispatch_stack() > 0:
             self._guards.append(torch._C._DisableTorchDispatch())
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # else grad refuses to write to what it captures
+            self._guards.append(temporarily_clear_interpreter_stack())
         for guard in self._guards:
             guard.__enter__()
         torch._C._set_grad_enabled(False)

@@ -78,6 +78,8 @@ class DemandExecutor:
         """Called before memory is read past the events: copies that were issued are over when it returns."""
         self.update_tier: Callable[[int], Tier | None] = lambda group: None
         """Tells where a plan has the group updated; None: where its states are."""
+        self.update_order: Callable[[Sequence[int]], Sequence[int]] = lambda groups: ()
+        """Returns groups in the order in which a plan has them updated; none: there is no such plan."""
         self.begin_update: Callable[[int, Sequence[Event]], Event | None] = lambda group, after: None
         """Called where a plan has a group updated ahead of its moment; returns the end of that, if it is done."""
         self.reserve_log: Callable[[Mapping[int, int]], None] = lambda counts: None
@@ -286,9 +288,27 @@ class DemandExecutor:
         is_open = chunk in self.held or chunk.is_written_past
         written = chunk.home.take_written() or (is_open and self.store.may_differ(chunk, Tier.DEVICE))
         if written:
-            self.before_demand()
-            self.store.mark_written(chunk, Tier.DEVICE)
-            self.store.follow(chunk, Tier.DEVICE)
+            self.drain()
+            with self._where_it_was(chunk):
+                self.store.mark_written(chunk, Tier.DEVICE)
+                self.store.follow(chunk, Tier.DEVICE)
+
+    @contextmanager
+    def _where_it_was(self, chunk: Chunk) -> Iterator[None]:
+        """If a plan is followed, let a chunk and its master copy have the replicas again that the plan has of them.
+
+        A write inside of a step, such as that of `nn.Embedding(max_norm=...)`, comes in each one: without its copy in
+        HOST the plan could not be followed on. Copies have to be over.
+        """
+        chunks = [each for each in (chunk, chunk.master) if each is not None]
+        before = [(each, tier, each.ready(tier)) for each in chunks for tier in each.replicas] * self.is_planned()
+        yield
+        for each, tier, was_ready in before:
+            source = each.newest_tier()
+            if tier not in each.replicas:
+                self.store.take_slab(each, tier)
+            if was_ready and source is not None and not each.ready(tier):
+                self.store.copy(each, source, tier)
 
     def _touch(self, replica: Replica) -> None:
         self._clock += 1
@@ -338,12 +358,15 @@ class DemandExecutor:
         other = _OTHER[tier]
         if not elastic:
             self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
-        if chunk.nbytes > self._free_nbytes(tier):
-            # Before bytes are counted: a write makes a copy on the other tier stale, and its bytes free.
+        outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+        while isinstance(outcome, RoomPlan) and self._were_written(outcome):
+            outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+        if isinstance(outcome, Shortage):
+            # A write that nobody has noticed yet makes a copy on the other tier stale, and its bytes free.
             for place in {Tier.DEVICE, tier}:
                 for resident in list(self.store.resident[place].values()):
                     self.notice_writes(resident)
-        outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+            outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
         ledger = self.store.pools[tier].ledger
         if isinstance(outcome, Shortage) and ledger.cap_nbytes < ledger.limit_nbytes:
             # The warm-up share is a wish; the largest moment has to fit all the same.
@@ -361,10 +384,20 @@ class DemandExecutor:
                 reader,
                 outcome,
                 pools=self.store.pools,
+                chunks=self.store.chunks.values(),
                 pinned_nbytes=self.pinned_nbytes[tier],
                 holders=self.holder.holders(),
             )
         self._evict(outcome, tier, other)
+
+    def _were_written(self, plan: RoomPlan) -> bool:
+        """Notice writes to what is about to leave; tell whether there were any, so that it has to be decided again."""
+        leaving = (*plan.drops_there, *(eviction.chunk for eviction in plan.evictions_here))
+        chunks = [self.store.chunks[key] for key in leaving]
+        before = [chunk.version for chunk in chunks]
+        for chunk in chunks:
+            self.notice_writes(chunk)
+        return [chunk.version for chunk in chunks] != before
 
     def _evict(self, plan: RoomPlan, tier: Tier, other: Tier) -> None:
         store = self.store
@@ -387,11 +420,12 @@ class DemandExecutor:
 
     def _residents(self, tier: Tier) -> Iterable[Resident]:
         other = _OTHER[tier]
-        for chunk in self.store.resident[tier].values():
+        for key, chunk in self.store.resident[tier].items():
             replica = chunk.replicas[tier]
             if replica.pins == 0:
-                spill = chunk.ready(tier) and not chunk.ready(other) and not chunk.can_be_rounded
-                yield Resident(chunk.id, chunk.nbytes, replica.last_use, _standing(chunk, replica), spill)
+                is_newest = replica.version == chunk.version != NO_CONTENT
+                spill = is_newest and not chunk.ready(other) and not chunk.can_be_rounded
+                yield Resident(key, chunk.nbytes, replica.last_use, _standing(chunk, replica), spill)
 
 
 def _standing(chunk: Chunk, replica: Replica) -> Standing:

@@ -170,6 +170,8 @@ class HostArena:
         self.poison = False
         self._compute = compute
         self._segments: list[_Segment] = []
+        self._open: set[int] = set()
+        """Segments with free runs: where each slab is a segment of its own, there are thousands of full ones."""
         self._idle: dict[int, list[Slab]] = defaultdict(list)
         """Freed slabs by size, the last one last."""
         self._expected_nbytes = 0
@@ -199,6 +201,7 @@ class HostArena:
             view = torch.frombuffer(region, dtype=torch.uint8)
         prefer_large_pages(view.data_ptr(), nbytes)
         pinned = self._compute.pin(region, view.data_ptr())
+        self._open.add(len(self._segments))
         self._segments.append(_Segment(region, view, pinned, {0: nbytes}))
         self._expected_nbytes = max(0, self._expected_nbytes - nbytes)
 
@@ -243,6 +246,7 @@ class HostArena:
             length += free.pop(before)
             start = before
         free[start] = length
+        self._open.add(slab.segment)
 
     def close(self) -> None:
         for segment in self._segments:
@@ -250,17 +254,20 @@ class HostArena:
                 self._compute.unpin(segment.bytes.data_ptr())
         # The mappings go with the last tensor over them: closing them under a live view would crash its reader.
         self._segments.clear()
+        self._open.clear()
         self._idle.clear()
 
     def _cut(self, nbytes: int) -> Slab | None:
-        for index, segment in enumerate(self._segments):
-            for start in sorted(segment.free):
-                length = segment.free[start]
-                if length >= nbytes:
-                    del segment.free[start]
-                    if length > nbytes:
-                        segment.free[start + nbytes] = length - nbytes
-                    segment.touched_nbytes = max(segment.touched_nbytes, start + nbytes)
-                    with runtime_mode():
-                        return Slab(nbytes, segment.bytes[start : start + nbytes], start, index)
+        for index in sorted(self._open):
+            segment = self._segments[index]
+            start = min((start for start, length in segment.free.items() if length >= nbytes), default=None)
+            if start is not None:
+                length = segment.free.pop(start)
+                if length > nbytes:
+                    segment.free[start + nbytes] = length - nbytes
+                if not segment.free:
+                    self._open.discard(index)
+                segment.touched_nbytes = max(segment.touched_nbytes, start + nbytes)
+                with runtime_mode():
+                    return Slab(nbytes, segment.bytes[start : start + nbytes], start, index)
         return None

@@ -1,27 +1,39 @@
-"""What is known of one kind of step, training or evaluation: its trace, its plan, and whether they still hold."""
+"""What is known of one kind of step: its trace, its plan, and whether they still hold."""
 
 from __future__ import annotations
 
+import enum
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from chunkmem.errors import CapacityError, PlanError, TraceError
+from chunkmem.errors import CapacityError, PlanError
+from chunkmem.plan.director import Director, Said
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
-from chunkmem.plan.planner import PlanOptions, make_plan
+from chunkmem.plan.planner import PlanOptions
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.runtime.performer import Performer
+from chunkmem.steps.planning import StepPlanner
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import Tier
 
-_MAX_FAILED_RECORDS = 3
 _MAX_REFINEMENTS = 3
 _CLOSE = 0.05
 """Durations this close, as a share of the step, do not ask for another plan."""
+
+
+class Outcome(enum.Enum):
+    """What became of a step's plan."""
+
+    FOLLOWED = "followed"
+    """To the end; or there was none."""
+    LEFT_OUT = "left out"
+    """Followed but for moments that the step left out."""
+    MISSED = "missed"
+    """Some events came that were not foreseen, or the step was over before the plan."""
 
 
 class Course:
@@ -49,26 +61,18 @@ class Course:
         self.trace: Trace | None = None
         self.plan: Plan | None = None
         self.performer: Performer | None = None
+        self._planner: StepPlanner | None = None
+        """What made the plan, and may make a better one."""
         self._machine = machine
         self._options = options
         self._perform = perform
         self._bystanders_nbytes = bystanders_nbytes
         self._num_refinements = 0
         """How often the trace was compared with the durations of a step that followed a plan."""
-        self._departed = 0
-        """Steps in a row that departed from the plan."""
-        self._patience = 2
-        """How many of them make the trace worthless; doubled each time, so that steps that never repeat are not
-        recorded again and again."""
-        self._failed_records = 0
+        self._director: Director | None = None
         self._is_hopeless = False
         self._has_warned = False
         """Of a plan that was out of reach."""
-
-    @property
-    def wants_record(self) -> bool:
-        """The next step is to be recorded."""
-        return self.trace is None and not self._is_hopeless
 
     def adopt(self, trace: Trace, plan: Plan | None = None) -> None:
         """Take a trace, and perhaps a plan, of an earlier run; both have been checked."""
@@ -79,20 +83,30 @@ class Course:
     def forget(self) -> None:
         """Let go of everything."""
         self.stop()
-        self.trace = self.plan = self.performer = None
+        self.trace = self.plan = self.performer = self._planner = self._director = None
         self._is_hopeless = False
-        self._num_refinements = self._departed = self._failed_records = 0
+        self._num_refinements = 0
 
     def take(self, trace: Trace) -> None:
         """Go on with a trace of another way to step, which was recorded in this run."""
         self.forget()
         self.trace = trace
 
+    def take_if_planned(self, trace: Trace) -> bool:
+        """Go on with a trace if there is a plan for it; tell whether there is."""
+        try:
+            planner = self._make_planner(trace)
+        except PlanError:
+            return False
+        self.take(trace)
+        self._planner, self.plan = planner, planner.plan
+        return True
+
     def planned_stall_s(self, trace: Trace) -> float:
         """Return how long computing stands still in a planned step of a trace; inf if there is no plan for it."""
         try:
             plan = self.plan if trace is self.trace else None
-            return simulate(plan or self._make_plan(trace), trace).step_s - trace.compute_s
+            return simulate(plan or self._make_planner(trace).plan, trace).step_s - trace.compute_s
         except PlanError:
             return inf
 
@@ -100,15 +114,6 @@ class Course:
         """Follow the plan no further, until the next lap begins."""
         if self.performer is not None:
             self.performer.close()
-
-    def recorded(self, record: Callable[[], Trace]) -> None:
-        """A step has been recorded; `record` returns its trace."""
-        try:
-            self.trace = record()
-        except TraceError:
-            # It was torn down in the middle, and the next one is whole. Or every step is like this.
-            self._failed_records += 1
-            self._is_hopeless = self._failed_records >= _MAX_FAILED_RECORDS
 
     def prepare(self, *, has_alternative: bool = False) -> Performer | None:
         """Return what the next step follows; None if it is to be recorded or served on demand.
@@ -123,7 +128,8 @@ class Course:
             return None
         if self.plan is None:
             try:
-                self.plan = self._make_plan(self.trace)
+                self._planner = self._make_planner(self.trace)
+                self.plan = self._planner.plan
             except PlanError as error:
                 if isinstance(error, CapacityError) and not error.on_host and not has_alternative:
                     raise
@@ -136,13 +142,25 @@ class Course:
             give_back_freed_ram()  # what the recorded step has freed, and planning
         return self.performer
 
-    def learn(self) -> None:
-        """A step is over: keep the plan, make it anew with better times, or give it up."""
+    @property
+    def left_out(self) -> Sequence[tuple[int, int]]:
+        """What the last step that followed the plan left out: from which moment up to which."""
+        return () if self.performer is None else tuple(self.performer.left_out)
+
+    def num_left_out(self, came: Sequence[Said]) -> int | None:
+        """Return how many moments a step that begins with these events leaves out; None: it is another one."""
+        if self.trace is None or self._is_hopeless:
+            return None
+        if self._director is None:
+            self._director = Director(self.trace)
+        return self._director.num_left_out(came)
+
+    def learn(self) -> Outcome:
+        """A step is over: keep the plan, or make it anew with better times; tell what became of it."""
         performer = self.performer
         if performer is None:
-            return
+            return Outcome.FOLLOWED
         if performer.journal.departures or not performer.is_at_end:
-            self._departed += 1
             if not performer.was_followed and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
@@ -150,52 +168,48 @@ class Course:
                     f"is slower: {performer.obstacle}",
                     stacklevel=2,
                 )
-            if self._departed >= self._patience:
-                patience = 2 * self._patience
-                self.forget()
-                self._patience = patience
-            return
-        self._departed = 0
-        if self._num_refinements < _MAX_REFINEMENTS:
-            self._refine(performer)
+            return Outcome.MISSED
+        if performer.left_out:
+            return Outcome.LEFT_OUT
+        if self._num_refinements >= _MAX_REFINEMENTS or not self._refine(performer):
+            self._improve()
+        return Outcome.FOLLOWED
 
     def charge_more(self, nbytes: int) -> None:
         """Activations took `nbytes` more than traced: plan with more room for them."""
         if self.trace is not None:
-            trace, patience = self.trace, self._patience
+            trace = self.trace
             moments = tuple(
                 replace(moment, non_model_peak_nbytes=moment.non_model_peak_nbytes + nbytes) for moment in trace.moments
             )
             self.adopt(replace(trace, moments=moments))
-            self._patience = patience
 
-    def _make_plan(self, trace: Trace) -> Plan:
-        machine, bystanders = self._machine(), self._bystanders_nbytes(trace)
-        if self.mode is Mode.EVAL:
-            # What the evaluation does not touch stays where training left it, if that is possible.
-            left_nbytes = max(0, machine.device_nbytes - bystanders[Tier.DEVICE])
-            with suppress(CapacityError):
-                return make_plan(trace, replace(machine, device_nbytes=left_nbytes), options=self._options)
-        plan = make_plan(trace, machine, options=self._options)
-        aside_nbytes = sum(bystanders.values())
-        if self.mode is Mode.EVAL or not aside_nbytes:
-            return plan
-        if simulate(plan, trace).peak_nbytes[Tier.HOST] + aside_nbytes > machine.host_nbytes:
-            # HOST is where chunks are that the step does not touch: a plan that fills it leaves them no room.
-            left_nbytes = max(0, machine.host_nbytes - aside_nbytes)
-            with suppress(CapacityError):
-                plan = make_plan(trace, replace(machine, host_nbytes=left_nbytes), options=self._options)
-                return replace(plan, machine=machine)
-        return plan
+    def _make_planner(self, trace: Trace) -> StepPlanner:
+        return StepPlanner(
+            trace, self._machine(), options=self._options, bystanders_nbytes=self._bystanders_nbytes(trace)
+        )
 
-    def _refine(self, performer: Performer) -> None:
-        """Plan again with the times of a step that followed a plan, if the plan was made for longer ones.
+    def _improve(self) -> None:
+        """Go on planning where that is not done yet."""
+        if self._planner is not None:
+            self._planner.improve()
+            self._follow_instead(self._planner.plan)
+
+    def _follow_instead(self, plan: Plan) -> None:
+        before, self.plan = self.plan, plan
+        if plan is before:
+            return
+        if before is None or (plan.actions, plan.start) != (before.actions, before.start):
+            self.stop()
+            self.performer = None
+
+    def _refine(self, performer: Performer) -> bool:
+        """Plan again with the times of a step that followed a plan; False if the plan was not made for longer ones.
 
         The recorded step was watched, and the first ones touch their memory for the first time. After that the shortest
         time of each moment counts: what makes one step longer than another is not the model.
         """
         assert self.trace is not None
-        assert self.plan is not None
         durations = performer.journal.durations()
         is_first = self._num_refinements == 0
         self._num_refinements += 1
@@ -206,12 +220,14 @@ class Course:
             moments.append(replace(moment, duration_s=duration_s))
         refined = replace(self.trace, moments=tuple(moments))
         if not is_first and refined.compute_s > (1 - _CLOSE) * self.trace.compute_s:
-            return
+            return False
         self.trace = refined
-        before, self.plan = self.plan, self._make_plan(self.trace)
-        if (self.plan.actions, self.plan.start) != (before.actions, before.start):
-            self.stop()
-            self.performer = None
+        if self._planner is None:
+            self._planner = self._make_planner(refined)
+        else:
+            self._planner.retime(refined)
+        self._follow_instead(self._planner.plan)
+        return True
 
 
 def check_adoptable(plan: Plan, trace: Trace, machine: Machine) -> None:

@@ -3,7 +3,8 @@
 [Note: Trial] All ranks go through the same states, one a step, since every one of them comes to the end of each step.
 
 1. The first step shows what is exchanged, and when. After it the links are measured.
-2. One is recorded that gathers when it needs to. If there is room, the next one gathers ahead, and is recorded, too.
+2. One is recorded that gathers when it needs to. If a plan for the same step with exchanges that overlap computing fits
+   both tiers on all ranks, the next one gathers ahead, and is recorded, too.
 3. One follows the plan for that. After it the two plans are compared by how long computing stands still, as simulated:
    the largest over ranks counts. The way that stands still for less is kept by all.
 """
@@ -41,12 +42,12 @@ class AheadTrial:
         self._states = iter((self._learned, self._recorded, self._recorded_ahead, self._followed))
 
     def end_step(self) -> None:
-        """A step is over, on all ranks. One that was skipped on all, for an overflow, does not count.
+        """A step is over, on all ranks. One that all skipped, for an overflow or without a batch, does not count.
 
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
-        state = None if self._conductor.is_excused else next(self._states, None)
+        state = None if self._conductor.is_excused or self._course.was_empty else next(self._states, None)
         if state is not None:
             state()
 
@@ -55,7 +56,10 @@ class AheadTrial:
         self._conductor.may_record = True
 
     def _recorded(self) -> None:
-        if self._course.has_room:
+        if not self._course.has_room:
+            return
+        (is_full,) = self._ranks.max_over((float(not self._conductor.fits_overlapped()),), label=_LABEL)
+        if not is_full:
             self._course.is_wanted = True
             self._conductor.record_another()
 

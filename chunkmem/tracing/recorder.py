@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from chunkmem.runtime.journal import Journal
 from chunkmem.runtime.performer import label_of
 from chunkmem.runtime.store import NO_CONTENT, Chunk
+from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId
 
@@ -55,14 +56,16 @@ class Recorder:
             self._peaks.append(peaks)
 
     def trace(self, layout: str, chunks: Mapping[ChunkId, Chunk]) -> Trace:
-        """Return the trace.
+        """Return the trace, as the step repeats.
 
         A training trace has every chunk with content, used or not, so that a plan knows where all of them are. An
         evaluation has what it touches: the rest may stay where the training left it.
 
         Raises:
-            TraceError: the step was not whole: something is still held.
+            TraceError: the step was not whole: something is still held, or was there before and is used up.
         """
+        if len(self._peaks) < len(self._events):  # asked before the end
+            self._close_moment()
         durations = self.journal.durations()
         moments = tuple(
             Moment(kind, chunk, label, durations[at], peak, sampled)
@@ -71,7 +74,7 @@ class Recorder:
         wanted = {moment.chunk for moment in moments}
         if self.mode is Mode.TRAIN:
             wanted |= {key for key, chunk in chunks.items() if chunk.version != NO_CONTENT and not chunk.is_remote}
-        return Trace(
+        trace = Trace(
             self.mode,
             layout,
             {key: chunks[key].nbytes for key in sorted(wanted, key=lambda key: (key.group, key.role.value))},
@@ -79,3 +82,4 @@ class Recorder:
             self._sampling_interval_s,
             frozenset(chunk.id.group for chunk in chunks.values() if chunk.is_remote),
         )
+        return as_loop(trace)

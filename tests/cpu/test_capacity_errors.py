@@ -11,7 +11,18 @@ from torch import Tensor, nn
 
 import chunkmem
 from tests.helpers.audit import audit, audit_ledgers
+from tests.helpers.training import (
+    HOST_NBYTES,
+    VARIANTS,
+    Chunked,
+    Outcome,
+    Trainer,
+    assert_same,
+    footprint,
+    train_plain,
+)
 from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Blocks, Twin, assert_equal, config, cpu_only, features, mlp
+from tests.helpers.zoo import ZOO, ZooModel
 
 KIB = 1024
 pytestmark = cpu_only
@@ -144,6 +155,27 @@ def test_the_cap_an_error_asks_for_is_the_one_that_works(name: str) -> None:
         twin = Twin(manager, BUILDS[name])
         twin.steps(0, 1)
         assert_equal(twin.left(), plain.left())
+
+
+@pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_the_cap_that_is_certain_to_do_does_the_first_time(case: ZooModel, tier: str) -> None:
+    """It took up to eight rounds of raising the cap to what one access needed."""
+    variant = VARIANTS[0]
+    ample = {"device": footprint(case, variant).required_nbytes, "host": HOST_NBYTES}
+
+    def train(nbytes: int) -> Outcome:
+        caps = {"memory": ample | {tier: nbytes}, "default_chunk_size": case.chunk_numel}
+        with chunkmem.ChunkManager(chunkmem.Config.from_dict(caps)) as manager:
+            return Trainer(case, variant, Chunked(manager)).run()
+
+    with pytest.raises(chunkmem.CapacityError) as raised:
+        train(case.slab_nbytes)
+    error = raised.value
+    assert error.enough_nbytes is not None
+    assert f"({error.enough_nbytes} bytes) is certain to do" in str(error)
+    assert f"({error.needed_nbytes} bytes)" in str(error)
+    assert_same(train(error.enough_nbytes), train_plain(case, variant))
 
 
 def host(kib: int) -> dict[str, Any]:

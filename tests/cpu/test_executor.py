@@ -154,7 +154,8 @@ def test_too_much_pinned_names_what_is_needed() -> None:
         world.executor.pin(world.param(2), DEVICE, reader="blocks.2 forward")
     assert str(raised.value) == (
         "blocks.2 forward: 256 B more needed on DEVICE for param chunk 2, only 128 B can be made free (256 B in use); "
-        "raise memory.device from 384 B to at least 512 B (512 bytes), or lower default_chunk_size"
+        "raise memory.device from 384 B to at least 512 B (512 bytes) now, and later accesses may need more; "
+        "768 B (768 bytes) is certain to do, or lower default_chunk_size"
     )
     assert (raised.value.needed_nbytes, raised.value.cap_nbytes) == (4 * SLAB, 3 * SLAB)
     assert world.executor.required_nbytes[DEVICE] == 4 * SLAB
@@ -169,7 +170,8 @@ def test_a_full_host_is_named_when_it_is_what_is_missing() -> None:
         use(world, 1)
     assert str(raised.value) == (
         "forward: 128 B more needed on DEVICE for param chunk 1, but what would leave it finds no room on HOST, which "
-        "is 128 B short; raise memory.host from 128 B to 256 B (256 bytes), or memory.device from 128 B to 256 B"
+        "is 128 B short; raise memory.host from 128 B to 256 B (256 bytes) now, and later accesses may need more; "
+        "768 B (768 bytes) is certain to do, or memory.device from 128 B to 256 B"
     )
     assert (raised.value.needed_nbytes, raised.value.cap_nbytes) == (2 * SLAB, SLAB)
 
@@ -181,7 +183,8 @@ def test_tiers_that_share_their_ram_speak_of_one_cap() -> None:
         world.executor.create(world.grad(0), DEVICE, reader="p0 gradient", zero=True)
     assert str(raised.value) == (
         "p0 gradient: 128 B more needed for grad chunk 0, and 0 B of 128 B RAM is left; raise memory.host (or "
-        "client.mem_tracer.overall_cpu_mem_ratio) to at least 256 B (256 bytes)"
+        "client.mem_tracer.overall_cpu_mem_ratio) to at least 256 B (256 bytes) now, and later accesses may need more; "
+        "768 B (768 bytes) is certain to do"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 import chunkmem
 from chunkmem.comm.exchange import Exchange, Shard, Traffic, Work
 from chunkmem.plan.model import Lane
-from chunkmem.types import Tier
+from chunkmem.trace.ahead import overlapped
+from chunkmem.trace.model import Kind, Trace
+from chunkmem.types import ChunkId, Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.late_exchange import LateExchange
 from tests.helpers.ranks import Team
@@ -96,6 +99,63 @@ def test_steps_that_overflow_are_no_part_of_the_trial(teams: dict[int, Team]) ->
     """The loss scale is found in the first steps, all of which are skipped; after it three more lead to a plan."""
     config = {"precision": "fp16", "fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
     assert teams[2].run(follow, Task(steps=24, config=config, device_nbytes=100 << 10)) == [True] * 2
+
+
+def train_at(rank: int, host_nbytes: int) -> bool:
+    """Train; tell whether gathers are begun ahead."""
+    device_nbytes = 56 << 10
+    config = {"memory": {"device": device_nbytes, "host": host_nbytes}}
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # without gathering ahead there is no plan either: accesses are served on demand
+        with trained(rank, Task("tied", steps=7, config=config, device_nbytes=device_nbytes)) as manager:
+            return is_overlapped(manager)
+
+
+def test_what_is_gathered_ahead_has_to_fit_both_tiers(teams: dict[int, Team]) -> None:
+    assert teams[2].run(train_at, 60_000) == [True, True]
+    assert teams[2].run(train_at, 19_200) == [False, False], "DEVICE has room, HOST has not"
+
+
+def record_both(rank: int, task: Task) -> tuple[int, int, int]:
+    """Return the most bytes in use at a time: as recorded without gathering ahead, as derived from that, as recorded
+    with it."""
+    found: list[int] = []
+
+    def watch(manager: chunkmem.ChunkManager) -> None:
+        compare = manager._conductor.compare
+
+        def compared() -> tuple[float, float] | None:
+            lazy, ahead = manager._conductor._aside, manager.trace
+            assert lazy is not None
+            assert ahead is not None
+            found.extend(map(most_in_use, (lazy, overlapped(lazy), ahead)))
+            return compare()
+
+        manager._conductor.compare = compared  # type: ignore[method-assign]
+
+    with trained(rank, task, before=watch):
+        lazy, derived, ahead = found
+        return lazy, derived, ahead
+
+
+def most_in_use(trace: Trace) -> int:
+    held: set[ChunkId] = set()
+    most = 0
+    for moment in trace.moments:
+        if moment.kind is Kind.HOLD:
+            held.add(moment.chunk)
+        most = max(most, sum(trace.chunk_nbytes[chunk] for chunk in {*held, moment.chunk}))
+        if moment.kind is Kind.RELEASE:
+            held.remove(moment.chunk)
+    return most
+
+
+@pytest.mark.parametrize("model", STEADY)
+def test_overlapped_exchanges_hold_what_was_derived_from_a_step_without(teams: dict[int, Team], model: str) -> None:
+    for lazy, derived, ahead in teams[2].run(record_both, Task(model, steps=5, device_nbytes=120 << 10)):
+        assert lazy <= derived == ahead
 
 
 def disagree(rank: int) -> bool:

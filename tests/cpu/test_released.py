@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 import chunkmem
-from chunkmem.comm.exchange import Shard, Work
-from chunkmem.comm.methods import PointToPoint
-from chunkmem.nn.built import Built
-from chunkmem.nn.released import BuiltOverRanks
 from tests.helpers.ranks import RankFailure, Team
+from tests.helpers.scales import Scales
 from tests.helpers.shared_training import WIDTH, Block, Frozen, Net, Task, make_config
 
 SIZES = [2, pytest.param(3, marks=pytest.mark.full)]
@@ -207,73 +199,6 @@ class Deep(nn.Module):
         self.head = nn.Linear(WIDTH, 9)
 
 
-@dataclass
-class Scales:
-    """Weighs what parameters hold, and what chunks do."""
-
-    manager: chunkmem.ChunkManager
-    params: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
-    peak_nbytes: int = 0
-    on_its_way_nbytes: int = 0
-
-    def params_nbytes(self) -> int:
-        """Return the bytes of storages that are no chunks; parameters that are away have one element."""
-        chunks = {chunk.home.storage_id for chunk in self.manager._store.chunks.values() if chunk.home is not None}
-        with torch._C.DisableTorchFunctionSubclass():  # of the memory that they stand on now, which none is brought for
-            found = [param for ref in self.params if (param := ref()) is not None and any(param.stride())]
-            storages = {param.untyped_storage()._cdata: param.untyped_storage() for param in found}
-        return sum(storage.nbytes() for memory, storage in storages.items() if memory not in chunks)
-
-    def chunks_nbytes(self) -> int:
-        return sum(pool.ledger.total_nbytes for pool in self.manager._store.pools.values())
-
-    def weigh(self) -> None:
-        now_nbytes = self.params_nbytes() + self.chunks_nbytes() + self.on_its_way_nbytes
-        self.peak_nbytes = max(self.peak_nbytes, now_nbytes)
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Weigh whenever something is registered, attached, sent, or moved into a chunk."""
-
-        def on_parameter(_module: nn.Module, _name: str, param: nn.Parameter | None) -> None:
-            if param is not None:
-                self.params.append(weakref.ref(param))
-            self.weigh()
-
-        def on_module(_module: nn.Module, _name: str, _child: nn.Module | None) -> None:
-            self.weigh()
-
-        def weighed(take: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            def weighed_take(*args: Any, **keys: Any) -> Tensor:
-                self.weigh()
-                return take(*args, **keys)
-
-            return weighed_take
-
-        hand_over = PointToPoint.hand_over
-
-        def weighed_hand_over(exchange: PointToPoint, shard: Shard, to: int, *, label: str) -> Work:
-            self.on_its_way_nbytes = shard.flat.nbytes if to == self.manager._ranks.rank else 0
-            self.weigh()
-            self.on_its_way_nbytes = 0
-            return hand_over(exchange, shard, to, label=label)
-
-        handles = [
-            torch_module.register_module_parameter_registration_hook(on_parameter),
-            torch_module.register_module_module_registration_hook(on_module),
-        ]
-        try:
-            with (
-                patch.object(Built, "take", weighed(Built.take)),
-                patch.object(BuiltOverRanks, "take", weighed(BuiltOverRanks.take)),
-                patch.object(PointToPoint, "hand_over", weighed_hand_over),
-            ):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
 def weigh(rank: int, precision: str, keys: dict[str, Any]) -> tuple[int, int, int]:
     """Return the bytes that a rank has when all is built, when all is packed, and at the most."""
     with manager_with(precision=precision, **keys) as manager:
@@ -331,7 +256,10 @@ def test_own_share_is_all_that_has_to_fit(teams: dict[int, Team]) -> None:
 def test_a_rank_without_room_stops_all(teams: dict[int, Team]) -> None:
     first, second = failures(teams[2], weigh, "fp32", {"memory": {"device": CHUNK_NBYTES, "host": 2 * CHUNK_NBYTES}})
     start = "chunkmem.errors.CapacityError: packing: the weights take "
-    end = "; raise memory.host from 12.50 KiB to at least 18.75 KiB (19200 bytes)"
+    end = (
+        "; raise memory.host from 12.50 KiB to at least 18.75 KiB (19200 bytes); training takes gradients and "
+        "optimizer states too, for which 100.00 KiB (102400 bytes) is certain to do"
+    )
     together = "in chunks, and DEVICE and HOST together have 18.75 KiB free"
     assert first == f"{start}25.00 KiB {together}{end}"
     assert second == f"{start}18.75 KiB {together}, and another rank lacks 6.25 KiB{end}"
@@ -366,109 +294,9 @@ def test_shared_memory_is_refused_on_every_rank(teams: dict[int, Team], kind: st
     assert "share memory, which chunks cannot keep up" in first
 
 
-# What comes too late.
-
-
 def reset(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight)
-
-
-def init_one(model: Net) -> None:
-    nn.init.normal_(model.blocks[0].up.weight)
-
-
-def apply_init(model: Net) -> None:
-    model.apply(reset)
-
-
-def copy_into(model: Net) -> None:
-    with torch.no_grad():
-        model.words.weight.copy_(torch.zeros_like(model.words.weight))
-
-
-def fill_a_row(model: Net) -> None:
-    model.words.weight.data[0].fill_(1)
-
-
-def write_out(model: Net) -> None:
-    torch.add(torch.ones(WIDTH), 1, out=model.blocks[3].norm.bias.data)
-
-
-def give_other_memory(model: Net) -> None:
-    model.blocks[1].norm.weight.data = torch.zeros(WIDTH)
-
-
-def turn(model: Net) -> None:
-    model.blocks[1].down.weight.data = model.blocks[1].down.weight.data.t()
-
-
-def copy_a_block(model: Net) -> None:
-    copy.deepcopy(model.blocks[1])
-
-
-def add(model: Net) -> None:
-    model.words.weight + 1
-
-
-def convert(model: Net) -> None:
-    model.bfloat16()
-
-
-def look(model: Net) -> None:
-    model.blocks[2].up.bias[0].item()
-
-
-def run_forward(model: Net) -> None:
-    model(torch.zeros(1, 2, dtype=torch.long))
-
-
-def exclude_too_late(model: Net, manager: chunkmem.ChunkManager) -> None:
-    with manager.exclude():
-        model.probe = nn.Linear(WIDTH, 11, bias=False)
-        model.probe.weight = model.words.weight
-
-
-LATE: dict[Callable[..., None], str] = {
-    init_one: "blocks.0.up.weight",
-    apply_init: "blocks.0.up.weight",
-    copy_into: "words.weight",
-    fill_a_row: "words.weight",
-    write_out: "blocks.3.norm.bias",
-    give_other_memory: "blocks.1.norm.weight",
-    turn: "blocks.1.down.weight",
-    copy_a_block: "blocks.1.norm.weight",
-    add: "words.weight",
-    convert: "words.weight",
-    look: "blocks.2.up.bias",
-    run_forward: "words.weight",
-    exclude_too_late: "words.weight",
-}
-
-
-def come_late(rank: int, names: list[str]) -> list[str]:
-    said = []
-    for late in LATE:
-        if late.__name__ in names:
-            with manager_with() as manager:
-                try:
-                    with manager.init():
-                        model = Net()
-                        late(*((model, manager) if late is exclude_too_late else (model,)))
-                except chunkmem.StateError as error:
-                    said.append(str(error))
-                else:
-                    said.append("nothing")
-    return said
-
-
-def test_what_uses_released_values_is_refused_on_every_rank(teams: dict[int, Team]) -> None:
-    found = teams[2].run(come_late, [late.__name__ for late in LATE])
-    assert found[0] == found[1]
-    for (late, key), words in zip(LATE.items(), found[0], strict=True):
-        assert f"parameter {key} in Net" in words, late.__name__
-        assert words.endswith("set release_after_init to true"), words
-        assert "\n" not in words
 
 
 def apply_inside(rank: int, keys: dict[str, Any]) -> dict[str, Tensor]:

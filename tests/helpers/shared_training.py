@@ -136,8 +136,17 @@ class Task:
     batch: int = 3
     empty: tuple[tuple[int, int], ...] = ()
     """(step, rank): that rank has no batch in that step."""
+    short: tuple[tuple[int, int, int], ...] = ()
+    """(step, rank, number): that rank has so many micro-batches in that step."""
+    without_backward: tuple[tuple[int, int], ...] = ()
+    """(step, rank): that rank leaves out every backward in that step."""
     adversarial: int | None = None
     """Seed of copies and exchanges that are as late as they may be, over memory full of NaN; None: they are not."""
+
+    def num_micro_batches(self, step: int, rank: int) -> int:
+        if (step, rank) in self.empty:
+            return 0
+        return next((number for *where, number in self.short if where == [step, rank]), self.micro_batches)
 
 
 @dataclass
@@ -190,8 +199,10 @@ def train(rank: int, task: Task) -> Outcome:
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
         losses = []
         for step in range(task.steps):
-            for micro in range(task.micro_batches if (step, rank) not in task.empty else 0):
+            for micro in range(task.num_micro_batches(step, rank)):
                 loss = loss_of(model, batch_of(task, step, micro, rank))
+                if (step, rank) in task.without_backward:
+                    continue
                 last = micro == task.micro_batches - 1 if task.says_last else None
                 manager.backward(loss, last=last)
                 losses.append(loss.item())
@@ -216,8 +227,10 @@ def serial(task: Task, size: int) -> tuple[list[list[float]], dict[str, Tensor],
         grads: list[list[Tensor | None]] = []
         for rank in range(size):
             optimizer.zero_grad()
-            for micro in range(task.micro_batches if (step, rank) not in task.empty else 0):
+            for micro in range(task.num_micro_batches(step, rank)):
                 loss = loss_of(model, batch_of(task, step, micro, rank))
+                if (step, rank) in task.without_backward:
+                    continue
                 loss.backward()
                 losses[rank].append(loss.item())
             grads.append([param.grad for param in params])

@@ -12,32 +12,40 @@ from torch import Tensor
 from tests.hostile.harness import Equal, Expected, Raises, Refused
 
 
-def differences(actual: Any, expected: Any, where: str = "") -> list[str]:
-    """Where two trees differ: tensors by bits, shape and dtype; NaN counts as a difference on either side."""
+def differences(actual: Any, expected: Any, where: str = "", *, tolerance: float = 0.0) -> list[str]:
+    """Where two trees differ: tensors by bits, shape and dtype; NaN counts as a difference on either side.
+
+    `tolerance` is how far apart finite floating-point values may be; 0: they have to have the same bits.
+    """
     if type(actual) is not type(expected):
         return [f"{where}: {type(actual).__name__} {actual!r:.80}, and {type(expected).__name__} in plain PyTorch"]
     if isinstance(expected, dict):
         if list(actual) != list(expected):
             return [f"{where}: keys {list(actual)} are not {list(expected)}"]
-        return [d for key in expected for d in differences(actual[key], expected[key], f"{where}.{key}")]
+        pairs = ((f"{where}.{key}", actual[key], expected[key]) for key in expected)
+        return [d for at, a, e in pairs for d in differences(a, e, at, tolerance=tolerance)]
     if isinstance(expected, list):
         if len(actual) != len(expected):
             return [f"{where}: {len(actual)} values, and {len(expected)} in plain PyTorch"]
-        pairs = enumerate(zip(actual, expected, strict=True))
-        return [d for index, (a, e) in pairs for d in differences(a, e, f"{where}[{index}]")]
+        pairs = ((f"{where}[{index}]", a, e) for index, (a, e) in enumerate(zip(actual, expected, strict=True)))
+        return [d for at, a, e in pairs for d in differences(a, e, at, tolerance=tolerance)]
     if isinstance(expected, Tensor):
-        return _tensor_differences(actual, expected, where)
+        return _tensor_differences(actual, expected, where, tolerance=tolerance)
     if isinstance(expected, float) and not math.isfinite(expected):
         return [f"{where}: {expected} in the reference; let the script record something that can be compared"]
+    if isinstance(expected, float) and abs(actual - expected) <= tolerance:
+        return []
     return [] if actual == expected else [f"{where}: {actual!r:.80} is not {expected!r:.80}"]
 
 
-def _tensor_differences(actual: Tensor, expected: Tensor, where: str) -> list[str]:
+def _tensor_differences(actual: Tensor, expected: Tensor, where: str, *, tolerance: float) -> list[str]:
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         return [f"{where}: {actual.dtype} {tuple(actual.shape)} is not {expected.dtype} {tuple(expected.shape)}"]
     if expected.is_floating_point() and expected.isnan().any():
         return [f"{where}: NaN in the reference; let the script record something that can be compared"]
     if torch.equal(actual, expected):
+        return []
+    if expected.is_floating_point() and torch.allclose(actual, expected, rtol=0, atol=tolerance):
         return []
     if actual.is_floating_point() and actual.isnan().any():
         return [f"{where}: {int(actual.isnan().sum())} of {actual.numel()} are NaN"]

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "chunkmem"
 LAYERS = (
     ("types", "errors"),
     ("units",),
-    ("schema",),
+    ("schema", "deepspeed"),
     ("config", "layout", "trace", "memory"),
     ("plan",),
     ("runtime", "comm"),
@@ -38,7 +38,7 @@ STDLIB_ONLY = LAYERS[: LAYERS.index(("plan",)) + 1]
 
 HOMES = {
     "torch.cuda": {"runtime.device", "runtime.streams", "tracing.probe"},
-    "torch.distributed": {"comm.ranks", "comm.roll", "comm.exchange", "comm.methods"},
+    "torch.distributed": {"comm.connection", "comm.agreement", "comm.roll", "comm.exchange", "comm.methods"},
     "os.environ": {"config"},
     "os.environb": {"config"},
     "os.getenv": {"config"},

@@ -189,3 +189,15 @@ def test_the_checker_rejects_every_mutant(mutate: Callable[[Layout], Layout]) ->
     check_layout(layout, tensors, slab_nbytes=256)
     with pytest.raises(AssertionError):
         check_layout(mutate(layout), tensors, slab_nbytes=256)
+
+
+def test_frozen_and_trainable_tensors_share_no_group() -> None:
+    """Adapters beside frozen weights: a group with an adapter would have optimizer states for all that is in it."""
+    tensors = [
+        dataclasses.replace(tensor, is_frozen=tensor.numel == 64) for tensor in tensors_of(256, 64, 256, 64, 256, 64)
+    ]
+    layout = pack(tensors, slab_nbytes=512)
+    #  w0 w2 | w1 w3 w5 | w4
+    assert places(layout) == [(0, 0), (1, 0), (0, 256), (1, 64), (2, 0), (1, 128)]
+    mixed = pack(tensors_of(256, 64, 256, 64, 256, 64), slab_nbytes=512)
+    assert places(mixed) == [(0, 0), (0, 256), (1, 0), (1, 256), (2, 0), (2, 256)]

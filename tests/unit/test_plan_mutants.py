@@ -33,6 +33,7 @@ from chunkmem.plan.stays import find_stays, prefetch
 from chunkmem.plan.waits import add_waits
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
+from tests.helpers.pieces import found_by
 from tests.helpers.traces import random_trace
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -93,7 +94,7 @@ def make_subject(rng: random.Random, trace: Trace) -> Plan:
     )
     budget = budgets(trace, machine)
     room = [have - need for have, need in zip(budget, problem.required, strict=True)]
-    stays = find_stays(problem, least_traffic(problem, room, width=20))
+    stays = find_stays(problem, found_by(least_traffic(problem, room, width=20)))
     prefetch(problem, stays, budget, machine, lead=2.0)
     program = emit(problem, stays, home_residents=rng.random() < 0.5)
     actions = add_waits(trace, program.start, program.actions)

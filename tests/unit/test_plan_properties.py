@@ -30,6 +30,7 @@ from chunkmem.plan.stays import find_stays, prefetch
 from chunkmem.plan.waits import add_waits
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
+from tests.helpers.pieces import found_by
 from tests.helpers.traces import random_trace
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -340,7 +341,7 @@ def test_least_traffic_is_what_brute_force_finds() -> None:
     harder = 0
     for seed in range(300):
         problem, room = drawn_problem(random.Random(seed))
-        chosen = least_traffic(problem, room, width=10**6)
+        chosen = found_by(least_traffic(problem, room, width=10**6))
         chooser = BruteForce(problem, room)
         for at in chosen:
             chooser.take(at, 1)

@@ -1,0 +1,194 @@
+"""What ranks are about to do: all of them the same, or all of them raise the same error.
+
+[Note: Agreement] Collectives are matched by their place in the sequence. Ranks that issue different ones mix their
+bytes, abort, or wait for ever. So before an operation between ranks begins, each of them states it. A few numbers go
+from rank to rank, in ceil(log2 W) messages from each, and then all know the smallest of each number: where the smallest
+and the largest hash are the same, so are the operations. Where they are not, all ranks are told what each of them was
+about to do, and raise the same error; nothing was issued.
+
+A rank may wait for the others, at the end of its step or at clipping. It is told what they are about to do and joins
+in, until all of them wait at the same place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from chunkmem.comm.roll import named
+
+_NOTHING = 1 << 62
+"""Larger than any hash, rank or flag."""
+_TAG = (1 << 30) - 64
+"""Of the messages of the first round; those of later rounds follow."""
+_NEXT = (
+    "all have to run the same modules in the same order; a module that not every rank runs belongs to one unit with "
+    "the module that chooses: manager.unit(module)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Something that all ranks do together."""
+
+    label: str
+    """What it is, for messages; the same text on two ranks means that they do the same."""
+    detail: str = ""
+    """What else has to be the same, such as a size."""
+    joinable: Any = None
+    """What a rank that waits needs in order to join in, as `pickle` copies it; None: it cannot."""
+    waits: bool = False
+    """Only that the others come, too; what they do until then is joined in."""
+    can: bool = True
+    """False: this rank would, but has no room for it."""
+    error: str = ""
+    """What this rank raises instead of doing it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks know after each has stated an operation."""
+
+    is_same: bool
+    all_can: bool
+    all_wait: bool
+    one_waits: bool
+    source: int
+    """The first rank that does not wait."""
+    complete: int
+    """If all wait: the first rank that has not joined in what others did since it last came to the end of a step."""
+    one_joined: bool
+    """If all wait: some rank has."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What one rank says when the ranks differ."""
+
+    label: str
+    error: str
+    facts: Sequence[str]
+
+
+def numbers_of(operation: Operation, rank: int, *, facts: str, has_joined: bool) -> list[int]:
+    """Return what a rank contributes: the smallest of each over ranks is what `verdict` takes.
+
+    Args:
+        operation: what it is about to do.
+        rank: this one.
+        facts: a digest of what has to be the same on all ranks meanwhile.
+        has_joined: it has joined in what others did since it last came to the end of a step.
+    """
+    text = f"{operation.label}\n{operation.detail}\n{operation.error.partition(':')[0]}\n{facts}"
+    code = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    busy, waiting = ((_NOTHING, _NOTHING), (code, -code)) if operation.waits else ((code, -code), (_NOTHING, _NOTHING))
+    return [
+        *busy,
+        *waiting,
+        _NOTHING if operation.waits else rank,
+        -int(operation.waits),
+        int(operation.can),
+        int(operation.waits or operation.joinable is not None),
+        rank if operation.waits and not has_joined else _NOTHING,
+        -int(has_joined),
+    ]
+
+
+def verdict(smallest: Sequence[int]) -> Verdict:
+    """Return what follows from the smallest of each number over ranks."""
+    busy, minus_busy, waiting, minus_waiting, source, minus_waits, can, joinable, complete, minus_joined = smallest
+    all_wait, one_waits = source == _NOTHING, minus_waits < 0
+    if all_wait:
+        is_same = waiting == -minus_waiting
+    else:
+        is_same = busy == -minus_busy and (joinable == 1 or not one_waits)
+    return Verdict(is_same, can == 1, all_wait, one_waits, source, complete, minus_joined < 0)
+
+
+def smallest_over(
+    group: dist.ProcessGroup, rank: int, size: int, numbers: Sequence[int], *, timeout_s: float | None = None
+) -> list[int]:
+    """Return the smallest over ranks of each number, the same on all of them.
+
+    In round k each rank hands what it knows to the one 2**k further on, so that after the last round it has heard of
+    all; that it may have heard of some twice does not change what is smallest.
+
+    Args:
+        group: over gloo; this thread alone uses it.
+        rank: this one.
+        size: of the group.
+        numbers: as many on every rank.
+        timeout_s: how long to wait for each message; None: as long as the group does. The connections are closed then.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    patience = () if timeout_s is None else (timedelta(seconds=timeout_s),)
+    distance = 1
+    while distance < size:
+        heard, told = torch.empty_like(known), known
+        tag = _TAG + distance.bit_length()
+        receive = group.recv([heard], (rank - distance) % size, tag)
+        send = group.send([told], (rank + distance) % size, tag)
+        receive.wait(*patience)
+        known = torch.minimum(known, heard)
+        send.wait(*patience)
+        distance *= 2
+    return [int(number) for number in known.tolist()]
+
+
+def packed(operation: Operation, facts: Collection[str]) -> bytes:
+    """Return a rank's statement as bytes."""
+    label = f"{operation.label} ({operation.detail})" if operation.detail else operation.label
+    return json.dumps(asdict(Statement(label, operation.error, sorted(facts)))).encode()
+
+
+def unpacked(statements: Sequence[bytes]) -> list[Statement]:
+    """Return what `packed` was made of, by rank."""
+    return [Statement(**json.loads(statement)) for statement in statements]
+
+
+def difference(statements: Sequence[Statement], numbers: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """Say what ranks differ in, in the same words on all of them, and which of them raised an error.
+
+    Args:
+        statements: by rank.
+        numbers: what messages call each rank.
+    """
+    raised = {rank: each.error for rank, each in enumerate(statements) if each.error}
+    if raised:
+        errors = "; ".join(f"{named(ranks, numbers)} raised {error}" for error, ranks in _by_text(raised).items())
+        others = {rank: each.label for rank, each in enumerate(statements) if not each.error}
+        where = f"; {_places(others, numbers)}" if others else ""
+        return f"{errors}{where}", tuple(numbers[rank] for rank in raised)
+    facts = [set(each.facts) for each in statements]
+    some = sorted(fact for fact in set().union(*facts) if any(fact not in known for known in facts))
+    if some:
+        with_it = [rank for rank, known in enumerate(facts) if some[0] in known]
+        without = [rank for rank, known in enumerate(facts) if some[0] not in known]
+        more = f" (and {len(some) - 1} more)" if len(some) > 1 else ""
+        return (
+            f"{some[0]} on {named(with_it, numbers)} and not on {named(without, numbers)}{more}; "
+            "do the same on every rank"
+        ), ()
+    places = _places({rank: each.label for rank, each in enumerate(statements)}, numbers)
+    return f"the ranks are in different places: {places}; {_NEXT}", ()
+
+
+def _places(labels: Mapping[int, str], numbers: Sequence[int]) -> str:
+    return ", ".join(f"{named(ranks, numbers)} in '{label}'" for label, ranks in _by_text(labels).items())
+
+
+def _by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        found.setdefault(text, []).append(rank)
+    return found

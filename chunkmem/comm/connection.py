@@ -1,0 +1,314 @@
+"""A rank's connection to the others: what they agree on before they begin it, and what happens when one is missing.
+
+See [Note: Agreement] in `chunkmem.comm.agreement` and [Note: Roll call] in `chunkmem.comm.roll`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from chunkmem.comm.agreement import (
+    Operation,
+    Verdict,
+    difference,
+    numbers_of,
+    packed,
+    smallest_over,
+    unpacked,
+    verdict,
+)
+from chunkmem.comm.roll import Answer, call_roll, hang_up
+from chunkmem.errors import ConfigError, RankError, StateError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_T = TypeVar("_T")
+_MAX_ROLL_CALL_S = 10.0
+_ROLL_CALL_SHARE = 0.25
+"""Of the timeout; the rest is what an exchange may take."""
+_LINGER_SHARE = 0.1
+"""Of the roll call."""
+_TOLD = "chunkmem: the other ranks were told"
+
+
+class Connection:
+    """What a rank says to the others, and hears of them. `chunkmem.comm.ranks.Ranks` is made of it.
+
+    In RAM ranks talk over gloo groups of their own, one for chunks and one for numbers: what a thread does with one of
+    them can neither be mistaken for what another does, or the user, nor wait behind it. Messages call a rank by its
+    number in the whole job, as the output of torchrun does.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float) -> None:
+        """Open the groups. Every rank of `process_group` has to, as often as the others.
+
+        Args:
+            process_group: None is the default one; if torch.distributed is not initialised, this process alone.
+            timeout_s: after this much waiting, the roll call included, a rank counts as lost. The same on all ranks.
+
+        Raises:
+            ConfigError: `process_group` was given but torch.distributed is not initialised, or this process is not one
+                of its ranks.
+            RankError: a rank did not come.
+        """
+        group = _group_of(process_group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        """Among these ranks, counted from 0."""
+        self.size = 1 if group is None else dist.get_world_size(group)
+        if self.rank < 0:
+            raise ConfigError("this process is not one of the ranks of process_group; pass it on its ranks only")
+        self.timeout_s = timeout_s
+        self._given = group
+        self._chunks: dist.ProcessGroup | None = None
+        self._numbers: dist.ProcessGroup | None = None
+        self._store: Store | None = None
+        self._names: tuple[int, ...] = (0,)
+        self._lock = threading.Lock()
+        self._failure: RankError | None = None
+        self._facts: frozenset[str] = frozenset()
+        self._facts_digest = ""
+        self._has_joined = False
+        """In what others did, since the last step."""
+        self._complete: int | None = None
+        """If a rank has: the first one that has not."""
+        if group is not None and self.size > 1:
+            self._open(group)
+
+    def _open(self, group: dist.ProcessGroup) -> None:
+        self._names = tuple(dist.get_process_group_ranks(group))
+        met_in = group.get_group_store()
+        # Not `new_group`: it names groups by what each process has opened before, which may differ between ranks, and
+        # gives a name again when its group was closed. gloo then waits for the addresses that it finds under it.
+        count = met_in.add(f"chunkmem opened by rank {self.rank}", 1)
+        self._store = _within(met_in, f"chunkmem {count} roll call")
+        with self.waiting("opening the process groups"):
+            self._chunks = self._gloo(_within(met_in, f"chunkmem {count} chunks"))
+            self._numbers = self._gloo(_within(met_in, f"chunkmem {count} numbers"))
+
+    def _gloo(self, store: Store) -> dist.ProcessGroup:
+        timeout = timedelta(seconds=self.timeout_s - self._roll_call_s)
+        # By itself, not as part of a group of several backends; it is used in the same way.
+        return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, self.rank, self.size, timeout))
+
+    @property
+    def _roll_call_s(self) -> float:
+        return min(_MAX_ROLL_CALL_S, _ROLL_CALL_SHARE * self.timeout_s)
+
+    def group(self, device: torch.device) -> dist.ProcessGroup:
+        """Return the group to exchange chunks over that are on a device; all ranks issue the same on it, in one order.
+
+        In RAM it is one that nobody else uses; elsewhere the one that was given, or the default one.
+
+        Raises:
+            StateError: this is one rank alone, or `close` was called.
+        """
+        group = self._chunks if device.type == "cpu" else self._given
+        if group is None or self._chunks is None:
+            raise StateError("there is no process group to exchange chunks over: this is one rank alone, or was closed")
+        return group
+
+    def close(self) -> None:
+        """Give the groups back. The second time, do nothing."""
+        self._chunks = self._numbers = self._given = None
+
+    # Agreement: see the note in `chunkmem.comm.agreement`.
+
+    def know(self, facts: frozenset[str]) -> None:
+        """Say what has to be the same on all ranks in what they do together from now on, each as a sentence begins."""
+        if facts != self._facts:
+            self._facts = facts
+            self._facts_digest = hashlib.sha256("\n".join(sorted(facts)).encode()).hexdigest()
+
+    def begin(self, operation: Operation) -> bool:
+        """Return once all ranks are about to do the same, and whether all of them can.
+
+        Raises:
+            RankError: a rank is missing; or the ranks differ in what they are about to do, or in what they `know`, or
+                one of them has raised an error: on every rank, in the same words.
+        """
+        if self.size == 1:
+            return operation.can
+        found = self._agreed(operation)
+        if found.one_waits:
+            self._broadcast_object(operation.joinable, operation.label, found.source)
+        return found.all_can
+
+    def wait_for_others(self, label: str) -> Any:
+        """Return what the others are about to do, which this rank has to join in; None if they all wait here, too.
+
+        Raises what `begin` does.
+        """
+        if self.size == 1:
+            return None
+        found = self._agreed(Operation(label, waits=True))
+        if not found.all_wait:
+            self._has_joined = True
+            return self._broadcast_object(None, label, found.source)
+        if found.one_joined:  # all have, if they took turns
+            self._complete = found.complete if found.complete < self.size else 0
+        return None
+
+    def end_step(self) -> int | None:
+        """The step is over on all ranks. If one joined in what others did, return the first rank that had all of it."""
+        complete, self._complete, self._has_joined = self._complete, None, False
+        return complete
+
+    @contextlib.contextmanager
+    def telling(self, label: str) -> Iterator[None]:
+        """Have the other ranks raise a RankError that says what is raised inside, unless all raise the same.
+
+        Args:
+            label: what this rank does, for messages.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.tell(error, label)
+            raise
+
+    def tell(self, error: BaseException, label: str) -> None:
+        """Have the other ranks raise a RankError that says what this one is about to raise, unless all do the same."""
+        if self.size == 1 or self._failure is not None or self._numbers is None or _was_told(error):
+            return
+        error.add_note(_TOLD)
+        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        try:
+            self._agreed(Operation(label, error=text), timeout_s=self._roll_call_s)
+        except RankError:
+            return  # the others have heard of it, or are gone
+        except RuntimeError as silence:
+            # They are not here yet. Their connections to this rank are closed now, and they will read this.
+            assert self._store is not None
+            with contextlib.suppress(RuntimeError):
+                self._store.set(str(self.rank), json.dumps(asdict(Answer(label, self._roll_call_s, error=text))))
+            hang_up(self._numbers, self.rank, self.size)
+            if self._chunks is not None:
+                hang_up(self._chunks, self.rank, self.size)
+            self._failure = RankError(f"{label}: this rank raised {text}, and the others did not come ({silence})", ())
+
+    def _agreed(self, operation: Operation, *, timeout_s: float | None = None) -> Verdict:
+        label, numbers = operation.label, self._open_numbers(operation.label)
+        values = numbers_of(operation, self.rank, facts=self._facts_digest, has_joined=self._has_joined)
+        if timeout_s is None:
+            with self.waiting(label):
+                smallest = smallest_over(numbers, self.rank, self.size, values)
+        else:
+            smallest = smallest_over(numbers, self.rank, self.size, values, timeout_s=timeout_s)
+        found = verdict(smallest)
+        if not found.is_same:
+            raise self._disagreement(operation)
+        return found
+
+    def _disagreement(self, operation: Operation) -> RankError:
+        statements = unpacked(self._all_raw_bytes(packed(operation, self._facts), operation.label))
+        message, ranks = difference(statements, self._names)
+        self._failure = RankError(message, ranks)
+        return self._failure
+
+    # Failures.
+
+    @contextlib.contextmanager
+    def waiting(self, label: str) -> Iterator[None]:
+        """Turn what torch.distributed raises inside into an error that names ranks: [Note: Roll call].
+
+        Args:
+            label: what is waited for; the messages of other ranks may have it too.
+
+        Raises:
+            RankError: it failed, or something before it did.
+        """
+        if self._failure is not None:
+            raise RankError(f"{label}: no more exchanges, as one failed before: {self._failure}", self._failure.ranks)
+        started_s = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._give_up(label, time.monotonic() - started_s, error) from error
+
+    def _give_up(self, label: str, waited_s: float, error: RuntimeError) -> RankError:
+        # Several threads may be waiting when a rank is lost: the first of them calls the roll for all.
+        with self._lock:
+            if self._failure is None:
+                assert self._store is not None
+                linger_s = _LINGER_SHARE * self._roll_call_s
+                time.sleep(linger_s)
+                groups = [group for group in (self._chunks, self._numbers) if group is not None]
+                closed = {peer for group in groups for peer in hang_up(group, self.rank, self.size)}
+                answer = Answer(label, waited_s, sorted(closed))
+                # Stores may take longer to run out of time than they are told.
+                limit_s = min(self._roll_call_s, self.timeout_s - waited_s) - linger_s
+                self._failure = call_roll(self._store, self.rank, self._names, answer, limit_s=limit_s, error=error)
+            return self._failure
+
+    # Bytes, once all have agreed.
+
+    def _broadcast_object(self, value: _T, label: str, source: int) -> _T:
+        sent = pickle.dumps(value) if self.rank == source else b""
+        lengths = torch.tensor([len(sent)], dtype=torch.int64, device="cpu")
+        length = int(self._broadcast(lengths, source, label))
+        memory = bytearray(sent or bytes(length))
+        self._broadcast(torch.frombuffer(memory, dtype=torch.uint8), source, label)
+        return value if self.rank == source else cast(_T, pickle.loads(memory))
+
+    def _broadcast(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:
+        if self.size > 1:
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            with self.waiting(label):
+                self._open_numbers(label).broadcast([tensor], options).wait()
+        return tensor
+
+    def _all_raw_bytes(self, data: bytes, label: str) -> list[bytes]:
+        own_length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+        lengths = [int(row) for row in self._exchanged(own_length, label)]
+        padded = torch.tensor([*data.ljust(max(1, *lengths), b"\0")], dtype=torch.uint8, device="cpu")
+        rows = zip(self._exchanged(padded, label), lengths, strict=True)
+        return [bytes(row[:length].tolist()) for row, length in rows]
+
+    def _exchanged(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
+        if self.size == 1:
+            return [mine]
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        with self.waiting(label):
+            self._open_numbers(label).allgather([rows], [mine]).wait()
+        return rows
+
+    def _open_numbers(self, label: str) -> dist.ProcessGroup:
+        if self._numbers is None:
+            raise StateError(f"{label}: the ranks were closed")
+        return self._numbers
+
+
+def _group_of(process_group: Any) -> dist.ProcessGroup | None:
+    """Return the group that is meant; None is this process alone.
+
+    Raises:
+        ConfigError: a group was given, but torch.distributed is not initialised.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if process_group is not None:
+            raise ConfigError("process_group was given, but torch.distributed is not initialised")
+        return None
+    return process_group if process_group is not None else dist.group.WORLD
+
+
+def _was_told(error: BaseException) -> bool:
+    return isinstance(error, RankError) or _TOLD in getattr(error, "__notes__", ())
+
+
+def _within(store: Store, name: str) -> Store:
+    inner: Store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    return inner

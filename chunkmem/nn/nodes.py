@@ -1,0 +1,193 @@
+"""Pin chunks around the single nodes of autograd's graph that have saved their memory.
+
+[Note: Ends by nodes] A call's chunks are let go when the gradients of what it read have landed. That end does not
+come in every backward, and not always in time:
+
+    torch.autograd.grad(loss, x), backward(inputs=[x])   no gradient of a weight lands
+    a frozen weight of a module with children            nor has it one; its inputs may get theirs too early
+    a module that is called several times                the gradient lands when the last of its calls has run
+    create_graph                                         the backward makes nodes that save the memory again
+    a node that leads to no gradient waited for          it may run after they have landed
+
+In these cases the nodes of the call are looked up when backward comes to it: those that have saved memory of a chunk,
+or may use it in ways that nobody sees (a Python function's own). Each has the chunk pinned from when it begins until it
+has run, and nothing is pinned in between:
+
+    forward    | read W |
+    backward            | grad of output | ... | node that saved W | ... | grad of W
+    pinned     |<-frame>|                      |<----------------->|
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from chunkmem.nn.access import AccessTracker, Frame
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.references import GraphSearch, nodes_between
+from chunkmem.nn.turn import Turn
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.types import Tier
+
+
+@dataclass(frozen=True)
+class CallNodes:
+    """The nodes that a call has made, by their numbers in autograd's order."""
+
+    first: int
+    stop: int
+    """The last one's, and one."""
+    inside: tuple[tuple[int, int], ...]
+    """From, to below: those that calls inside of this one have made."""
+
+    def __contains__(self, number: int) -> bool:
+        return self.first <= number < self.stop and not any(first <= number < stop for first, stop in self.inside)
+
+
+class NodeCall(Protocol):
+    """What is asked of a call whose nodes are pinned one by one."""
+
+    name: str
+    reads: tuple[ManagedParameter, ...]
+    nodes: CallNodes
+
+    def used_up(self, group: int) -> None:
+        """The graph has run: its references are gone."""
+        ...
+
+
+@dataclass(eq=False)
+class _Run:
+    """One node that is going to run in a backward."""
+
+    call: NodeCall
+    groups: tuple[int, ...]
+    pinned: list[int] = field(default_factory=list)
+    frame: Frame | None = None
+    """Under `create_graph`: the node's run is a call itself."""
+
+
+@dataclass(eq=False)
+class _Task:
+    """One running backward."""
+
+    runs: dict[Any, _Run] = field(default_factory=dict)
+    """By node; they are kept, so that their identities are."""
+    handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+    waiting: dict[NodeCall, Counter[int]] = field(default_factory=dict)
+    """By call and group: nodes that have not run yet."""
+
+
+class NodePins:
+    """Pins around nodes in running backwards."""
+
+    def __init__(
+        self,
+        executor: DemandExecutor,
+        access: AccessTracker,
+        turn: Turn,
+        *,
+        graphs: GraphSearch,
+        watch: Callable[[Frame, object], set[int]],
+        then: Callable[[], None],
+    ) -> None:
+        """Begin with none. `watch` announces the backward of what a node makes under `create_graph`; `then` is called
+        whenever a node has run."""
+        self._executor = executor
+        self._access = access
+        self._turn = turn
+        self._graphs = graphs
+        self._watch = watch
+        self._then = then
+        self._tasks: dict[int, _Task] = {}
+
+    @property
+    def pinning(self) -> tuple[str, ...]:
+        """Who pins something now."""
+        runs = [run for task in self._tasks.values() for run in task.runs.values()]
+        return tuple(f"{run.call.name} backward" for run in runs if run.pinned or run.frame is not None)
+
+    def announce(self, task_id: int, call: NodeCall) -> bool:
+        """Backward comes to a call, by the node that autograd is about to run; tell whether for the first time."""
+        task = self._tasks.setdefault(task_id, _Task())
+        is_first = call not in task.waiting
+        storages = {managed.storage_id: managed.group for managed in call.reads}
+        params = {id(managed.param): managed for managed in call.reads}
+        waiting = task.waiting.setdefault(call, Counter())
+        for node in nodes_between((torch._C._current_autograd_node(),), call.nodes.first, call.nodes.stop):
+            if node in task.runs or node._sequence_nr() not in call.nodes:
+                continue
+            if isinstance(node, BackwardCFunction):
+                groups = tuple(dict.fromkeys(storages.values()))
+            else:
+                groups = tuple(self._graphs.saved_in(node, storages, params))
+            if not groups:
+                continue
+            waiting.update(groups)  # also one that is not going to run: its references stay
+            if torch._C._will_engine_execute_node(node):
+                run = task.runs[node] = _Run(call, groups)
+                task.handles.append(node.register_prehook(partial(self._begin, task_id, run)))
+                task.handles.append(node.register_hook(partial(self._end, task_id, run)))
+        return is_first
+
+    def end_task(self, task_id: int) -> None:
+        """A backward is over, or was interrupted."""
+        task = self._tasks.pop(task_id, None)
+        if task is None:
+            return
+        for handle in task.handles:
+            handle.remove()
+        for run in task.runs.values():
+            self._let_go(run)
+
+    def _begin(self, task_id: int, run: _Run, _grads: object) -> None:
+        if task_id != torch._C._current_graph_task_id():
+            return
+        took_turn = self._turn.take_in_hook()
+        try:
+            if torch.is_grad_enabled():  # in a hook, exactly under create_graph
+                run.frame = Frame(f"{run.call.name} backward")
+                for managed in run.call.reads:
+                    if managed.group in run.groups:
+                        self._access.read(run.frame, managed)
+                return
+            for group in run.groups:
+                self._executor.pin(self._access.chunks[group], Tier.DEVICE, reader=run.call)
+                run.pinned.append(group)
+        finally:
+            if took_turn:
+                self._turn.give_back()
+
+    def _end(self, task_id: int, run: _Run, made: Sequence[torch.Tensor | None], _grads: object) -> None:
+        if task_id != torch._C._current_graph_task_id():
+            return
+        took_turn = self._turn.take_in_hook()
+        try:
+            held: Collection[int] = ()
+            if run.frame is not None:
+                held = self._watch(run.frame, [tensor for tensor in made if tensor is not None])
+            self._let_go(run, held=held)
+            waiting = self._tasks[task_id].waiting[run.call]
+            waiting.subtract(run.groups)
+            for group in run.groups if not torch._C._autograd._get_current_graph_task_keep_graph() else ():
+                if not waiting[group]:
+                    run.call.used_up(group)
+            self._then()
+        finally:
+            if took_turn:
+                self._turn.give_back()
+
+    def _let_go(self, run: _Run, *, held: Collection[int] = ()) -> None:
+        frame, run.frame = run.frame, None
+        if frame is not None:
+            self._access.release(frame, held=held)
+        pinned, run.pinned = run.pinned, []
+        for group in pinned:
+            self._executor.unpin(self._access.chunks[group], Tier.DEVICE)

@@ -1,0 +1,94 @@
+"""The plan of one trace: made at once, and made better beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from chunkmem.errors import CapacityError
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.model import Plan
+from chunkmem.plan.planner import Planner, PlanOptions
+from chunkmem.plan.simulate import simulate
+from chunkmem.trace.model import Mode, Trace
+from chunkmem.types import Tier
+
+WORK_A_STEP = 400_000
+"""Of a planner, in its units: less than half a second, and up to one candidate more."""
+
+
+class StepPlanner:
+    """Plans a trace beside chunks that it does not touch: some work when it is made, and as much at each `improve`."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        machine: Machine,
+        *,
+        options: PlanOptions,
+        bystanders_nbytes: Mapping[Tier, int],
+        work: int = WORK_A_STEP,
+    ) -> None:
+        """Make a first plan.
+
+        Args:
+            trace: of the step.
+            machine: caps and speeds to plan for.
+            options: of a user's configuration.
+            bystanders_nbytes: by tier, the bytes there of chunks that the trace does not touch.
+            work: most work of this, and of each `improve`.
+
+        Raises:
+            CapacityError, PlanError: see `Planner.improve`.
+        """
+        self._trace = trace
+        self._machine = machine
+        self._work = work
+        self._aside_nbytes = 0 if trace.mode is Mode.EVAL else sum(bystanders_nbytes.values())
+        """Bytes that have to find room on HOST beside a plan."""
+        self._planner = Planner(trace, machine, options=options)
+        if trace.mode is Mode.EVAL:
+            # What the evaluation does not touch stays where training left it, if that is possible.
+            left_nbytes = max(0, machine.device_nbytes - bystanders_nbytes[Tier.DEVICE])
+            self._try_instead(Planner(trace, replace(machine, device_nbytes=left_nbytes), options=options))
+        self.plan = self._planner.plan or self._planner.improve(work)
+        """The best plan so far."""
+        if not self._leaves_room(self.plan):
+            # HOST is where chunks are that the step does not touch: a plan that fills it leaves them no room.
+            left_nbytes = max(0, machine.host_nbytes - self._aside_nbytes)
+            self._aside_nbytes = 0
+            self._try_instead(Planner(trace, replace(machine, host_nbytes=left_nbytes), options=options))
+            self.plan = self._of_this_machine(self._planner.plan or self.plan)
+
+    def improve(self) -> None:
+        """Go on planning, if there is more to try."""
+        if self._planner.is_done:
+            return
+        before, plan = self._planner.plan, self._planner.improve(self._work)
+        if plan is not before and self._leaves_room(plan):
+            self.plan = self._of_this_machine(plan)
+
+    def retime(self, trace: Trace) -> None:
+        """Plan again for the same step with other durations. Raises what making this did."""
+        self._trace = trace
+        self._planner = self._planner.retimed(trace)
+        plan = self._planner.improve(self._work)
+        if self._leaves_room(plan):
+            self.plan = self._of_this_machine(plan)
+
+    def _try_instead(self, planner: Planner) -> None:
+        try:
+            planner.improve(self._work)
+        except CapacityError:
+            return
+        self._planner = planner
+
+    def _leaves_room(self, plan: Plan) -> bool:
+        if not self._aside_nbytes:
+            return True
+        peak_nbytes = simulate(plan, self._trace).peak_nbytes[Tier.HOST]
+        return peak_nbytes + self._aside_nbytes <= self._machine.host_nbytes
+
+    def _of_this_machine(self, plan: Plan) -> Plan:
+        """Return a plan with the caps of the machine, of which it leaves some of HOST to others."""
+        return replace(plan, machine=self._machine) if self._trace.mode is Mode.TRAIN else plan

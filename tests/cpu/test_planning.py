@@ -1,0 +1,65 @@
+"""Plans that become better while training goes on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import chunkmem
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.planner import make_plan
+from chunkmem.steps import course
+from chunkmem.steps.planning import StepPlanner
+from tests.helpers.audit import audit
+from tests.helpers.twins import cpu_only
+
+WIDTH, LAYERS, STEPS = 16, 8, 50
+CHUNK_NUMEL = WIDTH * WIDTH + WIDTH
+
+
+def train(manager: chunkmem.ChunkManager | None, names: list[str]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    make = lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))  # noqa: E731
+    if manager is None:
+        model = make()
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(list(model.parameters())[:LAYERS], fused=True)
+    else:
+        with manager.init():
+            model = make()
+        optimizer = chunkmem.AdamW(list(model.parameters())[:LAYERS], manager=manager)
+    for seed in range(STEPS):
+        model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if manager is not None and seed > 0:
+            audit(manager)
+            timeline = manager.timeline()
+            assert timeline is not None
+            assert timeline.departures == 0
+            assert manager.plan is not None
+            names.append(manager.plan.name)
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@cpu_only
+def test_a_plan_is_followed_while_a_better_one_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One candidate a step: the first plan is Belady's with no room set aside, and a better one comes.
+
+    Half of the layers have no optimizer, so their gradients accumulate for ever: what is evicted has to be written.
+    """
+    monkeypatch.setattr(course, "StepPlanner", partial(StepPlanner, work=1))
+    values = {"memory": {"device": 24 * CHUNK_NUMEL, "host": 1 << 22}, "default_chunk_size": CHUNK_NUMEL}
+    names: list[str] = []
+    slow = Machine(1, 1, 1e7, 1e7)
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values), machine=slow) as manager:
+        found = train(manager, names)
+        assert manager.trace is not None
+        assert manager.plan is not None
+        assert manager.plan.actions == make_plan(manager.trace, manager.plan.machine).actions
+    assert names[0] == "belady, 0 set aside"
+    assert names[-1] != names[0]
+    for ours, plain in zip(found, train(None, []), strict=True):
+        assert torch.equal(ours, plain)

@@ -1,0 +1,90 @@
+"""Planning in pieces: bounded work at a time, the same plan in the end, nothing searched for twice."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from chunkmem.errors import CapacityError
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.planner import Planner, make_plan
+from chunkmem.plan.simulate import simulate
+from chunkmem.trace.model import Trace
+from chunkmem.types import Role
+from tests.helpers.traces import random_trace, training_trace
+
+LARGEST_PIECE = 60_000
+"""Units: one candidate of some hundred moments, or a piece of a search."""
+
+
+def uneven(seed: int, *, num_groups: int, num_uses: int, cap_share: float = 0.3) -> tuple[Trace, Machine]:
+    """Repeated modules and frozen groups; weights take 50 ms on a link."""
+    rng = random.Random(seed)
+    frozen_share = rng.choice((0.0, 0.25, 0.5, 0.8))
+    trace = random_trace(
+        rng, num_groups=num_groups, uniform=seed % 2 == 0, num_uses=num_uses, frozen_share=frozen_share
+    )
+    weights = sum(nbytes for chunk, nbytes in trace.chunk_nbytes.items() if chunk.role is Role.PARAM)
+    largest = max(trace.chunk_nbytes.values())
+    return trace, Machine(max(5 * largest, int(cap_share * weights)), 1 << 50, weights / 50e-3, weights / 50e-3)
+
+
+def retimed(trace: Trace, factor: float) -> Trace:
+    return replace(trace, moments=tuple(replace(m, duration_s=factor * m.duration_s) for m in trace.moments))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("work", [1, 1_000, 30_000])
+def test_pieces_of_any_size_lead_to_the_plan_made_at_once(seed: int, work: int) -> None:
+    trace, machine = uneven(seed, num_groups=6, num_uses=9)
+    planner = Planner(trace, machine)
+    while not planner.is_done:
+        simulate(planner.improve(work), trace)
+    assert planner.plan == make_plan(trace, machine)
+
+
+def test_the_first_plan_is_of_beladys_rule() -> None:
+    trace, machine = uneven(4, num_groups=35, num_uses=100)
+    planner = Planner(trace, machine)
+    assert planner.plan is None
+    assert planner.improve(0).name == "belady, 0 set aside"
+    assert planner.work_done <= LARGEST_PIECE
+    assert not planner.is_done
+
+
+def test_a_call_does_no_more_work_than_asked_for_but_its_last_piece() -> None:
+    """35 groups in 100 uses, some of them frozen: once 42 s and 1140 searches in one call."""
+    trace, machine = uneven(4, num_groups=35, num_uses=100)
+    planner = Planner(trace, machine)
+    while not planner.is_done and planner.work_done < 1_000_000:
+        before = planner.work_done
+        planner.improve(50_000)
+        assert planner.work_done - before < 50_000 + LARGEST_PIECE
+
+
+@pytest.mark.full
+def test_the_search_ends_within_its_bound() -> None:
+    trace, machine = uneven(4, num_groups=35, num_uses=100)
+    planner = Planner(trace, machine)
+    planner.improve()
+    assert planner.is_done
+    assert planner.work_done < 18_000_000
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_other_durations_are_planned_for_without_another_search(seed: int) -> None:
+    trace, machine = uneven(seed, num_groups=10, num_uses=24)
+    planner = Planner(trace, machine)
+    planner.improve()
+    shorter = retimed(trace, 0.5)
+    again, fresh = planner.retimed(shorter), Planner(shorter, machine)
+    assert again.improve() == fresh.improve()
+    assert again.work_done < fresh.work_done
+
+
+def test_a_planner_in_pieces_says_what_does_not_fit() -> None:
+    planner = Planner(training_trace(4, 1024), Machine(1024, 1 << 30, 1e6, 1e6))
+    with pytest.raises(CapacityError, match=r"raise memory.device to at least 2.00 KiB"):
+        planner.improve(1)
