@@ -268,6 +268,7 @@ class RankStage:
                     if chunk.id.role is not Role.GRAD:
                         self._store.mark_written(chunk, tier)
             slots.forget(set(slots.landed[group]))
+        slots.forget(self._parameters)  # as `zero_grad` does: frozen ones have zeros, which were reduced with others
 
 
 def _ignore(kind: Kind, chunk: Chunk, reader: object) -> None:
