@@ -1,7 +1,8 @@
 """The log of a rehearsed step: what the model's hooks ask of the executor, of the gradients and of units.
 
-None of it depends on how many ranks there are, since ranks differ in what those do then. So a model is run once, and
-the log is replayed for every rank of any number of them (`chunkmem.estimate.rank_steps`).
+Alone, backward lets go of chunks in other places than with units. But among several ranks none of it depends on how
+many there are, since ranks differ in what is done then. So a model is run once, and the log is replayed for every rank
+of any number of them (`chunkmem.estimate.rank_steps`).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class StepCalls:
     layout: Layout
     calls: tuple[Call, ...]
     units: tuple[Unit, ...]
-    """All that have weights."""
+    """All that have weights; none if the step is that of one process alone."""
     parameters: tuple[RehearsedParameter, ...]
     """All that are managed."""
 
@@ -141,8 +142,9 @@ class LoggedGradients(GradientBook):
 class LoggedUnits(Units):
     """Divides a model into units as ranks would, and logs when they are entered and left. Nothing is exchanged."""
 
-    def __init__(self, log: CallLog) -> None:
-        super().__init__(cast(Sharing, self), None)  # only one rank alone has no units
+    def __init__(self, log: CallLog, *, is_alone: bool) -> None:
+        """Begin with none; one rank alone has none."""
+        super().__init__(None if is_alone else cast(Sharing, self), None)
         self._log = log
 
     @property

@@ -135,13 +135,15 @@ def _smaller_batch(question: Question, rehearse: Rehearse, *, and_same: bool = F
 def _more_ranks(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Change]:
     """Find the fewest ranks, each with the same batch; a batch that is too large for one stays too large.
 
-    They are looked for with the chunks of `rehearsal`, and those found are tried with chunks of their own.
+    They are looked for with the chunks of one rehearsal, and those found are tried with chunks of their own.
     """
 
     def over(world: int) -> Question:
         return replace(question, world=world)
 
     high = max(2, question.world)
+    if question.world == 1:
+        rehearsal = rehearse(over(high))
     if device_need(over(high), rehearsal).nbytes > question.device_nbytes:  # a unit does not shrink with more ranks
         return
     most = max(high, len(rehearsal.layout.groups))  # beyond as many ranks as groups, none keeps less

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from chunkmem.estimate.rank_steps import RankSteps
-from chunkmem.optim.room import missing_nbytes
+from chunkmem.optim.room import room_for
 from chunkmem.plan.gaps import find_gaps
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
@@ -50,8 +50,11 @@ def least_on_host(trace: Trace, *, device_nbytes: int, charges_non_model: bool) 
     sums = [chunks + others for chunks, others in zip(living, non_model, strict=True)]
     at = max(range(len(sums)), key=lambda i: (sums[i], -i))
     host_nbytes = 0
-    while short := missing_nbytes(sums[at], sizes=sizes, limits=(device_nbytes, host_nbytes)):
-        host_nbytes += short
+    while True:
+        need_nbytes, cap_nbytes = room_for(sums[at], sizes=sizes, limits=(device_nbytes, host_nbytes))
+        if need_nbytes <= cap_nbytes:
+            break
+        host_nbytes += need_nbytes - cap_nbytes
     return Need(host_nbytes, str(trace.moments[at]))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Shard, Traffic, Work
 from chunkmem.comm.ranks import Ranks
 from chunkmem.layout.spec import Layout
@@ -20,7 +21,11 @@ class UnisonRanks(Ranks):
         super().__init__(None, timeout_s=1.0)
         self.rank, self.size = rank, size
 
-    def _all_tensors(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
+    def begin(self, operation: Operation) -> bool:
+        """Tell whether all can do it: they are all in the same place of the program."""
+        return operation.can
+
+    def _exchanged(self, mine: torch.Tensor, label: str) -> list[torch.Tensor]:
         return [mine]
 
     def _broadcast(self, tensor: torch.Tensor, source: int, label: str) -> torch.Tensor:

@@ -189,6 +189,7 @@ class RankStage:
         self._executor.on_event = on_event
         traffic = self._exchange.traffic
         before, traffic.peak_buffered_nbytes = replace(traffic), traffic.buffered_nbytes
+        self.units.begin_root(grad_enabled=True)
         for call in self._calls:
             self._meter.pass_over(call.before)
             with torch.set_grad_enabled(call.with_grad):
@@ -267,6 +268,7 @@ class RankStage:
                     if chunk.id.role is not Role.GRAD:
                         self._store.mark_written(chunk, tier)
             slots.forget(set(slots.landed[group]))
+        slots.forget(self._parameters)  # as `zero_grad` does: frozen ones have zeros, which were reduced with others
 
 
 def _ignore(kind: Kind, chunk: Chunk, reader: object) -> None:

@@ -75,7 +75,7 @@ class Setting:
     device_nbytes: int = 2**40
     """Cap on DEVICE; the search for a chunk size looks at it."""
     num_ranks: int = 1
-    """Ranks that train together; the search for a chunk size looks at them, too."""
+    """Ranks that train together. With several, the model has units; the search for a chunk size looks at them, too."""
     flop_per_s: float = 1e12
     memory_Bps: float = 1e11
     """Of DEVICE, for operators whose bytes take longer than their arithmetic."""
@@ -102,7 +102,7 @@ class Rehearsal:
 
     @property
     def trace(self) -> Trace:
-        """The trace of one process that trains alone."""
+        """The trace of one process that has all chunks."""
         return self.over(1).first.trace
 
     def over(
@@ -114,7 +114,11 @@ class Rehearsal:
         is_accumulating: bool = False,
         device_nbytes: int = NO_CAP_NBYTES,
     ) -> RankSteps:
-        """Return the steps of one of `world` ranks; see `chunkmem.estimate.rank_steps.replay`."""
+        """Return the steps of one of `world` ranks; see `chunkmem.estimate.rank_steps.replay`.
+
+        Several have units, so the model has to have been rehearsed for several.
+        """
+        assert world == 1 or self.step.units, "the model was rehearsed alone"
         if world == 1:
             rank, is_accelerator, is_accumulating, device_nbytes = 0, True, False, NO_CAP_NBYTES
         key = world, rank, is_accelerator, is_accumulating, device_nbytes
@@ -221,7 +225,7 @@ class _Stage:
         self._executor = LoggedExecutor(self._store)
         self._executor.log = self.log
         self._access = AccessTracker(self._executor)
-        self._units = LoggedUnits(self.log)
+        self._units = LoggedUnits(self.log, is_alone=setting.num_ranks == 1)
         turn = Turn(timeout_s=0.0, with_hooks=False)
         self._backward = BackwardTracker(self._executor, self._access, self._units, turn, is_rehearsal=True)
         self._gradients = LoggedGradients(

@@ -34,23 +34,22 @@ def require_room(groups: Collection[int], store: ChunkStore) -> None:
     # Gradients take the place of weights that can be rounded anew; while a group is updated it has both.
     twice = [sizes[ChunkId(Role.PARAM, group)] for group in groups if ChunkId(Role.MASTER, group) in sizes]
     need -= sum(twice) - max(twice, default=0)
-    limits = [ledger.limit_nbytes for ledger in ledgers.values()]
-    short = missing_nbytes(need, sizes=sizes.values(), limits=limits)
-    if short:
+    need, cap = room_for(need, sizes=sizes.values(), limits=[ledger.limit_nbytes for ledger in ledgers.values()])
+    if need > cap:
         # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
         host_cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
-        host_need = host_cap + short
+        host_need = host_cap + need - cap
         raise CapacityError(
             f"optimizer: weights, gradients and states of {len(groups)} chunk groups take {format_nbytes(need)}, "
-            f"and DEVICE and HOST together may hold {format_nbytes(sum(limits))}; raise memory.host from "
+            f"and DEVICE and HOST together may hold {format_nbytes(cap)}; raise memory.host from "
             f"{format_nbytes(host_cap)} to at least {format_nbytes(host_need)} ({host_need} bytes)",
             needed_nbytes=host_need,
             cap_nbytes=host_cap,
         )
 
 
-def missing_nbytes(need_nbytes: int, *, sizes: Collection[int], limits: Collection[int]) -> int:
-    """Return the bytes by which chunks pass the tiers together, so that each can be where it is needed; 0: they fit.
+def room_for(need_nbytes: int, *, sizes: Collection[int], limits: Collection[int]) -> tuple[int, int]:
+    """Return the bytes that have to find room so that each chunk can be where it is needed, and the bytes there are.
 
     Args:
         need_nbytes: of chunks, and of what else there has to be room for.
@@ -62,7 +61,7 @@ def missing_nbytes(need_nbytes: int, *, sizes: Collection[int], limits: Collecti
         need_nbytes += _room_to_exchange(sizes)
         # A tier's last bytes, which no chunk fits, are no room.
         cap_nbytes -= sum(limit % gcd(*sizes) for limit in limits)
-    return max(0, need_nbytes - cap_nbytes)
+    return need_nbytes, cap_nbytes
 
 
 def _room_to_exchange(sizes: Collection[int]) -> int:

@@ -42,11 +42,11 @@ def teams() -> Iterator[dict[int, Team]]:
         team.close()
 
 
-def rehearsed(task: Task) -> Rehearsal:
+def rehearsed(task: Task, size: int) -> Rehearsal:
     def loss(model: nn.Module) -> torch.Tensor:
         return loss_of(model, batch_of(task, 0, 0, 0))
 
-    return rehearse(Model(task.model, MODELS[task.model], loss), Setting(chunk_numel=1600))
+    return rehearse(Model(task.model, MODELS[task.model], loss), Setting(chunk_numel=1600, num_ranks=size))
 
 
 def record_both(rank: int, task: Task) -> tuple[list[list[tuple[str, str]]], list[str]]:
@@ -74,7 +74,7 @@ def record_both(rank: int, task: Task) -> tuple[list[list[tuple[str, str]]], lis
 @pytest.mark.parametrize("model", STEADY)
 def test_the_moments_of_every_rank(teams: dict[int, Team], model: str, size: int) -> None:
     task = Task(model, device_nbytes=100 << 10)
-    rehearsal = rehearsed(task)
+    rehearsal = rehearsed(task, size)
     for rank, (moments, digests) in enumerate(teams[size].run(record_both, task)):
         steps = rehearsal.over(size, rank=rank, is_accelerator=False, device_nbytes=task.device_nbytes)
         assert steps.ahead is not None
