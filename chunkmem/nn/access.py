@@ -302,17 +302,20 @@ class AccessTracker:
     def is_stale(self, module: nn.Module) -> bool:
         """Tell whether the stack is left over from a call that was torn down without its hooks (KeyboardInterrupt).
 
-        Only then does the bottom module begin again although its earlier call is not running any more; a module that
-        calls itself is. Python's own stack tells the two apart.
+        Asked outside of backward, when `module` is called that may be a root: then the bottom call is not running any
+        more, or was a recomputation. Python's own stack tells.
         """
-        if not self.stack or self.stack[0].module is not module:
+        if not self.stack:
             return False
+        bottom = self.stack[0]
+        if bottom.recomputing:
+            return True
         running = 0
         frame = sys._getframe(1)
         while frame is not None:
-            running += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+            running += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is bottom.module
             frame = frame.f_back  # type: ignore[assignment]
-        return running <= 1
+        return running <= int(bottom.module is module)  # the call that begins is on Python's stack, too
 
     def relieve(self) -> bool:
         """Let go of chunks that nobody keeps references to any more; False if there are none."""

@@ -71,6 +71,7 @@ class ModuleHooks:
         self._handled: BaseException | None = None
         """What the caller of the outermost call was handling when it began."""
         self._fitted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # Every fitted module refers to it, those without parameters of their own too.
@@ -85,6 +86,7 @@ class ModuleHooks:
         """
         owned: dict[nn.Module, dict[str, ManagedParameter]] = {}
         units = self._units.of(root, by_id)
+        self._roots.add(root)
         for name, module in root.named_modules():
             if module in self._fitted:
                 continue
@@ -109,7 +111,7 @@ class ModuleHooks:
         _check_runs_itself(fitted.name)
         recomputing = in_backward()
         took_turn = self._turn.take_in_hook() if recomputing else self._turn.take()
-        is_stale = not recomputing and access.is_stale(module)  # and has not given the turn back
+        is_stale = not recomputing and self._may_be_root(module) and access.is_stale(module)
         is_root = not recomputing and (not access.stack or is_stale)
         if is_root:
             self._handled = sys.exception()
@@ -119,7 +121,7 @@ class ModuleHooks:
                 self._turn.give_back()
                 raise
         frame = Frame(fitted.name, module, recomputing=recomputing)
-        frame.took_turn = took_turn or is_stale
+        frame.took_turn = took_turn or is_stale  # what is left over has not given it back
         if fitted.is_leaf and any(not managed.requires_grad for managed in fitted.own):
             frame.inputs = [(t, t._version) for t in tensors_in((args, kwargs)) if t.requires_grad]
         frame.containers = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, dict))]
@@ -132,6 +134,11 @@ class ModuleHooks:
             frame.guard = self._make_guard()
             if frame.guard is not None:
                 frame.guard.__enter__()  # type: ignore[no-untyped-call]
+
+    def _may_be_root(self, module: nn.Module) -> bool:
+        """Tell whether a call may be an outermost one although others seem to run."""
+        stack = self._access.stack
+        return bool(stack) and (module in self._roots or stack[0].recomputing or stack[0].module is module)
 
     def _enter_unit(self, unit: Unit, frame: Frame) -> None:
         frame.unit = unit
