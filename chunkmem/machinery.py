@@ -154,7 +154,7 @@ class Machinery:
             units=self._units,
             turn=self._turn,
             on_root=self._begin_root,
-            on_error=self._ranks.tell,
+            on_error=self._ranks.note_error,
             make_guard=self._make_guard,
         )
         self._borders = Borders(is_outermost=lambda root: not self._access.stack or self._access.is_stale(root))
@@ -324,7 +324,7 @@ class Machinery:
         Raises:
             RankError: a rank is missing, or makes another call.
         """
-        with self._turn.taken(), self._ranks.telling(call):
+        with self._turn.taken(), self._ranks.telling():
             self._ranks.begin(Operation(call))
             yield
 
@@ -356,7 +356,7 @@ class Machinery:
         """
         self._require_open()
         label = f"{'optimizer.step()' if updates else 'clipping of gradients'} with {options}"
-        with self._turn.taken(), self._ranks.telling(label), self._bracket(label, updates=updates):
+        with self._turn.taken(), self._ranks.telling(), self._bracket(label, updates=updates):
             yield
 
     @contextlib.contextmanager

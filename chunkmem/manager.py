@@ -128,7 +128,7 @@ class ChunkManager(Machinery):
             self._scaler.is_used = True
             loss = loss if is_scaled else loss.float() * self._scaler.scale
         guard = self._make_guard()
-        with self._ranks.telling("manager.backward()"), guard or contextlib.nullcontext():
+        with self._ranks.telling(), guard or contextlib.nullcontext():
             loss.backward(**kwargs)
 
     def mark_scaled(self) -> None:

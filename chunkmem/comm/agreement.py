@@ -16,7 +16,6 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -48,8 +47,6 @@ class Operation:
     """Only that the others come, too; what they do until then is joined in."""
     can: bool = True
     """False: this rank would, but has no room for it."""
-    error: str = ""
-    """What this rank raises instead of doing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +71,7 @@ class Statement:
 
     label: str
     error: str
+    """What it has raised before; empty if nothing."""
     facts: Sequence[str]
 
 
@@ -86,7 +84,7 @@ def numbers_of(operation: Operation, rank: int, *, facts: str, has_joined: bool)
         facts: a digest of what has to be the same on all ranks meanwhile.
         has_joined: it has joined in what others did since it last came to the end of a step.
     """
-    text = f"{operation.label}\n{operation.detail}\n{operation.error.partition(':')[0]}\n{facts}"
+    text = f"{operation.label}\n{operation.detail}\n{facts}"
     code = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     busy, waiting = ((_NOTHING, _NOTHING), (code, -code)) if operation.waits else ((code, -code), (_NOTHING, _NOTHING))
     return [
@@ -112,9 +110,7 @@ def verdict(smallest: Sequence[int]) -> Verdict:
     return Verdict(is_same, can == 1, all_wait, one_waits, source, complete, minus_joined < 0)
 
 
-def smallest_over(
-    group: dist.ProcessGroup, rank: int, size: int, numbers: Sequence[int], *, timeout_s: float | None = None
-) -> list[int]:
+def smallest_over(group: dist.ProcessGroup, rank: int, size: int, numbers: Sequence[int]) -> list[int]:
     """Return the smallest over ranks of each number, the same on all of them.
 
     In round k each rank hands what it knows to the one 2**k further on, so that after the last round it has heard of
@@ -125,30 +121,28 @@ def smallest_over(
         rank: this one.
         size: of the group.
         numbers: as many on every rank.
-        timeout_s: how long to wait for each message; None: as long as the group does. The connections are closed then.
 
     Raises:
         RuntimeError: a rank did not come.
     """
     known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    patience = () if timeout_s is None else (timedelta(seconds=timeout_s),)
     distance = 1
     while distance < size:
         heard, told = torch.empty_like(known), known
         tag = _TAG + distance.bit_length()
         receive = group.recv([heard], (rank - distance) % size, tag)
         send = group.send([told], (rank + distance) % size, tag)
-        receive.wait(*patience)
+        receive.wait()
         known = torch.minimum(known, heard)
-        send.wait(*patience)
+        send.wait()
         distance *= 2
     return [int(number) for number in known.tolist()]
 
 
-def packed(operation: Operation, facts: Collection[str]) -> bytes:
+def packed(operation: Operation, raised: str, facts: Collection[str]) -> bytes:
     """Return a rank's statement as bytes."""
     label = f"{operation.label} ({operation.detail})" if operation.detail else operation.label
-    return json.dumps(asdict(Statement(label, operation.error, sorted(facts)))).encode()
+    return json.dumps(asdict(Statement(label, raised, sorted(facts)))).encode()
 
 
 def unpacked(statements: Sequence[bytes]) -> list[Statement]:
@@ -163,12 +157,6 @@ def difference(statements: Sequence[Statement], numbers: Sequence[int]) -> tuple
         statements: by rank.
         numbers: what messages call each rank.
     """
-    raised = {rank: each.error for rank, each in enumerate(statements) if each.error}
-    if raised:
-        errors = "; ".join(f"{named(ranks, numbers)} raised {error}" for error, ranks in _by_text(raised).items())
-        others = {rank: each.label for rank, each in enumerate(statements) if not each.error}
-        where = f"; {_places(others, numbers)}" if others else ""
-        return f"{errors}{where}", tuple(numbers[rank] for rank in raised)
     facts = [set(each.facts) for each in statements]
     some = sorted(fact for fact in set().union(*facts) if any(fact not in known for known in facts))
     if some:
@@ -180,7 +168,9 @@ def difference(statements: Sequence[Statement], numbers: Sequence[int]) -> tuple
             "do the same on every rank"
         ), ()
     places = _places({rank: each.label for rank, each in enumerate(statements)}, numbers)
-    return f"the ranks are in different places: {places}; {_NEXT}", ()
+    raised = {rank: each.error for rank, each in enumerate(statements) if each.error}
+    errors = "".join(f"; {named(ranks, numbers)} raised {error} before" for error, ranks in _by_text(raised).items())
+    return f"the ranks are in different places: {places}{errors}; {_NEXT}", tuple(numbers[rank] for rank in raised)
 
 
 def _places(labels: Mapping[int, str], numbers: Sequence[int]) -> str:

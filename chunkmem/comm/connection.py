@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import pickle
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -41,7 +39,6 @@ _ROLL_CALL_SHARE = 0.25
 """Of the timeout; the rest is what an exchange may take."""
 _LINGER_SHARE = 0.1
 """Of the roll call."""
-_TOLD = "chunkmem: the other ranks were told"
 
 
 class Connection:
@@ -80,6 +77,8 @@ class Connection:
         self._failure: RankError | None = None
         self._facts: frozenset[str] = frozenset()
         self._facts_digest = ""
+        self._raised = ""
+        """What this rank has raised since it did something together with the others."""
         self._has_joined = False
         """In what others did, since the last step."""
         self._complete: int | None = None
@@ -167,53 +166,39 @@ class Connection:
         return complete
 
     @contextlib.contextmanager
-    def telling(self, label: str) -> Iterator[None]:
-        """Have the other ranks raise a RankError that says what is raised inside, unless all raise the same.
-
-        Args:
-            label: what this rank does, for messages.
-        """
+    def telling(self) -> Iterator[None]:
+        """Note what is raised inside, see `note_error`."""
         try:
             yield
         except Exception as error:
-            self.tell(error, label)
+            self.note_error(error)
             raise
 
-    def tell(self, error: BaseException, label: str) -> None:
-        """Have the other ranks raise a RankError that says what this one is about to raise, unless all do the same."""
-        if self.size == 1 or self._failure is not None or self._numbers is None or _was_told(error):
+    def note_error(self, error: BaseException) -> None:
+        """Have the others say what this rank raises, if it does not go on with what they do."""
+        if self.size == 1 or self._failure is not None or isinstance(error, RankError):
             return
-        error.add_note(_TOLD)
-        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        try:
-            self._agreed(Operation(label, error=text), timeout_s=self._roll_call_s)
-        except RankError:
-            return  # the others have heard of it, or are gone
-        except RuntimeError as silence:
-            # They are not here yet. Their connections to this rank are closed now, and they will read this.
-            assert self._store is not None
-            with contextlib.suppress(RuntimeError):
-                self._store.set(str(self.rank), json.dumps(asdict(Answer(label, self._roll_call_s, error=text))))
-            hang_up(self._numbers, self.rank, self.size)
-            if self._chunks is not None:
-                hang_up(self._chunks, self.rank, self.size)
-            self._failure = RankError(f"{label}: this rank raised {text}, and the others did not come ({silence})", ())
+        self._set_raised(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
-    def _agreed(self, operation: Operation, *, timeout_s: float | None = None) -> Verdict:
+    def _set_raised(self, text: str) -> None:
+        self._raised = text
+        assert self._store is not None
+        with contextlib.suppress(RuntimeError):  # the store is lost: the others will say so
+            self._store.set(f"raised {self.rank}", text)
+
+    def _agreed(self, operation: Operation) -> Verdict:
         label, numbers = operation.label, self._open_numbers(operation.label)
         values = numbers_of(operation, self.rank, facts=self._facts_digest, has_joined=self._has_joined)
-        if timeout_s is None:
-            with self.waiting(label):
-                smallest = smallest_over(numbers, self.rank, self.size, values)
-        else:
-            smallest = smallest_over(numbers, self.rank, self.size, values, timeout_s=timeout_s)
-        found = verdict(smallest)
+        with self.waiting(label):
+            found = verdict(smallest_over(numbers, self.rank, self.size, values))
         if not found.is_same:
             raise self._disagreement(operation)
+        if self._raised:  # and has gone on
+            self._set_raised("")
         return found
 
     def _disagreement(self, operation: Operation) -> RankError:
-        statements = unpacked(self._all_raw_bytes(packed(operation, self._facts), operation.label))
+        statements = unpacked(self._all_raw_bytes(packed(operation, self._raised, self._facts), operation.label))
         message, ranks = difference(statements, self._names)
         self._failure = RankError(message, ranks)
         return self._failure
@@ -303,10 +288,6 @@ def _group_of(process_group: Any) -> dist.ProcessGroup | None:
             raise ConfigError("process_group was given, but torch.distributed is not initialised")
         return None
     return process_group if process_group is not None else dist.group.WORLD
-
-
-def _was_told(error: BaseException) -> bool:
-    return isinstance(error, RankError) or _TOLD in getattr(error, "__notes__", ())
 
 
 def _within(store: Store, name: str) -> Store:

@@ -50,8 +50,6 @@ class Answer:
     waited_s: float
     closed: Sequence[int] = ()
     """The ranks whose connections to it were closed before it hung up."""
-    error: str = ""
-    """What it raised itself, before it hung up."""
 
 
 @dataclass
@@ -59,6 +57,8 @@ class _Roll:
     """What is known of the ranks, filled in by a thread."""
 
     answers: dict[int, Answer]
+    raised: dict[int, str] = field(default_factory=dict)
+    """By rank, what it raised, if it did nothing together with the others since."""
     complete: threading.Event = field(default_factory=threading.Event)
     """All there is to know is known; otherwise the store was lost or is silent."""
 
@@ -69,11 +69,14 @@ class _Roll:
         with contextlib.suppress(RuntimeError):
             store.set(str(rank), json.dumps(asdict(self.answers[rank])))
             missing = set(range(size)) - {rank}
+            for other in missing:
+                if store.check([f"raised {other}"]) and (error := store.get(f"raised {other}").decode()):
+                    self.raised[other] = error
             while True:
                 for other in [other for other in missing if store.check([str(other)])]:
                     self.answers[other] = Answer(**json.loads(store.get(str(other))))
                     missing.remove(other)
-                if not missing or time.monotonic() > deadline_s:
+                if missing <= self.raised.keys() or time.monotonic() > deadline_s:
                     break
                 time.sleep(_POLL_S)
             self.complete.set()
@@ -118,14 +121,14 @@ def call_roll(
     reader.join(limit_s + _STORE_GRACE_S)
     answers = dict(sorted(roll.answers.items()))
     start = f"{answer.label}: after {answer.waited_s:.1f} s"
-    raised = {other: each for other, each in answers.items() if each.error}
-    if raised:
-        errors = "; ".join(f"rank {numbers[other]} raised {each.error}" for other, each in raised.items())
-        return RankError(f"{start} {errors}", tuple(numbers[other] for other in raised))
     if not roll.complete.is_set() and 0 not in (numbers[other] for other in answers):
         lost = "the store that the ranks met in does not answer, which is in rank 0 unless torchrun keeps it"
         return RankError(f"{start} {lost}: rank 0 died, left, or is stuck; {_NEXT}", (0,))
     silent = [other for other in range(len(numbers)) if other not in answers]
+    raised = {other: error for other, error in roll.raised.items() if other in silent}
+    if raised:
+        errors = "; ".join(f"rank {numbers[other]} raised {error}" for other, error in sorted(raised.items()))
+        return RankError(f"{start} {errors}", tuple(numbers[other] for other in sorted(raised)))
     closed = {other for each in answers.values() for other in each.closed}
     # In this order: see [Note: Roll call].
     suspects = [other for other in silent if other in closed] or silent

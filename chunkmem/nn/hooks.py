@@ -48,7 +48,7 @@ class ModuleHooks:
         turn: Turn,
         on_root: Callable[[], None],
         make_guard: Callable[[], AccessGuard | None],
-        on_error: Callable[[BaseException, str], None] = lambda error, name: None,
+        on_error: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         """Make hooks.
 
@@ -59,7 +59,7 @@ class ModuleHooks:
             turn: of this thread.
             on_root: runs before each outermost call.
             make_guard: returns a guard for an outermost call, if one is wanted.
-            on_error: hears of what an outermost call raises, and which module that is.
+            on_error: hears of what an outermost call raises.
         """
         self._on_error = on_error
         self._turn = turn
@@ -103,7 +103,7 @@ class ModuleHooks:
                 vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.look_up)
                 owned[module] = own
             module.register_forward_pre_hook(partial(self._enter, fitted), with_kwargs=True)
-            module.register_forward_hook(partial(self._leave, fitted.name), always_call=True)
+            module.register_forward_hook(self._leave, always_call=True)
         return owned
 
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -148,14 +148,14 @@ class ModuleHooks:
             self._units.enter(unit)
             frame.opened = unit
 
-    def _leave(self, name: str, module: nn.Module, _args: Any, result: Any) -> None:
+    def _leave(self, module: nn.Module, _args: Any, result: Any) -> None:
         try:
             self._close(module, result)
         finally:
             # torch calls the hook while it handles what the module has raised.
             error = sys.exception() if result is None and not self._access.stack and not in_backward() else None
             if error is not None and error is not self._handled:
-                self._on_error(error, name)
+                self._on_error(error)
 
     def _close(self, module: nn.Module, result: Any) -> None:
         frame = self._access.pop(module)

@@ -98,7 +98,7 @@ def others_frozen_on_each_rank(user: User) -> None:
     user.train(1)
 
 
-@script(expect=Refused("StateError", "without a gradient|gradient"))
+@script()
 def gradients_of_nothing(user: User) -> None:
     """All is frozen on all ranks after the optimizer was made; backward itself has nothing to do."""
     user.train(0)

@@ -87,7 +87,10 @@ def leaves_out_the_last_bit(user: User) -> None:
 
 
 def has_other_weights_on_rank_one(user: User) -> None:
-    """No exchange is missed, and nobody notices: the rank updates what it owns by another rule."""
+    """The rank updates what it owns by another rule, and says that it does not."""
+    if user.manager is not None:
+        words = user.opt._options_in_words()
+        user.opt._options_in_words = lambda: words
     user.opt.param_groups[0]["lr"] = 0.5 if user.manager and user.rank == 1 else 1e-2
     user.train(0)
 
