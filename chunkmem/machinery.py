@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -162,6 +162,8 @@ class Machinery:
         self._declared = DeclaredReads()
         self._collector: Collector | None = None
         self._stepping = False
+        self._has_given_up = False
+        """Gradients were discarded since the last step."""
         self._gathers_open = 0
         self._ordinary = OrdinaryTensors(self._ranks)
         self._averaged: list[nn.Parameter] = []
@@ -336,7 +338,14 @@ class Machinery:
         """Have the ranks compare which parameters are frozen."""
         if self._sharing is not None:
             frozen = (managed for managed in self._registry.parameters if not managed.requires_grad)
-            self._ranks.know(frozenset(f"parameter {managed} is frozen" for managed in frozen))
+            facts = {f"parameter {managed} is frozen" for managed in frozen}
+            if self._has_given_up:
+                facts.add("gradients were given up since the last step")
+            self._ranks.know(frozenset(facts))
+
+    def _give_up(self, params: Iterable[ManagedParameter]) -> None:
+        """A user discards gradients; over ranks, those that wait for their step are given up on all or on none."""
+        self._has_given_up = self._has_given_up or self._gradients.any_landed(params)
 
     def _make_guard(self) -> AccessGuard | None:
         """Steps that are recorded run under a check; it would cost too much in every one."""
@@ -374,6 +383,7 @@ class Machinery:
         if self._conductor.plan is None and not self._conductor.is_recording:
             self._tiers.leave_room_for_activations()
         self._stepping = True
+        self._has_given_up = self._has_given_up or self._gradients.any_unset()
         try:
             self._gradients.settle(self._registry.parameters)
             if self._reduction is not None:
@@ -389,6 +399,7 @@ class Machinery:
                 self._ordinary.follow()
                 self._conductor.end_step()
                 self._units.end_step()
+                self._has_given_up = False
                 if self._trial is not None:
                     self._trial.end_step()
         finally:

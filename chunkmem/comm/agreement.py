@@ -157,20 +157,20 @@ def difference(statements: Sequence[Statement], numbers: Sequence[int]) -> tuple
         statements: by rank.
         numbers: what messages call each rank.
     """
+    places = _places({rank: each.label for rank, each in enumerate(statements)}, numbers)
+    raised = {rank: each.error for rank, each in enumerate(statements) if each.error}
+    errors = "".join(f"; {named(ranks, numbers)} raised {error} before" for error, ranks in _by_text(raised).items())
+    where = f"the ranks are in different places: {places}{errors}; {_NEXT}"
     facts = [set(each.facts) for each in statements]
     some = sorted(fact for fact in set().union(*facts) if any(fact not in known for known in facts))
     if some:
         with_it = [rank for rank, known in enumerate(facts) if some[0] in known]
         without = [rank for rank, known in enumerate(facts) if some[0] not in known]
         more = f" (and {len(some) - 1} more)" if len(some) > 1 else ""
-        return (
-            f"{some[0]} on {named(with_it, numbers)} and not on {named(without, numbers)}{more}; "
-            "do the same on every rank"
-        ), ()
-    places = _places({rank: each.label for rank, each in enumerate(statements)}, numbers)
-    raised = {rank: each.error for rank, each in enumerate(statements) if each.error}
-    errors = "".join(f"; {named(ranks, numbers)} raised {error} before" for error, ranks in _by_text(raised).items())
-    return f"the ranks are in different places: {places}{errors}; {_NEXT}", tuple(numbers[rank] for rank in raised)
+        is_elsewhere = len({each.label for each in statements}) > 1
+        said = f"{some[0]} on {named(with_it, numbers)} and not on {named(without, numbers)}{more}"
+        where = f"{said}; {where}" if is_elsewhere else f"{said}{errors}; do the same on every rank"
+    return where, tuple(numbers[rank] for rank in raised)
 
 
 def _places(labels: Mapping[int, str], numbers: Sequence[int]) -> str:

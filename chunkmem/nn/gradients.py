@@ -221,12 +221,18 @@ class GradientBook(GradientValues):
                 return
         self.settle((managed,))
 
+    def any_unset(self) -> bool:
+        """Tell whether a user has set the `.grad` of a gradient that has landed to None."""
+        return any(self._unset(landed) for landed in self._landed.values())
+
     def discard_unset(self) -> None:
         """Forget the gradients that no optimizer has taken, and that a `zero_grad()` has set to None since."""
         for landed in list(self._landed.values()):
-            unset = {managed for managed in landed if managed.grad is None} - self.exposed
-            if unset:
+            if unset := self._unset(landed):
                 self.discard(unset)
+
+    def _unset(self, landed: Iterable[ManagedParameter]) -> set[ManagedParameter]:
+        return {managed for managed in landed if managed.grad is None} - self.exposed
 
     def discard(self, params: Collection[ManagedParameter]) -> None:
         """Forget the gradients of `params`, as after their update."""

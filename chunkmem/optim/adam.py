@@ -165,6 +165,7 @@ class Adam(StatefulOptimizer):
         self._manager._require_open()
         super().zero_grad(set_to_none)  # with lazy gradients, zeros reach the chunks
         if set_to_none:
+            self._manager._give_up(m for m in self._looked_up() if m is not None)
             self._updater.gradients.discard({m for m in self._looked_up() if m is not None})
             if self._manager._scaler is not None:
                 self._manager._scaler.is_used = False

@@ -16,8 +16,8 @@ def as_loop(trace: Trace) -> Trace:
     others add to it (WRITE). A step that consumes what an earlier one left behind adds to it, and the next begins anew.
 
     Raises:
-        TraceError: a gradient is read or updated with that nothing in the step begins, and the step uses it up: it
-            cannot be repeated.
+        TraceError: a gradient is read or updated with that nothing in the step begins, and the step uses it up, or it
+            is given up twice: the step cannot be repeated.
     """
     first: dict[ChunkId, int] = {}
     is_left: dict[ChunkId, bool] = {}
@@ -27,6 +27,11 @@ def as_loop(trace: Trace) -> Trace:
         if chunk.role is not Role.GRAD or moment.kind is Kind.RELEASE:
             continue
         first.setdefault(chunk, at)
+        if moment.kind in (Kind.CONSUME, Kind.UPDATE) and not is_left.get(chunk, True):
+            raise TraceError(
+                f"moment {at} ({moment}) uses {chunk}, which the step has given up before, as with a zero_grad() "
+                "between backward and step: the next step will be another one, so record that"
+            )
         is_left[chunk] = moment.kind is not Kind.CONSUME
     moments = list(trace.moments)
     for chunk, at in first.items():

@@ -83,3 +83,11 @@ def test_gradients_from_before_the_step_are_planned(slabs: int) -> None:
     with pytest.raises(PlanError, match=r"moment 9 .* adds to grad chunk 3"):
         make_plan(trace, machine(slabs))
     simulate(make_plan(as_loop(trace), machine(slabs)), as_loop(trace))
+
+
+@pytest.mark.parametrize("kind", [Kind.CONSUME, Kind.UPDATE])
+def test_a_gradient_that_was_given_up_is_of_no_use(kind: Kind) -> None:
+    at = next(at for at, m in enumerate(WHOLE.moments) if (m.kind, m.chunk) == (Kind.UPDATE, param(1)))
+    late = (Moment(Kind.CONSUME, grad(1)), Moment(kind, param(1) if kind is Kind.UPDATE else grad(1)))
+    with pytest.raises(TraceError, match="which the step has given up before"):
+        as_loop(replace(WHOLE, moments=(*WHOLE.moments[:at], *late, *WHOLE.moments[at:])))
