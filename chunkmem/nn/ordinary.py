@@ -25,7 +25,7 @@ _BUFFERS = "buffers of modules"
 
 @contextmanager
 def same_random_numbers(ranks: Ranks) -> Iterator[None]:
-    """Draw inside what rank 0 draws. A rank with another seed goes on with its own afterwards.
+    """Draw inside what rank 0 draws. A rank with another seed goes on with its own afterwards, unless it seeds inside.
 
     Raises:
         RankError: a rank is missing, or somewhere else.
@@ -36,10 +36,12 @@ def same_random_numbers(ranks: Ranks) -> Iterator[None]:
         yield
         return
     torch.set_rng_state(first)
+    seed = torch.initial_seed()
     try:
         yield
     finally:
-        torch.set_rng_state(own)
+        if torch.initial_seed() == seed:
+            torch.set_rng_state(own)
 
 
 class OrdinaryTensors:
