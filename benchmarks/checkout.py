@@ -1,4 +1,4 @@
-"""Another checkout's chunkmem beside this one's, so that a change is timed in one run."""
+"""Another checkout's chunkmem in the same run as this one's, so that a change can be timed."""
 
 from __future__ import annotations
 

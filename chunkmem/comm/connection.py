@@ -135,13 +135,13 @@ class Connection:
         """Return once all ranks are about to do the same, and whether all of them can.
 
         Raises:
-            RankError: a rank is missing; or the ranks differ in what they are about to do, or in what they `know`, or
-                one of them has raised an error: on every rank, in the same words.
+            RankError: a rank is missing; or the ranks differ in what they are about to do, or in what they `know`: then
+                on every rank, in the same words.
         """
         if self.size == 1:
             return operation.can
         found = self._agreed(operation)
-        if found.one_waits:
+        if found.one_waits and found.all_can:
             self._broadcast_object(operation.joinable, operation.label, found.source)
         return found.all_can
 
@@ -153,6 +153,8 @@ class Connection:
         if self.size == 1:
             return None
         found = self._agreed(Operation(label, waits=True))
+        while not found.all_can:  # then nothing is begun, and there is nothing to join in
+            found = self._agreed(Operation(label, waits=True))
         if not found.all_wait:
             self._has_joined = True
             return self._broadcast_object(None, label, found.source)
@@ -175,7 +177,7 @@ class Connection:
             raise
 
     def note_error(self, error: BaseException) -> None:
-        """Have the others say what this rank raises, if it does not go on with what they do."""
+        """Have the others say what this rank raises, if it does not take part in what they do next."""
         if self.size == 1 or self._failure is not None or isinstance(error, RankError):
             return
         self._set_raised(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")

@@ -88,23 +88,17 @@ class Course:
         """Wait for the reduction that is under way. Raises what `gather` does."""
         self._reduction().finish()
 
-    def attend(self, label: str) -> bool:
+    def attend(self, label: str) -> None:
         """Wait for the other ranks, taking part in what they exchange until they come here, too.
-
-        Returns:
-            Whether there was any of that.
 
         Raises:
             CapacityError: what they exchange does not fit DEVICE.
             RankError: a rank is missing, or somewhere else.
         """
         self._drop()
-        has_joined = False
         while (asked := self._sharing.ranks.wait_for_others(label)) is not None:
             what, lists = asked
             self._reduction().join(lists) if what == "reduce" else self._sharing.join_gather(lists)
-            has_joined = True
-        return has_joined
 
     def end_step(self, *, always: Sequence[int], num_backwards: int) -> int:
         """The step is over; return how many backwards it had on a rank that had all of it.

@@ -156,6 +156,8 @@ class ModuleHooks:
             error = sys.exception() if result is None and not self._access.stack and not in_backward() else None
             if error is not None and error is not self._handled:
                 self._on_error(error)
+            if not self._access.stack:
+                self._handled = None  # an exception keeps alive what its frames refer to
 
     def _close(self, module: nn.Module, result: Any) -> None:
         frame = self._access.pop(module)

@@ -25,7 +25,7 @@ _BUFFERS = "buffers of modules"
 
 @contextmanager
 def same_random_numbers(ranks: Ranks) -> Iterator[None]:
-    """Draw inside what rank 0 draws. A rank with another seed goes on with its own afterwards, unless it seeds inside.
+    """Draw inside what rank 0 draws. A rank with another seed has its own again afterwards, unless it seeds inside.
 
     Raises:
         RankError: a rank is missing, or somewhere else.
@@ -102,7 +102,7 @@ def _told_by(module: nn.Module, buffer: torch.Tensor) -> torch.Tensor:
     """Return the buffer whose version tells when another one has changed.
 
     The kernels of batch and instance norms write running statistics past their version counters; the number of batches
-    is counted beside.
+    is counted in a buffer of its own.
     """
     counter = module.num_batches_tracked if isinstance(module, _NormBase) else None
     return counter if isinstance(counter, torch.Tensor) else buffer

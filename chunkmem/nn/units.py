@@ -166,12 +166,10 @@ class Units:
         """A model is called from outside."""
         self._is_in_step = self._is_in_step or grad_enabled
 
-    def attend(self, label: str) -> bool:
-        """Wait for the other ranks, and take part in what they do until then; return whether they did anything.
-
-        Raises what `enter` does.
-        """
-        return self.course is not None and self.course.attend(label)
+    def attend(self, label: str) -> None:
+        """Wait for the other ranks, and take part in what they do until then. Raises what `enter` does."""
+        if self.course is not None:
+            self.course.attend(label)
 
     def end_step(self) -> None:
         """The optimizer has stepped, on all ranks."""

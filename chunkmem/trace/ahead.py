@@ -83,7 +83,7 @@ def _moved(parts: Sequence[_Block | Moment]) -> list[Moment]:
             is_same_reduction = False
         else:
             if part.kind is Kind.UPDATE or part.chunk in {moment.chunk for moment in reduced}:
-                moments += reduced  # whoever touches what is being reduced waits for it
+                moments += reduced  # what touches a gradient under reduction waits for it
                 reduced = []
             # Lists of groups that are reduced together follow each other, with zeros for what has no gradient between.
             is_same_reduction = is_same_reduction and part.chunk.role is Role.GRAD

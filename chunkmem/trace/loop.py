@@ -13,7 +13,8 @@ def as_loop(trace: Trace) -> Trace:
     """Return the step as it is from the second time on.
 
     A gradient that no optimizer consumes has content when the step ends. The first such step begins it (CREATE), all
-    others add to it (WRITE). A step that consumes what an earlier one left behind adds to it, and the next begins anew.
+    others add to it (WRITE). A step that consumes what an earlier one left behind adds to it, and the next begins a new
+    one.
 
     Raises:
         TraceError: a gradient is read or updated with that nothing in the step begins, and the step uses it up, or it
