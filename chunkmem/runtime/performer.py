@@ -18,7 +18,7 @@ from chunkmem.errors import PlanError
 from chunkmem.plan.ahead import UNDO_LOG, updates_ahead
 from chunkmem.plan.director import Director
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
-from chunkmem.plan.resync import residency_before
+from chunkmem.plan.semantics import residency_before
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.events import DoneEvent, Event, Lanes
 from chunkmem.runtime.executor import DemandExecutor
