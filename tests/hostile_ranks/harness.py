@@ -79,7 +79,9 @@ EQUAL = Equal()
 EQUAL_BUT_FOR_ORDER = Equal(tolerance=1e-6)
 """A step has other backwards than the one before: means of parts are added up, and not parts."""
 ALIKE = Alike()
-DIVERGED = Refused("RankError", "the ranks are in different places: ranks? 0 .*ranks? 1 ")
+PARTED = r"the ranks are in different places: ranks? 0 .*, ranks? [12] "
+"""Two or three ranks, whoever of them are in one place."""
+DIVERGED = Refused("RankError", PARTED)
 """The ranks' programs do different things."""
 NOT_OWNED = Refused("StateError", "belongs to another rank|outside of its unit")
 """Values of parameters are used where no unit has brought them."""
