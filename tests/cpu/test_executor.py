@@ -132,7 +132,7 @@ def test_a_settled_gradient_leaves_before_parameters_and_those_before_states() -
     world.executor.create(world.chunk(Role.EXP_AVG, 0), DEVICE, reader="states", zero=True)
     use(world, 0)
     world.executor.create(world.grad(0), DEVICE, reader="gradient", zero=True)
-    world.grad(0).settled = True
+    world.store.settle(world.grad(0))
     use(world, 1)
     assert world.on(DEVICE) == ["exp_avg chunk 0", "param chunk 0", "param chunk 1"]
     use(world, 2)
