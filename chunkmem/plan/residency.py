@@ -45,6 +45,7 @@ class Residency:
         self._numbers = {chunk: 2 * index for index, chunk in enumerate(trace.chunk_nbytes)}
         self.replicas = [(chunk, tier) for chunk in trace.chunk_nbytes for tier in TIERS]
         self.nbytes = [trace.chunk_nbytes[chunk] for chunk, _ in self.replicas]
+        self._roles = [(tier, chunk.role.value) for chunk, tier in self.replicas]
         self.states = [ABSENT] * len(self.replicas)
         self.used_nbytes = [0, 0]
         self.peak_nbytes = [0, 0]
@@ -135,10 +136,9 @@ class Residency:
 
     def _count(self, replica: int, nbytes: int) -> None:
         side = replica & 1
-        chunk, tier = self.replicas[replica]
+        key = self._roles[replica]
         self.used_nbytes[side] += nbytes
         self.peak_nbytes[side] = max(self.peak_nbytes[side], self.used_nbytes[side])
-        key = (tier, chunk.role.value)
         now = self._role_nbytes[key] = self._role_nbytes.get(key, 0) + nbytes
         self.role_peak_nbytes[key] = max(self.role_peak_nbytes.get(key, 0), now)
 
