@@ -185,7 +185,7 @@ def tables(results: Mapping[str, Any]) -> str:
         "|---" * 7 + "|",
         *(
             "| " + " | ".join([row["title"], f"{row['num_moments']}", *_calls(row)]) + " |"
-            for row in results["in_steps"]
+            for row in results.get("in_steps", ())  # what an earlier run did not measure has no rows
         ),
         "",
         "| first steps, processor s | moments | recorded | planned | planned again | later: mean | fastest – slowest | "
@@ -193,7 +193,7 @@ def tables(results: Mapping[str, Any]) -> str:
         "|---" * 8 + "|",
         *(
             "| " + " | ".join([row["title"], f"{row['num_moments']}", *_first_steps(row)]) + " |"
-            for row in results["first_steps"]
+            for row in results.get("first_steps", ())
         ),
         "",
         f"Following a plan in which nothing moves costs {interval.median:.2f} µs a moment ({interval.low:.2f} – "
