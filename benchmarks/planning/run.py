@@ -20,6 +20,8 @@ from tqdm import tqdm
 if not __package__:  # Run as a file: find the other modules where `python -m` finds them.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.planning.first_steps import CASES as FIRST_STEPS
+from benchmarks.planning.first_steps import NUM_FIRST, measure_first_steps
 from benchmarks.planning.overhead import measure as measure_overhead
 from benchmarks.program import carry_out, command, parse, surroundings
 from benchmarks.stats import median_interval
@@ -183,7 +185,15 @@ def tables(results: Mapping[str, Any]) -> str:
         "|---" * 7 + "|",
         *(
             "| " + " | ".join([row["title"], f"{row['num_moments']}", *_calls(row)]) + " |"
-            for row in results["in_steps"]
+            for row in results.get("in_steps", ())  # what an earlier run did not measure has no rows
+        ),
+        "",
+        "| first steps, processor s | moments | recorded | planned | planned again | later: mean | fastest – slowest | "
+        "largest / mean |",
+        "|---" * 8 + "|",
+        *(
+            "| " + " | ".join([row["title"], f"{row['num_moments']}", *_first_steps(row)]) + " |"
+            for row in results.get("first_steps", ())
         ),
         "",
         f"Following a plan in which nothing moves costs {interval.median:.2f} µs a moment ({interval.low:.2f} – "
@@ -210,6 +220,17 @@ def _calls(row: Mapping[str, Any]) -> Iterator[str]:
     yield f"{row['first_plan']} → {row['plan']}"
 
 
+def _first_steps(row: Mapping[str, Any]) -> Iterator[str]:
+    first, later = row["cpu_s"][:NUM_FIRST], row["cpu_s"][NUM_FIRST:]
+    recorded, planned, *again = first
+    yield f"{recorded:.2f}"
+    yield f"{planned:.2f}"
+    yield ", ".join(f"{s:.2f}" for s in again)
+    yield f"{statistics.mean(later):.2f}"
+    yield f"{min(later):.2f} – {max(later):.2f}"
+    yield f"{max(first) / statistics.mean(later):.1f}"
+
+
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Time and memory of planning, and the cost of following a plan.")
@@ -230,6 +251,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     before = os.getloadavg()[0]
     overhead = measure_overhead(arguments.steps)
     rows = [measure(case, arguments.repeats) for case in tqdm([*series, *others], unit="case", disable=None)]
+    first_steps = [measure_first_steps(case) for case in tqdm(FIRST_STEPS, unit="model", disable=None)]
     in_steps = [measure_in_steps(case) for case in tqdm(IN_STEPS, unit="case", disable=None)]
     return {
         "command": command("planning"),
@@ -238,6 +260,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "series": rows[: len(series)],
         "others": rows[len(series) :],
         "in_steps": in_steps,
+        "first_steps": first_steps,
         "overhead": overhead,
     }
 

@@ -19,9 +19,10 @@ from chunkmem.plan.ahead import UNDO_LOG, updates_ahead
 from chunkmem.plan.director import Director
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
 from chunkmem.plan.semantics import residency_before
-from chunkmem.plan.simulate import simulate
+from chunkmem.plan.simulate import peak_nbytes
 from chunkmem.runtime.events import DoneEvent, Event, Lanes
 from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.garbage import no_collections
 from chunkmem.runtime.journal import Journal
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.runtime.tiers import Tiers
@@ -52,6 +53,7 @@ class _Cue:
 class Performer:
     """Follows one plan, lap after lap."""
 
+    @no_collections()
     def __init__(self, plan: Plan, trace: Trace, executor: DemandExecutor, lanes: Lanes, tiers: Tiers) -> None:
         """Prepare to follow `plan`; nothing is moved yet.
 
@@ -63,8 +65,8 @@ class Performer:
         """
         self.plan = plan
         self.trace = trace
-        self.predicted = simulate(plan, trace)
-        """What a lap will be like."""
+        self._peak_nbytes = peak_nbytes(plan, trace)
+        """Of a lap that follows the plan."""
         self.journal = Journal()
         self.obstacle = ""
         """Why the last try to go on with the plan failed."""
@@ -201,7 +203,7 @@ class Performer:
         self.drain()
         wanted = residency_before(self.plan, self.trace, moment)
         # The plan's peak includes the undo log. What is reserved of it already is no room that a way could take.
-        peaks = dict(self.predicted.peak_nbytes)
+        peaks = dict(self._peak_nbytes)
         peaks[Tier.HOST] -= min(peaks[Tier.HOST], self._tiers.host.now.get(UNDO_LOG, 0))
         try:
             actions = way_to(
