@@ -22,8 +22,8 @@ def audit(manager: ChunkManager) -> None:
     """Assert: no pins, ledgers equal live replicas and stay in their caps, evicted chunks hold nothing, pads are 0."""
     audit_pins(manager)
     audit_ledgers(manager)
-    manager._executor.drain()  # what a plan has prefetched may be under way
-    for chunk in manager._store.chunks.values():
+    manager.runtime.executor.drain()  # what a plan has prefetched may be under way
+    for chunk in manager.runtime.store.chunks.values():
         for replica in chunk.replicas.values():
             if replica.version == chunk.version != NO_CONTENT:
                 for start, stop in chunk.group.pads:
@@ -34,19 +34,19 @@ def audit(manager: ChunkManager) -> None:
 
 def audit_pins(manager: ChunkManager) -> None:
     """Assert that nothing is pinned."""
-    assert manager._access.pinning == (), [str(frame) for frame in manager._access.pinning]
-    assert manager._backward.pinning == ()
-    for chunk in manager._store.chunks.values():
+    assert manager.runtime.access.pinning == (), [str(frame) for frame in manager.runtime.access.pinning]
+    assert manager.runtime.backward.pinning == ()
+    for chunk in manager.runtime.store.chunks.values():
         assert all(replica.pins == 0 for replica in chunk.replicas.values()), f"{chunk.label} is pinned"
-    assert set(manager._executor.pinned_nbytes.values()) == {0}
+    assert set(manager.runtime.executor.pinned_nbytes.values()) == {0}
 
 
 def audit_ledgers(manager: ChunkManager) -> None:
     """Assert that each ledger is the sum over live replicas and kept slabs, and within its cap."""
-    for tier, pool in manager._store.pools.items():
+    for tier, pool in manager.runtime.store.pools.items():
         ledger = pool.ledger
         live: Counter[str] = Counter()
-        for chunk in manager._store.chunks.values():
+        for chunk in manager.runtime.store.chunks.values():
             if tier in chunk.replicas:
                 assert chunk.replicas[tier].flat.untyped_storage().nbytes() >= chunk.nbytes
                 live[chunk.id.role.value] += chunk.nbytes

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-import chunkmem.machinery
+import chunkmem.assembly
 import chunkmem.optim.adam
 from chunkmem.types import Tier
 from tests.helpers.evicted_operations import OPERATIONS, Op, Outcome, Scene
@@ -68,10 +68,10 @@ def train(scene: Scene, seed: int) -> None:
 
 def evict_all(manager: chunkmem.ChunkManager) -> None:
     """Move every chunk of parameters to HOST."""
-    store = manager._store
+    store = manager.runtime.store
     for chunk in list(store.resident[Tier.DEVICE].values()):
         if chunk.home is not None:
-            manager._executor.use(chunk, Tier.HOST, reader="test")
+            manager.runtime.executor.use(chunk, Tier.HOST, reader="test")
             store.drop(chunk, Tier.DEVICE)
 
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-import chunkmem.machinery
+import chunkmem.assembly
 import chunkmem.optim.adam
 from tests.hostile.harness import AMPLE_NBYTES, MODES, ORDINARY, SCRIPTS, SEED, Script, User, manager_for
 from tests.hostile.judge import differences
