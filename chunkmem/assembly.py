@@ -168,7 +168,7 @@ class Runtime:
         self.ordinary = OrdinaryTensors(self.ranks)
         self._averaged: list[nn.Parameter] = []
         """Of excluded modules, those whose gradients are averaged over ranks."""
-        self._exchange_Bps = inf
+        self.exchange_Bps = inf
         self.conductor = self._make_conductor(machine)
         self._trial = self._make_trial()
         self.foreign_steps = ForeignStepCheck(self.registry, self.gradients)
@@ -208,7 +208,7 @@ class Runtime:
                 device_nbytes=caps.device_nbytes,
                 host_nbytes=caps.host_nbytes,
                 undo_log_nbytes=self._undo_log_nbytes,
-                exchange_Bps=self._exchange_Bps,
+                exchange_Bps=self.exchange_Bps,
             ),
             options=PlanOptions(
                 margin_use_ratio=tracer.margin_use_ratio if hybrid else 0.0,
@@ -230,7 +230,7 @@ class Runtime:
     def _measure_links(self, groups: tuple[int, ...]) -> None:
         assert self.sharing is not None
         if groups:
-            self._exchange_Bps = self.sharing.measure(groups, time_s=self.compute.time_s)
+            self.exchange_Bps = self.sharing.measure(groups, time_s=self.compute.time_s)
 
     @property
     def phase(self) -> str:

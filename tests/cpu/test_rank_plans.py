@@ -291,7 +291,7 @@ def choose(rank: int, slow: int) -> tuple[int, float]:
             manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
             optimizer.step()
             optimizer.zero_grad()
-        return [way is sharing.exchange for way in ways].index(True), manager._exchange_Bps
+        return [way is sharing.exchange for way in ways].index(True), manager.runtime.exchange_Bps
 
 
 @pytest.mark.parametrize("slow", [0, 1])

@@ -51,8 +51,8 @@ def audit_ledgers(manager: ChunkManager) -> None:
                 assert chunk.replicas[tier].flat.untyped_storage().nbytes() >= chunk.nbytes
                 live[chunk.id.role.value] += chunk.nbytes
         live[CACHE] += sum(slab.nbytes for slab in getattr(pool, "_kept", ()))
-        if tier is Tier.HOST and (updater := getattr(manager, "_updater", None)) is not None:
-            live[UNDO_LOG] += updater.ahead._log.reserved_nbytes
+        if tier is Tier.HOST:
+            live[UNDO_LOG] += manager.runtime.updater.ahead._log.reserved_nbytes
         assert {r: n for r, n in ledger.now.items() if n} == {r: n for r, n in live.items() if n}, tier
         assert ledger.total_nbytes == live.total()
         assert ledger.total_nbytes <= ledger.cap_nbytes <= ledger.limit_nbytes
