@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,22 +12,25 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from chunkmem.assembly import Runtime
+from chunkmem.config import Config
 from chunkmem.errors import LayoutError, StateError
-from chunkmem.machinery import Machinery
 from chunkmem.memory import MemoryReport
 from chunkmem.nn.built import HERE
 from chunkmem.nn.collect import Collector
 from chunkmem.nn.gather import gathered, parameters_in
 from chunkmem.nn.registry import check_fits
 from chunkmem.nn.released import BuiltOverRanks
+from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.timeline import Timeline
-from chunkmem.runtime.device import give_back_freed_ram
+from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
+from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.report import memory_report
 from chunkmem.trace.model import Trace
 
 
-class ChunkManager(Machinery):
+class ChunkManager:
     """Owns the tiers and the chunks of one process. Several can live side by side.
 
     Args:
@@ -40,6 +43,21 @@ class ChunkManager(Machinery):
     Raises:
         ConfigError: a key is set whose feature this version does not have.
     """
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        process_group: Any = None,
+        device_index: int | None = None,
+        machine: Machine | None = None,
+        make_lanes: Callable[[ComputeDevice], Lanes] | None = None,
+    ) -> None:
+        self.config = Config() if config is None else config
+        self.runtime = Runtime(
+            self.config, process_group=process_group, device_index=device_index, machine=machine, make_lanes=make_lanes
+        )
+        """The parts that the manager is made of; no promise is made about them."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError("a manager cannot be copied or pickled: make another from its config")
@@ -62,28 +80,28 @@ class ChunkManager(Machinery):
                 values.
             ConfigError, RankError: not all ranks build the same.
         """
-        self._require_open()
-        if self._collector is not None:
+        self.runtime.require_open()
+        if self.runtime.collector is not None:
             raise StateError(
                 "manager.init() inside manager.init(): build all modules in one block, or in blocks in turn"
             )
-        collector = self._collector = Collector()
+        collector = self.runtime.collector = Collector()
         built = HERE
-        if self._sharing is not None and not self.config.release_after_init:
-            built = BuiltOverRanks(self._sharing, collector)
+        if self.runtime.sharing is not None and not self.runtime.config.release_after_init:
+            built = BuiltOverRanks(self.runtime.sharing, collector)
         try:
-            with self._random_numbers(), collector.watching(), built.watching():
+            with self.runtime.random_numbers(), collector.watching(), built.watching():
                 yield
         finally:
-            self._collector = None
-        self._add(collector.roots(), collector.excluded(), kept=collector.not_reduced(), built=built)
+            self.runtime.collector = None
+        self.runtime.add(collector.roots(), collector.excluded(), kept=collector.not_reduced(), built=built)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Pack the parameters of a model that exists; return the same object. Raises what `init` does."""
-        self._require_open()
+        self.runtime.require_open()
         if not isinstance(model, nn.Module):
             raise LayoutError(f"manager.wrap() takes a torch.nn.Module, not a {type(model).__name__}")
-        self._add([model], [])
+        self.runtime.add([model], [])
         return model
 
     @contextlib.contextmanager
@@ -92,9 +110,9 @@ class ChunkManager(Machinery):
 
         `reduce` tells whether their gradients are averaged over ranks; with one process there is nothing to average.
         """
-        if self._collector is None:
+        if self.runtime.collector is None:
             raise StateError("manager.exclude() belongs inside manager.init()")
-        with self._collector.excluding(reduce=reduce):
+        with self.runtime.collector.excluding(reduce=reduce):
             yield
 
     def unit(self, module: nn.Module) -> nn.Module:
@@ -102,10 +120,10 @@ class ChunkManager(Machinery):
 
         By default, units are the children of ModuleList and Sequential. With one process it changes nothing.
         """
-        self._require_open()
+        self.runtime.require_open()
         if not isinstance(module, nn.Module):
             raise LayoutError(f"manager.unit() takes a torch.nn.Module, not a {type(module).__name__}")
-        self._units.mark(module)
+        self.runtime.units.mark(module)
         return module
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:
@@ -120,15 +138,15 @@ class ChunkManager(Machinery):
                 pipeline stage sends back was: it is not multiplied again.
             kwargs: of `torch.Tensor.backward`.
         """
-        self._require_open()
+        self.runtime.require_open()
         if not isinstance(loss, torch.Tensor):
             raise StateError(f"manager.backward() takes the loss as a tensor, not a {type(loss).__name__}")
-        self._units.declared = last
-        if self._scaler is not None:
-            self._scaler.is_used = True
-            loss = loss if is_scaled else loss.float() * self._scaler.scale
-        guard = self._make_guard()
-        with self._ranks.telling(), guard or contextlib.nullcontext():
+        self.runtime.units.declared = last
+        if self.runtime.scaler is not None:
+            self.runtime.scaler.is_used = True
+            loss = loss if is_scaled else loss.float() * self.runtime.scaler.scale
+        guard = self.runtime.make_guard()
+        with self.runtime.ranks.telling(), guard or contextlib.nullcontext():
             loss.backward(**kwargs)
 
     def mark_scaled(self) -> None:
@@ -136,26 +154,26 @@ class ChunkManager(Machinery):
 
         For backwards that do not pass through `backward`, as those of `torch.distributed.pipelining`; only fp16 asks.
         """
-        self._require_open()
-        if self._scaler is not None:
-            self._scaler.is_used = True
+        self.runtime.require_open()
+        if self.runtime.scaler is not None:
+            self.runtime.scaler.is_used = True
 
     def accumulate(self, num_backwards: int) -> None:
         """Declare how many backwards there are before each `step()`; see `backward`."""
-        self._require_open()
+        self.runtime.require_open()
         if not isinstance(num_backwards, int) or isinstance(num_backwards, bool) or num_backwards < 1:
             raise StateError(f"manager.accumulate() takes a number of backwards of at least 1, not {num_backwards!r}")
-        self._units.accumulate(num_backwards)
+        self.runtime.units.accumulate(num_backwards)
 
     @property
     def loss_scale(self) -> float:
         """What `backward` multiplies the loss by: 1 but in fp16."""
-        return 1.0 if self._scaler is None else self._scaler.scale
+        return 1.0 if self.runtime.scaler is None else self.runtime.scaler.scale
 
     @property
     def num_skipped_steps(self) -> int:
         """Steps that changed nothing because a gradient had overflowed; only fp16 has them."""
-        return 0 if self._scaler is None else self._scaler.num_skipped
+        return 0 if self.runtime.scaler is None else self.runtime.scaler.num_skipped
 
     @contextlib.contextmanager
     def gather(self, params: Any = None, *, grads: bool = False) -> Iterator[None]:
@@ -167,27 +185,31 @@ class ChunkManager(Machinery):
         Raises:
             CapacityError: they do not fit DEVICE together.
         """
-        self._require_open()
-        wanted = self._registry.parameters if params is None else map(self._lookup, parameters_in(params))
+        self.runtime.require_open()
+        wanted = (
+            self.runtime.registry.parameters
+            if params is None
+            else map(self.runtime.registry.lookup, parameters_in(params))
+        )
         managed = dict.fromkeys(m for m in wanted if m is not None)
-        self._registry.check()
-        self._gathers_open += 1
+        self.runtime.registry.check()
+        self.runtime.gathers_open += 1
         try:
             with (
-                self._together("manager.gather()"),
+                self.runtime.together("manager.gather()"),
                 gathered(
                     managed,
                     grads=grads,
-                    executor=self._executor,
-                    access=self._access,
-                    gradients=self._gradients,
-                    take_up=self._updater.take_up,
-                    reduction=self._reduction,
+                    executor=self.runtime.executor,
+                    access=self.runtime.access,
+                    gradients=self.runtime.gradients,
+                    take_up=self.runtime.updater.take_up,
+                    reduction=self.runtime.reduction,
                 ),
             ):
                 yield
         finally:
-            self._gathers_open -= 1
+            self.runtime.gathers_open -= 1
 
     def state_dict(self, model: nn.Module | None = None, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the keys, order, shapes and dtypes of `model.state_dict()`: CPU copies, never views.
@@ -195,12 +217,12 @@ class ChunkManager(Machinery):
         `model` may be left out if the manager has one. Over ranks, all have to call it; with `rank0_only` only the
         first one gets it, and the others an empty dict.
         """
-        self._require_open()
-        self._registry.check()
-        with self._together("manager.state_dict()"):
-            self._ordinary.follow()
-            state = self._surface.state_dict(self._registry.only_root(model))
-        return {} if rank0_only and self._ranks.rank > 0 else state
+        self.runtime.require_open()
+        self.runtime.registry.check()
+        with self.runtime.together("manager.state_dict()"):
+            self.runtime.ordinary.follow()
+            state = self.runtime.surface.state_dict(self.runtime.registry.only_root(model))
+        return {} if rank0_only and self.runtime.ranks.rank > 0 else state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], model: nn.Module | None = None, strict: bool = True
@@ -211,21 +233,21 @@ class ChunkManager(Machinery):
             CheckpointError: keys are missing or unexpected (`strict`), or shapes differ. All are named, and nothing
                 has been changed.
         """
-        self._require_open()
-        self._registry.check()
-        root = self._registry.only_root(model)
-        with self._together("manager.load_state_dict()"):
-            check_fits(state_dict, self._surface.expected_state(root), strict=strict)
+        self.runtime.require_open()
+        self.runtime.registry.check()
+        root = self.runtime.registry.only_root(model)
+        with self.runtime.together("manager.load_state_dict()"):
+            check_fits(state_dict, self.runtime.surface.expected_state(root), strict=strict)
             keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
         return keys
 
     def memory(self) -> MemoryReport:
         """Return bytes by tier and role, now and at the peak, and what has been moved. `str()` is a table."""
         return memory_report(
-            self._tiers,
-            self._executor,
-            padding_nbytes=self._registry.padding_nbytes,
-            exchange_nbytes=(0, 0) if self._sharing is None else self._sharing.buffered_nbytes,
+            self.runtime.tiers,
+            self.runtime.executor,
+            padding_nbytes=self.runtime.registry.padding_nbytes,
+            exchange_nbytes=(0, 0) if self.runtime.sharing is None else self.runtime.sharing.buffered_nbytes,
         )
 
     @property
@@ -235,12 +257,12 @@ class ChunkManager(Machinery):
         Raises:
             TraceError: what is set is of another model or layout.
         """
-        return self._conductor.trace
+        return self.runtime.conductor.trace
 
     @trace.setter
     def trace(self, trace: Trace) -> None:
-        self._require_open()
-        self._conductor.adopt_trace(trace)
+        self.runtime.require_open()
+        self.runtime.conductor.adopt_trace(trace)
 
     @property
     def plan(self) -> Plan | None:
@@ -249,16 +271,16 @@ class ChunkManager(Machinery):
         Raises:
             PlanError: what is set is of another trace or for other caps.
         """
-        return self._conductor.plan
+        return self.runtime.conductor.plan
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
-        self._require_open()
-        self._conductor.adopt_plan(plan)
+        self.runtime.require_open()
+        self.runtime.conductor.adopt_plan(plan)
 
     def timeline(self) -> Timeline | None:
         """Return what happened in the last step that is over; `str()` is one line. None before the first."""
-        return self._conductor.timeline()
+        return self.runtime.conductor.timeline()
 
     def record(self, directory: str | os.PathLike[str]) -> None:
         """Write a run directory: `trace.json`, `plan.json`, and the last training step as `timeline.json`.
@@ -269,8 +291,8 @@ class ChunkManager(Machinery):
             StateError: there is no plan yet, or the directory cannot be made.
             TraceError, PlanError: a file cannot be written.
         """
-        self._require_open()
-        trace, plan, timeline = self.trace, self.plan, self._conductor.training_timeline()
+        self.runtime.require_open()
+        trace, plan, timeline = self.trace, self.plan, self.runtime.conductor.training_timeline()
         if trace is None or plan is None or timeline is None:
             raise StateError("there is nothing to record yet: the first step is traced and the second one planned")
         folder = Path(directory)
@@ -284,14 +306,14 @@ class ChunkManager(Machinery):
 
     def close(self) -> None:
         """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent."""
-        self._foreign_steps.remove()
-        self._foreign_wrappers.remove()
-        if self._executor.closed is None:
-            self._conductor.close()
-            self._access.close()
-            self._backward.reset(step=True)
-            self._units.close()
-            self._ranks.close()
-            self._executor.close("its manager is closed; take manager.state_dict() before manager.close()")
-            self._store.close()
+        self.runtime.foreign_steps.remove()
+        self.runtime.foreign_wrappers.remove()
+        if self.runtime.executor.closed is None:
+            self.runtime.conductor.close()
+            self.runtime.access.close()
+            self.runtime.backward.reset(step=True)
+            self.runtime.units.close()
+            self.runtime.ranks.close()
+            self.runtime.executor.close("its manager is closed; take manager.state_dict() before manager.close()")
+            self.runtime.store.close()
             give_back_freed_ram()

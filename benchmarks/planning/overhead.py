@@ -47,7 +47,7 @@ class Loop:
 
 def _stop_listening(manager: ChunkManager) -> None:
     """Leave the plan for good: from here on nobody hears of events, and no lap begins or ends."""
-    conductor = manager._conductor
+    conductor = manager.runtime.conductor
     conductor.close()
     conductor._mode = None
     conductor.begin_root = lambda **_: None  # type: ignore[method-assign]

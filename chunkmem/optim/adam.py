@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -13,12 +13,10 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.ahead import Intent
 from chunkmem.optim.checks import check_available, check_number, check_options, plain_options
 from chunkmem.optim.excluded import update_excluded
+from chunkmem.optim.host import HasRuntime
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.pending import PendingGradients
 from chunkmem.optim.saved import StatefulOptimizer
-
-if TYPE_CHECKING:
-    from chunkmem.manager import ChunkManager
 
 
 class Adam(StatefulOptimizer):
@@ -42,18 +40,19 @@ class Adam(StatefulOptimizer):
         self,
         params: ParamsT,
         *,
-        manager: ChunkManager,
+        manager: HasRuntime,
         lr: float | torch.Tensor | None = None,
         betas: tuple[float, float] | None = None,
         eps: float | None = None,
         weight_decay: float | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        manager._require_open()
-        configured = manager.config.optimizer.params_for("AdamW" if self._decoupled else "Adam")
+        host = manager.runtime
+        host.require_open()
+        configured = host.config.optimizer.params_for("AdamW" if self._decoupled else "Adam")
         if max_grad_norm is not None:
             check_number("max_grad_norm", max_grad_norm)
-        self.max_grad_norm = manager.config.gradient_clipping if max_grad_norm is None else max_grad_norm
+        self.max_grad_norm = host.config.gradient_clipping if max_grad_norm is None else max_grad_norm
         """0 or less: gradients are not clipped."""
         self._options_of: dict[ManagedParameter, int] = {}
         """Which parameter group each one was in at the last step."""
@@ -71,19 +70,19 @@ class Adam(StatefulOptimizer):
             "fused": True,
             "decoupled_weight_decay": self._decoupled,
         }
-        super().__init__(params, defaults, manager=manager)
+        super().__init__(params, defaults, host=host)
         self._complete = True
         self._updater.claim(self._managed(), self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch.optim; its parameters have to be managed or excluded."""
-        self._manager._require_open()
+        self._host.require_open()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
             check_options(group)
-            looked_up = (self._manager._lookup(p) for p in group["params"])
-            managed = [m for m in looked_up if m is not None and self._manager._owns(m)]
+            looked_up = (self._host.registry.lookup(p) for p in group["params"])
+            managed = [m for m in looked_up if m is not None and self._host.owns(m)]
             self._updater.require_room([*self._managed(), *managed])
         except Exception:
             self.param_groups.pop()
@@ -106,7 +105,7 @@ class Adam(StatefulOptimizer):
             StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable. Over
                 ranks nothing is updated then: all of them may have left out their batch.
         """
-        self._manager._require_open()
+        self._host.require_open()
         for group in self.param_groups:
             check_available(group)
         if closure is None and self._is_initialization():
@@ -115,18 +114,18 @@ class Adam(StatefulOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        with self._manager._step(self._options_in_words(), updates=True):
+        with self._host.step(self._options_in_words(), updates=True):
             self._updater.check_owner(self._managed(), self)
             pending, anywhere = self._pending(), self._pending_anywhere()
             if anywhere or any(p.grad is not None for p in self._excluded()):
                 self._step_over(pending)
                 self._updater.gradients.anywhere.difference_update(anywhere)
-            elif self._is_trainable() and self._manager._sharing is None:
+            elif self._is_trainable() and not self._host.is_shared:
                 raise StateError("step() without a gradient: call manager.backward(loss) or loss.backward() before it")
         return result
 
     def _step_over(self, pending: list[ManagedParameter]) -> None:
-        if self._manager._dtype is torch.float32:
+        if not self._host.is_lowered:
             if self.max_grad_norm > 0:  # where they are, as torch does: to the bit
                 self._gradients(pending).clip(self.max_grad_norm)
             self._update(pending, multiplier=None)
@@ -137,12 +136,12 @@ class Adam(StatefulOptimizer):
 
     def _step_lowered(self, pending: list[ManagedParameter]) -> None:
         """Update with the loss scale and clipping folded in, or, if gradients overflowed, consume them."""
-        scaler = self._manager._scaler
+        scaler = self._host.scaler
         multiplier = self._gradients(pending).multiplier(self.max_grad_norm)
         if scaler is not None:
             scaler.step(overflow=multiplier is None)
         if multiplier is None:
-            self._manager._skip_step()
+            self._host.skip_step()
             self._updater.gradients.discard(set(pending))
         else:
             self._update(pending, multiplier=None if multiplier == 1.0 else multiplier)
@@ -156,19 +155,19 @@ class Adam(StatefulOptimizer):
                 return None
             item = items.setdefault(index, (plain_options(self.param_groups[index]), []))
             item[1].append((managed, self._states.steps[managed] + 1))
-        scaler = self._manager._scaler
+        scaler = self._host.scaler
         multiplier = None if scaler is None or scaler.scale == 1.0 else 1.0 / scaler.scale
         return Intent(items, multiplier, needs_norm=scaler is not None or self.max_grad_norm > 0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that `step()` has not consumed, or set them to 0."""
-        self._manager._require_open()
+        self._host.require_open()
         super().zero_grad(set_to_none)  # with lazy gradients, zeros reach the chunks
         if set_to_none:
-            self._manager._give_up(m for m in self._looked_up() if m is not None)
+            self._host.gradients_given_up([m for m in self._looked_up() if m is not None])
             self._updater.gradients.discard({m for m in self._looked_up() if m is not None})
-            if self._manager._scaler is not None:
-                self._manager._scaler.is_used = False
+            if self._host.scaler is not None:
+                self._host.scaler.is_used = False
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -177,11 +176,11 @@ class Adam(StatefulOptimizer):
         Raises:
             StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable.
         """
-        with self._manager._step(f"a norm of {float(max_norm)}", updates=False):
+        with self._host.step(f"a norm of {float(max_norm)}", updates=False):
             pending = self._pending()
             excluded = self._excluded()
             if not pending and not self._is_trainable() and all(p.grad is None for p in excluded):
-                return torch.zeros((), device=self._manager._compute.device)
+                return torch.zeros((), device=self._host.device)
             return self._gradients(pending).clip(max_norm)
 
     def _options_in_words(self) -> str:
@@ -199,25 +198,25 @@ class Adam(StatefulOptimizer):
 
     def _pending_anywhere(self) -> list[ManagedParameter]:
         """Return the parameters of which a rank has a gradient; the same on all of them."""
-        if self._manager._sharing is None:
+        if not self._host.is_shared:
             return self._pending()
         return [m for m in self._looked_up() if m is not None and m in self._updater.gradients.anywhere]
 
     def _gradients(self, pending: list[ManagedParameter]) -> PendingGradients:
-        manager = self._manager
+        host = self._host
         return PendingGradients(
-            manager._registry.in_order(self._params()),
+            host.registry.in_order(self._params()),
             pending,
             self._updater,
-            is_lowered=manager._dtype is not torch.float32,
-            scaler=manager._scaler,
-            ranks=manager._ranks,
+            is_lowered=host.is_lowered,
+            scaler=host.scaler,
+            ranks=host.ranks,
         )
 
     def _update(self, pending: list[ManagedParameter], *, multiplier: float | None) -> None:
         self._update_managed(pending, multiplier)
         for options in self.param_groups:
-            params = [p for p in options["params"] if self._manager._lookup(p) is None and p.grad is not None]
+            params = [p for p in options["params"] if self._host.registry.lookup(p) is None and p.grad is not None]
             update_excluded(params, self.state, options, multiplier=multiplier)
 
     def _update_managed(self, pending: list[ManagedParameter], multiplier: float | None) -> None:
@@ -227,7 +226,7 @@ class Adam(StatefulOptimizer):
         by_group: dict[int, dict[int, tuple[dict[str, Any], list[tuple[ManagedParameter, torch.Tensor]]]]] = {}
         for index, options in enumerate(self.param_groups):
             for param in options["params"]:
-                managed = self._manager._lookup(param)
+                managed = self._host.registry.lookup(param)
                 if managed is not None:
                     self._options_of[managed] = index
                     if managed in waiting:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.checks import STATE_KEYS, STATE_ROLES, state_problems
+from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.update import Owner
 from chunkmem.runtime.device import runtime_mode
-
-if TYPE_CHECKING:
-    from chunkmem.manager import ChunkManager
 
 
 class ChunkStates:
@@ -22,10 +20,10 @@ class ChunkStates:
 
     KEYS: ClassVar = ("step", *STATE_KEYS)
 
-    def __init__(self, manager: ChunkManager, optimizer: Owner, *, owned: Callable[[], list[ManagedParameter]]) -> None:
+    def __init__(self, host: OptimizerHost, optimizer: Owner, *, owned: Callable[[], list[ManagedParameter]]) -> None:
         """Begin without any; `owned` returns the parameters of `optimizer` whose states this rank is to have."""
-        self._manager = manager
-        self._updater = manager._updater
+        self._host = host
+        self._updater = host.updater
         self._optimizer = optimizer
         self._owned = owned
         self.steps: dict[ManagedParameter, torch.Tensor] = {}
@@ -35,7 +33,7 @@ class ChunkStates:
 
     def find(self, param: object) -> ManagedParameter | None:
         """Return what is known of a managed parameter; None for anything else."""
-        return self._manager._registry.find(param) if isinstance(param, torch.Tensor) else None
+        return self._host.registry.find(param) if isinstance(param, torch.Tensor) else None
 
     def __contains__(self, managed: ManagedParameter) -> bool:
         return managed in self._anywhere
@@ -67,11 +65,11 @@ class ChunkStates:
     def read(self, managed: ManagedParameter, keys: Collection[str] = KEYS) -> dict[str, torch.Tensor]:
         """Return CPU copies of a parameter's state, empty if it has none; over ranks, all have to call it."""
         self._check(managed)
-        return self._manager._from_owner(managed, lambda: self._read(managed, keys))
+        return self._host.from_owner(managed, lambda: self._read(managed, keys))
 
     def _check(self, managed: ManagedParameter) -> None:
-        self._manager._require_open()
-        if self._manager._owns(managed):
+        self._host.require_open()
+        if self._host.owns(managed):
             self._updater.check_owner([managed], self._optimizer)
 
     def _read(self, managed: ManagedParameter, keys: Collection[str]) -> dict[str, torch.Tensor]:
@@ -91,7 +89,7 @@ class ChunkStates:
         self._check(managed)
         if problems := state_problems(values, managed.param, keys=values):
             raise StateError(f"optimizer.state of parameter {managed.name}: {'; '.join(problems)}")
-        if self._manager._owns(managed):
+        if self._host.owns(managed):
             if managed not in self.steps:
                 self.prepare([managed])
             self._updater.ahead.forget()  # an update overlapped with backward has read what is replaced here

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -16,11 +16,9 @@ from chunkmem.optim.checks import check_state
 from chunkmem.optim.chunk_states import ChunkStates
 from chunkmem.optim.excluded import first_state
 from chunkmem.optim.foreign import ChunkedOptimizer
+from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.masters import MASTER_KEY, check_masters, masters_to_save
 from chunkmem.optim.state import OptimizerState, ParameterState
-
-if TYPE_CHECKING:
-    from chunkmem.manager import ChunkManager
 
 
 class StatefulOptimizer(ChunkedOptimizer):
@@ -29,12 +27,12 @@ class StatefulOptimizer(ChunkedOptimizer):
     _decoupled = False
     """Whether weight decay is decoupled from the gradient."""
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, manager: ChunkManager) -> None:
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, host: OptimizerHost) -> None:
         """Take parameters in; see `torch.optim.Optimizer`."""
-        self._manager = manager
-        self._updater = manager._updater
+        self._host = host
+        self._updater = host.updater
         self._complete = False
-        self._states = ChunkStates(manager, self, owned=self._managed)
+        self._states = ChunkStates(host, self, owned=self._managed)
         super().__init__(params, defaults)
         self._complete = True
 
@@ -50,8 +48,8 @@ class StatefulOptimizer(ChunkedOptimizer):
         Under the key "master_weights" it also has, by the index of a parameter, float32 weights of those built in bf16
         or fp16: the model's `state_dict` has them as they were built. torch leaves that key out.
         """
-        self._manager._require_open()
-        with self._manager._together("optimizer.state_dict()"):
+        self._host.require_open()
+        with self._host.together("optimizer.state_dict()"):
             return self._saved()
 
     def _saved(self) -> dict[str, Any]:
@@ -59,10 +57,10 @@ class StatefulOptimizer(ChunkedOptimizer):
         with self._states_filled_in():
             state_dict: dict[str, Any] = super().state_dict()
         rows = self._by_index(state_dict["param_groups"])
-        if masters := masters_to_save(rows, self._updater, from_owner=self._manager._from_owner):
+        if masters := masters_to_save(rows, self._updater, from_owner=self._host.from_owner):
             state_dict[MASTER_KEY] = masters
-        if self._manager._scaler is not None:
-            state_dict["loss_scaler"] = self._manager._scaler.state_dict()
+        if self._host.scaler is not None:
+            state_dict["loss_scaler"] = self._host.scaler.state_dict()
         for group in state_dict["param_groups"]:
             group.update({key: value.clone() for key, value in group.items() if isinstance(value, torch.Tensor)})
         return state_dict
@@ -76,8 +74,8 @@ class StatefulOptimizer(ChunkedOptimizer):
             CheckpointError: groups or shapes differ, it was made with an option there is no counterpart of, or its
                 master weights are of other weights than the model has; nothing has been changed.
         """
-        self._manager._require_open()
-        with self._manager._together("optimizer.load_state_dict()"):
+        self._host.require_open()
+        with self._host.together("optimizer.load_state_dict()"):
             self._load(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
@@ -85,11 +83,11 @@ class StatefulOptimizer(ChunkedOptimizer):
         check_state(state_dict, self.param_groups, name_of=self._name_of)
         saved = state_dict.get(MASTER_KEY, {})
         rows = self._by_index(state_dict["param_groups"])
-        masters = {managed: saved[index] for index, managed in rows if index in saved and self._manager._owns(managed)}
+        masters = {managed: saved[index] for index, managed in rows if index in saved and self._host.owns(managed)}
         if saved:
-            check_masters(masters, self._updater, self._manager._ranks)
-        if self._manager._scaler is not None and "loss_scaler" in state_dict:
-            self._manager._scaler.load_state_dict(state_dict["loss_scaler"])
+            check_masters(masters, self._updater, self._host.ranks)
+        if self._host.scaler is not None and "loss_scaler" in state_dict:
+            self._host.scaler.load_state_dict(state_dict["loss_scaler"])
         taken: dict[ManagedParameter, dict[str, Any]] = {}
         # The last hook before and the first after the loading. In between torch copies each state to the device of its
         # parameter: there the managed ones would not fit.
@@ -109,7 +107,7 @@ class StatefulOptimizer(ChunkedOptimizer):
         """Yield managed parameters with the index that each has in the parameter groups of a `state_dict`."""
         for group, own in zip(saved, self.param_groups, strict=True):
             for index, param in zip(group["params"], own["params"], strict=True):
-                managed = self._manager._lookup(param)
+                managed = self._host.registry.lookup(param)
                 if managed is not None:
                     yield index, managed
 
@@ -122,18 +120,18 @@ class StatefulOptimizer(ChunkedOptimizer):
 
     def _managed(self) -> list[ManagedParameter]:
         """Return the managed parameters, over ranks those that this one owns: it has their states."""
-        owns = self._manager._owns
+        owns = self._host.owns
         return [m for m in self._looked_up() if m is not None and owns(m)]
 
     def _looked_up(self) -> list[ManagedParameter | None]:
-        lookup = self._manager._registry.lookup
+        lookup = self._host.registry.lookup
         return [lookup(param) for group in self.param_groups for param in group["params"]]
 
     def _excluded(self) -> list[torch.Tensor]:
-        return [param for param in self._params() if self._manager._lookup(param) is None]
+        return [param for param in self._params() if self._host.registry.lookup(param) is None]
 
     def _name_of(self, param: torch.Tensor, index: int) -> str:
-        return managed.name if (managed := self._manager._lookup(param)) is not None else f"parameter {index}"
+        return managed.name if (managed := self._host.registry.lookup(param)) is not None else f"parameter {index}"
 
     def _pending(self) -> list[ManagedParameter]:
         """Return the managed parameters that this rank owns and that have a gradient."""
@@ -158,9 +156,9 @@ class StatefulOptimizer(ChunkedOptimizer):
     def _initialize(self) -> None:
         """Make states of zero, and count no update: training continues as if nobody had asked for them."""
         self._updater.check_owner(self._managed(), self)
-        found = [(param, self._manager._lookup(param)) for param in self._params() if param.requires_grad]
+        found = [(param, self._host.registry.lookup(param)) for param in self._params() if param.requires_grad]
         managed = [managed for _, managed in found if managed is not None]
-        self._states.prepare([one for one in managed if self._manager._owns(one)])
+        self._states.prepare([one for one in managed if self._host.owns(one)])
         self._states.note(managed)
         self.state.excluded.update((param, first_state(param)) for param, one in found if one is None)
         for param, _ in found:
@@ -207,10 +205,10 @@ class StatefulOptimizer(ChunkedOptimizer):
         states = dict(state_dict["state"])
         for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=True):
             for index, param in zip(saved["params"], own["params"], strict=True):
-                managed = self._manager._lookup(param)
+                managed = self._host.registry.lookup(param)
                 if managed is not None:
                     taken[managed] = states.pop(index, {})
-        self._states.prepare([managed for managed, state in taken.items() if state and self._manager._owns(managed)])
+        self._states.prepare([managed for managed, state in taken.items() if state and self._host.owns(managed)])
         return {**state_dict, "state": states}
 
     def _adopt(self, taken: Mapping[ManagedParameter, Mapping[str, Any]]) -> None:

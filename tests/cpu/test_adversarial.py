@@ -80,7 +80,7 @@ def train(case: ZooModel, variant: Variant, seed: int) -> Outcome:
 
 def run(manager: chunkmem.ChunkManager, case: ZooModel, variant: Variant, side: Chunked) -> Outcome:
     trainer = Trainer(case, variant, side)
-    manager._tiers.device_pool.poison = manager._tiers.host_pool.poison = True
+    manager.runtime.tiers.device_pool.poison = manager.runtime.tiers.host_pool.poison = True
     return trainer.run()
 
 
@@ -168,5 +168,5 @@ def test_copies_are_late_in_these_tests() -> None:
         behind = 0
         for _ in range(STEPS):
             trainer.step()
-            behind += sum(map(len, manager._conductor._lanes._queues.values()))
+            behind += sum(map(len, manager.runtime.conductor._lanes._queues.values()))
         assert behind > 0

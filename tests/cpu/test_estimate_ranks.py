@@ -62,7 +62,7 @@ def record_both(rank: int, task: Task) -> tuple[list[list[tuple[str, str]]], lis
             manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
             optimizer.step()
             optimizer.zero_grad()
-            for trace in (manager._conductor._aside, manager.trace):
+            for trace in (manager.runtime.conductor._aside, manager.trace):
                 if trace is not None and all(trace.digest != known.digest for known in traces):
                     traces.append(trace)
     return [[(f"{m.kind.value} {m.chunk}", str(m)) for m in trace.moments] for trace in traces], [

@@ -41,8 +41,8 @@ def test_modules_thrown_away_are_not_packed() -> None:
             scratch = nn.Linear(64, 64)
             del scratch.weight
             del scratch
-        assert len(manager._registry.models) == 1
-        slots = {managed.name for managed in manager._registry.parameters}
+        assert len(manager.runtime.registry.models) == 1
+        slots = {managed.name for managed in manager.runtime.registry.parameters}
         assert slots == {name for name, _ in model.named_parameters()}
 
 
@@ -88,7 +88,7 @@ def test_several_blocks_and_several_models() -> None:
         outcomes.append((losses, [{k: v.clone() for k, v in state.items()} for state in states]))
         if manager is not None:
             audit(manager)
-            assert len(list(manager._registry.parameters)) == len(parameters)
+            assert len(list(manager.runtime.registry.parameters)) == len(parameters)
     assert_equal(outcomes[1], outcomes[0])
 
 
@@ -165,7 +165,7 @@ def test_an_excluded_module_stays_ordinary() -> None:
         assert ordinary.weight.grad is not None
         assert isinstance(model[0].weight.grad, LazyGradient)
         assert not isinstance(ordinary.weight.grad, LazyGradient)
-        assert sorted(managed.name for managed in manager._registry.parameters) == ["0.bias", "0.weight"]
+        assert sorted(managed.name for managed in manager.runtime.registry.parameters) == ["0.bias", "0.weight"]
         with pytest.raises(chunkmem.StateError, match=r"belongs inside manager\.init\(\)"), manager.exclude():
             pass
 
@@ -175,7 +175,7 @@ def test_the_chunk_size_is_searched_on_the_model() -> None:
     for size, expected in (("auto", 64 * 4), (30, 128), (100, 64 * 4)):
         with chunkmem.ChunkManager(config(AMPLE_NBYTES, default_chunk_size=size)) as manager:
             manager.wrap(nn.Linear(8, 8, bias=False))
-            assert manager._registry.models[0].layout.slab_nbytes == expected
+            assert manager.runtime.registry.models[0].layout.slab_nbytes == expected
 
 
 def test_init_with_nothing_inside() -> None:

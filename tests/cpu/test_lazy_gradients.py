@@ -176,7 +176,7 @@ def test_results_are_ordinary_and_have_no_memory_of_chunks() -> None:
 
 def test_gradients_stay_where_they_are_while_norms_are_taken_and_scaled() -> None:
     manager, twin = landed()
-    chunks = manager._gradients.chunks.values()
+    chunks = manager.runtime.gradients.chunks.values()
     where, moved = [list(chunk.replicas) for chunk in chunks], str(manager.memory())
     assert float(torch.nn.utils.clip_grad_norm_(twin.model.parameters(), 0.01)) > 0.01
     assert ([list(chunk.replicas) for chunk in chunks], str(manager.memory())) == (where, moved)

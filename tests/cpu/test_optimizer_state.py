@@ -260,7 +260,7 @@ def test_excluded_modules() -> None:
         if manager is not None:
             ordinary = {"extra", "wide"}
             assert all(
-                (name.split(".")[0] in ordinary) == (manager._lookup(p) is None)
+                (name.split(".")[0] in ordinary) == (manager.runtime.registry.lookup(p) is None)
                 for name, p in twin.model.named_parameters()
             )
             manager.close()

@@ -72,7 +72,7 @@ def trained(
 
 def is_overlapped(manager: chunkmem.ChunkManager) -> bool:
     """Whether gathers are begun ahead."""
-    course = manager._units.course
+    course = manager.runtime.units.course
     assert course is not None
     return course.is_wanted
 
@@ -124,16 +124,16 @@ def record_both(rank: int, task: Task) -> tuple[int, int, int]:
     found: list[int] = []
 
     def watch(manager: chunkmem.ChunkManager) -> None:
-        compare = manager._conductor.compare
+        compare = manager.runtime.conductor.compare
 
         def compared() -> tuple[float, float] | None:
-            lazy, ahead = manager._conductor._aside, manager.trace
+            lazy, ahead = manager.runtime.conductor._aside, manager.trace
             assert lazy is not None
             assert ahead is not None
             found.extend(map(most_in_use, (lazy, overlapped(lazy), ahead)))
             return compare()
 
-        manager._conductor.compare = compared  # type: ignore[method-assign]
+        manager.runtime.conductor.compare = compared  # type: ignore[method-assign]
 
     with trained(rank, task, before=watch):
         lazy, derived, ahead = found
@@ -163,13 +163,13 @@ def disagree(rank: int) -> bool:
     compared = []
 
     def pretend(manager: chunkmem.ChunkManager) -> None:
-        compare = manager._conductor.compare
+        compare = manager.runtime.conductor.compare
 
         def pretended() -> tuple[float, float] | None:
             compared.append(compare())
             return (0.5, 0.6) if rank == 0 else None
 
-        manager._conductor.compare = pretended  # type: ignore[method-assign]
+        manager.runtime.conductor.compare = pretended  # type: ignore[method-assign]
 
     with trained(rank, Task(steps=7, device_nbytes=100 << 10), before=pretend) as manager:
         assert len(compared) == 1
@@ -234,13 +234,13 @@ def read_too_early(rank: int) -> list[float]:
         torch.manual_seed(0)
         with manager.init():
             block = Block()
-        sharing = manager._sharing
+        sharing = manager.runtime.sharing
         assert sharing is not None
         late = LateExchange(sharing.exchange, rank=rank, seed=0)
         sharing.exchange = late
         sharing.hold([0], reader="test")
         sharing.send([0], reader="test")
-        flat = manager._store.chunks[next(iter(manager._store.chunks))].replicas[Tier.DEVICE].flat
+        flat = manager.runtime.store.chunks[next(iter(manager.runtime.store.chunks))].replicas[Tier.DEVICE].flat
         before = float(flat[0])
         assert late.num_late == 1
         sharing.arrive([0], reader="test")
@@ -283,7 +283,7 @@ def choose(rank: int, slow: int) -> tuple[int, float]:
         with manager.init():
             model = MODELS["tied"]()
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
-        sharing = manager._sharing
+        sharing = manager.runtime.sharing
         assert sharing is not None
         ways = [Slow(sharing.exchange, 0.05 if (index == slow and rank == 1) else 0.0) for index in range(2)]
         sharing._exchanges, sharing.exchange = ways, ways[0]
@@ -291,7 +291,7 @@ def choose(rank: int, slow: int) -> tuple[int, float]:
             manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
             optimizer.step()
             optimizer.zero_grad()
-        return [way is sharing.exchange for way in ways].index(True), manager._exchange_Bps
+        return [way is sharing.exchange for way in ways].index(True), manager.runtime.exchange_Bps
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -365,8 +365,8 @@ def stack(rank: int, size: int, device_nbytes: int, micro_batches: int) -> Measu
             model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
         manager.accumulate(micro_batches)
-        assert manager._sharing is not None
-        traffic = manager._sharing.exchange.traffic
+        assert manager.runtime.sharing is not None
+        traffic = manager.runtime.sharing.exchange.traffic
         before = (0, 0, 0, 0)
         for step in range(6):
             before = (traffic.num_gathers, traffic.num_reductions, traffic.sent_nbytes, traffic.received_nbytes)

@@ -86,9 +86,9 @@ class Scene:
         """By parameter: its group, and where in the group's chunks it begins and ends."""
         with chunkmem.ChunkManager(capped(self.case, self.device_nbytes)) as manager:
             Trainer(self.case, self.variant, Chunked(manager))
-            groups = {chunk.id.group: chunk.group for chunk in manager._store.chunks.values()}
+            groups = {chunk.id.group: chunk.group for chunk in manager.runtime.store.chunks.values()}
             found = {}
-            for managed in manager._registry.parameters:
+            for managed in manager.runtime.registry.parameters:
                 slot = groups[managed.group].slots[managed.position]
                 found[managed.name] = managed.group, slot.offset, slot.offset + slot.numel
             return found
@@ -209,7 +209,7 @@ def is_right(scene: Scene, plan: Plan, reading: Reading, seed: int) -> bool:
     ):
         patch.setattr("chunkmem.steps.conductor.Performer", perform)
         trainer = Trainer(scene.case, scene.variant, Undisturbed(manager))
-        manager._conductor._courses[Mode.TRAIN].adopt(scene.trace, plan)
+        manager.runtime.conductor._courses[Mode.TRAIN].adopt(scene.trace, plan)
         try:
             for _ in range(STEPS):
                 trainer.step()

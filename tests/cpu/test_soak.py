@@ -57,8 +57,8 @@ class Loop:
         self.optimizer.zero_grad()
 
     def holdings(self) -> Holdings:
-        device, host = self.manager._tiers.device_pool, self.manager._tiers.host_pool
-        chunks = self.manager._store.chunks.values()
+        device, host = self.manager.runtime.tiers.device_pool, self.manager.runtime.tiers.host_pool
+        chunks = self.manager.runtime.store.chunks.values()
         in_use = {tier: sum(tier in chunk.replicas for chunk in chunks) for tier in Tier}
         return Holdings(
             device_slabs=in_use[Tier.DEVICE] + len(device._kept),

@@ -196,7 +196,7 @@ def test_evaluations_have_a_plan_of_their_own() -> None:
     training = same(4, scenario)
     assert training.manager is not None
     assert training.departures() == 0
-    evaluation = training.manager._conductor._courses[Mode.EVAL]
+    evaluation = training.manager.runtime.conductor._courses[Mode.EVAL]
     assert evaluation.trace is not None
     assert evaluation.plan is not None
     assert {moment.kind for moment in evaluation.trace.moments} == {Kind.HOLD, Kind.RELEASE}
@@ -328,7 +328,7 @@ def test_larger_activations_than_traced_are_planned_for(monkeypatch: pytest.Monk
             training.step()
         assert manager.trace is not None
         before = [moment.non_model_peak_nbytes for moment in manager.trace.moments]
-        monkeypatch.setattr(manager._tiers, "overshoot_nbytes", lambda: 4096)
+        monkeypatch.setattr(manager.runtime.tiers, "overshoot_nbytes", lambda: 4096)
         training.step()
         monkeypatch.undo()
         after = [moment.non_model_peak_nbytes for moment in manager.trace.moments]

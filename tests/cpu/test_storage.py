@@ -286,9 +286,9 @@ def test_a_slab_that_is_not_refilled_shows(backend: StorageBackend, name: str) -
 def test_training_under_a_small_cap(backend: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     case = ZOO[0]
     needed = footprint(case, PLAIN).required_nbytes
-    monkeypatch.setattr("chunkmem.machinery.default_backend", lambda: backend)
+    monkeypatch.setattr("chunkmem.assembly.default_backend", lambda: backend)
     with chunkmem.ChunkManager(capped(case, needed)) as manager:
-        for pool in manager._store.pools.values():
+        for pool in manager.runtime.store.pools.values():
             pool.poison = True
         assert_same(Trainer(case, PLAIN, Chunked(manager)).run(), train_plain(case, PLAIN))
         moved = manager.memory().moved

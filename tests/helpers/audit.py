@@ -24,9 +24,9 @@ def audit(manager: ChunkManager) -> None:
     """Assert: no pins, ledgers equal live replicas and stay in their caps, evicted chunks hold nothing, pads are 0."""
     audit_pins(manager)
     audit_ledgers(manager)
-    audit_leaving(manager._executor)
-    manager._executor.drain()  # what a plan has prefetched may be under way
-    for chunk in manager._store.chunks.values():
+    audit_leaving(manager.runtime.executor)
+    manager.runtime.executor.drain()  # what a plan has prefetched may be under way
+    for chunk in manager.runtime.store.chunks.values():
         for replica in chunk.replicas.values():
             if replica.version == chunk.version != NO_CONTENT:
                 for start, stop in chunk.group.pads:
@@ -37,25 +37,25 @@ def audit(manager: ChunkManager) -> None:
 
 def audit_pins(manager: ChunkManager) -> None:
     """Assert that nothing is pinned."""
-    assert manager._access.pinning == (), [str(frame) for frame in manager._access.pinning]
-    assert manager._backward.pinning == ()
-    for chunk in manager._store.chunks.values():
+    assert manager.runtime.access.pinning == (), [str(frame) for frame in manager.runtime.access.pinning]
+    assert manager.runtime.backward.pinning == ()
+    for chunk in manager.runtime.store.chunks.values():
         assert all(replica.pins == 0 for replica in chunk.replicas.values()), f"{chunk.label} is pinned"
-    assert set(manager._executor.pinned_nbytes.values()) == {0}
+    assert set(manager.runtime.executor.pinned_nbytes.values()) == {0}
 
 
 def audit_ledgers(manager: ChunkManager) -> None:
     """Assert that each ledger is the sum over live replicas and kept slabs, and within its cap."""
-    for tier, pool in manager._store.pools.items():
+    for tier, pool in manager.runtime.store.pools.items():
         ledger = pool.ledger
         live: Counter[str] = Counter()
-        for chunk in manager._store.chunks.values():
+        for chunk in manager.runtime.store.chunks.values():
             if tier in chunk.replicas:
                 assert chunk.replicas[tier].flat.untyped_storage().nbytes() >= chunk.nbytes
                 live[chunk.id.role.value] += chunk.nbytes
         live[CACHE] += sum(slab.nbytes for slab in getattr(pool, "_kept", ()))
-        if tier is Tier.HOST and (updater := getattr(manager, "_updater", None)) is not None:
-            live[UNDO_LOG] += updater.ahead._log.reserved_nbytes
+        if tier is Tier.HOST:
+            live[UNDO_LOG] += manager.runtime.updater.ahead._log.reserved_nbytes
         assert {r: n for r, n in ledger.now.items() if n} == {r: n for r, n in live.items() if n}, tier
         assert ledger.total_nbytes == live.total()
         assert ledger.total_nbytes <= ledger.cap_nbytes <= ledger.limit_nbytes

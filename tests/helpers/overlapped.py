@@ -73,7 +73,7 @@ class Run:
             lr=3e-3,
         )
         if never_off:
-            self.manager._updater.ahead.guesses = Guesses(NEVER_OFF)
+            self.manager.runtime.updater.ahead.guesses = Guesses(NEVER_OFF)
 
     def backward(self, seed: int, *, factor: float = 1.0) -> float:
         draw = torch.Generator().manual_seed(seed)
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def num_wrong(self) -> int:
-        return self.manager._updater.ahead.guesses.num_wrong
+        return self.manager.runtime.updater.ahead.guesses.num_wrong
 
     def everything(self) -> dict[str, Any]:
         """Weights, moments and counts of updates, by name."""

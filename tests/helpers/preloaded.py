@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 from torch import nn
 
-import chunkmem.machinery
+import chunkmem.assembly
 import chunkmem.optim.adam  # noqa: F401
 
 # A rank has one thread. Setting it starts none, and there must be none in a process that is forked.

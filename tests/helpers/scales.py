@@ -32,14 +32,16 @@ class Scales:
 
     def params_nbytes(self) -> int:
         """Return the bytes of storages that are no chunks; parameters that are away have one element."""
-        chunks = {chunk.home.storage_id for chunk in self.manager._store.chunks.values() if chunk.home is not None}
+        chunks = {
+            chunk.home.storage_id for chunk in self.manager.runtime.store.chunks.values() if chunk.home is not None
+        }
         with torch._C.DisableTorchFunction():  # of the memory that they stand on now, which none is brought for
             found = [param for ref in self.params if (param := ref()) is not None and any(param.stride())]
             storages = {param.untyped_storage()._cdata: param.untyped_storage() for param in found}
         return sum(storage.nbytes() for memory, storage in storages.items() if memory not in chunks)
 
     def chunks_nbytes(self) -> int:
-        return sum(pool.ledger.total_nbytes for pool in self.manager._store.pools.values())
+        return sum(pool.ledger.total_nbytes for pool in self.manager.runtime.store.pools.values())
 
     def weigh(self) -> None:
         now_nbytes = self.params_nbytes() + self.chunks_nbytes() + self.on_its_way_nbytes
@@ -67,7 +69,7 @@ class Scales:
         hand_over = PointToPoint.hand_over
 
         def weighed_hand_over(exchange: PointToPoint, shard: Shard, to: int, *, label: str) -> Work:
-            self.on_its_way_nbytes = shard.flat.nbytes if to == self.manager._ranks.rank else 0
+            self.on_its_way_nbytes = shard.flat.nbytes if to == self.manager.runtime.ranks.rank else 0
             self.weigh()
             self.on_its_way_nbytes = 0
             return hand_over(exchange, shard, to, label=label)

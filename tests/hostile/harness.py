@@ -309,5 +309,5 @@ def manager_for(
     speeds = Machine(device_nbytes, AMPLE_NBYTES, h2d_Bps=2e9, d2h_Bps=2e9, latency_s=1e-5)
     lanes = None if seed is None else adversarial(seed)
     manager = chunkmem.ChunkManager(config(device_nbytes, keys), machine=speeds, make_lanes=lanes)
-    manager._tiers.device_pool.poison = manager._tiers.host_pool.poison = True
+    manager.runtime.tiers.device_pool.poison = manager.runtime.tiers.host_pool.poison = True
     return manager

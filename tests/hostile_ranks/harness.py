@@ -176,7 +176,7 @@ def config(exchange: str, keys: tuple[tuple[str, Any], ...]) -> chunkmem.Config:
 def manager_for(exchange: str, keys: tuple[tuple[str, Any], ...] = ()) -> chunkmem.ChunkManager:
     """A manager over the default process group, whose freed memory is overwritten with NaN."""
     manager = chunkmem.ChunkManager(config(exchange, keys))
-    manager._tiers.device_pool.poison = manager._tiers.host_pool.poison = True
+    manager.runtime.tiers.device_pool.poison = manager.runtime.tiers.host_pool.poison = True
     return manager
 
 

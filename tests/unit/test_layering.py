@@ -25,7 +25,7 @@ LAYERS = (
     ("nn",),
     ("optim", "checkpoint", "report", "bound"),
     ("steps", "estimate"),
-    ("machinery",),
+    ("assembly",),
     ("manager",),
     ("engine", "testing"),
     ("cli",),
@@ -149,8 +149,8 @@ def strays(source: str, module: str) -> list[str]:
 
 
 def test_each_module_imports_only_its_own_package_and_lower_layers() -> None:
-    # An annotation may name a higher class: `manager: ChunkManager` of an optimizer. It must still make no cycle.
-    imports = {module: internal_imports(source, SOURCES, for_types=False) for module, source in SOURCES.items()}
+    # The package's own __init__ names everything, for type checkers only.
+    imports = {m: internal_imports(source, SOURCES, for_types=m != "__init__") for m, source in SOURCES.items()}
     assert upward_imports(imports) == []
 
 

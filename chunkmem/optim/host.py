@@ -1,0 +1,91 @@
+"""What an optimizer over chunks is given by the manager that holds its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+import torch
+
+from chunkmem.comm.ranks import Ranks
+from chunkmem.config import Config
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.registry import ModelRegistry
+from chunkmem.optim.scaler import LossScaler
+from chunkmem.optim.update import GroupUpdater
+
+T = TypeVar("T")
+
+
+class OptimizerHost(Protocol):
+    """The part of a manager's runtime that optimizers see."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def registry(self) -> ModelRegistry:
+        """Knows all managed parameters."""
+        ...
+
+    @property
+    def updater(self) -> GroupUpdater:
+        """Has the states and gradients of chunk groups, and updates them."""
+        ...
+
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def scaler(self) -> LossScaler | None:
+        """In fp16."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """That computes."""
+        ...
+
+    @property
+    def is_lowered(self) -> bool:
+        """Weights are computed with in bf16 or fp16: mixed precision, or bf16 alone."""
+        ...
+
+    @property
+    def is_shared(self) -> bool:
+        """Several ranks train together."""
+        ...
+
+    def require_open(self) -> None:
+        """Raise a `StateError` if the manager is closed."""
+        ...
+
+    def owns(self, managed: ManagedParameter) -> bool:
+        """Tell whether this rank has a parameter's states."""
+        ...
+
+    def from_owner(self, managed: ManagedParameter, read: Callable[[], T]) -> T:
+        """Return what `read` returns on the rank that owns a parameter; every rank calls it."""
+        ...
+
+    def together(self, call: str) -> AbstractContextManager[None]:
+        """Surround a call that all ranks make, by this thread alone."""
+        ...
+
+    def step(self, options: str, *, updates: bool) -> AbstractContextManager[None]:
+        """Surround `step()` and clipping; all ranks come with the same `options`."""
+        ...
+
+    def skip_step(self) -> None:
+        """Say that the step changes nothing."""
+        ...
+
+    def gradients_given_up(self, params: list[ManagedParameter]) -> None:
+        """Say that a user discards the gradients of `params`."""
+        ...
+
+
+class HasRuntime(Protocol):
+    """A `chunkmem.ChunkManager`."""
+
+    @property
+    def runtime(self) -> OptimizerHost: ...
