@@ -216,6 +216,8 @@ class Machinery:
             ),
             layout=self._layout_digest,
             is_lone=self._sharing is None,
+            trainable=lambda: bytes(managed.requires_grad for managed in self._registry.parameters),
+            num_backwards=lambda: self._backward.num_ended,
             watch=lambda: Watch(self._tiers, is_chunk=self._declared.is_chunk, sample=tracer.use_async_mem_monitor),
         )
 
@@ -305,16 +307,17 @@ class Machinery:
             return read()
         return self._sharing.from_owner(managed.group, read, reader=managed.name)
 
-    def _begin_root(self) -> None:
+    def _begin_root(self, root: nn.Module) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
         self._require_open()
         self._autocast_cache.switch_off()
         self._access.reset(step=False)
         self._backward.reset(step=False)
         self._units.reset()
-        self._units.begin_root(grad_enabled=torch.is_grad_enabled())
+        grad_enabled = torch.is_grad_enabled()
+        self._units.begin_root(grad_enabled=grad_enabled)
         self._state_frozen()
-        self._conductor.begin_root(grad_enabled=torch.is_grad_enabled(), before_lap=self._gradients.discard_unset)
+        self._conductor.begin_root(id(root), grad_enabled=grad_enabled, before_lap=self._gradients.discard_unset)
         self._registry.check()
         self._surface.check_copies()
         self._gradients.watch(self._registry.parameters)

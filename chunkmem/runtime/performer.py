@@ -1,22 +1,29 @@
 """Interpreter 2 of plans: follow one with real copies, as the events of a step arrive.
 
 While every event is the one expected, only what the plan says is done, and its waits are all that orders the lanes.
-An event that was not foreseen is a departure: all copies are waited for, and what comes is served on demand. As soon as
-an event fits the trace again, what is where is put as the plan has it at that moment, and the plan is followed on.
+An event of a later moment means that the step leaves out those between: see [Note: Left out]. Any other one is a
+departure: all copies are waited for, and what comes is served on demand. As soon as an event fits the trace again, what
+is where is put as the plan has it at that moment, and the plan is followed on.
+
+[Note: Left out] Layers that are dropped at random, experts without tokens: a step that leaves out some of what was
+recorded still has the rest in the order of the plan. So the plan's actions for what is left out are carried out, in
+order. That is sound. Fewer reads make no copy wrong; where a write is left out, the newest version is an older one, and
+a copy that finds it at its target is not made; slabs are freed only if that loses nothing. What it costs are copies
+that nobody needs, so a step may leave out three quarters of its moments at most.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from chunkmem.errors import PlanError
 from chunkmem.plan.ahead import UNDO_LOG, updates_ahead
-from chunkmem.plan.director import Director
+from chunkmem.plan.director import Director, Said
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
 from chunkmem.plan.resync import residency_before
 from chunkmem.plan.simulate import simulate
@@ -30,6 +37,8 @@ from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
 Step = Callable[[], object]
+_MAX_LEFT_OUT = 0.75
+"""Moments that a step may leave out, as a share of all."""
 
 
 def label_of(kind: Kind, chunk: ChunkId, reader: object) -> str:
@@ -76,8 +85,19 @@ class Performer:
         self._tiers = tiers
         self._is_host = not tiers.compute.is_accelerator
         """What was computed is over when a copy is issued, as both are done by the host."""
-        self._director = Director(trace)
-        self._update_moments = {m.chunk.group: at for at, m in enumerate(trace.moments) if m.kind is Kind.UPDATE}
+        self.director = Director(trace)
+        self.elsewhere: Callable[[Kind, Chunk, object, int | None], bool] = lambda kind, chunk, reader, left_out: False
+        """Called with an event that does not come next, and with how many moments would be left out if it came later,
+        None: it does not. Tells whether another performer has taken the step over."""
+        self.left_out: list[tuple[int, int]] = []
+        """What this step has left out so far: from which moment up to which."""
+        self.first_departure = ""
+        """Of this step: what came in place of what."""
+        self._may_leave_out = not trace.remote_groups and all(m.kind is not Kind.EXCHANGE for m in trace.moments)
+        self._update_moments: dict[int, list[int]] = {}
+        for at, moment in enumerate(trace.moments):
+            if moment.kind is Kind.UPDATE:
+                self._update_moments.setdefault(moment.chunk.group, []).append(at)
         self._cursor = 0
         self._on_plan = False
         self._unfit = 0
@@ -101,6 +121,8 @@ class Performer:
         """How many slabs of which sizes the undo log needs."""
         self._copies_before: list[dict[Lane, int]] = []
         """By moment: copies issued on each lane before it."""
+        self._untouched = self._find_untouched() if self._may_leave_out and self._is_host else frozenset()
+        """Chunks that the plan leaves where they are. On an accelerator it counts on that, for activations."""
         self._cues = self._compile()
         self._profiling: torch.profiler.record_function | None = None
 
@@ -122,10 +144,48 @@ class Performer:
         """Where the plan has the group updated, while it is followed."""
         return self.plan.update_tiers.get(group) if self._on_plan else None
 
+    def update_order(self, groups: Sequence[int]) -> Sequence[int]:
+        """Return the groups in the order in which the plan updates them; none, if it does not update all of them."""
+        if not (self._on_plan and self._may_leave_out):
+            return ()
+        moments = {group: self._update_moment(group) for group in groups}
+        known = {group: at for group, at in moments.items() if at is not None}
+        return sorted(known, key=known.__getitem__) if len(known) == len(moments) else ()
+
+    def _update_moment(self, group: int) -> int | None:
+        return next((at for at in self._update_moments.get(group, ()) if at >= self._cursor), None)
+
+    def came(self) -> list[Said]:
+        """Return the events of this step so far, as the moments they began. It has not departed."""
+        begun = set(range(self._cursor)).difference(*(range(start, stop) for start, stop in self.left_out))
+        moments = [self.trace.moments[at] for at in sorted(begun)]
+        return [(moment.kind, moment.chunk, moment.label) for moment in moments]
+
+    def end_lap(self) -> None:
+        """The step is over: what it had yet to come is left out, if it is little."""
+        if self._can_leave_out_up_to(len(self.trace.moments)):
+            self._leave_out_up_to(len(self.trace.moments))
+
+    def take_over(self, journal: Journal, came: Sequence[Said]) -> None:
+        """Go on with a step that another performer has followed so far; the last of its events is about to begin."""
+        self.journal = Journal()
+        self.journal.goes_on_from(journal)
+        self.left_out, self.first_departure = [], ""
+        self._on_plan, self._cursor = False, 0
+        at = 0
+        for event in came:
+            found = self.director.find_next(event, after=at)
+            assert found is not None
+            if found > at:
+                self.left_out.append((at, found))
+            at = found + 1
+        self._resume(at - 1)
+
     def begin_lap(self) -> None:
         """The first moment comes next. What is where is put right if it is not as the plan has it there."""
         was_complete = self.is_at_end
         self.journal = Journal()
+        self.left_out, self.first_departure = [], ""
         self._previous, self._events = self._events, {Lane.H2D: [], Lane.D2H: []}
         self._cursor = 0
         if not was_complete:
@@ -142,9 +202,15 @@ class Performer:
             if found is None:
                 return
             cue = found
+        self._perform(cue)
+
+    def _perform(self, cue: _Cue) -> None:
+        """Do what the plan has for the moment that comes next, which is `cue`."""
+        assert cue.kind is not None
+        assert cue.chunk is not None
         self._cursor += 1
         journal = self.journal
-        journal.begin(self._cursor - 1, kind, chunk)
+        journal.begin(self._cursor - 1, cue.kind, cue.chunk)
         if torch.autograd.profiler._is_profiler_enabled or self._profiling is not None:
             self._show(cue.label)
         for step in cue.steps:
@@ -154,6 +220,7 @@ class Performer:
     def depart(self) -> None:
         """Leave the plan: every copy is over when this returns, and nothing more is issued before a `_resume`."""
         if self._on_plan:
+            self._note_departure("an access on demand")
             self._on_plan = False
             self.journal.departures += 1
             self.drain()
@@ -180,8 +247,59 @@ class Performer:
 
     # Departures and the way back.
 
+    def _later(self, kind: Kind, chunk: Chunk, reader: object) -> tuple[bool, _Cue | None]:
+        """Tell whether an event is no departure, and return the moment of this plan it begins, if it is one."""
+        label = label_of(kind, chunk.id, reader)
+        at = self.director.find_next((kind, chunk.id, label), after=self._cursor) if self._may_leave_out else None
+        if not self.journal.departures:
+            num_left_out = None if at is None else at - self._cursor + self.num_left_out
+            if self.elsewhere(kind, chunk, reader, num_left_out):
+                return True, None
+        if at is None or not self._can_leave_out_up_to(at):
+            self._note_departure(label or f"{kind.value} {chunk.id}")
+            return False, None
+        self._leave_out_up_to(at)
+        return self._on_plan, self._cues[at] if self._on_plan else None
+
+    def _note_departure(self, came: str) -> None:
+        if not self.first_departure:
+            expected = self._cues[self._cursor].label or "the end of the step"
+            self.first_departure = f"{came} came where the plan has {expected}"
+
+    @property
+    def num_left_out(self) -> int:
+        """Moments that this step has left out so far."""
+        return sum(stop - start for start, stop in self.left_out)
+
+    def _can_leave_out_up_to(self, moment: int) -> bool:
+        num_left_out = self.num_left_out + moment - self._cursor
+        return self._on_plan and self._may_leave_out and num_left_out <= _MAX_LEFT_OUT * len(self.trace.moments)
+
+    def _leave_out_up_to(self, moment: int) -> None:
+        """Do what the plan has for the moments before this one, without their events; see [Note: Left out]."""
+        if moment > self._cursor:
+            self.left_out.append((self._cursor, moment))
+        while self._on_plan and self._cursor < moment:
+            cue = self._cues[self._cursor]
+            self._perform(cue)
+            chunk = cue.chunk
+            assert chunk is not None
+            if cue.kind is Kind.CONSUME and chunk.version == NO_CONTENT:
+                self._store.consume(chunk)  # frees what the plan has given it on HOST
+            elif cue.kind is Kind.UPDATE and chunk.can_be_rounded and chunk.newest_tier() is None:
+                tier = self.plan.update_tiers[chunk.id.group]
+                if tier in chunk.replicas:
+                    self.drain()
+                    self._store.round(chunk, tier)
+                else:
+                    self.depart()
+
     def _unforeseen(self, kind: Kind, chunk: Chunk, reader: object) -> _Cue | None:
         was_on_plan = self._on_plan
+        if was_on_plan:
+            is_foreseen, cue = self._later(kind, chunk, reader)
+            if is_foreseen:
+                return cue
         self.depart()
         if not was_on_plan and kind is not Kind.RELEASE:
             self.journal.departures += 1
@@ -190,7 +308,7 @@ class Performer:
         self._unfit += 1
         if self._unfit < self._patience:
             return None
-        at = self._director.find(kind, chunk.id, label_of(kind, chunk.id, reader), after=self._cursor)
+        at = self.director.find(kind, chunk.id, label_of(kind, chunk.id, reader), after=self._cursor)
         if at is None or not self._resume(at):
             self._unfit, self._patience = 0, 2 * self._patience
             return None
@@ -202,6 +320,10 @@ class Performer:
         wanted = residency_before(self.plan, self.trace, moment)
         # The plan's peak includes the undo log. What is reserved of it already is no room that a way could take.
         peaks = dict(self.predicted.peak_nbytes)
+        for chunk, tier in [key for key in wanted.newest if key[0] in self._untouched]:
+            # Where another kind of step has them on DEVICE, they stay if there is room.
+            del wanted.newest[chunk, tier]
+            peaks[tier] -= self.trace.chunk_nbytes[chunk]
         peaks[Tier.HOST] -= min(peaks[Tier.HOST], self._tiers.host.now.get(UNDO_LOG, 0))
         try:
             actions = way_to(
@@ -230,6 +352,16 @@ class Performer:
         return True
 
     # What the plan says.
+
+    def _find_untouched(self) -> frozenset[ChunkId]:
+        touched = {moment.chunk for moment in self.trace.moments}
+        touched |= {
+            action.chunk for actions in self.plan.actions for action in actions if not isinstance(action, Wait | Update)
+        }
+        for moment in self.trace.moments:
+            if moment.kind is Kind.UPDATE:
+                touched.update(self.trace.update_chunks(moment.chunk.group))
+        return frozenset(self.trace.chunk_nbytes) - touched
 
     def _compile(self) -> list[_Cue]:
         issued = {Lane.H2D: 0, Lane.D2H: 0}
@@ -312,7 +444,9 @@ class Performer:
             event = self._executor.begin_update(group, self._ahead_after)
             if event is not None:
                 self._ahead_after = []
-                self.journal.updated(self._update_moments[group], self._store.chunks[ChunkId(Role.PARAM, group)], event)
+                moment = self._update_moment(group)
+                assert moment is not None
+                self.journal.updated(moment, self._store.chunks[ChunkId(Role.PARAM, group)], event)
 
     def _lane_waits(self, wait: Wait) -> None:
         event = self._event(wait)
