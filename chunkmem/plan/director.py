@@ -19,7 +19,12 @@ class Director:
 
     def __init__(self, trace: Trace) -> None:
         self._places: dict[Hashable, list[int]] = defaultdict(list)
+        self._num_before = [0]
+        """By moment: those before it, but for releases."""
         for at, moment in enumerate(trace.moments):
+            self._num_before.append(self._num_before[-1] + (moment.kind is not Kind.RELEASE))
+            if moment.kind is Kind.RELEASE:
+                continue  # who releases a chunk is not known, and says nothing about where the step is
             self._places[moment.kind, moment.chunk, moment.label].append(at)
             if moment.kind is Kind.HOLD:
                 self._places[moment.kind, moment.chunk, phase_of(moment.label), ...].append(at)
@@ -27,10 +32,9 @@ class Director:
     def find(self, kind: Kind, chunk: ChunkId, label: str, *, after: int) -> int | None:
         """Return the first moment at or after `after` that this event begins; None if there is none.
 
-        After a departure the step may go on anywhere later in the trace. Who releases a chunk is not known, and says
-        nothing about where the step is.
+        After a departure the step may go on anywhere later in the trace.
         """
-        return None if kind is Kind.RELEASE else self._first((kind, chunk, label), after)
+        return self._first((kind, chunk, label), after)
 
     def find_next(self, event: Said, *, after: int) -> int | None:
         """Return the first moment at or after `after` that this event may begin, if those before it are left out.
@@ -47,14 +51,17 @@ class Director:
         return min((at for at in places if at is not None), default=None)
 
     def num_left_out(self, events: Sequence[Said]) -> int | None:
-        """Return how many moments are left out by a step that begins with these events; None: it is another step."""
+        """Return how many moments are left out by a step that begins with these events; None: it is another step.
+
+        Releases count in neither.
+        """
         after = 0
         for event in events:
             at = self.find_next(event, after=after)
             if at is None:
                 return None
             after = at + 1
-        return after - len(events)
+        return self._num_before[after] - len(events)
 
     def _first(self, key: Hashable, after: int) -> int | None:
         places = self._places.get(key, ())

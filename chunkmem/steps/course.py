@@ -145,7 +145,7 @@ class Course:
     @property
     def left_out(self) -> Sequence[tuple[int, int]]:
         """What the last step that followed the plan left out: from which moment up to which."""
-        return () if self.performer is None else tuple(self.performer.left_out)
+        return () if self.performer is None else tuple(self.performer.left_out.spans)
 
     def num_left_out(self, came: Sequence[Said]) -> int | None:
         """Return how many moments a step that begins with these events leaves out; None: it is another one."""
@@ -169,7 +169,7 @@ class Course:
                     stacklevel=2,
                 )
             return Outcome.MISSED
-        if performer.left_out:
+        if performer.left_out.spans:
             return Outcome.LEFT_OUT
         if self._num_refinements >= _MAX_REFINEMENTS or not self._refine(performer):
             self._improve()

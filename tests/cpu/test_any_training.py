@@ -1,4 +1,4 @@
-"""Training in which hardly two steps are alike has the numbers of plain PyTorch, at any cap, with copies that are late."""
+"""Training in which hardly two steps are alike has the numbers of plain PyTorch, at any cap and with late copies."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Training in which hardly two steps are alike, drawn from a seed, for plain PyTorch and chunkmem in the same way.
 
-Layers are left out, repeated and called in other orders; optimizers step or do not; hooks, forwards and backwards raise;
-weights are loaded, written to, frozen and trained again between steps.
+Layers are left out, repeated and called in other orders; optimizers step or do not; hooks, forwards and backwards
+raise; weights are loaded, written to, frozen and trained again between steps.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Disorder:
 
     def _between(self, draw: random.Random, twin: Twin, saved: dict[str, Tensor]) -> list[Any]:
         model = twin.model
-        param = draw.choice([p for p in model.parameters()])
+        param = draw.choice(list(model.parameters()))
         deed = draw.randrange(6)
         if deed == 0:
             model.load_state_dict(saved)
