@@ -46,9 +46,14 @@ def said(trace: Trace) -> list[tuple[Kind, object, str]]:
     return [(moment.kind, moment.chunk, moment.label) for moment in trace.moments]
 
 
+def told(trace: Trace) -> list[tuple[Kind, object, str]]:
+    """What places a step in a trace: who releases a chunk says nothing."""
+    return [event for event in said(trace) if event[0] is not Kind.RELEASE]
+
+
 def fits(trace: Trace, found: Trace) -> bool:
     """Tell whether a step is a trace with some moments left out."""
-    return Director(trace).num_left_out(said(found)) is not None  # type: ignore[arg-type]
+    return Director(trace).num_left_out(told(found)) is not None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -114,6 +119,6 @@ def test_events_of_another_order_do_not_fit() -> None:
     trace = step(range(NUM_GROUPS))
     assert fits(trace, step([1, 2, 5]))
     assert not fits(trace, step([2, 1]))
-    events = said(step([0, 1, 2, 3, 4, 5, 6]))
-    assert Director(trace).num_left_out(events[:14]) == 0  # type: ignore[arg-type]
-    assert Director(trace).num_left_out(events[:15]) == 5  # type: ignore[arg-type]
+    events = told(step([0, 1, 2, 3, 4, 5, 6]))
+    assert Director(trace).num_left_out(events[:7]) == 0  # type: ignore[arg-type]
+    assert Director(trace).num_left_out(events[:8]) == 3  # type: ignore[arg-type]
