@@ -145,7 +145,7 @@ class Disorder:
             if draw.random() < self._deeds / 2:
                 saved = twin.weights()
             model.checkpointed = frozenset(i for i in range(_NUM_BLOCKS) if draw.random() < 0.1 * (self.seed % 2))
-            if draw.random() < self._deeds / 2:
+            if draw.random() < self._deeds / 2 and step < NUM_STEPS - 1:  # the next call clears up after it
                 fault.arm(draw.randrange(60), draw.choice((Interrupted, KeyboardInterrupt)))
             for micro in range(draw.choice((1, 1, 1, 2))):
                 is_odd = draw.random() < self._disorder
