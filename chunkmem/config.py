@@ -28,24 +28,25 @@ from chunkmem.schema import (
     subsection,
 )
 
-_ABOVE_ZERO = number("a finite number above 0", lambda x: x > 0)
+_ABOVE_ZERO = number("a finite number above 0", lambda x: x > 0, exclusiveMinimum=0)
 _FINITE = number("a finite number; 0 or less is off", lambda x: True)
-_NOT_NEGATIVE = number("a finite number of at least 0", lambda x: x >= 0)
-_RATIO = number("a number above 0 and at most 1", lambda x: 0 < x <= 1)
-_SHARE = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
-_BETA = number("a number of at least 0 and below 1", lambda x: 0 <= x < 1)
+_NOT_NEGATIVE = number("a finite number of at least 0", lambda x: x >= 0, minimum=0)
+_RATIO = number("a number above 0 and at most 1", lambda x: 0 < x <= 1, exclusiveMinimum=0, maximum=1)
+_SHARE = number("a number from 0 to 1", lambda x: 0 <= x <= 1, minimum=0, maximum=1)
+_BETA = number("a number of at least 0 and below 1", lambda x: 0 <= x < 1, minimum=0, exclusiveMaximum=1)
 
 
 @dataclass(frozen=True)
 class OptimizerParams(Section, at="optimizer.params"):
     """What `chunkmem.AdamW` and `chunkmem.Adam` use for arguments they are not given."""
 
-    lr: float = option(_NOT_NEGATIVE, 1e-3)
-    betas: tuple[float, float] = option(pair_of(_BETA), (0.9, 0.999))
-    eps: float = option(_NOT_NEGATIVE, 1e-8)
-    weight_decay: float = option(_NOT_NEGATIVE, 0.01)
-    use_hybrid_adam: bool = option(BOOL, True)
-    """Optimizer states may live on DEVICE, within `margin_use_ratio`; false: never."""
+    lr: float = option(_NOT_NEGATIVE, 1e-3, about="Learning rate.")
+    betas: tuple[float, float] = option(pair_of(_BETA), (0.9, 0.999), about="Decay of the two moving averages.")
+    eps: float = option(_NOT_NEGATIVE, 1e-8, about="Added to the denominator.")
+    weight_decay: float = option(_NOT_NEGATIVE, 0.01, about="Default: torch's, 0.01 for AdamW and 0 for Adam.")
+    use_hybrid_adam: bool = option(
+        BOOL, True, about="Optimizer states may live on DEVICE, within `margin_use_ratio`; false: never (CPU offload)."
+    )
 
 
 _UNSET_PARAMS: Final = OptimizerParams()
@@ -57,7 +58,9 @@ _WEIGHT_DECAY: Final = MappingProxyType({"AdamW": 0.01, "Adam": 0.0})
 class OptimizerConfig(Section, at="optimizer"):
     """Which optimizer, and its parameters. A weight decay that is not given is torch's default for `type`."""
 
-    type: Literal["AdamW", "Adam"] = option(one_of(*_WEIGHT_DECAY), "AdamW")
+    type: Literal["AdamW", "Adam"] = option(
+        one_of(*_WEIGHT_DECAY), "AdamW", about="What `initialize_engine` makes: decoupled weight decay, or L2."
+    )
     params: OptimizerParams = option(subsection(OptimizerParams), _UNSET_PARAMS)
 
     def __post_init__(self) -> None:
@@ -88,64 +91,69 @@ class OptimizerConfig(Section, at="optimizer"):
 
 @dataclass(frozen=True)
 class Fp16Config(Section, at="fp16"):
-    """The loss scale of fp16 training."""
+    """The loss scale of fp16 mixed precision."""
 
-    enabled: bool = option(BOOL, False)
-    """The same as ``precision: fp16``."""
-    loss_scale: float = option(_NOT_NEGATIVE, 0.0)
-    """A fixed scale; 0: dynamic."""
-    initial_scale_power: int = option(integer(0, 127), 16)
-    """A dynamic scale starts at 2 to this power."""
-    loss_scale_window: int = option(integer(1), 2000)
-    """Steps without overflow before a dynamic scale grows."""
-    hysteresis: int = option(integer(1), 2)
-    """Overflows before a dynamic scale shrinks."""
-    min_loss_scale: float = option(_ABOVE_ZERO, 1.0)
+    enabled: bool = option(BOOL, False, about="The same as `precision` fp16.")
+    loss_scale: float = option(_NOT_NEGATIVE, 0.0, about="A fixed loss scale; 0: dynamic.")
+    initial_scale_power: int = option(integer(0, 127), 16, about="A dynamic loss scale starts at 2 to this power.")
+    loss_scale_window: int = option(integer(1), 2000, about="Steps without overflow before a dynamic loss scale grows.")
+    hysteresis: int = option(integer(1), 2, about="Overflows before a dynamic loss scale shrinks.")
+    min_loss_scale: float = option(_ABOVE_ZERO, 1.0, about="A dynamic loss scale does not shrink below it.")
 
 
 @dataclass(frozen=True)
 class DiskConfig(Section, at="memory.disk"):
-    """The third tier."""
+    """The third tier; not available yet."""
 
-    path: str = option(PATH)
-    capacity: int = option(CAPACITY)
-    """Bytes."""
+    path: str = option(PATH, about="Where files of chunks are written.")
+    capacity: int = option(CAPACITY, about="Cap on their bytes.")
 
 
 @dataclass(frozen=True)
 class MemoryConfig(Section, at="memory"):
     """Caps of the tiers, in bytes, over all roles."""
 
-    device: int | None = option(either(NULL, CAPACITY), None)
-    """None: the real capacity times `overall_gpu_mem_ratio`; a cap given is not multiplied."""
-    host: int | None = option(either(NULL, CAPACITY), None)
-    """None: the real capacity times `overall_cpu_mem_ratio`, divided by the ranks on the machine."""
-    disk: DiskConfig | None = option(either(NULL, subsection(DiskConfig)), None)
+    device: int | None = option(
+        either(NULL, CAPACITY),
+        None,
+        about="Cap on accelerator memory; null: its capacity times `overall_gpu_mem_ratio`. A cap that is given is "
+        "taken as it is.",
+    )
+    host: int | None = option(
+        either(NULL, CAPACITY),
+        None,
+        about="Cap on host memory; null: its capacity times `overall_cpu_mem_ratio`, divided by the ranks on the "
+        "machine.",
+    )
+    disk: DiskConfig | None = option(either(NULL, subsection(DiskConfig)), None, about="Not available yet.")
 
 
 @dataclass(frozen=True)
 class DistributedConfig(Section, at="distributed"):
-    """Exchange between ranks."""
+    """Data parallelism."""
 
-    timeout_s: float = option(_ABOVE_ZERO, 600.0)
+    timeout_s: float = option(_ABOVE_ZERO, 600.0, about="Seconds after which a rank that does not answer is an error.")
 
 
 @dataclass(frozen=True)
 class MemTracerConfig(Section, at="client.mem_tracer"):
     """How much of a tier may be used."""
 
-    use_async_mem_monitor: bool = option(BOOL, True)
-    """A sampling thread measures non-model memory; false: measured at operator boundaries."""
-    warmup_gpu_chunk_mem_ratio: float = option(_RATIO, 0.1)
-    """Share of the device for chunks until the first step has been traced."""
-    overall_gpu_mem_ratio: float = option(_RATIO, 0.8)
-    overall_cpu_mem_ratio: float = option(_RATIO, 0.8)
-    margin_use_ratio: float = option(_SHARE, 0.8)
-    """Share of the device space left at the traced peak that optimizer states may take."""
-    use_fake_dist: bool = option(BOOL, False)
-    """Several ranks share one device, each with its part of the caps."""
-    with_static_partition: bool = option(BOOL, False)
-    """`warmup_gpu_chunk_mem_ratio` holds after the first step too."""
+    use_async_mem_monitor: bool = option(
+        BOOL, True, about="A sampling thread measures non-model memory; false: measured at operator boundaries."
+    )
+    warmup_gpu_chunk_mem_ratio: float = option(
+        _RATIO, 0.1, about="Share of the cap on DEVICE for chunks until the first step has been traced."
+    )
+    overall_gpu_mem_ratio: float = option(_RATIO, 0.8, about="Share of the accelerator's memory to use.")
+    overall_cpu_mem_ratio: float = option(_RATIO, 0.8, about="Share of host memory to use.")
+    margin_use_ratio: float = option(
+        _SHARE, 0.8, about="Share of DEVICE left free at the traced peak that optimizer states may take."
+    )
+    use_fake_dist: bool = option(BOOL, False, about="Several ranks share one device, each with its part of the caps.")
+    with_static_partition: bool = option(
+        BOOL, False, about="`warmup_gpu_chunk_mem_ratio` holds after the first step, too."
+    )
 
 
 @dataclass(frozen=True)
@@ -154,22 +162,32 @@ class OptsConfig(
     at="client.opts",
     aliases={"mem_saving_com": "with_mem_saving_comm", "with_mem_saving_com": "with_mem_saving_comm"},
 ):
-    """Switches of the runtime; None is "whatever is faster"."""
+    """Switches of the runtime; null is "whatever is faster"."""
 
-    with_mem_saving_comm: bool | None = option(either(NULL, BOOL), None)
-    """True: exchange chunk by chunk; false: over groups of world-size chunks."""
-    with_mem_cache: bool = option(BOOL, True)
-    """Freed slabs are kept for reuse."""
-    mem_cache_capacity: int = option(integer(0), 2)
-    """How many, per tier."""
-    with_async_move: bool = option(BOOL, True)
-    """Copies run on lanes of their own; false: the same copies, blocking."""
-    overlap_optimizer: bool | None = option(either(NULL, BOOL), None)
-    """Updates run beside backward."""
-    update_threads: int | None = option(either(NULL, integer(1)), None)
-    """Threads of such an update; None: all cores, or where those compute as many as torch uses."""
-    undo_log_ratio: float = option(_SHARE, 0.05)
-    """Share of the cap on HOST that such updates may write to before the step makes them count."""
+    with_mem_saving_comm: bool | None = option(
+        either(NULL, BOOL),
+        None,
+        about="True: broadcast and reduce one chunk at a time; false: all-gather and reduce-scatter groups of "
+        "world-size chunks.",
+    )
+    with_mem_cache: bool = option(BOOL, True, about="Memory of freed chunks is kept for reuse.")
+    mem_cache_capacity: int = option(integer(0), 2, about="How many chunks' memory is kept, per tier.")
+    with_async_move: bool = option(
+        BOOL, True, about="Chunks are copied asynchronously; false: the same copies, blocking."
+    )
+    overlap_optimizer: bool | None = option(
+        either(NULL, BOOL), None, about="The optimizer's update on HOST overlaps with backward."
+    )
+    update_threads: int | None = option(
+        either(NULL, integer(1)),
+        None,
+        about="Threads of such an update; null: all cores, or where those compute as many as torch uses.",
+    )
+    undo_log_ratio: float = option(
+        _SHARE,
+        0.05,
+        about="Share of the cap on HOST for the shadow buffers that such updates write to before `step()`.",
+    )
 
 
 @dataclass(frozen=True)
@@ -188,19 +206,29 @@ class Config(Section):
     """
 
     optimizer: OptimizerConfig = option(subsection(OptimizerConfig), OptimizerConfig())
-    precision: Literal["fp32", "bf16", "fp16"] = option(one_of("fp32", "bf16", "fp16"), "fp32")
-    """What the model computes in."""
-    master_weights: bool = option(BOOL, True)
-    """In bf16 and fp16, updates and optimizer states are in fp32, whatever dtype the model was built in; false, in bf16
-    only: they are in bf16, and so is all that is kept of the weights."""
+    precision: Literal["fp32", "bf16", "fp16"] = option(
+        one_of("fp32", "bf16", "fp16"), "fp32", about="What the model computes in; bf16 and fp16 are mixed precision."
+    )
+    master_weights: bool = option(
+        BOOL,
+        True,
+        about="In mixed precision, updates, optimizer states and master weights are in fp32, whatever dtype the model "
+        "was built in; false, in bf16 only: there are no master weights, and updates and states are in bf16.",
+    )
     fp16: Fp16Config = option(subsection(Fp16Config), Fp16Config())
-    gradient_clipping: float = option(_FINITE, 0.0)
-    """Global norm; 0 or less is off."""
-    default_chunk_size: int | Literal["auto"] = option(either(one_of("auto"), integer(1)), "auto")
-    """Elements a chunk."""
-    release_after_init: bool = option(BOOL, False)
-    """Over ranks, let go of what others own when the model is built; false: whenever a module is attached."""
-    use_cpu_embedding: bool = option(BOOL, False)
+    gradient_clipping: float = option(_FINITE, 0.0, about="Largest global norm of gradients; 0 or less is off.")
+    default_chunk_size: int | Literal["auto"] = option(
+        either(one_of("auto"), integer(1)),
+        "auto",
+        about="Elements in a chunk; auto: the size that wastes least to padding.",
+    )
+    release_after_init: bool = option(
+        BOOL,
+        False,
+        about="With several ranks, free the weights that other ranks own when the model is built; false: whenever a "
+        "module is attached, so that no rank ever holds the whole model.",
+    )
+    use_cpu_embedding: bool = option(BOOL, False, about="Not available yet.")
     memory: MemoryConfig = option(subsection(MemoryConfig), MemoryConfig())
     distributed: DistributedConfig = option(subsection(DistributedConfig), DistributedConfig())
     client: ClientConfig = option(subsection(ClientConfig), ClientConfig())

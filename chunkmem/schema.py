@@ -25,6 +25,8 @@ class Check:
     """Says so in an error, after "must be"."""
     parse: Callable[[Any], object]
     """Returns the value in the form it is kept in; raises ValueError. Takes its own results unchanged."""
+    schema: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What it takes, in the words of JSON Schema; empty: anything that `parse` does."""
 
     def __call__(self, path: str, value: object) -> object:
         """Return `value` in the form it is kept in; a `ConfigError` names `path`."""
@@ -34,8 +36,11 @@ class Check:
             raise ConfigError(f"{path} is {shown(value)}, but must be {self.allowed}") from None
 
 
-def number(allowed: str, accepts: Callable[[float], bool]) -> Check:
-    """Check for a finite float that `accepts`. Integers are taken and become floats; booleans are not numbers."""
+def number(allowed: str, accepts: Callable[[float], bool], **limits: float) -> Check:
+    """Check for a finite float that `accepts`. Integers are taken and become floats; booleans are not numbers.
+
+    `limits` say the same in the words of JSON Schema, such as ``exclusiveMinimum=0``.
+    """
 
     def parse(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -48,7 +53,7 @@ def number(allowed: str, accepts: Callable[[float], bool]) -> Check:
             raise ValueError
         return result
 
-    return Check(allowed, parse)
+    return Check(allowed, parse, {"type": "number", **limits})
 
 
 def integer(low: int, high: int = 2**63 - 1) -> Check:
@@ -60,7 +65,7 @@ def integer(low: int, high: int = 2**63 - 1) -> Check:
         return int(value)
 
     upper = "2**63 - 1" if high == 2**63 - 1 else str(high)
-    return Check(f"an integer from {low} to {upper}", parse)
+    return Check(f"an integer from {low} to {upper}", parse, {"type": "integer", "minimum": low, "maximum": high})
 
 
 def one_of(*names: str) -> Check:
@@ -72,7 +77,7 @@ def one_of(*names: str) -> Check:
         return value
 
     quoted = [f'"{name}"' for name in names]
-    return Check(" or ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1]))), parse)
+    return Check(" or ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1]))), parse, {"enum": list(names)})
 
 
 def pair_of(check: Check) -> Check:
@@ -83,7 +88,8 @@ def pair_of(check: Check) -> Check:
             raise ValueError
         return check.parse(value[0]), check.parse(value[1])
 
-    return Check(f"two values, each {check.allowed}", parse)
+    schema = {"type": "array", "items": check.schema, "minItems": 2, "maxItems": 2}
+    return Check(f"two values, each {check.allowed}", parse, schema)
 
 
 def either(first: Check, second: Check) -> Check:
@@ -95,7 +101,7 @@ def either(first: Check, second: Check) -> Check:
         except ValueError:
             return second.parse(value)
 
-    return Check(f"{first.allowed}, or {second.allowed}", parse)
+    return Check(f"{first.allowed}, or {second.allowed}", parse, {"anyOf": [first.schema, second.schema]})
 
 
 def _parse_bool(value: object) -> bool:
@@ -126,15 +132,19 @@ def _parse_path(value: object) -> str:
     return text
 
 
-BOOL = Check("true or false", _parse_bool)
-NULL = Check("null", _parse_null)
-CAPACITY = Check('a size in bytes above 0, such as 4096, "512MiB", "1.5GiB" or "200GB"', _parse_capacity)
-PATH = Check("a path as a non-empty string", _parse_path)
+BOOL = Check("true or false", _parse_bool, {"type": "boolean"})
+NULL = Check("null", _parse_null, {"type": "null"})
+CAPACITY = Check(
+    'a size in bytes above 0, such as 4096, "512MiB", "1.5GiB" or "200GB"',
+    _parse_capacity,
+    {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 2**63 - 1}, {"type": "string", "minLength": 1}]},
+)
+PATH = Check("a path as a non-empty string", _parse_path, {"type": "string", "minLength": 1})
 
 
-def option(check: Check, default: object = dataclasses.MISSING) -> Any:
-    """Declare a field of a `Section`; without a default the key must be given."""
-    return dataclasses.field(default=default, metadata={"check": check})
+def option(check: Check, default: object = dataclasses.MISSING, *, about: str = "") -> Any:
+    """Declare a field of a `Section`, and what it is `about`; without a default the key must be given."""
+    return dataclasses.field(default=default, metadata={"check": check, "about": about})
 
 
 def subsection(section: type[Section]) -> Check:
@@ -147,7 +157,7 @@ def subsection(section: type[Section]) -> Check:
             return section.from_dict(value)
         raise ValueError
 
-    return Check(f"an object with the keys {', '.join(section.checks())}", parse)
+    return Check(f"an object with the keys {', '.join(section.checks())}", parse, section.json_schema())
 
 
 @dataclass(frozen=True)
@@ -212,6 +222,27 @@ class Section:
     def to_dict(self) -> dict[str, Any]:
         """Return the section as JSON-serialisable data that `from_dict` reads back."""
         return {name: _plain(getattr(self, name)) for name in self.checks()}
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """Return what `from_dict` takes as a JSON Schema, with defaults and descriptions."""
+        properties: dict[str, Any] = {}
+        for each in dataclasses.fields(cls):
+            properties[each.name] = dict(each.metadata["check"].schema)
+            if each.metadata["about"]:
+                properties[each.name]["description"] = each.metadata["about"]
+            if each.default is not dataclasses.MISSING and not isinstance(each.default, Section):
+                properties[each.name]["default"] = _plain(each.default)
+        for alias, name in cls.section_aliases.items():
+            properties[alias] = {**properties[name], "deprecated": True}
+        required = [each.name for each in dataclasses.fields(cls) if each.default is dataclasses.MISSING]
+        return {
+            "type": "object",
+            "description": " ".join((cls.__doc__ or "").split()),
+            "properties": properties,
+            "required": required,
+            "additionalProperties": False,
+        }
 
     @classmethod
     def _unknown(cls, key: object, value: object) -> ConfigError:

@@ -12,7 +12,7 @@ from benchmarks.gpu import scale, speed
 from benchmarks.gpu.model import ladder, preset
 from benchmarks.gpu.scale import BATCH, HOST_SHARE
 from benchmarks.gpu.setting import GIB, Cap, Card, Setting
-from benchmarks.gpu.train import DEVICE_SHARE
+from benchmarks.gpu.work import DEVICE_SHARE
 
 H200 = Setting(Card("NVIDIA H200", 140 * GIB, 139 * GIB, "9.0", 132, 60 << 20, "?"), 128 * GIB, 16, Path())
 """139 GiB free, 128 GiB of RAM; speeds are `chunkmem.estimate.hardware`'s."""

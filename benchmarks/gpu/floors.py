@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.gpu.train import Work
+from benchmarks.gpu.work import Work
 from chunkmem.estimate.floors import floors_of
 from chunkmem.estimate.hardware import HARDWARE
 from chunkmem.types import ChunkId, Role, Tier

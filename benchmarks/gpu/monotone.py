@@ -12,7 +12,7 @@ from benchmarks.gpu.model import preset
 from benchmarks.gpu.rows import Store
 from benchmarks.gpu.setting import Cap, Setting
 from benchmarks.gpu.table import page
-from benchmarks.gpu.train import toy_cap_nbytes
+from benchmarks.gpu.work import toy_cap_nbytes
 
 NAME = "monotone"
 SUMMARY = "tokens/s of one model over caps from 8 GiB to the whole card"

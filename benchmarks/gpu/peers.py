@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.model import build
 from benchmarks.gpu.rows import NoRoomError, NotHereError
-from benchmarks.gpu.train import ADAMW, MAX_NORM, Training, Work, compute_device
+from benchmarks.gpu.work import ADAMW, MAX_NORM, Training, Work, compute_device
 from chunkmem.estimate.model import checkpointed
 
 NO_OFFLOAD_NBYTES_PER_PARAM = 16

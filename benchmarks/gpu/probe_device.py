@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.timing import device_median_s, host_median_s, per_call_s
-from benchmarks.gpu.train import compute_device
+from benchmarks.gpu.work import compute_device
 
 MIB = 2**20
 UPDATE_NBYTES = 28

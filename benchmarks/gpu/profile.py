@@ -14,7 +14,8 @@ from benchmarks.gpu.model import preset
 from benchmarks.gpu.rows import Store
 from benchmarks.gpu.setting import GIB, Cap, Setting
 from benchmarks.gpu.table import Rows, page
-from benchmarks.gpu.train import NUM_BATCHES, Work, batches_of, compute_device, hold_to, open_training
+from benchmarks.gpu.train import batches_of, hold_to, open_training
+from benchmarks.gpu.work import NUM_BATCHES, Work, compute_device
 
 NAME = "profile"
 SUMMARY = "a chrome trace and a timeline page of one step"

@@ -12,7 +12,7 @@ from benchmarks.gpu.peers import PEERS, TITLES
 from benchmarks.gpu.rows import Store
 from benchmarks.gpu.setting import Cap, Setting
 from benchmarks.gpu.table import Rows, gib, page
-from benchmarks.gpu.train import DEVICE_SHARE, Work, toy_cap_nbytes
+from benchmarks.gpu.work import DEVICE_SHARE, Work, toy_cap_nbytes
 
 NAME = "scale"
 SUMMARY = "the largest GPT that completes 3 steps under each cap, predicted and tried, and the others'"

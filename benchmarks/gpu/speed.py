@@ -14,7 +14,7 @@ from benchmarks.gpu.peers import PEERS
 from benchmarks.gpu.rows import Store
 from benchmarks.gpu.setting import Cap, Setting
 from benchmarks.gpu.table import Rows, gib, page
-from benchmarks.gpu.train import Work
+from benchmarks.gpu.work import Work
 from chunkmem.estimate.gpt import VOCAB
 
 NAME = "speed"

@@ -139,7 +139,7 @@ class BackwardTracker:
         self._recomputed_in: dict[int, dict[int, Counter[int]]] = {}
         """By graph task and group: references left by recomputed calls, by the identity of their module."""
         self._counted: set[int] = set()
-        """Groups that some call is uncertain about."""
+        """Groups that some call of a unit is uncertain about."""
         self._levels: dict[int, dict[int, int]] = {}
         """By graph task and group: the references that are left when all calls announced so far have been through."""
         self._left: list[tuple[BackwardCall, int]] = []
@@ -185,7 +185,7 @@ class BackwardTracker:
             found = self._graphs.find(frame, left, outputs.values())
         if frame.module is None:  # an operator: its parameters' gradients may land much later
             found = Findings(found.saved, frozenset(frame.groups))
-        if found.uncertain:
+        if frame.unit is not None:  # else it ends by nodes, or waits for what is certain to come
             self._counted |= found.uncertain
         if frame.recomputing:
             self._recomputed(frame, left)
@@ -285,8 +285,7 @@ class BackwardTracker:
                 self._waiting.setdefault(managed, []).append(call)
             else:
                 call.frozen.add(group)
-        if self._counted:
-            self._left += [(call, group) for group in call.open if group in self._counted]
+        self._left += [(call, group) for group in call.open if group in call.uncertain]
 
     def _ends_by_nodes(self, call: BackwardCall, *, holding: bool) -> bool:
         """Tell whether the landing of gradients is no end for the call, or a late one; see `chunkmem.nn.nodes`."""
@@ -313,7 +312,7 @@ class BackwardTracker:
         elif group in call.uncertain:
             is_over = self._is_through(group)
         else:
-            is_over = have_landed or (group in self._counted and self._is_through(group))
+            is_over = have_landed
         if not is_over:
             return
         del call.open[group]

@@ -1,4 +1,4 @@
-"""What is where, in program order, and the bytes of it: the book-keeping half of `simulate`."""
+"""The state of replicas in program order, with what may not be: the book-keeping half of `simulate`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.ahead import UNDO_LOG
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update, Wait
+from chunkmem.plan.semantics import ABSENT, NEWEST, PLACE, TIERS, State
 from chunkmem.trace.model import Trace
 from chunkmem.types import ChunkId, Tier
 
-ABSENT, EMPTY, NEWEST = range(3)
-"""A replica: no slab; a slab without the newest version; the newest version."""
 _STATES = ("absent", "without the newest version", "there")
-TIERS = (Tier.DEVICE, Tier.HOST)
 
 
 class Position:
@@ -37,17 +35,13 @@ class Position:
         raise PlanError(f"{self}: {sentence}")
 
 
-class Residency:
-    """The state of every replica. A chunk's replica on DEVICE has an even number, the one on HOST the next."""
+class CheckedState(State):
+    """A plan's replicas, and the bytes of them that it takes at most; what may not be raises, with the place."""
 
     def __init__(self, plan: Plan, trace: Trace, machine: Machine, position: Position) -> None:
+        super().__init__(trace.chunk_nbytes)
         self._position = position
-        self._numbers = {chunk: 2 * index for index, chunk in enumerate(trace.chunk_nbytes)}
-        self.replicas = [(chunk, tier) for chunk in trace.chunk_nbytes for tier in TIERS]
-        self.nbytes = [trace.chunk_nbytes[chunk] for chunk, _ in self.replicas]
-        self.states = [ABSENT] * len(self.replicas)
-        self.used_nbytes = [0, 0]
-        self.peak_nbytes = [0, 0]
+        self.peak_nbytes = [0] * len(TIERS)
         self.charge_nbytes = 0
         """On DEVICE beside the chunks."""
         self._caps = (machine.device_nbytes, machine.host_nbytes)
@@ -58,45 +52,38 @@ class Residency:
             replica = self.replica(placed.chunk, placed.tier)
             if self.states[replica] != ABSENT:
                 position.fail(f"{placed.chunk} is on {placed.tier.name} twice")
-            self.add(replica)
-            self.states[replica] = NEWEST if placed.newest else EMPTY
+            self.place(replica, is_newest=placed.newest)
             self.start.append(replica)
         self._first_states = list(self.states)
 
     def set_aside(self, nbytes: int) -> None:
         """Take bytes of HOST for the undo log, all the time."""
-        self.used_nbytes[1] += nbytes
-        self.peak_nbytes[1] += nbytes
+        host = TIERS.index(Tier.HOST)
+        self.used_nbytes[host] += nbytes
+        self.peak_nbytes[host] += nbytes
         self.role_peak_nbytes[Tier.HOST, UNDO_LOG] = nbytes
-        self.check_cap(1)
+        self.check_cap(host)
 
     def replica(self, chunk: ChunkId, tier: Tier) -> int:
         """Return the number of a replica."""
-        if chunk not in self._numbers:
-            self._position.fail(f"the trace does not know {chunk}")
-        if tier not in TIERS:
-            self._position.fail(f"there is no {tier.name}")
-        return self._numbers[chunk] + TIERS.index(tier)
+        try:
+            return self._first[chunk] + PLACE[tier]
+        except KeyError:
+            self._position.fail(f"the trace does not know {chunk}" if tier in TIERS else f"there is no {tier.name}")
 
-    def add(self, replica: int) -> None:
+    def alloc(self, replica: int) -> None:
         """Give a replica a slab."""
         if self.states[replica] != ABSENT:
             self._position.fail("the chunk has a slab there already")
-        self.states[replica] = EMPTY
-        self._count(replica, self.nbytes[replica])
-        self.check_cap(replica & 1)
-
-    def drop(self, replica: int) -> None:
-        """Take a replica's slab."""
-        self.states[replica] = ABSENT
-        self._count(replica, -self.nbytes[replica])
+        super().alloc(replica)
+        self.check_cap(replica % len(TIERS))
 
     def need_newest(self, replica: int) -> None:
         """Require that a replica holds the newest version."""
         if self.states[replica] == NEWEST:
             return
         chunk, tier = self.replicas[replica]
-        if self.states[replica ^ 1] != NEWEST:
+        if not self.is_newest_elsewhere(replica):
             self._position.fail(f"{chunk} has no content: it was never created, or is used up")
         self._position.fail(f"{chunk} on {tier.name} is {_STATES[self.states[replica]]}; a Copy to it is missing")
 
@@ -107,13 +94,14 @@ class Residency:
 
     def need_alone(self, replica: int) -> None:
         """Require that a chunk about to be written has no other replica."""
-        if self.states[replica ^ 1] != ABSENT:
-            chunk, tier = self.replicas[replica ^ 1]
+        stale = [other for other in self.elsewhere(replica) if self.states[other] != ABSENT]
+        if stale:
+            chunk, tier = self.replicas[stale[0]]
             self._position.fail(f"{chunk} would be stale on {tier.name}; a Free is missing")
 
     def check_cap(self, side: int) -> None:
-        """Require that a tier is within its cap."""
-        charge_nbytes = 0 if side else self.charge_nbytes
+        """Require that a tier, an index into `TIERS`, is within its cap."""
+        charge_nbytes = self.charge_nbytes if TIERS[side] is Tier.DEVICE else 0
         needed_nbytes, cap_nbytes = self.used_nbytes[side] + charge_nbytes, self._caps[side]
         if needed_nbytes > cap_nbytes:
             beside = f" and {charge_nbytes} bytes beside them" if charge_nbytes else ""
@@ -133,10 +121,10 @@ class Residency:
                     f"{_STATES[first]}; a plan must end as it begins"
                 )
 
-    def _count(self, replica: int, nbytes: int) -> None:
-        side = replica & 1
+    def count(self, replica: int, nbytes: int) -> None:
+        super().count(replica, nbytes)
+        side = replica % len(TIERS)
         chunk, tier = self.replicas[replica]
-        self.used_nbytes[side] += nbytes
         self.peak_nbytes[side] = max(self.peak_nbytes[side], self.used_nbytes[side])
         key = (tier, chunk.role.value)
         now = self._role_nbytes[key] = self._role_nbytes.get(key, 0) + nbytes

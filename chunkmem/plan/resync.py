@@ -1,66 +1,15 @@
-"""What is where, as a plan goes on, and how to get there from anywhere else. Pure."""
+"""How to get from any residency to the one that a plan has. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 from chunkmem.errors import PlanError
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Plan
-from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.plan.model import Action, Alloc, Copy, Free
+from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST, Residency, State
+from chunkmem.types import ChunkId, Tier
 
 _OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
-
-
-@dataclass
-class Residency:
-    """Replicas by (chunk, tier): do they hold the newest version?"""
-
-    newest: dict[tuple[ChunkId, Tier], bool] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, placed: Iterable[Placed]) -> Residency:
-        return cls({(p.chunk, p.tier): p.newest for p in placed})
-
-    def has_content(self, chunk: ChunkId) -> bool:
-        """Tell whether some replica holds a version at all."""
-        return any(self.newest.get((chunk, tier), False) for tier in _OTHER)
-
-    def act(self, action: Action) -> None:
-        """Follow one action."""
-        if isinstance(action, Alloc):
-            self.newest[action.chunk, action.tier] = False
-        elif isinstance(action, Free):
-            del self.newest[action.chunk, action.tier]
-        elif isinstance(action, Copy):
-            self.newest[action.chunk, action.target] = True
-
-    def consume(self, chunk: ChunkId) -> None:
-        """The content is used up: only an empty slab on DEVICE stays."""
-        self.newest.pop((chunk, Tier.HOST), None)
-        if (chunk, Tier.DEVICE) in self.newest:
-            self.newest[chunk, Tier.DEVICE] = False
-
-
-def residency_before(plan: Plan, trace: Trace, moment: int) -> Residency:
-    """Return what is where before the actions of `moment`, if the plan was followed from its start."""
-    now = Residency.of(plan.start)
-    for at in range(moment):
-        for action in plan.actions[at]:
-            now.act(action)
-        event = trace.moments[at]
-        if event.kind is Kind.CREATE:
-            now.newest[event.chunk, Tier.DEVICE] = True
-        elif event.kind is Kind.HOLD and trace.is_remote(event.chunk):
-            now.newest[event.chunk, Tier.DEVICE] = True  # an exchange brings it
-        elif event.kind is Kind.RELEASE and trace.is_remote(event.chunk) and event.chunk.role is Role.PARAM:
-            now.newest.pop((event.chunk, Tier.DEVICE), None)
-        elif event.kind is Kind.CONSUME:
-            now.consume(event.chunk)
-        elif event.kind is Kind.UPDATE and trace.is_rounded(event.chunk):
-            now.newest[event.chunk, plan.update_tiers[event.chunk.group]] = True
-    return now
 
 
 def resync(
@@ -111,7 +60,7 @@ class _Way:
         free_nbytes: Mapping[Tier, int],
         peak_nbytes: Mapping[Tier, int],
     ) -> None:
-        self.now = Residency(dict(now.newest))
+        self.now = State.of(now, chunk_nbytes)
         self.wanted = Residency(dict(wanted.newest))
         self.held = held
         self.chunk_nbytes = chunk_nbytes
@@ -128,7 +77,7 @@ class _Way:
         """Replicas for which others have passed to the other tier for a while; likewise."""
 
     def find(self) -> None:
-        content = {chunk for chunk, _ in self.now.newest if self.now.has_content(chunk)}
+        content = {chunk for chunk, _ in self.now.present() if self.now.has_content(chunk)}
         for chunk in sorted(content & self.known - self.rounded, key=_order):
             if not self.wanted.has_content(chunk):
                 raise PlanError(f"{chunk} holds something, and the plan has used it up there")
@@ -141,9 +90,9 @@ class _Way:
             if not any(copied) and not self._free_a_spare({t for _, t in missing}) and not self._go_round(missing):
                 raise self._obstacle(*missing[0])
         for (chunk, tier), _ in sorted(self.wanted.newest.items(), key=lambda item: _order(item[0][0])):
-            if (chunk, tier) not in self.now.newest and tier is Tier.DEVICE and not self._alloc(chunk, tier):
+            if tier is Tier.DEVICE and not self._alloc(chunk, tier):
                 raise self._obstacle(chunk, tier)
-        for chunk, tier in self.now.newest:
+        for chunk, tier in self.now.present():
             if (chunk, tier) not in self.wanted.newest:
                 raise PlanError(f"{chunk} is in use on {tier.name}, where the plan does not have it")
 
@@ -159,20 +108,20 @@ class _Way:
 
     def _missing(self, content: set[ChunkId]) -> list[tuple[ChunkId, Tier]]:
         """Return the replicas that have to be copied yet, those on HOST first, but last what gave way to the others."""
-        newest = self.now.newest
         found = (
             (chunk, tier)
             for (chunk, tier), is_wanted in self.wanted.newest.items()
-            if is_wanted and chunk in content and not newest.get((chunk, tier), False)
+            if is_wanted and chunk in content and self.now.on(chunk, tier) != NEWEST
         )
         return sorted(found, key=lambda key: (key in self._given_up, key[1] is Tier.DEVICE, _order(key[0])))
 
     def _free_a_spare(self, short: set[Tier]) -> bool:
         """Free a slab that is wanted, but can be had again once room is made: no content, or not the only copy."""
-        newest = self.now.newest
-        for chunk, tier in sorted(newest, key=lambda key: (key[1] not in short, newest[key], _order(key[0]))):
+        now = self.now
+        for chunk, tier in sorted(now.present(), key=lambda key: (key[1] not in short, now.on(*key), _order(key[0]))):
             key = (chunk, tier)
-            is_spare = newest.get((chunk, _OTHER[tier]), False) or (tier is Tier.DEVICE and not newest[key])
+            is_empty = tier is Tier.DEVICE and now.on(*key) == EMPTY
+            is_spare = is_empty or now.is_newest_elsewhere(now.replica(*key))
             if is_spare and key not in self.held and key not in self._given_up:
                 self._given_up.add(key)
                 self._free(chunk, tier)
@@ -183,16 +132,16 @@ class _Way:
         """Let small chunks pass to the other tier for a while, so that their room and what is left hold a large one."""
         for key in missing:
             chunk, tier = key
-            if key in self._gone_round or self.now.newest.get((chunk, tier)) is not None:
+            if key in self._gone_round or self.now.on(chunk, tier) != ABSENT:
                 continue
             self._gone_round.add(key)
             lacking = self.chunk_nbytes[chunk] - self.free_nbytes[tier]
             room = self.free_nbytes[_OTHER[tier]]
             moved = []
-            here = [c for c, t in self.now.newest if t is tier and (c, t) not in self.held and c is not chunk]
+            here = [c for c, t in self.now.present() if t is tier and (c, t) not in self.held and c is not chunk]
             for other in sorted(here, key=lambda c: (self.chunk_nbytes[c], _order(c))):
                 nbytes = self.chunk_nbytes[other]
-                if lacking > 0 and nbytes <= room and (other, _OTHER[tier]) not in self.now.newest:
+                if lacking > 0 and nbytes <= room and self.now.on(other, _OTHER[tier]) == ABSENT:
                     moved.append(other)
                     lacking, room = lacking - nbytes, room - nbytes
             if lacking <= 0:
@@ -211,7 +160,7 @@ class _Way:
                 if (chunk, tier) in self.wanted.newest:
                     continue
                 nbytes = self.chunk_nbytes[chunk]
-                is_here = self.now.newest.get((chunk, tier), False)
+                is_here = self.now.on(chunk, tier) == NEWEST
                 if is_here and (left[tier] >= nbytes or (chunk, tier) in self.held):
                     self.wanted.newest[chunk, tier] = True
                     left[tier] -= nbytes
@@ -231,11 +180,12 @@ class _Way:
                 )
 
     def _free_the_needless(self) -> None:
-        for chunk, tier in sorted(self.now.newest, key=lambda key: (_order(key[0]), key[1].value)):
+        now = self.now
+        for chunk, tier in sorted(now.present(), key=lambda key: (_order(key[0]), key[1].value)):
             key = (chunk, tier)
-            other = self.now.newest.get((chunk, _OTHER[tier]), False)
-            other = other or (chunk in self.rounded and not self.wanted.has_content(chunk))
-            if key not in self.wanted.newest and key not in self.held and (other or not self.now.newest[key]):
+            is_spare = now.on(*key) == EMPTY or now.is_newest_elsewhere(now.replica(*key))
+            is_spare = is_spare or (chunk in self.rounded and not self.wanted.has_content(chunk))
+            if key not in self.wanted.newest and key not in self.held and is_spare:
                 self._free(chunk, tier)
 
     def _free(self, chunk: ChunkId, tier: Tier) -> None:
@@ -252,7 +202,7 @@ class _Way:
         return True
 
     def _alloc(self, chunk: ChunkId, tier: Tier) -> bool:
-        if (chunk, tier) in self.now.newest:
+        if self.now.on(chunk, tier) != ABSENT:
             return True
         if self.free_nbytes[tier] < self.chunk_nbytes[chunk]:
             return False

@@ -10,7 +10,7 @@ from chunkmem.errors import PlanError
 from chunkmem.plan.hazards import H2D, Lanes
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
-from chunkmem.plan.residency import TIERS
+from chunkmem.plan.semantics import TIERS
 from chunkmem.plan.timeline import Timeline
 from chunkmem.plan.verify import Reader
 from chunkmem.trace.model import Trace
@@ -44,12 +44,12 @@ def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, laps: 
     for _ in range(laps - 1):
         lanes.run_lap(record=False)
     lap = lanes.run_lap(record=True)
-    residency, fetched = reader.residency, reader.num_issued[H2D]
+    state, fetched = reader.state, reader.num_issued[H2D]
     return Timeline(
         spans=tuple(lap.spans),
         step_s=lap.step_s,
-        peak_nbytes=dict(zip(TIERS, residency.peak_nbytes, strict=True)),
-        role_peak_nbytes={key: nbytes for key, nbytes in residency.role_peak_nbytes.items() if nbytes},
+        peak_nbytes=dict(zip(TIERS, state.peak_nbytes, strict=True)),
+        role_peak_nbytes={key: nbytes for key, nbytes in state.role_peak_nbytes.items() if nbytes},
         cap_nbytes={Tier.DEVICE: machine.device_nbytes, Tier.HOST: machine.host_nbytes},
         device_nbytes=tuple(reader.device_nbytes),
         prefetched=fetched - lap.late,

@@ -23,7 +23,8 @@ from chunkmem.plan.hazards import (
 )
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
-from chunkmem.plan.residency import ABSENT, EMPTY, NEWEST, Position, Residency
+from chunkmem.plan.residency import CheckedState, Position
+from chunkmem.plan.semantics import ABSENT, NEWEST, arrives
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -34,7 +35,7 @@ class Reader:
     def __init__(self, plan: Plan, trace: Trace, machine: Machine) -> None:
         self._plan, self._trace, self._machine = plan, trace, machine
         self._position = Position(trace)
-        self.residency = Residency(plan, trace, machine, self._position)
+        self.state = CheckedState(plan, trace, machine, self._position)
         self.num_issued = [0] * len(LANES)
         self.device_nbytes: list[int] = []
         self._entries: list[Entry] = []
@@ -52,44 +53,43 @@ class Reader:
 
         Args:
             watch: called with each moment's index while the moment runs: what it begins with is there, and what it uses
-                up is, too. It may look at `residency`.
+                up is, too. It may look at `state`.
         """
-        residency, position = self.residency, self._position
+        state, position = self.state, self._position
         if ahead := updates_ahead(self._trace, self._plan.actions):
             wanted_nbytes = sum(log_nbytes(self._trace, group) for group in ahead)
-            residency.set_aside(min(wanted_nbytes, self._machine.undo_log_nbytes))
+            state.set_aside(min(wanted_nbytes, self._machine.undo_log_nbytes))
         for actions, moment in zip(self._plan.actions, self._trace.moments, strict=True):
             position.index += 1
-            residency.charge_nbytes = moment.non_model_peak_nbytes if self._machine.charges_non_model else 0
+            state.charge_nbytes = moment.non_model_peak_nbytes if self._machine.charges_non_model else 0
             self._is_updated = False
             if moment.kind is Kind.RELEASE:
                 # Before the actions, so that they may free the chunk.
-                released = residency.replica(moment.chunk, Tier.DEVICE)
+                released = state.replica(moment.chunk, Tier.DEVICE)
                 self._held.remove(released)
                 self._entries.append(Unhold(released))
-                if self._arrives(moment.chunk):
-                    residency.states[released] = EMPTY
+                state.before(moment, self._trace)
             for action in actions:
                 position.action = action
                 self._act(action)
             position.action = None
-            residency.check_cap(0)
-            self.device_nbytes.append(residency.used_nbytes[0])
+            state.check_cap(0)
+            self.device_nbytes.append(state.used_nbytes[0])
             if watch is not None and moment.kind is Kind.CONSUME:
                 watch(position.index)
             self._begin(moment)
             if watch is not None and moment.kind is not Kind.CONSUME:
                 watch(position.index)
         self._check_far_waits()
-        residency.check_end()
-        return Program(self._entries, residency.replicas, residency.nbytes, residency.start, self._trace.moments)
+        state.check_end()
+        return Program(self._entries, state.replicas, state.nbytes, state.start, self._trace.moments)
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Wait):
             self._wait(action)
         elif isinstance(action, Alloc):
-            replica = self.residency.replica(action.chunk, action.tier)
-            self.residency.add(replica)
+            replica = self.state.replica(action.chunk, action.tier)
+            self.state.alloc(replica)
             self._entries.append(Take(replica))
         elif isinstance(action, Free):
             self._free(action)
@@ -112,41 +112,40 @@ class Reader:
         self._entries.append(Await(LANES.index(wait.lane), on, wait.count))
 
     def _free(self, free: Free) -> None:
-        replica, states = self.residency.replica(free.chunk, free.tier), self.residency.states
-        if states[replica] == ABSENT:
+        state = self.state
+        replica = state.replica(free.chunk, free.tier)
+        if state.states[replica] == ABSENT:
             self._position.fail("the chunk has no slab there")
         if replica in self._held:
             self._position.fail("the chunk is held")
         self._need_quiet(replica)
-        if states[replica] == NEWEST and states[replica ^ 1] != NEWEST and not self._can_be_rounded(free.chunk):
+        is_last = state.states[replica] == NEWEST and not state.is_newest_elsewhere(replica)
+        if is_last and not self._can_be_rounded(free.chunk):
             self._position.fail("it is the only replica of the newest version")
         self._drop(replica)
 
     def _can_be_rounded(self, chunk: ChunkId) -> bool:
-        if not self._trace.is_rounded(chunk):
-            return False
-        master = self.residency.replica(ChunkId(Role.MASTER, chunk.group), Tier.DEVICE)
-        return NEWEST in (self.residency.states[master], self.residency.states[master ^ 1])
+        return self._trace.is_rounded(chunk) and self.state.has_content(ChunkId(Role.MASTER, chunk.group))
 
     def _need_quiet(self, replica: int) -> None:
         """Refuse to change what an update ahead reads."""
-        group = self.residency.replicas[replica][0].group
+        group = self.state.replicas[replica][0].group
         if replica in self._ahead.get(group, ()):
             self._position.fail(f"group {group} is being updated ahead of its moment, from what is there")
 
     def _drop(self, replica: int) -> None:
-        self.residency.drop(replica)
+        self.state.free(replica)
         self._entries.append(Give(replica))
 
     def _copy(self, copy: Copy) -> None:
-        residency, machine = self.residency, self._machine
-        source, target = residency.replica(copy.chunk, copy.source), residency.replica(copy.chunk, copy.target)
-        residency.need_newest(source)
-        if residency.states[target] == NEWEST:
+        state, machine = self.state, self._machine
+        source, target = state.replica(copy.chunk, copy.source), state.replica(copy.chunk, copy.target)
+        state.need_newest(source)
+        if state.states[target] == NEWEST:
             self._position.fail(f"{copy.target.name} holds the newest version already")
-        residency.need_slab(target)
-        residency.states[target] = NEWEST
-        nbytes = residency.nbytes[source]
+        state.need_slab(target)
+        state.write(target)
+        nbytes = state.nbytes[source]
         lane, Bps = (H2D, machine.h2d_Bps) if copy.lane is Lane.H2D else (D2H, machine.d2h_Bps)
         self._issue(lane, (source,), (target,), machine.latency_s + nbytes / Bps, copy.chunk, nbytes)
 
@@ -176,9 +175,9 @@ class Reader:
         self._log_nbytes += log_nbytes(self._trace, update.group)
         if self._log_nbytes > self._machine.undo_log_nbytes:
             self._position.fail(f"{self._log_nbytes} bytes pass the undo log of {self._machine.undo_log_nbytes}")
-        reads = tuple(self.residency.replica(chunk, Tier.HOST) for chunk in self._trace.update_reads(update.group))
+        reads = tuple(self.state.replica(chunk, Tier.HOST) for chunk in self._trace.update_reads(update.group))
         for replica in reads:
-            self.residency.need_newest(replica)
+            self.state.need_newest(replica)
         self._ahead[update.group] = reads
         self._issue(HOST_UPDATE, reads, (), self._host_update_s(moments[at[0]]), moments[at[0]].chunk, is_ahead=True)
 
@@ -193,18 +192,19 @@ class Reader:
         self._issue_update(moment, Tier.HOST, settles=True)
 
     def _issue_update(self, moment: Moment, tier: Tier, *, settles: bool = False) -> None:
-        residency, machine = self.residency, self._machine
+        state, machine = self.state, self._machine
         chunks = self._trace.update_chunks(moment.chunk.group)
         reads: list[int] = []
         writes: list[int] = []
         for chunk in chunks:
-            replica = residency.replica(chunk, tier)
-            if self._trace.is_rounded(chunk):
-                residency.need_slab(replica)
-                residency.states[replica] = NEWEST
-            residency.need_newest(replica)
+            replica = state.replica(chunk, tier)
+            if chunk.role is Role.PARAM:
+                if self._trace.is_rounded(chunk):
+                    state.need_slab(replica)
+                state.update(moment, self._trace, tier)
+            state.need_newest(replica)
             if chunk.role is not Role.GRAD:
-                residency.need_alone(replica)
+                state.need_alone(replica)
             (reads if chunk.role is Role.GRAD else writes).append(replica)
         if tier is Tier.HOST:
             duration_s = 0.0 if settles else self._host_update_s(moment)
@@ -218,34 +218,39 @@ class Reader:
 
     def _begin(self, moment: Moment) -> None:
         """Run the moment itself."""
-        residency, kind = self.residency, moment.kind
-        device = residency.replica(moment.chunk, Tier.DEVICE)
+        state, kind = self.state, moment.kind
+        device = state.replica(moment.chunk, Tier.DEVICE)
         reads: tuple[int, ...] = ()
         writes: tuple[int, ...] = ()
         duration_s = moment.duration_s
-        if kind is Kind.HOLD and self._arrives(moment.chunk):
-            residency.need_slab(device)
-            residency.states[device] = NEWEST
+        if kind is Kind.HOLD and arrives(moment.chunk, self._trace):
+            state.need_slab(device)
+            state.begin(moment, self._trace)
             self._held.add(device)
             writes = (device,)
         elif kind is Kind.HOLD:
-            residency.need_newest(device)
+            state.need_newest(device)
             self._held.add(device)
             reads = (device,)
         elif kind is Kind.ARRIVE:
             self._entries.append(Await(COMPUTE, COLLECTIVE, self._exchanges.pop(device)))
         elif kind is Kind.CREATE:
-            self._need_quiet(device ^ 1)
-            residency.need_slab(device)
-            residency.need_alone(device)
-            residency.states[device] = NEWEST
+            for other in state.elsewhere(device):
+                self._need_quiet(other)
+            state.need_slab(device)
+            state.need_alone(device)
+            state.begin(moment, self._trace)
             writes = (device,)
         elif kind is Kind.WRITE:
-            residency.need_newest(device)
-            residency.need_alone(device)
+            state.need_newest(device)
+            state.need_alone(device)
             writes = (device,)
         elif kind is Kind.CONSUME:
-            self._consume(device)
+            for other in state.elsewhere(device):
+                self._need_quiet(other)
+                if state.states[other] != ABSENT:
+                    self._entries.append(Give(other))
+            state.begin(moment, self._trace)
         elif kind is Kind.UPDATE:
             if moment.chunk.group in self._ahead:
                 self._settle(moment)
@@ -260,10 +265,6 @@ class Reader:
         if kind is Kind.EXCHANGE:
             self._exchange(moment.chunk, device)
 
-    def _arrives(self, chunk: ChunkId) -> bool:
-        """Tell whether an exchange brings a chunk's content, each time it is held."""
-        return chunk.role is Role.PARAM and self._trace.is_remote(chunk)
-
     def _exchange(self, chunk: ChunkId, device: int) -> None:
         """Issue an exchange behind all that was computed; the ARRIVE waits for it."""
         writes = self._trace.is_remote(chunk) is (chunk.role is Role.PARAM)
@@ -273,14 +274,6 @@ class Reader:
         duration_s = nbytes / self._machine.exchange_Bps
         self._issue(COLLECTIVE, () if writes else replicas, replicas if writes else (), duration_s, chunk, nbytes)
         self._exchanges[device] = self.num_issued[COLLECTIVE]
-
-    def _consume(self, device: int) -> None:
-        states = self.residency.states
-        self._need_quiet(device ^ 1)
-        if states[device] != ABSENT:
-            states[device] = EMPTY
-        if states[device ^ 1] != ABSENT:
-            self._drop(device ^ 1)
 
     def _issue(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update
-from chunkmem.plan.residency import ABSENT, TIERS
+from chunkmem.plan.semantics import ABSENT, TIERS, ReplicaState
 from chunkmem.plan.verify import Reader
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
@@ -21,7 +21,7 @@ class Stays:
 
     changes: list[tuple[int, int]] = field(default_factory=list)
     """(moment, state from it on), the first at moment 0. A state is three times the one on DEVICE plus that on HOST,
-    in the numbers of `plan.residency`."""
+    as numbers of `ReplicaState`."""
     held: list[tuple[int, int]] = field(default_factory=list)
     """(first moment, one past the last) in which it is in use."""
 
@@ -41,7 +41,7 @@ def replay(plan: Plan, trace: Trace) -> dict[ChunkId, Stays]:
     """
     found = {chunk: Stays() for chunk in row_order(trace)}
     reader = Reader(plan, trace, plan.machine)
-    residency = reader.residency
+    state = reader.state
     # What a moment itself changes, such as CONSUME, is seen from the next one on.
     touched: set[ChunkId] = set(found)
 
@@ -52,9 +52,8 @@ def replay(plan: Plan, trace: Trace) -> dict[ChunkId, Stays]:
         if moment.kind is Kind.UPDATE:
             touched.update(trace.update_chunks(moment.chunk.group))
         for chunk in touched:
-            device = residency.replica(chunk, Tier.DEVICE)
-            state = 3 * residency.states[device] + residency.states[device ^ 1]
-            _note(found[chunk].changes, index, state)
+            device, host = (state.on(chunk, tier) for tier in TIERS)
+            _note(found[chunk].changes, index, len(ReplicaState) * device + host)
         touched.clear()
         touched.add(moment.chunk)
 
@@ -106,7 +105,7 @@ def _uses(trace: Trace) -> Iterable[tuple[ChunkId, int, int]]:
 
 
 def _on(state: int, tier: Tier) -> int:
-    return state // 3 if tier is TIERS[0] else state % 3
+    return state // len(ReplicaState) if tier is TIERS[0] else state % len(ReplicaState)
 
 
 def _running(deltas: Iterable[int]) -> list[int]:

@@ -33,7 +33,7 @@ from chunkmem.errors import PlanError
 from chunkmem.plan.ahead import UNDO_LOG
 from chunkmem.plan.director import Director, Said
 from chunkmem.plan.model import Plan, Update, Wait
-from chunkmem.plan.resync import Residency, residency_before
+from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.actions import PlanActions, Step
 from chunkmem.runtime.events import COPY_LANES, Lanes

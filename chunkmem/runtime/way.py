@@ -6,7 +6,8 @@ from collections.abc import Container, Iterable, Mapping
 
 from chunkmem.errors import PlanError
 from chunkmem.plan.model import Action, Alloc, Copy, Free
-from chunkmem.plan.resync import Residency, resync
+from chunkmem.plan.resync import resync
+from chunkmem.plan.semantics import Residency
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import ChunkId, Tier

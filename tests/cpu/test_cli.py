@@ -25,7 +25,7 @@ from chunkmem.types import Tier
 from tests.helpers.traces import training_trace
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("estimate", "check", "plan", "report", "chunk-size", "info", "build")
+COMMANDS = ("estimate", "check", "plan", "report", "chunk-size", "config", "info", "build")
 MIB = 1 << 20
 MACHINE = Machine(
     device_nbytes=1,

@@ -26,12 +26,20 @@ from tests.helpers.zoo import ZOO, ZooModel
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ONE_BATCH = tuple(variant for variant in VARIANTS if variant.micro_batches == 1 and not variant.evaluate)
 ORDINARY = ("plain", "checkpoint")
+HALF_FROZEN = ("gpt", "lstm")
+"""Of which frozen weights share chunks that are read in ways whose end nobody announces."""
+
+
+def _is_ordinary(case: ZooModel, variant: Variant) -> bool:
+    return variant.name in ORDINARY or (variant.name == "half_frozen" and case.name in HALF_FROZEN)
+
+
 CASES = [
     pytest.param(
         case,
         variant,
         id=f"{case.name}-{variant.name}",
-        marks=[] if variant.name in ORDINARY else [pytest.mark.full],
+        marks=[] if _is_ordinary(case, variant) else [pytest.mark.full],
     )
     for case in ZOO
     for variant in ONE_BATCH
@@ -66,7 +74,7 @@ def estimated(case: ZooModel, variant: Variant) -> Rehearsal:
 @functools.cache
 def recorded(case: ZooModel, variant: Variant) -> tuple[Trace, dict[str, int], int]:
     """The trace of a first step, bytes of chunks by role, and the peak of live storages of the whole step."""
-    sizes = footprint(case, variant)
+    sizes = footprint(case, variant, freezes_first=True)
     with chunkmem.ChunkManager(capped(case, 4 * sizes.param_nbytes)) as manager:
         trainer = Trainer(case, variant, Chunked(manager), freezes_first=True)
         probe = LiveStorageProbe(manager._declared.is_chunk)
@@ -103,7 +111,7 @@ def test_bytes_by_role(case: ZooModel, variant: Variant) -> None:
 
 @pytest.mark.parametrize(("case", "variant"), CASES)
 def test_a_plan_of_the_estimate_is_followed_and_peaks_as_predicted(case: ZooModel, variant: Variant) -> None:
-    sizes = footprint(case, variant)
+    sizes = footprint(case, variant, freezes_first=True)
     cap = max(sizes.required_nbytes, sizes.param_nbytes // 2)
     with chunkmem.ChunkManager(capped(case, cap)) as manager:
         trainer = Trainer(case, variant, Chunked(manager), freezes_first=True)

@@ -18,7 +18,7 @@ from benchmarks.gpu.machine import speeds
 from benchmarks.gpu.model import LADDER, Size, build, ladder, preset
 from benchmarks.gpu.rows import Reason, Row, Store, StoreError
 from benchmarks.gpu.setting import GIB, WHOLE, Card, Setting
-from benchmarks.gpu.train import Work, toy_cap_nbytes
+from benchmarks.gpu.work import Work, toy_cap_nbytes
 
 ROOT = Path(__file__).parents[2]
 CARD = Card("NVIDIA H200", 141 * GIB, 140 * GIB, "9.0", 132, 60 << 20, "580")

@@ -260,13 +260,14 @@ class Footprint:
 
 
 @functools.cache
-def footprint(case: ZooModel, variant: Variant) -> Footprint:
+def footprint(case: ZooModel, variant: Variant, *, freezes_first: bool = False) -> Footprint:
     """Train with all model data resident, once, and see what was needed."""
     with chunkmem.ChunkManager(capped(case, AMPLE_NBYTES)) as manager:
-        model = Trainer(case, variant, Chunked(manager)).model
+        model = Trainer(case, variant, Chunked(manager), freezes_first=freezes_first).model
         param_nbytes = sum(p.nbytes for p in model.parameters()) + manager.memory().padding_nbytes
     with chunkmem.ChunkManager(capped(case, 4 * param_nbytes)) as manager:
-        outcome = Trainer(case, variant, Chunked(manager, follows=repeats(case))).run()
+        side = Chunked(manager, follows=repeats(case))
+        outcome = Trainer(case, variant, side, freezes_first=freezes_first).run()
         return Footprint(param_nbytes, manager.memory().device.required_nbytes, outcome)
 
 

@@ -78,7 +78,7 @@ EQUAL = Equal()
 EQUAL_BUT_FOR_ORDER = Equal(tolerance=1e-6)
 """A step has other backwards than the one before: means of parts are added up, and not parts."""
 ALIKE = Alike()
-DIVERGED = Refused("RankError", "the ranks are in different places: rank 0 .*rank 1 ")
+DIVERGED = Refused("RankError", "the ranks are in different places: ranks? 0 .*ranks? 1 ")
 """The ranks' programs do different things."""
 NOT_OWNED = Refused("StateError", "belongs to another rank|outside of its unit")
 """Values of parameters are used where no unit has brought them."""

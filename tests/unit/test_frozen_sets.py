@@ -47,6 +47,7 @@ OPTIONS = {
     "plan": "TRACE --d2h --device --h2d --host --machine --margin-use-ratio --out",
     "report": "RUN --against --out",
     "chunk-size": "MODEL --device",
+    "config": "FILE --markdown --schema",
     "info": "",
     "build": "",
 }

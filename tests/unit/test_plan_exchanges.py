@@ -10,7 +10,7 @@ from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Alloc, Copy, Free, Lane, Plan, Wait
 from chunkmem.plan.planner import make_plan
-from chunkmem.plan.resync import residency_before
+from chunkmem.plan.semantics import residency_before
 from chunkmem.plan.simulate import simulate
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier

@@ -11,7 +11,8 @@ from chunkmem.errors import PlanError
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Alloc, Free
 from chunkmem.plan.planner import PlanOptions, candidates, make_plan
-from chunkmem.plan.resync import Residency, resync
+from chunkmem.plan.resync import resync
+from chunkmem.plan.semantics import Residency
 from chunkmem.plan.simulate import simulate
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier

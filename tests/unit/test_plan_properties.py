@@ -23,8 +23,9 @@ from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Alloc, Copy, Free, Plan, Wait
 from chunkmem.plan.planner import Candidate, PlanOptions, candidates, make_plan
 from chunkmem.plan.program import emit
-from chunkmem.plan.resync import Residency, residency_before, resync
+from chunkmem.plan.resync import resync
 from chunkmem.plan.search import least_traffic
+from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.stays import find_stays, prefetch
 from chunkmem.plan.waits import add_waits

@@ -9,7 +9,8 @@ import pytest
 
 from chunkmem.errors import PlanError
 from chunkmem.plan.model import Alloc, Copy, Free
-from chunkmem.plan.resync import Residency, resync
+from chunkmem.plan.resync import resync
+from chunkmem.plan.semantics import Residency
 from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.traces import grad, param
 

@@ -10,9 +10,8 @@ import pytest
 from chunkmem.plan.ahead import UNDO_LOG
 from chunkmem.plan.model import Alloc, Copy, Free, Lane, Placed, Plan, Update
 from chunkmem.plan.planner import PlanOptions, make_plan
-from chunkmem.plan.residency import ABSENT, EMPTY
-from chunkmem.plan.residency import NEWEST as FILLED
-from chunkmem.plan.resync import residency_before
+from chunkmem.plan.semantics import ABSENT, EMPTY, residency_before
+from chunkmem.plan.semantics import NEWEST as FILLED
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.report.clock import moment_starts_s, phases

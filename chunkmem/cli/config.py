@@ -1,0 +1,151 @@
+"""`chunkmem config`: every key of the configuration, or what a file of yours sets."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+from chunkmem.cli.answer import Answer
+from chunkmem.config import Config, flattened, unavailable_keys
+from chunkmem.errors import ConfigError
+from chunkmem.schema import Section
+
+NAME = "config"
+SUMMARY = "all keys of the configuration, or a check of a file"
+DESCRIPTION = """\
+Show every key of the configuration: its default, what it takes, what it does. Given a file, check it, and show what it
+sets to something else than the default.
+
+  chunkmem config
+  chunkmem config chunkmem.json
+  chunkmem config --schema > chunkmem.schema.json     # a JSON Schema, for editors
+  chunkmem config --markdown > configuration.md       # the same as docs/configuration.md"""
+_WIDTH = 100
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_TITLE = """\
+# Configuration
+
+Keys of `Config.from_json(path)` and `Config.from_dict(values)`, each with its default. A dot stands for an object in an
+object: `memory.device` is `{"memory": {"device": ...}}`. [tuning.md](tuning.md) tells how to choose values.
+
+`chunkmem config` prints this reference, `chunkmem config FILE` checks a file, and `chunkmem config --schema` prints a
+JSON Schema, with which editors check while you type.
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration."""
+
+    path: str
+    section: str
+    """What the section is for."""
+    default: object
+    """`MISSING`: the key has to be given where its section is."""
+    allowed: str
+    about: str
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+    @property
+    def shown_default(self) -> str:
+        return "required" if self.is_required else json.dumps(self.default)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the key as JSON-serialisable data."""
+        default = None if self.is_required else self.default
+        told = {"allowed": self.allowed, "about": self.about}
+        return {"key": self.path, "default": default, "is_required": self.is_required, **told}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("file", metavar="FILE", type=Path, nargs="?", help="a configuration in JSON to check")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--schema", action="store_true", help="print a JSON Schema")
+    kind.add_argument("--markdown", action="store_true", help="print the page of the documentation")
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Answer with all keys, or with those that a file sets."""
+    if options.file is not None and (options.schema or options.markdown):
+        raise ConfigError("--schema and --markdown describe every configuration: leave out the file")
+    if options.schema:
+        schema = {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "title": "chunkmem",
+            **Config.json_schema(),
+        }
+        return Answer(schema, json.dumps(schema, indent=2))
+    if options.file is not None:
+        return _checked(options.file)
+    keys = list(keys_of(Config))
+    return Answer({"keys": [key.to_dict() for key in keys]}, _markdown(keys) if options.markdown else _text(keys))
+
+
+def keys_of(section: type[Section]) -> Iterator[Key]:
+    """Yield every key, those of a section's own before those of the sections in it."""
+    purpose = " ".join((section.__doc__ or "").split("\n\n")[0].split())
+    sections: list[type[Section]] = []
+    types = get_type_hints(section)
+    for each in dataclasses.fields(section):
+        inner = [kind for kind in (types[each.name], *get_args(types[each.name])) if _is_section(kind)]
+        sections += inner
+        if not inner or each.default is None:
+            allowed, about = each.metadata["check"].allowed, each.metadata["about"]
+            yield Key(section.key_path(each.name), purpose, each.default, allowed, about)
+    for each_section in sections:
+        yield from keys_of(each_section)
+
+
+def _is_section(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def _checked(file: Path) -> Answer:
+    config = Config.from_json(file)
+    defaults = flattened(Config().to_dict())
+    found = {path: value for path, value in flattened(config.to_dict()).items() if defaults.get(path) != value}
+    lacking = unavailable_keys(config)
+    data = {"file": str(file), "set": found, "unavailable": lacking}
+    lines = [f"{path} = {json.dumps(value)}" for path, value in found.items()] or ["every key has its default"]
+    if lacking:
+        lines.append(f"not available in this version: {', '.join(lacking)}; leave out or set to the default")
+    return Answer(data, "\n".join(lines), fits=not lacking)
+
+
+def _sections(keys: Sequence[Key]) -> Mapping[str, list[Key]]:
+    found: dict[str, list[Key]] = {}
+    for key in keys:
+        found.setdefault(key.path.rpartition(".")[0], []).append(key)
+    return found
+
+
+def _text(keys: Sequence[Key]) -> str:
+    blocks = []
+    for section, members in _sections(keys).items():
+        lines = [f"{section}: {members[0].section}" if section else "top level"]
+        for key in members:
+            lines.append(f"  {key.path} = {key.shown_default}")
+            told = textwrap.wrap(f"{key.about} Takes {key.allowed}.", _WIDTH, break_on_hyphens=False)
+            lines += [f"      {line}" for line in told]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _markdown(keys: Sequence[Key]) -> str:
+    parts = [_TITLE]
+    for section, members in _sections(keys).items():
+        heading = f"## `{section}`\n\n{members[0].section}\n" if section else ""
+        rows = [f"| `{key.path}` | `{key.shown_default}` | {key.allowed} | {key.about} |" for key in members]
+        table = "\n".join(["| key | default | takes | |", "|---|---|---|---|", *rows])
+        parts.append(f"{heading}\n{table}\n" if heading else f"{table}\n")
+    return "\n".join(parts).rstrip("\n")
