@@ -147,12 +147,12 @@ class Performer(PlanActions):
 
     def begin_lap(self) -> None:
         """The first moment comes next. What is where is put right if it is not as the plan has it there."""
-        goes_on = self.is_at_end and self._is_exact
+        was_complete, was_exact = self.is_at_end, self._is_exact
         self._begin_journal(Journal())
         self._previous, self._events = self._events, {lane: [] for lane in COPY_LANES}
-        if not goes_on:
+        if not (was_complete and was_exact):
             self._on_plan = False
-            self._resume(0)
+            self._resume(0, is_next=was_complete)
             for ledger in self._ledgers:  # what led here is not part of the lap
                 ledger.restart_peak()
 
@@ -306,8 +306,11 @@ class Performer(PlanActions):
             expected = self._cues[self._cursor].label or "the end of the step"
             self.first_departure = f"{came} came where the plan has {expected}"
 
-    def _resume(self, moment: int) -> bool:
-        """Put what is where as the plan has it before `moment`; False if that is not possible now."""
+    def _resume(self, moment: int, *, is_next: bool = False) -> bool:
+        """Put what is where as the plan has it before `moment`; False if that is not possible now.
+
+        Nothing is looked for if `is_next`, the step before was this plan's, and all is in its place.
+        """
         self.drain()
         wanted = residency_before(self.plan, self.trace, moment)
         # The plan's peak includes the undo log. What is reserved of it already is no room that a way could take.
@@ -317,19 +320,20 @@ class Performer(PlanActions):
             del wanted.newest[chunk, tier]
             peaks[tier] -= self.trace.chunk_nbytes[chunk]
         peaks[Tier.HOST] -= min(peaks[Tier.HOST], self._tiers.host.now.get(UNDO_LOG, 0))
-        try:
-            actions = way_to(
-                wanted,
-                self._executor,
-                own=self.trace.chunk_nbytes,
-                peak_nbytes=peaks,
-                keep_duplicates=self.trace.mode is Mode.EVAL,
-            )
-        except PlanError as error:
-            self.obstacle = str(error)
-            return False
-        self._tiers.plan_decides()
-        go(actions, self._store)
+        if not (is_next and self._has(wanted)):
+            try:
+                actions = way_to(
+                    wanted,
+                    self._executor,
+                    own=self.trace.chunk_nbytes,
+                    peak_nbytes=peaks,
+                    keep_duplicates=self.trace.mode is Mode.EVAL,
+                )
+            except PlanError as error:
+                self.obstacle = str(error)
+                return False
+            self._tiers.plan_decides()
+            go(actions, self._store)
         # Only now: on the way, HOST may hold more than the plan has there, and the log would take that room.
         self._executor.reserve_log(self._log)
         for lane, done in self._copies_before[moment].items():

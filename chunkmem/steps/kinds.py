@@ -31,6 +31,8 @@ _NUM_AT_ONCE = 4
 _MAX_FAILED_RECORDS = 3
 _NUM_TRIES = 3
 """Steps recorded to meet one that is not known yet: about as long after the last one as that came after another."""
+_NUM_ALIKE = 4
+"""Steps in a row that leave out the same, so that it is no chance: then one is recorded, for a plan without it."""
 _LOOKED_BACK = 12
 """Steps, of which half may miss their plans before a user is told."""
 _LOOKED_BACK_FOR_KEYS = 32
@@ -99,7 +101,7 @@ class Kinds:
         self._num_since_miss = 0
         self._is_narrowing = False
         """It is one that leaves out some of a known trace."""
-        self._narrow_patience = _Patience()
+        self._narrow_patience = _Patience(_NUM_ALIKE)
         self._last_left_out: dict[Course, Sequence[tuple[int, int]]] = {}
         self._came_once: deque[Key] = deque(maxlen=_LOOKED_BACK_FOR_KEYS)
         """Unknown keys of the last steps that had one."""

@@ -35,7 +35,8 @@ class Side:
             config = chunkmem.Config.from_dict(values)
             self.manager = chunkmem.ChunkManager(config, machine=FAST, make_lanes=lanes)
         self.losses: list[float] = []
-        self._seed = 0
+        self.rows = 4
+        """Of a batch."""
         self._batches = 0
 
     def building(self) -> Any:
@@ -50,9 +51,9 @@ class Side:
             return torch.optim.AdamW(params, lr=1e-2, fused=True)
         return chunkmem.AdamW(params, manager=self.manager, lr=1e-2)
 
-    def batch(self, rows: int = 4) -> Tensor:
+    def batch(self, rows: int | None = None) -> Tensor:
         self._batches += 1
-        return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(self._batches))
+        return torch.randn(rows or self.rows, WIDTH, generator=torch.Generator().manual_seed(self._batches))
 
     def step(self, loss: Tensor, *optimizers: Any) -> None:
         """Backward, and a step of each optimizer, whose gradients are discarded."""
@@ -138,7 +139,7 @@ class Dropped(nn.Module):
         return x
 
 
-def trained(build: Callable[[Side], nn.Module], *, rows: int = 4) -> Loop:
+def trained(build: Callable[[Side], nn.Module], *, rows: int | None = None) -> Loop:
     def loop(side: Side) -> Iterator[None]:
         with side.building():
             model = build(side)
