@@ -8,12 +8,9 @@ model without gradients, between steps). Between laps nothing is recorded or fol
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from math import inf
 
-from chunkmem.errors import PlanError, TraceError
+from chunkmem.errors import TraceError
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import PlanOptions
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.executor import DemandExecutor, Listener
@@ -22,19 +19,19 @@ from chunkmem.runtime.performer import Performer, label_of
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.steps.attach import attach_performer, attach_recorder, detach, ignore
-from chunkmem.steps.course import Course, check_adoptable
-from chunkmem.steps.kinds import Key, Kinds
+from chunkmem.steps.course import Course
+from chunkmem.steps.kinds import Key
+from chunkmem.steps.known import KnownSteps
 from chunkmem.steps.laps import LapEnd
 from chunkmem.steps.making import CourseMaker
 from chunkmem.steps.timelines import LastTimelines
-from chunkmem.trace.ahead import overlapped
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.tracing.watch import Watch
 from chunkmem.types import ChunkId, Role
 
 
-class Conductor:
+class Conductor(KnownSteps):
     """Hears when models are called and steps end, and tells the executor whom to announce its events to."""
 
     def __init__(
@@ -66,29 +63,19 @@ class Conductor:
             is_lone: there is one rank. Else steps are recorded from when `may_record` says so, since the exchanges of
                 the first ones are not those of the others.
         """
-        self._executor = executor
+        maker = CourseMaker(executor, tiers, lanes, machine=machine, options=options)
+        super().__init__(executor, maker, layout=layout, is_lone=is_lone)
         self._tiers = tiers
         self._lanes = lanes
-        self._layout = layout
         self._make_watch = watch
-        self._is_lone = self.may_record = is_lone
-        """`may_record`: training steps are like those to come."""
-        self._is_first_of_two = False
-        """What was just recorded is put aside for `compare`."""
-        self._aside: Trace | None = None
+        self.may_record = is_lone
+        """Training steps are like those to come."""
         self._trainable = trainable
-        self._maker = CourseMaker(executor, tiers, lanes, machine=machine, options=options)
-        self.kinds = {mode: Kinds(mode, partial(self._maker.make, mode), is_lone=is_lone) for mode in Mode}
-        """Of training steps, and of evaluations."""
         self._lap_end = LapEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
         self._key = Key()
         """Of the lap that runs, or ran last."""
-        self._mode: Mode | None = None
-        """Of the lap that runs, or ran last."""
         self._is_running = False
-        self._recorder: Recorder | None = None
         self._watch: Watch | None = None
-        self._course: Course | None = None
         self._performer: Performer | None = None
         """Follows `_course` in the lap that runs, or ran last; None if that is recorded or served on demand."""
         self._journal: Journal | None = None
@@ -98,58 +85,6 @@ class Conductor:
         self._in_lap: Listener = ignore
         """Hears of events within the lap."""
         self.timelines = LastTimelines(tiers)
-
-    # What a user asks for.
-
-    @property
-    def trace(self) -> Trace | None:
-        """The trace of the last training step's kind."""
-        return None if self._training is None else self._training.trace
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the last training step's kind."""
-        return None if self._training is None else self._training.plan
-
-    @property
-    def _training(self) -> Course | None:
-        """What the training step that runs, or ran last, has followed, or was recorded for."""
-        if self._mode is Mode.TRAIN and self._course is not None:
-            return self._course
-        return self.kinds[Mode.TRAIN].last
-
-    def adopt_trace(self, trace: Trace) -> None:
-        """Use a trace of an earlier run instead of recording one.
-
-        Raises:
-            TraceError: it is of another model or layout.
-        """
-        if not self._is_lone:
-            raise TraceError(
-                "several ranks train together, and have to agree on how far ahead they gather: leave the trace out, it "
-                "is recorded within three steps"
-            )
-        own = self._layout()
-        if trace.layout != own:
-            raise TraceError(
-                f"the trace is of a model with layout {trace.layout}, and this manager's is {own}; build the same "
-                "model with the same default_chunk_size, or train one step to record a trace"
-            )
-        self.kinds[trace.mode].adopt(trace)
-        if trace.mode is self._mode:
-            self._course = None  # forgotten: nothing is to be learnt for it
-
-    def adopt_plan(self, plan: Plan) -> None:
-        """Use a plan of an earlier run. Its trace has to be there: adopt or record that first.
-
-        Raises:
-            PlanError: it was made from another trace, for another machine, or it is not sound.
-        """
-        if self.trace is None:
-            raise PlanError("a plan needs the trace it was made from; set manager.trace first, or train one step")
-        check_adoptable(plan, self.trace, self._maker.machine())
-        assert self._training is not None
-        self._training.adopt(self.trace, plan)
 
     # Laps.
 
@@ -204,43 +139,6 @@ class Conductor:
     def excuse_lap(self) -> None:
         """The lap that runs is not like the others: the next one is recorded instead, and no plan suffers from it."""
         self.is_excused = True
-
-    # Two ways to step, of which one is kept; see `chunkmem.steps.trial`.
-
-    def record_another(self) -> None:
-        """The next step goes another way than the one recorded before it, or just now: record it, too."""
-        self._is_first_of_two = True
-
-    def fits_overlapped(self) -> bool:
-        """Tell whether a plan for steps like the one just recorded fits both tiers if exchanges overlap computing.
-
-        A rank that recorded nothing, as it had no batch, says yes as far as it is concerned.
-        """
-        recorder = self._recorder
-        if recorder is None:
-            return True
-        try:
-            trace = recorder.trace(self._layout(), self._executor.store.chunks)
-        except TraceError:
-            return False  # it was torn down in the middle
-        return self._maker.make(Mode.TRAIN).planned_stall_s(overlapped(trace)) < inf
-
-    def compare(self) -> tuple[float, float] | None:
-        """Return how long computing stands still in steps of both ways, as planned; inf: there is no plan for it.
-
-        None if the two are not both known. What they compute is the same, but not how long that took when recorded.
-        """
-        course = self._training
-        if self._aside is None or course is None or course.trace is None:
-            return None
-        return course.planned_stall_s(self._aside), course.planned_stall_s(course.trace)
-
-    def keep(self, *, first: bool) -> None:
-        """Forget one of the two."""
-        aside, self._aside = self._aside, None
-        if first and aside is not None:
-            self.kinds[Mode.TRAIN].take(aside)
-            self._course = None
 
     def forget(self) -> None:
         """There is more to manage than was recorded: record anew."""
