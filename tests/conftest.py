@@ -9,13 +9,40 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 SEED = 20240607
+LONG_FILES = (
+    "hostile_ranks/test_hostile_ranks.py",
+    "hostile/test_hostile.py",
+    "cpu/test_example.py",
+    "cpu/test_precision.py",
+    "cpu/test_check.py",
+    "cpu/test_ranks.py",
+    "cpu/test_master_weights.py",
+    "cpu/test_interruptions.py",
+    "cpu/test_overlap.py",
+    "cpu/test_rerun.py",
+    "cpu/test_rank_plans.py",
+    "cpu/test_lazy_gradients.py",
+    "cpu/test_zoo.py",
+    "cpu/test_example_ranks.py",
+    "cpu/test_gpu_suite.py",
+    "cpu/test_removed_waits.py",
+    "cpu/test_evicted_parameters.py",
+    "cpu/test_estimate_truth.py",
+    "unit/test_plan_properties.py",
+    "cpu/test_resident_memory.py",
+)
+"""What takes ten seconds or more, the longest first: begun last, one would keep its worker busy and the others idle."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked full")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    # One thread in the processes that tests start, too. Beside other tests, torch's would mostly wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # xdist's own order is by the number of tests in a file, which says nothing about how long they take.
+    config.option.loadscopereorder = False
     # cuBLAS reads it once, when it is first used; without it, it is free to split sums differently in every call.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # How long an example takes says more about what else the machine does than about the code.
@@ -24,10 +51,18 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(key=place)
     if config.getoption("--full") or "full" in config.option.markexpr:
         return
     config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
     items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def place(item: pytest.Item) -> int:
+    """Where the file of a test stands among those that workers are given in turn."""
+    name = "/".join(item.path.parts[-2:])
+    return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,8 @@ from tqdm import tqdm
 if not __package__:  # Run as a file: find the other modules where `python -m` finds them.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.planning.first_steps import CASES as FIRST_STEPS
+from benchmarks.planning.first_steps import NUM_FIRST, measure_first_steps
 from benchmarks.planning.loops import measure as measure_loops
 from benchmarks.planning.loops import table as table_of_loops
 from benchmarks.planning.overhead import measure as measure_overhead
@@ -185,7 +187,15 @@ def tables(results: Mapping[str, Any]) -> str:
         "|---" * 7 + "|",
         *(
             "| " + " | ".join([row["title"], f"{row['num_moments']}", *_calls(row)]) + " |"
-            for row in results["in_steps"]
+            for row in results.get("in_steps", ())  # what an earlier run did not measure has no rows
+        ),
+        "",
+        "| first steps, processor s | moments | recorded | planned | planned again | later: mean | fastest – slowest | "
+        "largest / mean |",
+        "|---" * 8 + "|",
+        *(
+            "| " + " | ".join([row["title"], f"{row['num_moments']}", *_first_steps(row)]) + " |"
+            for row in results.get("first_steps", ())
         ),
         "",
         f"Following a plan in which nothing moves costs {interval.median:.2f} µs a moment ({interval.low:.2f} – "
@@ -213,6 +223,17 @@ def _calls(row: Mapping[str, Any]) -> Iterator[str]:
     yield f"{row['first_plan']} → {row['plan']}"
 
 
+def _first_steps(row: Mapping[str, Any]) -> Iterator[str]:
+    first, later = row["cpu_s"][:NUM_FIRST], row["cpu_s"][NUM_FIRST:]
+    recorded, planned, *again = first
+    yield f"{recorded:.2f}"
+    yield f"{planned:.2f}"
+    yield ", ".join(f"{s:.2f}" for s in again)
+    yield f"{statistics.mean(later):.2f}"
+    yield f"{min(later):.2f} – {max(later):.2f}"
+    yield f"{max(first) / statistics.mean(later):.1f}"
+
+
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Time and memory of planning, and the cost of following a plan.")
@@ -233,6 +254,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     before = os.getloadavg()[0]
     overhead = measure_overhead(arguments.steps)
     rows = [measure(case, arguments.repeats) for case in tqdm([*series, *others], unit="case", disable=None)]
+    first_steps = [measure_first_steps(case) for case in tqdm(FIRST_STEPS, unit="model", disable=None)]
     in_steps = [measure_in_steps(case) for case in tqdm(IN_STEPS, unit="case", disable=None)]
     return {
         "command": command("planning"),
@@ -241,6 +263,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "series": rows[: len(series)],
         "others": rows[len(series) :],
         "in_steps": in_steps,
+        "first_steps": first_steps,
         "overhead": overhead,
         "loops": measure_loops(arguments.steps),
     }

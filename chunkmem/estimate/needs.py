@@ -73,6 +73,7 @@ def _living(trace: Trace) -> Iterator[int]:
             begins = (moment.chunk,)
         elif moment.kind is Kind.UPDATE:
             begins = (*states, moment.chunk)
+            states = set()  # they are there from now on
         new = {chunk for chunk in begins if chunk not in here}
         here |= new
         now += _nbytes(trace, new)

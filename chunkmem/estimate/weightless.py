@@ -78,9 +78,7 @@ class WeightlessStore(ChunkStore):
 
     def take_slab(self, chunk: Chunk, tier: Tier) -> Replica:
         slab = self.pools[tier].alloc(chunk.id.role.value, chunk.nbytes)
-        replica = chunk.replicas[tier] = Replica(slab, slab.bytes)
-        self.resident[tier][chunk.id] = chunk
-        return replica
+        return self._enter(chunk, tier, Replica(slab, slab.bytes))
 
     def add_group(self, group: Group) -> list[Chunk]:
         """Register a group's chunks of all roles; return those that get content when a model is packed."""

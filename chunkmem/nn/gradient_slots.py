@@ -95,7 +95,8 @@ class GradientSlots:
                 landed.add(managed)
         if len(chunk.replicas) > 1:
             self._executor.store.mark_written(chunk, Tier.DEVICE)
-        chunk.settled = len(landed) >= self._expected[managed.group] and self._settles(managed.group)
+        is_settled = len(landed) >= self._expected[managed.group] and self._settles(managed.group)
+        self._executor.store.settle(chunk, is_settled=is_settled)
 
     def complete(self, group: int, wanted: Collection[ManagedParameter], *, reader: str) -> None:
         """Have a gradient, of zeros where none has landed, for parameters of a group on DEVICE: to be reduced."""
@@ -125,7 +126,7 @@ class GradientSlots:
                 chunk.replicas[Tier.DEVICE].flat.add_(carried.to(chunk.replicas[Tier.DEVICE].flat.device))
         self._reduced.add(group)
         self._executor.store.mark_written(chunk, Tier.DEVICE)
-        chunk.settled = self._settles(group)
+        self._executor.store.settle(chunk, is_settled=self._settles(group))
 
     def give_up(self, group: int) -> None:
         """Another rank has a group's gradient now."""

@@ -16,6 +16,8 @@ class TierRoom:
     free_nbytes: int
     residents: Callable[[], Iterable[Resident]]
     """The replicas that may leave; asked for only if the free bytes do not suffice."""
+    first: Callable[[int], Iterable[Resident]] | None = None
+    """Returns those of them that leave first and cover so many bytes, without looking at all; None: nobody can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,11 @@ def make_room(need_nbytes: int, here: TierRoom, there: TierRoom) -> RoomPlan | S
     need_nbytes -= here.free_nbytes
     if need_nbytes <= 0:
         return RoomPlan()
-    residents = tuple(here.residents())
-    victims = choose_victims(residents, need_nbytes)
+    first = here.residents() if here.first is None else here.first(need_nbytes)
+    victims = choose_victims(first, need_nbytes)
     if victims is not None and _spilled_nbytes(victims) <= there.free_nbytes:
         return _room_plan(victims)
+    residents = tuple(here.residents())
     droppable = tuple(r for r in there.residents() if not r.spill)
     within = _choose_within(residents, need_nbytes, there.free_nbytes, droppable)
     if isinstance(within, Shortage):

@@ -49,7 +49,8 @@ def placements(
         return
     sizes = [_group_bytes(trace, group) for group in groups]
     own = {chunk: n for chunk, n in trace.chunk_nbytes.items() if not trace.is_remote(chunk)}
-    others = sum(n for chunk, n in own.items() if chunk.group not in groups) + _remote_nbytes(trace)
+    updated = set(groups)
+    others = sum(n for chunk, n in own.items() if chunk.group not in updated) + _remote_nbytes(trace)
     allowed = place_states(sizes, cap_nbytes=min(budget, default=0) - others, margin_use_ratio=margin_use_ratio)
     tried = []
     for count in (len(allowed), len(allowed) // 2, 0) if with_half else (len(allowed), 0):

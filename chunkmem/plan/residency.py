@@ -42,6 +42,7 @@ class CheckedState(State):
         super().__init__(trace.chunk_nbytes)
         self._position = position
         self.peak_nbytes = [0] * len(TIERS)
+        self._roles = [(tier, chunk.role.value) for chunk, tier in self.replicas]
         self.charge_nbytes = 0
         """On DEVICE beside the chunks."""
         self._caps = (machine.device_nbytes, machine.host_nbytes)
@@ -123,10 +124,8 @@ class CheckedState(State):
 
     def count(self, replica: int, nbytes: int) -> None:
         super().count(replica, nbytes)
-        side = replica % len(TIERS)
-        chunk, tier = self.replicas[replica]
+        side, key = replica % len(TIERS), self._roles[replica]
         self.peak_nbytes[side] = max(self.peak_nbytes[side], self.used_nbytes[side])
-        key = (tier, chunk.role.value)
         now = self._role_nbytes[key] = self._role_nbytes.get(key, 0) + nbytes
         self.role_peak_nbytes[key] = max(self.role_peak_nbytes.get(key, 0), now)
 

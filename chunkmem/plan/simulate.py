@@ -6,8 +6,10 @@ every lap, for a lap ends as it begins. Then some laps on lanes, for what runs b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from chunkmem.errors import PlanError
-from chunkmem.plan.hazards import H2D, Lanes
+from chunkmem.plan.hazards import H2D, Lanes, Program
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.semantics import TIERS
@@ -32,15 +34,9 @@ def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, laps: 
     """
     if laps < 1:
         raise PlanError(f"{laps} laps cannot be simulated; give 1 or more")
-    if plan.trace_digest != trace.digest:
-        raise PlanError(f"the plan was made from trace {plan.trace_digest}, this one is {trace.digest}; plan anew")
-    if len(plan.actions) != len(trace.moments):
-        raise PlanError(
-            f"the plan has actions for {len(plan.actions)} moments, the trace has {len(trace.moments)}; plan anew"
-        )
     machine = plan.machine if machine is None else machine
-    reader = Reader(plan, trace, machine)
-    lanes = Lanes(reader.read(), one_processor=machine.one_processor)
+    reader, program = _read(plan, trace, machine)
+    lanes = Lanes(program, one_processor=machine.one_processor)
     for _ in range(laps - 1):
         lanes.run_lap(record=False)
     lap = lanes.run_lap(record=True)
@@ -55,3 +51,23 @@ def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, laps: 
         prefetched=fetched - lap.late,
         fetched=fetched,
     )
+
+
+def peak_nbytes(plan: Plan, trace: Trace) -> Mapping[Tier, int]:
+    """Return the highest sum of chunk bytes on each tier in a lap that follows `plan`: that part of `simulate` alone.
+
+    Raises: what `simulate` does, but for conflicts between lanes, which are not looked for.
+    """
+    reader, _ = _read(plan, trace, plan.machine)
+    return dict(zip(TIERS, reader.state.peak_nbytes, strict=True))
+
+
+def _read(plan: Plan, trace: Trace, machine: Machine) -> tuple[Reader, Program]:
+    if plan.trace_digest != trace.digest:
+        raise PlanError(f"the plan was made from trace {plan.trace_digest}, this one is {trace.digest}; plan anew")
+    if len(plan.actions) != len(trace.moments):
+        raise PlanError(
+            f"the plan has actions for {len(plan.actions)} moments, the trace has {len(trace.moments)}; plan anew"
+        )
+    reader = Reader(plan, trace, machine)
+    return reader, reader.read()

@@ -44,6 +44,11 @@ class Reader:
         self._is_updated = False
         self._ahead: dict[int, tuple[int, ...]] = {}
         """By group that is being updated ahead of its moment: the replicas which that reads."""
+        self._update_moments: dict[int, list[int]] = {}
+        """By group: the moments that update it."""
+        for at, moment in enumerate(trace.moments):
+            if moment.kind is Kind.UPDATE:
+                self._update_moments.setdefault(moment.chunk.group, []).append(at)
         self._log_nbytes = 0
         self._exchanges: dict[int, int] = {}
         """By replica that is being exchanged: the number of that operation."""
@@ -167,7 +172,7 @@ class Reader:
     def _update_ahead(self, update: Update) -> None:
         """Begin a group's update before its moment; see [Note: Updates ahead]."""
         moments, here = self._trace.moments, self._position.index
-        at = [n for n, m in enumerate(moments) if m.kind is Kind.UPDATE and m.chunk.group == update.group]
+        at = self._update_moments.get(update.group, [])
         if update.tier is not Tier.HOST or len(at) != 1 or at[0] < here:
             moment = moments[here]
             updates = f"group {moment.chunk.group}" if moment.kind is Kind.UPDATE else "nothing"

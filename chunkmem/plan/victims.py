@@ -1,9 +1,16 @@
-"""Which replicas leave a tier when room is needed. Pure: ids and numbers in, ids out."""
+"""Which replicas leave a tier when room is needed. Pure: ids and numbers in, ids out.
+
+[Note: Leaving order] A tier may hold thousands of small chunks, and each one that comes may need another to leave, so
+nobody looks at all of them each time. `LeavingOrder` keeps a heap whose entries may be out of date, each telling when
+its replica leaves at the earliest. That a replica leaves later than that, since it was used again, shows when its turn
+comes, and puts it further back; that it leaves sooner, or may leave again, has to be announced.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from chunkmem.types import ChunkId
@@ -40,7 +47,73 @@ def in_leaving_order(residents: Iterable[Resident]) -> list[Resident]:
     With the next use unknown, least recently used is also the right order for a forward followed by a backward: at
     the turn it has kept the last chunks of the forward, which the backward reads first.
     """
-    return sorted(residents, key=lambda r: (r.standing, r.last_use, r.chunk.group, r.chunk.role.value))
+    return sorted(residents, key=_leaving_key)
+
+
+_Key = tuple[int, int, int, str]
+
+
+def _leaving_key(resident: Resident) -> _Key:
+    chunk, _, last_use, standing, _ = resident
+    return standing, last_use, chunk.group, chunk.role.value
+
+
+class LeavingOrder:
+    """The replicas of one tier in leaving order, without looking at all of them; [Note: Leaving order]."""
+
+    def __init__(self, look: Callable[[ChunkId], Resident | None]) -> None:
+        """Begin with none.
+
+        Args:
+            look: returns what is to be known of a chunk's replica now; None if it may not leave, or there is none.
+        """
+        self._look = look
+        self._heap: list[tuple[_Key, int, ChunkId]] = []
+        """With a number that tells equal entries apart."""
+        self._listed: dict[ChunkId, _Key] = {}
+        """The key of each replica's entry that counts; others in the heap are left over."""
+        self._announced: set[ChunkId] = set()
+        self._num_entries = 0
+
+    def announce(self, chunk: ChunkId) -> None:
+        """A replica may leave from now on, or sooner than it could before."""
+        self._announced.add(chunk)
+
+    def first(self, nbytes: int) -> list[Resident]:
+        """Return the first ones in leaving order that cover `nbytes`; all that were announced, if those do not."""
+        self._enter_announced()
+        found: list[Resident] = []
+        while self._heap and nbytes > 0:
+            key, _, chunk = heapq.heappop(self._heap)
+            if self._listed.get(chunk) != key:
+                continue
+            del self._listed[chunk]
+            resident = self._look(chunk)
+            if resident is None:
+                continue  # it is announced again once it may leave
+            if (now := _leaving_key(resident)) != key:
+                self._enter(chunk, now)
+                continue
+            found.append(resident)
+            nbytes -= resident.nbytes
+        for resident in found:
+            self._enter(resident.chunk, _leaving_key(resident))
+        return found
+
+    def _enter_announced(self) -> None:
+        for chunk in self._announced:
+            resident = self._look(chunk)
+            if resident is not None:
+                key = _leaving_key(resident)
+                # An earlier entry will do: its turn comes first. So there are few entries of one replica.
+                if chunk not in self._listed or key < self._listed[chunk]:
+                    self._enter(chunk, key)
+        self._announced.clear()
+
+    def _enter(self, chunk: ChunkId, key: _Key) -> None:
+        self._listed[chunk] = key
+        self._num_entries += 1
+        heapq.heappush(self._heap, (key, self._num_entries, chunk))
 
 
 def choose_victims(residents: Iterable[Resident], need_nbytes: int) -> tuple[Resident, ...] | None:

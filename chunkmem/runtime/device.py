@@ -76,6 +76,8 @@ def prefer_large_pages(address: int, nbytes: int) -> None:
 
     A wish: where the system has no such pages, nothing happens.
     """
+    if nbytes < _LARGE_PAGE_NBYTES:
+        return
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if madvise is not None and advice is not None:

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
-from chunkmem.plan.victims import Resident, Standing
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Event
+from chunkmem.runtime.leaving import Leaving
 from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.shortage import shortage_error
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
 from chunkmem.trace.model import Kind
-from chunkmem.types import Role, Tier
+from chunkmem.types import Tier
 
 _OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
-_STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
 
 
 Listener = Callable[[Kind, Chunk, object], None]
@@ -61,6 +60,7 @@ class DemandExecutor:
 
     def __init__(self, store: ChunkStore) -> None:
         self.store = store
+        self._leaving = Leaving(store)
         self.pinned_nbytes = dict.fromkeys(store.pools, 0)
         self.required_nbytes = dict.fromkeys(store.pools, 0)
         """The largest sum of pinned and requested bytes so far: the smallest cap known to be needed."""
@@ -204,6 +204,7 @@ class DemandExecutor:
             self.pinned_nbytes[tier] -= chunk.nbytes
             if chunk.is_remote:
                 replica.version = NO_CONTENT
+            self._leaving.announce(chunk, tier)
         return replica.pins == 0
 
     @contextmanager
@@ -338,6 +339,7 @@ class DemandExecutor:
                 self._make_room(chunk, tier, reader, elastic)
             finally:
                 chunk.replicas[source].pins -= 1
+                self._leaving.announce(chunk, source)
             self.store.take_slab(chunk, tier)
         self.store.copy(chunk, source, tier)
         return chunk.replicas[tier]
@@ -416,21 +418,4 @@ class DemandExecutor:
         return ledger.free_nbytes + ledger.now.get(CACHE, 0)
 
     def _room(self, tier: Tier) -> TierRoom:
-        return TierRoom(self._free_nbytes(tier), lambda: self._residents(tier))
-
-    def _residents(self, tier: Tier) -> Iterable[Resident]:
-        other = _OTHER[tier]
-        for key, chunk in self.store.resident[tier].items():
-            replica = chunk.replicas[tier]
-            if replica.pins == 0:
-                is_newest = replica.version == chunk.version != NO_CONTENT
-                spill = is_newest and not chunk.ready(other) and not chunk.can_be_rounded
-                yield Resident(key, chunk.nbytes, replica.last_use, _standing(chunk, replica), spill)
-
-
-def _standing(chunk: Chunk, replica: Replica) -> Standing:
-    if chunk.version == NO_CONTENT or replica.version != chunk.version:
-        return Standing.DEAD
-    if chunk.settled:
-        return Standing.SETTLED
-    return Standing.STATE if chunk.id.role in _STATE_ROLES else Standing.ACTIVE
+        return self._leaving.room(tier, self._free_nbytes(tier))

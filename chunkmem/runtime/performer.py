@@ -34,10 +34,11 @@ from chunkmem.plan.ahead import UNDO_LOG
 from chunkmem.plan.director import Director, Said
 from chunkmem.plan.model import Plan, Update, Wait
 from chunkmem.plan.semantics import Residency, residency_before
-from chunkmem.plan.simulate import simulate
+from chunkmem.plan.simulate import peak_nbytes
 from chunkmem.runtime.actions import PlanActions, Step
 from chunkmem.runtime.events import COPY_LANES, Lanes
 from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.garbage import no_collections
 from chunkmem.runtime.journal import Journal
 from chunkmem.runtime.left_out import LeftOut
 from chunkmem.runtime.store import NO_CONTENT, Chunk
@@ -70,6 +71,7 @@ class _Cue:
 class Performer(PlanActions):
     """Follows one plan, lap after lap."""
 
+    @no_collections()
     def __init__(self, plan: Plan, trace: Trace, executor: DemandExecutor, lanes: Lanes, tiers: Tiers) -> None:
         """Prepare to follow `plan`; nothing is moved yet.
 
@@ -80,8 +82,8 @@ class Performer(PlanActions):
             tiers: of the store.
         """
         super().__init__(plan, trace, executor, lanes, tiers)
-        self.predicted = simulate(plan, trace)
-        """What a lap will be like."""
+        self._peak_nbytes = peak_nbytes(plan, trace)
+        """Of a lap that follows the plan."""
         self.obstacle = ""
         """Why the last try to go on with the plan failed."""
         self._device = tiers.device
@@ -314,7 +316,7 @@ class Performer(PlanActions):
         self.drain()
         wanted = residency_before(self.plan, self.trace, moment)
         # The plan's peak includes the undo log. What is reserved of it already is no room that a way could take.
-        peaks = dict(self.predicted.peak_nbytes)
+        peaks = dict(self._peak_nbytes)
         for chunk, tier in [key for key in wanted.newest if key[0] in self._untouched]:
             # Where another kind of step has them on DEVICE, they stay if there is room.
             del wanted.newest[chunk, tier]

@@ -123,6 +123,8 @@ class ChunkStore:
         """Replicas that went because another one was written to: a plan frees them before."""
         self.on_copy: Callable[[Chunk, Tier, float], None] = lambda chunk, target, started_s: None
         """Called after each copy that was waited for: the chunk, where to, and when it began (`time.perf_counter`)."""
+        self.on_sooner: Callable[[Chunk, Tier], None] = lambda chunk, tier: None
+        """Called when a replica may leave, or sooner than before: it has come, settles, or its content is used up."""
 
     def add(self, chunk: Chunk) -> None:
         """Register a chunk; it has no content yet."""
@@ -137,8 +139,12 @@ class ChunkStore:
                 flat = chunk.home.attach(slab)
             else:
                 flat = slab.flat(chunk.dtype)
-        replica = chunk.replicas[tier] = Replica(slab, flat)
+        return self._enter(chunk, tier, Replica(slab, flat))
+
+    def _enter(self, chunk: Chunk, tier: Tier, replica: Replica) -> Replica:
+        chunk.replicas[tier] = replica
         self.resident[tier][chunk.id] = chunk
+        self.on_sooner(chunk, tier)
         return replica
 
     def create(self, chunk: Chunk, tier: Tier, *, zero: bool) -> Replica:
@@ -244,13 +250,21 @@ class ChunkStore:
             self._give_slab_back(chunk, other)
             self.num_outdated += 1
 
+    def settle(self, chunk: Chunk, *, is_settled: bool = True) -> None:
+        """Say whether the content is complete, and wanted next where it is updated."""
+        chunk.settled = is_settled
+        for tier in chunk.replicas if is_settled else ():
+            self.on_sooner(chunk, tier)
+
     def consume(self, chunk: Chunk) -> None:
         """The content is used up. A slab on DEVICE stays for the next content, but is the first to go."""
         chunk.version = NO_CONTENT
         chunk.settled = False
         for tier in list(chunk.replicas):
             chunk.replicas[tier].version = NO_CONTENT
-            if tier is not Tier.DEVICE:
+            if tier is Tier.DEVICE:
+                self.on_sooner(chunk, tier)
+            else:
                 self._give_slab_back(chunk, tier)
 
     def views(self, chunk: Chunk, tier: Tier) -> tuple[torch.Tensor, ...]:

@@ -10,6 +10,7 @@ from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import Planner, PlanOptions
 from chunkmem.plan.simulate import simulate
+from chunkmem.runtime.garbage import no_collections
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import Tier
 
@@ -20,6 +21,7 @@ WORK_A_STEP = 400_000
 class StepPlanner:
     """Plans a trace beside chunks that it does not touch: some work when it is made, and as much at each `improve`."""
 
+    @no_collections()
     def __init__(
         self,
         trace: Trace,
@@ -60,6 +62,7 @@ class StepPlanner:
             self._try_instead(Planner(trace, replace(machine, host_nbytes=left_nbytes), options=options))
             self.plan = self._of_this_machine(self._planner.plan or self.plan)
 
+    @no_collections()
     def improve(self) -> None:
         """Go on planning, if there is more to try."""
         if self._planner.is_done:
@@ -68,6 +71,7 @@ class StepPlanner:
         if plan is not before and self._leaves_room(plan):
             self.plan = self._of_this_machine(plan)
 
+    @no_collections()
     def retime(self, trace: Trace) -> None:
         """Plan again for the same step with other durations. Raises what making this did."""
         self._trace = trace

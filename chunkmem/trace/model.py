@@ -56,6 +56,9 @@ class Mode(enum.Enum):
     __hash__ = object.__hash__
 
 
+_UPDATE_ORDER = (Role.PARAM, Role.GRAD, Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
     """The interval from one event to the next."""
@@ -132,8 +135,14 @@ class Trace:
 
     def update_chunks(self, group: int) -> tuple[ChunkId, ...]:
         """Return the chunks that an update of `group` needs, PARAM first, GRAD second, then the states it has."""
-        roles = (Role.PARAM, Role.GRAD, Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
-        return tuple(chunk for role in roles if (chunk := ChunkId(role, group)) in self.chunk_nbytes)
+        return self._update_chunks.get(group, ())
+
+    @cached_property
+    def _update_chunks(self) -> dict[int, tuple[ChunkId, ...]]:
+        found: dict[int, tuple[ChunkId, ...]] = {}
+        for chunk in sorted(self.chunk_nbytes, key=lambda chunk: _UPDATE_ORDER.index(chunk.role)):
+            found[chunk.group] = (*found.get(chunk.group, ()), chunk)
+        return found
 
     def update_reads(self, group: int) -> tuple[ChunkId, ...]:
         """Return those of `update_chunks` whose content an update reads: all but a PARAM that MASTER is rounded to."""

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.evicted import in_a_child, run_all
 from tests.helpers.evicted_operations import OPERATIONS, Op, Outcome
+from tests.helpers.ranks import Team
 from tests.helpers.training import compute_device
 
-ROOT = Path(__file__).parents[2]
+ALL_S = 1200.0
+"""For all operations; one that hangs is ended by itself."""
 
 
 @functools.cache
 def reports() -> dict[str, dict[str, Any]]:
     """What became of each operation, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.evicted"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    with Team(1, gloo=False) as team:
+        (found,) = team.run(run_all, timeout_s=ALL_S)
+    return found  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: op.name)
@@ -51,7 +43,6 @@ def test_a_crash_would_be_seen() -> None:
     """What makes the tests above able to fail."""
     if compute_device().type != "cpu":
         pytest.skip("forks, which a process that has used the accelerator must not")
-    from tests.helpers.evicted import in_a_child
 
     def crash(_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -132,11 +132,27 @@ def test_a_settled_gradient_leaves_before_parameters_and_those_before_states() -
     world.executor.create(world.chunk(Role.EXP_AVG, 0), DEVICE, reader="states", zero=True)
     use(world, 0)
     world.executor.create(world.grad(0), DEVICE, reader="gradient", zero=True)
-    world.grad(0).settled = True
+    world.store.settle(world.grad(0))
     use(world, 1)
     assert world.on(DEVICE) == ["exp_avg chunk 0", "param chunk 0", "param chunk 1"]
     use(world, 2)
     assert world.on(DEVICE) == ["exp_avg chunk 0", "param chunk 1", "param chunk 2"]
+
+
+def test_a_gradient_that_settles_leaves_before_what_was_to_leave_before_it() -> None:
+    world = packed([1, 1, 1], device=3)
+    use(world, 0)
+    world.executor.create(world.grad(0), DEVICE, reader="gradient", zero=True)
+    use(world, 1)
+    use(world, 2)  # as it was then, the weights of group 0 had to leave, and the gradient was next
+    assert world.on(DEVICE) == ["grad chunk 0", "param chunk 1", "param chunk 2"]
+    world.executor.use(world.grad(0), DEVICE, reader="a further gradient")
+    use(world, 0)
+    assert world.on(DEVICE) == ["grad chunk 0", "param chunk 0", "param chunk 2"]
+    world.store.settle(world.grad(0))
+    world.check()
+    use(world, 1)
+    assert world.on(DEVICE) == ["param chunk 0", "param chunk 1", "param chunk 2"]
 
 
 def test_packing_prefers_host() -> None:

@@ -179,7 +179,7 @@ class AnyOrder(RuleBasedStateMachine):
         if (key, OTHER[tier]) in self.pinned:
             return
         chunk = self.chunk(key)
-        chunk.settled = settled and key.role is Role.GRAD
+        self.world.store.settle(chunk, is_settled=settled and key.role is Role.GRAD)
         self.world.fill(chunk, tier, self.tick())
         self.world.store.mark_written(chunk, tier)
         self.values[key] = [self.clock] * 7

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from math import inf, isfinite
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkmem.errors import PlanError
 from chunkmem.plan.machine import Machine
-from chunkmem.runtime import measure
+from chunkmem.runtime import device, measure
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.measure import cached_machine, measure_machine
 from chunkmem.runtime.tiers import TierCaps
@@ -46,9 +47,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_in_time_and_with_the_caps_given() -> None:
-    begin = time.perf_counter()
+    begin_s = time.process_time()
     machine = measure_machine(CPU, CAPS)
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin_s < 2
     assert machine == Machine(
         device_nbytes=1000,
         host_nbytes=2000,
@@ -64,14 +65,17 @@ def test_in_time_and_with_the_caps_given() -> None:
     assert isfinite(machine.h2d_Bps)
 
 
-def test_the_speed_is_that_of_a_copy() -> None:
-    # Within a factor of 4 on a machine that others use too; the best of both, as those only ever make it slower.
+def test_the_speed_is_that_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In time on the processor, as others may use it too; within a factor of 4, as they share its caches and RAM.
+    clock = SimpleNamespace(perf_counter=time.thread_time)
+    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(device, "time", clock)
     source, target = (torch.ones(64 * 2**20, dtype=torch.uint8) for _ in range(2))
 
     def copy_s() -> float:
-        begin = time.perf_counter()
+        begin_s = time.thread_time()
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-        return time.perf_counter() - begin
+        return time.thread_time() - begin_s
 
     expected = source.nbytes / min(copy_s() for _ in range(5))
     found = max(measure_machine(CPU, CAPS).h2d_Bps for _ in range(3))

@@ -15,8 +15,9 @@ from tests.helpers import ranks
 from tests.helpers.ranks import RankFailure, Team
 
 HANG_S = 1.0
-SOON_S = 30.0
-"""For what takes a second or two on an idle machine, and a minute or more if it goes wrong."""
+FOREVER_S = 600.0
+SOON_S = 120.0
+"""For what takes a second or two on an idle machine, and `FOREVER_S` if it goes wrong."""
 
 
 def add(rank: int, a: int, b: int) -> tuple[int, int]:
@@ -57,9 +58,13 @@ def answer_with_a_lambda(rank: int) -> object:
     return lambda: rank
 
 
+def never_start(*_: object) -> None:
+    threading.Event().wait()
+
+
 @pytest.fixture
 def team() -> Iterator[Team]:
-    """Two processes without torch, which all have to be gone in the end."""
+    """Two processes, which all have to be gone in the end."""
     with Team(2, gloo=False) as team:
         team.run(my_pid)
         yield team
@@ -67,11 +72,18 @@ def team() -> Iterator[Team]:
 
 
 def children() -> list[psutil.Process]:
-    """The processes started by this one, zombies included; not the one that keeps multiprocessing's semaphores."""
-    return [child for child in psutil.Process().children() if "resource_tracker" not in " ".join(child.cmdline())]
+    """The ranks, zombies included: children of the process that they are forked from, or of this one."""
+    found = []
+    for child in psutil.Process().children():
+        command = " ".join(child.cmdline())
+        if "multiprocessing.forkserver" in command:
+            found += child.children()
+        elif "multiprocessing.resource_tracker" not in command:
+            found.append(child)
+    return found
 
 
-def failure(team: Team, *task: object, timeout_s: float = 60.0, **options: object) -> str:
+def failure(team: Team, *task: object, timeout_s: float = FOREVER_S, **options: object) -> str:
     """Run what fails: soon, and with no process left."""
     started_s = time.monotonic()
     assert sorted(child.pid for child in children()) == sorted(team.pids)
@@ -140,7 +152,8 @@ def started(team: Team) -> Team:
 
 
 def test_ranks_that_do_not_start_fail_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "START_S", 0.0)
+    monkeypatch.setattr(ranks, "START_S", HANG_S)
+    monkeypatch.setattr(ranks, "_serve", never_start)
     with Team(2, gloo=False) as team, pytest.raises(RankFailure, match=r"starting 2 ranks:\nrank 0 did not answer"):
         team.run(my_pid)
     assert children() == []

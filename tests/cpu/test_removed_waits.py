@@ -16,7 +16,6 @@ import pytest
 import chunkmem
 from chunkmem.plan.model import Lane, Plan, Wait
 from chunkmem.plan.planner import make_plan
-from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.events import COPY_LANES
 from chunkmem.trace.model import Kind, Trace
 from tests.helpers.backdate import HastyLanes, HastyPerformer
@@ -201,7 +200,6 @@ REASONS: tuple[Callable[[Scene, list[Race]], bool], ...] = (
 def is_right(scene: Scene, plan: Plan, reading: Reading, seed: int) -> bool:
     """Train by a plan that no simulator has seen; tell whether everything is as in plain PyTorch."""
     expected = train_plain(scene.case, scene.variant)  # first: both draw their dropout from one generator
-    predicted = simulate(scene.plan, scene.trace)
     perform = functools.partial(HastyPerformer, reading=reading, seed=seed)
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -210,7 +208,6 @@ def is_right(scene: Scene, plan: Plan, reading: Reading, seed: int) -> bool:
         ) as manager,
     ):
         patch.setattr("chunkmem.steps.making.Performer", perform)
-        patch.setattr("chunkmem.runtime.performer.simulate", lambda plan, trace: predicted)
         trainer = Trainer(scene.case, scene.variant, Undisturbed(manager))
         manager.trace = scene.trace
         manager._conductor._training.adopt(scene.trace, plan)

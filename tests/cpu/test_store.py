@@ -111,7 +111,7 @@ def test_consumed_content_leaves_a_slab_on_device_only(world: World) -> None:
     world.store.create(on_device, DEVICE, zero=True)
     world.store.create(on_host, HOST, zero=True)
     for chunk in (on_device, on_host):
-        chunk.settled = True
+        world.store.settle(chunk)
         world.store.consume(chunk)
         assert chunk.version == NO_CONTENT
         assert not chunk.settled

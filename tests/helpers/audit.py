@@ -13,6 +13,8 @@ from chunkmem.plan.ahead import UNDO_LOG
 from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline, differences
+from chunkmem.plan.victims import in_leaving_order
+from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.store import NO_CONTENT
 from chunkmem.types import ChunkId, Tier
@@ -22,6 +24,7 @@ def audit(manager: ChunkManager) -> None:
     """Assert: no pins, ledgers equal live replicas and stay in their caps, evicted chunks hold nothing, pads are 0."""
     audit_pins(manager)
     audit_ledgers(manager)
+    audit_leaving(manager._executor)
     manager._executor.drain()  # what a plan has prefetched may be under way
     for chunk in manager._store.chunks.values():
         for replica in chunk.replicas.values():
@@ -57,6 +60,15 @@ def audit_ledgers(manager: ChunkManager) -> None:
         assert ledger.total_nbytes == live.total()
         assert ledger.total_nbytes <= ledger.cap_nbytes <= ledger.limit_nbytes
         assert ledger.peak_nbytes <= ledger.limit_nbytes
+
+
+def audit_leaving(executor: DemandExecutor) -> None:
+    """Assert that who leaves a tier first is who a look at all of its replicas would find."""
+    for tier in executor.store.pools:
+        room = executor._leaving.room(tier, 0)
+        assert room.first is not None
+        residents = list(room.residents())
+        assert room.first(sum(resident.nbytes for resident in residents)) == in_leaving_order(residents)
 
 
 def audit_binding(home: BoundChunk, *, present: bool, nbytes: int) -> None:

@@ -1,7 +1,7 @@
 """Ordinary operations on parameters that are away, each in a process of its own that may die.
 
-`python -m tests.helpers.evicted` runs them all and prints one JSON object: what became of each. It forks before torch
-has touched an accelerator, so that every operation meets a fresh model, and a crash is that of one operation.
+They are forked before torch has touched an accelerator, so that every operation meets a fresh model, and a crash is
+that of one operation.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-import chunkmem.machinery
-import chunkmem.optim.adam
+import chunkmem
 from chunkmem.types import Tier
 from tests.helpers.evicted_operations import OPERATIONS, Op, Outcome, Scene
 from tests.helpers.training import compute_device
@@ -140,9 +139,6 @@ def in_a_child(op: Op) -> dict[str, Any]:
     return json.loads(written) if written else {"broken": "reported nothing"}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.optim.AdamW([nn.Parameter(torch.zeros(2))])  # imports most of torch, seconds, once for all children
-    wanted = sys.argv[1:]
-    results = {op.name: in_a_child(op) for op in OPERATIONS if not wanted or op.name in wanted}
-    print(json.dumps(results, indent=1))
+def run_all(rank: int) -> dict[str, dict[str, Any]]:
+    """Try out every operation in a child, and tell what became of it, by name. A `Team` calls it."""
+    return {op.name: in_a_child(op) for op in OPERATIONS}

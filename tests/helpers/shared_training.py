@@ -235,7 +235,7 @@ def serial(task: Task, size: int) -> tuple[list[list[float]], dict[str, Tensor],
                 losses[rank].append(loss.item())
             grads.append([param.grad for param in params])
         for param, *each in zip(params, *grads, strict=True):
-            param.grad = _mean(param, each)
+            param.grad = mean_of(param, each)
         if clip := task.config.get("gradient_clipping"):
             nn.utils.clip_grad_norm_(params, clip)
         optimizer.step()
@@ -243,7 +243,8 @@ def serial(task: Task, size: int) -> tuple[list[list[float]], dict[str, Tensor],
     return losses, {key: value.detach() for key, value in model.state_dict().items()}, state
 
 
-def _mean(param: Tensor, grads: Sequence[Tensor | None]) -> Tensor | None:
+def mean_of(param: Tensor, grads: Sequence[Tensor | None]) -> Tensor | None:
+    """The mean over ranks, added in their order; None if no rank has a gradient."""
     if all(grad is None for grad in grads):
         return None
     first, *others = (torch.zeros_like(param) if grad is None else grad for grad in grads)

@@ -17,7 +17,7 @@ from chunkmem.runtime.pool import DevicePool, HostArena
 from chunkmem.runtime.storage import ChunkStorage, default_backend
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore
 from chunkmem.types import ChunkId, Role, Tier
-from tests.helpers.audit import audit_ledgers
+from tests.helpers.audit import audit_leaving, audit_ledgers
 
 SLAB = 128
 """Bytes; 32 elements, of which a group uses 7:  |0 1 2 3 4 5 . . .|16 . . .|"""
@@ -106,6 +106,7 @@ class World:
     def check(self) -> None:
         """Assert what always has to hold, content aside."""
         audit_ledgers(cast(Any, SimpleNamespace(_store=self.store)))
+        audit_leaving(self.executor)
         for tier, resident in self.store.resident.items():
             assert {c.id for c in self.store.chunks.values() if tier in c.replicas} == set(resident)
             pinned = [c for c in resident.values() if c.replicas[tier].pins > 0]

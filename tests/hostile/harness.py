@@ -84,9 +84,10 @@ class Script:
 
     name: str
     theme: str
-    run: Callable[[User], Any]
+    run: Callable[[Any], Any]
     model: Callable[[], nn.Module] | None
-    expect: Expected
+    expect: Any
+    """One of the outcomes that the suite has; here, `Expected`."""
     keys: tuple[tuple[str, Any], ...]
 
     @property
@@ -103,11 +104,18 @@ def script(
     *, model: Callable[[], nn.Module] | None = Net, expect: Expected = EQUAL, **keys: Any
 ) -> Callable[[Callable[[User], Any]], Callable[[User], Any]]:
     """Register a script. `model`: how `user.model` is built; None: by the script. `keys` go to the configuration."""
+    return registering(SCRIPTS, model, expect, keys)
 
-    def register(run: Callable[[User], Any]) -> Callable[[User], Any]:
+
+def registering(
+    scripts: dict[str, Script], model: Callable[[], nn.Module] | None, expect: Any, keys: dict[str, Any]
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Add a function to `scripts`, under its name and that of its file."""
+
+    def register(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
         name, theme = run.__name__, run.__module__.rpartition(".")[2]
-        assert name not in SCRIPTS, f"two scripts are called {name}"
-        SCRIPTS[name] = Script(name, theme, run, model, expect, tuple(keys.items()))
+        assert name not in scripts, f"two scripts are called {name}"
+        scripts[name] = Script(name, theme, run, model, expect, tuple(keys.items()))
         return run
 
     return register
@@ -154,9 +162,9 @@ class User:
         """`manager.init()`."""
         return nullcontext() if self.manager is None else self.manager.init()
 
-    def build(self, build: Callable[[], nn.Module]) -> Any:
-        """Build a model from a seed of its own."""
-        torch.manual_seed(SEED + len(self.models))
+    def build(self, build: Callable[[], nn.Module], *, seed: int | None = None) -> Any:
+        """Build a model, from a seed of its own unless one is given."""
+        torch.manual_seed(SEED + len(self.models) if seed is None else seed)
         with self.building():
             model = build()
         self.models.append(model)
@@ -184,12 +192,16 @@ class User:
         self.optimizers.append(optimizer)
         return optimizer
 
+    def draw(self, seed: int) -> torch.Generator:
+        """A generator for one batch, a function of the seed alone."""
+        return torch.Generator().manual_seed(1000 + seed)
+
     def batch(self, seed: int = 0, *shape: int) -> Tensor:
-        """Random features, a function of the seed alone."""
-        return torch.randn(shape or (4, WIDTH), generator=torch.Generator().manual_seed(1000 + seed))
+        """Random features."""
+        return torch.randn(shape or (4, WIDTH), generator=self.draw(seed))
 
     def tokens(self, seed: int = 0, *shape: int, vocab: int = 20) -> Tensor:
-        return torch.randint(vocab, shape or (4, 6), generator=torch.Generator().manual_seed(1000 + seed))
+        return torch.randint(vocab, shape or (4, 6), generator=self.draw(seed))
 
     def loss(self, seed: int = 0, model: Any = None) -> Tensor:
         """The mean squared output for the batch of that seed."""
@@ -219,7 +231,7 @@ class User:
         for seed in seeds:
             self.step(seed)
 
-    def gathered(self, params: Any) -> AbstractContextManager[None]:
+    def gathered(self, params: Any = None) -> AbstractContextManager[None]:
         """`manager.gather(params)`."""
         return nullcontext() if self.manager is None else self.manager.gather(params)
 

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.ranks import Team
 from tests.helpers.twins import cpu_only
 from tests.hostile.harness import MODES, ORDINARY
 from tests.hostile.judge import verdict
-from tests.hostile.worker import load
+from tests.hostile.worker import load, run_share
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = load()
 NUM_WORKERS = min(4, os.cpu_count() or 1)
+ALL_S = 3600.0
+"""For all scripts in all modes; one that hangs is ended by its worker."""
 pytestmark = cpu_only
 
 ReportOf = Callable[[str], dict[str, Any]]
-
-
-def run(modes: list[str], names: list[str]) -> dict[str, Any]:
-    """What became of some scripts, by name and mode; they run in a process of their own, and its children."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.hostile.worker", ";".join(modes), *names],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"the worker itself failed:\n{done.stderr[-2000:]}"
-    reports: dict[str, Any] = json.loads(done.stdout)
-    return reports
 
 
 @pytest.fixture(scope="session")
@@ -49,9 +31,9 @@ def report_of(request: pytest.FixtureRequest) -> ReportOf:
     names = list(dict.fromkeys(p.params["name"] for p in params if p is not None))
     chosen = {p.params["mode"] for p in params if p is not None}
     modes = [mode for mode in MODES if mode in chosen or mode == "ample"]  # which tells the smallest cap
-    with ThreadPoolExecutor(NUM_WORKERS) as pool:
-        shares = [share for index in range(NUM_WORKERS) if (share := names[index::NUM_WORKERS])]
-        reports = {n: report for share in pool.map(partial(run, modes), shares) for n, report in share.items()}
+    with Team(NUM_WORKERS, gloo=False) as team:
+        shares = team.run(run_share, NUM_WORKERS, modes, names, timeout_s=ALL_S)
+    reports = {name: report for share in shares for name, report in share.items()}
     return lambda name: reports[name]
 
 

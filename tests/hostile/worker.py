@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -20,10 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import nn
 
-import chunkmem.machinery
-import chunkmem.optim.adam
+import chunkmem
 from tests.hostile.harness import AMPLE_NBYTES, MODES, ORDINARY, SCRIPTS, SEED, Script, User, manager_for
 from tests.hostile.judge import differences
 
@@ -186,15 +185,18 @@ def _in_a_child(script: Script, modes: list[str], smallest: int) -> tuple[list[A
     return lines, {"died": by, "stderr": said}
 
 
-def main(modes: str, *names: str) -> None:
-    """Run some scripts in some modes, and print what came of them."""
+def run_share(rank: int, size: int, modes: list[str], names: list[str]) -> dict[str, dict[str, Report]]:
+    """Run a share of some scripts in some modes: what came of each, by script and mode. A `Team` calls it."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    torch.optim.AdamW([nn.Parameter(torch.zeros(2))])  # imports most of torch, once for all children
+    # A daemon, as the processes of a `Team` are, may have no children; some scripts load batches in other processes.
+    multiprocessing.current_process().daemon = False
     scripts = load()
     gc.freeze()  # a collection in a child would copy every page it visits
-    print(json.dumps({name: in_children(scripts[name], modes.split(";")) for name in names}))
+    return {name: in_children(scripts[name], modes) for name in names[rank::size]}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    import tests.helpers.preloaded  # noqa: F401
+
+    print(json.dumps(run_share(0, 1, sys.argv[1].split(";"), sys.argv[2:])))

@@ -156,7 +156,7 @@ def skipped_after_backward_on_all_ranks(user: User) -> None:
         user.record(loss.item())
 
 
-@script(expect=Refused("RankError", "gradients were given up since the last step on rank 1 and not on rank 0"))
+@script(expect=Refused("RankError", "gradients were given up since the last step on rank 1 and not on ranks? 0"))
 def skipped_after_backward_on_one_rank(user: User) -> None:
     for step in range(4):
         user.backward(user.loss(step))

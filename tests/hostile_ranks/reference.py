@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.helpers.shared_training import mean_of
+
 
 class MeanAdamW(torch.optim.AdamW):
     """AdamW of plain PyTorch over the mean of all ranks' gradients."""
@@ -30,14 +32,3 @@ def average_gradients(params: Sequence[Tensor]) -> None:
     dist.all_gather_object(every, pickle.dumps([param.grad for param in params]))
     for param, *grads in zip(params, *map(pickle.loads, every), strict=True):
         param.grad = mean_of(param, grads)
-
-
-def mean_of(param: Tensor, grads: list[Tensor | None]) -> Tensor | None:
-    """The mean over ranks, added in their order; None if no rank has a gradient."""
-    if all(grad is None for grad in grads):
-        return None
-    first, *others = (torch.zeros_like(param) if grad is None else grad for grad in grads)
-    total = first.clone()
-    for other in others:
-        total += other
-    return total / len(grads)

@@ -13,8 +13,9 @@ import torch
 import chunkmem
 from tests.helpers.ranks import RankFailure, Team
 from tests.helpers.twins import cpu_only
+from tests.hostile.harness import Script
 from tests.hostile.models import Net
-from tests.hostile_ranks.harness import ALIKE, EQUAL, Either, Expected, Leaves, Refused, Script, User
+from tests.hostile_ranks.harness import ALIKE, EQUAL, Either, Expected, Leaves, Refused, User
 from tests.hostile_ranks.judge import PROMPT_S, verdict
 from tests.hostile_ranks.worker import Report, run_script
 

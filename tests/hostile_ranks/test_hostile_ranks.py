@@ -9,13 +9,13 @@ import pytest
 
 from tests.helpers.ranks import Team
 from tests.helpers.twins import cpu_only
-from tests.hostile_ranks.harness import EXCHANGES
+from tests.hostile_ranks.harness import EXCHANGES, TIMEOUT_S
 from tests.hostile_ranks.judge import verdict
 from tests.hostile_ranks.worker import load, run_named
 
 SCRIPTS = load()
 SIZES = (2, 3)
-HANGS_S = 60.0
+HANGS_S = 2 * TIMEOUT_S
 """After which a script hangs; the slowest that ends by itself waits for `distributed.timeout_s` once."""
 pytestmark = cpu_only
 

@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 
 import chunkmem
+from tests.hostile.harness import SEED, Script
 from tests.hostile.judge import differences
 from tests.hostile_ranks.harness import (
     LIBRARY_TOLERANCE,
     SCRIPTS,
-    SEED,
     Alike,
     Either,
     Equal,
-    Script,
     User,
     manager_for,
+    short_roll_calls,
     without_times,
 )
 
@@ -54,8 +54,6 @@ def run_named(rank: int, name: str, exchange: str) -> Report:
 def run_script(rank: int, script: Script, exchange: str) -> Report:
     """Run a script in plain PyTorch, unless there is nothing to compare with, and in chunkmem."""
     torch.set_num_threads(1)
-    if not gc.get_freeze_count():
-        gc.freeze()  # what was imported would be visited in every collection
     warnings.simplefilter("ignore")
     expected = None
     if isinstance(script.expect, Equal | Either):
@@ -76,7 +74,7 @@ def _run_chunked(rank: int, script: Script, exchange: str, expected: Any) -> Rep
     if isinstance(script.expect, Equal):
         tolerance = max(tolerance, script.expect.tolerance)
     try:
-        with manager_for(exchange, script.keys) as manager:
+        with short_roll_calls(), manager_for(exchange, script.keys) as manager:
             user = User(manager, rank, dist.get_world_size())
             left, shared = _outcome(script, user)
             with_plain = expected is not None and not isinstance(script.expect, Alike)

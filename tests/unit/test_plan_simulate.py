@@ -10,7 +10,7 @@ import pytest
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Plan, Update, Wait
-from chunkmem.plan.simulate import simulate
+from chunkmem.plan.simulate import peak_nbytes, simulate
 from chunkmem.plan.timeline import Span
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
@@ -135,6 +135,16 @@ def test_bytes_in_program_order() -> None:
     assert timeline.cap_nbytes == {D: 200, H: 400}
     roles = {(D, "param"): 200, (D, "grad"): 100, (H, "param"): 200, (H, "grad"): 200, (H, "exp_avg"): 100}
     assert timeline.role_peak_nbytes == roles
+
+
+def test_peaks_alone_need_no_lanes() -> None:
+    assert peak_nbytes(PLAN, TRACE) == simulate(PLAN, TRACE).peak_nbytes
+    without_waits = tuple(tuple(a for a in actions if not isinstance(a, Wait)) for actions in ACTIONS)
+    assert peak_nbytes(replace(PLAN, actions=without_waits), TRACE) == {D: 200, H: 400}
+    with pytest.raises(PlanError, match="the plan was made from trace 0"):
+        peak_nbytes(replace(PLAN, trace_digest="0"), TRACE)
+    with pytest.raises(CapacityError, match="Alloc param chunk 1 on DEVICE: 200 bytes of chunks on DEVICE pass"):
+        peak_nbytes(replace(PLAN, machine=replace(MACHINE, device_nbytes=199)), TRACE)
 
 
 def test_a_processor_of_its_own_updates_beside_the_device() -> None:

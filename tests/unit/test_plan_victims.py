@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkmem.plan.victims import Resident, Standing, choose_victims, in_leaving_order, spare_needless
+from chunkmem.plan.victims import LeavingOrder, Resident, Standing, choose_victims, in_leaving_order, spare_needless
 from chunkmem.types import ChunkId, Role
 
 DEAD, SETTLED, ACTIVE, STATE = Standing
@@ -126,3 +129,132 @@ def test_the_order_they_are_named_in_does_not_matter(
 
 def _key(r: Resident) -> tuple[int, int, int, str]:
     return (r.standing, r.last_use, r.chunk.group, r.chunk.role.value)
+
+
+@dataclass(frozen=True)
+class There:
+    """What a tier knows of one replica."""
+
+    resident: Resident
+    is_pinned: bool = False
+
+
+class WatchedTier:
+    """Replicas that come, are used, pinned, finished and evicted; counts how often one is looked at."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[ChunkId, There] = {}
+        self.order = LeavingOrder(self.look)
+        self.num_looks = 0
+        self.clock = 0
+
+    def look(self, chunk: ChunkId) -> Resident | None:
+        self.num_looks += 1
+        there = self.replicas.get(chunk)
+        return None if there is None or there.is_pinned else there.resident
+
+    def may_leave(self) -> list[Resident]:
+        return [there.resident for there in self.replicas.values() if not there.is_pinned]
+
+    def come(self, chunk: ChunkId, *, nbytes: int = 10, last_use: int = 0) -> None:
+        self.replicas[chunk] = There(Resident(chunk, nbytes, last_use, DEAD, spill=False))
+        self.order.announce(chunk)
+
+    def use(self, chunk: ChunkId) -> None:
+        """Which makes it leave later, and so needs no announcement."""
+        self.clock += 1
+        self.change(chunk, last_use=self.clock)
+
+    def change(self, chunk: ChunkId, **fields: object) -> None:
+        there = self.replicas[chunk]
+        self.replicas[chunk] = replace(there, resident=there.resident._replace(**fields))
+
+    def become(self, chunk: ChunkId, standing: Standing) -> None:
+        is_sooner = standing < self.replicas[chunk].resident.standing
+        self.change(chunk, standing=standing)
+        if is_sooner:
+            self.order.announce(chunk)
+
+    def pin(self, chunk: ChunkId, *, is_pinned: bool) -> None:
+        self.replicas[chunk] = replace(self.replicas[chunk], is_pinned=is_pinned)
+        if not is_pinned:
+            self.order.announce(chunk)
+
+    def evict(self, nbytes: int) -> tuple[Resident, ...]:
+        victims = choose_victims(self.order.first(nbytes), nbytes)
+        assert victims is not None
+        for victim in victims:
+            del self.replicas[victim.chunk]
+        return victims
+
+
+OPERATIONS = ("come", "use", "use", "become", "pin", "unpin", "go", "choose", "choose", "evict")
+
+
+@given(
+    operations=st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 11), st.integers(0, 60)), max_size=120)
+)
+def test_the_first_ones_in_order_are_those_that_a_scan_finds(operations: list[tuple[str, int, int]]) -> None:
+    tier = WatchedTier()
+    chunks = [ChunkId(role, group) for role in (Role.PARAM, Role.GRAD) for group in range(6)]
+    for name, index, number in operations:
+        chunk = chunks[index]
+        if name in ("choose", "evict"):
+            expected = choose_victims(tier.may_leave(), number)
+            assert choose_victims(tier.order.first(number), number) == expected
+            if name == "evict" and expected is not None:
+                assert tier.evict(number) == expected
+        elif name == "come":
+            tier.come(chunk, nbytes=1 + number % 7)
+        elif chunk not in tier.replicas:
+            continue
+        elif name == "use":
+            tier.use(chunk)
+        elif name == "become":
+            tier.become(chunk, Standing(number % 4))
+        elif name in ("pin", "unpin"):
+            tier.pin(chunk, is_pinned=name == "pin")
+        else:
+            del tier.replicas[chunk]
+    assert tier.order.first(10**6) == in_leaving_order(tier.may_leave())
+
+
+def train(tier: WatchedTier, chunks: Sequence[ChunkId], *, cap: int) -> int:
+    """Read the chunks forth and back, pinning each one; at the cap another leaves first. Return how many left."""
+    num_evicted = 0
+    for chunk in (*chunks, *reversed(chunks)):
+        if chunk not in tier.replicas:
+            if len(tier.replicas) == cap:
+                num_evicted += len(tier.evict(10))
+            tier.come(chunk)
+        tier.pin(chunk, is_pinned=True)
+        tier.become(chunk, ACTIVE)
+        tier.use(chunk)
+        tier.pin(chunk, is_pinned=False)
+    return num_evicted
+
+
+@pytest.mark.parametrize("num_chunks", [30, 300, 3000])
+def test_how_many_are_looked_at_does_not_grow_with_those_there_are(num_chunks: int) -> None:
+    """1 500 small Linears once spent seven seconds of their first step looking at all others for each that left."""
+    tier = WatchedTier()
+    num_evicted = train(tier, [ChunkId(Role.PARAM, group) for group in range(num_chunks)], cap=num_chunks // 3)
+    assert num_evicted > num_chunks
+    assert tier.num_looks < 5 * num_evicted
+
+
+def test_what_is_announced_again_and_again_is_kept_once() -> None:
+    """A plan that is followed announces, and asks for nothing; a tier may also always have others that leave first."""
+    tier = WatchedTier()
+    chunks = [ChunkId(Role.PARAM, group) for group in range(10)]
+    for chunk in chunks:
+        tier.come(chunk)
+    for step in range(1000):
+        for chunk in chunks:
+            tier.pin(chunk, is_pinned=True)
+            tier.become(chunk, DEAD if chunk.group == 0 else ACTIVE)
+            tier.use(chunk)
+            tier.pin(chunk, is_pinned=False)
+        if step > 500:
+            assert groups(choose_victims(tier.order.first(10), 10)) == [0]
+    assert len(tier.order._heap) + len(tier.order._announced) < 5 * len(chunks)

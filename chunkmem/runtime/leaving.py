@@ -1,0 +1,61 @@
+"""Which replicas may leave a tier, as decisions on plain data see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from chunkmem.plan.demand import TierRoom
+from chunkmem.plan.victims import LeavingOrder, Resident, Standing
+from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
+from chunkmem.types import ChunkId, Role, Tier
+
+_OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
+_STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
+
+
+class Leaving:
+    """The replicas of a store that are not pinned, tier by tier."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+        self._orders = {tier: LeavingOrder(partial(self._look, tier)) for tier in store.pools}
+        for tier, resident in store.resident.items():
+            for chunk in resident.values():
+                self.announce(chunk, tier)
+        store.on_sooner = self.announce
+
+    def announce(self, chunk: Chunk, tier: Tier) -> None:
+        """A replica may leave from now on, or sooner than it could before."""
+        self._orders[tier].announce(chunk.id)
+
+    def room(self, tier: Tier, free_nbytes: int) -> TierRoom:
+        """Return a tier as a decision sees it."""
+        return TierRoom(free_nbytes, partial(self._scan, tier), self._orders[tier].first)
+
+    def _scan(self, tier: Tier) -> Iterator[Resident]:
+        for chunk in self._store.resident[tier].values():
+            resident = _resident(chunk, tier)
+            if resident is not None:
+                yield resident
+
+    def _look(self, tier: Tier, key: ChunkId) -> Resident | None:
+        chunk = self._store.resident[tier].get(key)
+        return None if chunk is None else _resident(chunk, tier)
+
+
+def _resident(chunk: Chunk, tier: Tier) -> Resident | None:
+    replica = chunk.replicas[tier]
+    if replica.pins > 0:
+        return None
+    is_newest = replica.version == chunk.version != NO_CONTENT
+    spill = is_newest and not chunk.ready(_OTHER[tier]) and not chunk.can_be_rounded
+    return Resident(chunk.id, chunk.nbytes, replica.last_use, _standing(chunk, replica), spill)
+
+
+def _standing(chunk: Chunk, replica: Replica) -> Standing:
+    if chunk.version == NO_CONTENT or replica.version != chunk.version:
+        return Standing.DEAD
+    if chunk.settled:
+        return Standing.SETTLED
+    return Standing.STATE if chunk.id.role in _STATE_ROLES else Standing.ACTIVE
