@@ -216,6 +216,8 @@ class Runtime:
             ),
             layout=self._layout_digest,
             is_lone=self.sharing is None,
+            trainable=lambda: bytes(managed.requires_grad for managed in self.registry.parameters),
+            num_backwards=lambda: self.backward.num_ended,
             watch=lambda: Watch(self.tiers, is_chunk=self.declared.is_chunk, sample=tracer.use_async_mem_monitor),
         )
 
@@ -317,16 +319,17 @@ class Runtime:
             return read()
         return self.sharing.from_owner(managed.group, read, reader=managed.name)
 
-    def _begin_root(self) -> None:
+    def _begin_root(self, root: nn.Module) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
         self.require_open()
         self._autocast_cache.switch_off()
         self.access.reset(step=False)
         self.backward.reset(step=False)
         self.units.reset()
-        self.units.begin_root(grad_enabled=torch.is_grad_enabled())
+        grad_enabled = torch.is_grad_enabled()
+        self.units.begin_root(grad_enabled=grad_enabled)
         self._state_frozen()
-        self.conductor.begin_root(grad_enabled=torch.is_grad_enabled(), before_lap=self.gradients.discard_unset)
+        self.conductor.begin_root(id(root), grad_enabled=grad_enabled, before_lap=self.gradients.discard_unset)
         self.registry.check()
         self.surface.check_copies()
         self.gradients.watch(self.registry.parameters)

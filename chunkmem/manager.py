@@ -280,7 +280,7 @@ class ChunkManager:
 
     def timeline(self) -> Timeline | None:
         """Return what happened in the last step that is over; `str()` is one line. None before the first."""
-        return self.runtime.conductor.timeline()
+        return self.runtime.conductor.timelines.last()
 
     def record(self, directory: str | os.PathLike[str]) -> None:
         """Write a run directory: `trace.json`, `plan.json`, and the last training step as `timeline.json`.
@@ -292,7 +292,7 @@ class ChunkManager:
             TraceError, PlanError: a file cannot be written.
         """
         self.runtime.require_open()
-        trace, plan, timeline = self.trace, self.plan, self.runtime.conductor.training_timeline()
+        trace, plan, timeline = self.trace, self.plan, self.runtime.conductor.timelines.last_training()
         if trace is None or plan is None or timeline is None:
             raise StateError("there is nothing to record yet: the first step is traced and the second one planned")
         folder = Path(directory)

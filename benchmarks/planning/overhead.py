@@ -50,7 +50,7 @@ def _stop_listening(manager: ChunkManager) -> None:
     conductor = manager.runtime.conductor
     conductor.close()
     conductor._mode = None
-    conductor.begin_root = lambda **_: None  # type: ignore[method-assign]
+    conductor.begin_root = lambda root, **_: None  # type: ignore[method-assign]
 
 
 def measure(num_steps: int) -> dict[str, Any]:

@@ -22,6 +22,8 @@ if not __package__:  # Run as a file: find the other modules where `python -m` f
 
 from benchmarks.planning.first_steps import CASES as FIRST_STEPS
 from benchmarks.planning.first_steps import NUM_FIRST, measure_first_steps
+from benchmarks.planning.loops import measure as measure_loops
+from benchmarks.planning.loops import table as table_of_loops
 from benchmarks.planning.overhead import measure as measure_overhead
 from benchmarks.program import carry_out, command, parse, surroundings
 from benchmarks.stats import median_interval
@@ -198,6 +200,7 @@ def tables(results: Mapping[str, Any]) -> str:
         "",
         f"Following a plan in which nothing moves costs {interval.median:.2f} µs a moment ({interval.low:.2f} – "
         f"{interval.high:.2f}), over {len(overhead['us_per_moment'])} steps of {overhead['num_moments']} moments.",
+        *(["", *table_of_loops(results["loops"])] if "loops" in results else []),
     ]
     return "\n".join(lines)
 
@@ -262,6 +265,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "in_steps": in_steps,
         "first_steps": first_steps,
         "overhead": overhead,
+        "loops": measure_loops(arguments.steps),
     }
 
 

@@ -260,7 +260,7 @@ class _Stage:
     def _measure(self) -> Measured:
         return Measured(self._clock.take_s(), self._probe.take_peak_nbytes(), self._probe.take_peak_nbytes())
 
-    def _begin_root(self) -> None:
+    def _begin_root(self, root: nn.Module) -> None:
         self._access.reset(step=False)
         self._backward.reset(step=False)
 

@@ -117,6 +117,10 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
 
 
+Referred = int | ManagedParameter
+"""What there are references to: the memory of a group's chunk, or a parameter itself."""
+
+
 class Frame:
     """One running call of a module, or of an operator outside of modules: what it has read, and so what it pins."""
 
@@ -137,8 +141,8 @@ class Frame:
         self.groups: dict[int, None] = {}
         self.before: dict[int, tuple[BoundChunk, int]] = {}
         """By group: references to the chunk's memory when it was first read here; see [Note: References]."""
-        self.left_inside: dict[int, int] = {}
-        """By group: references since then that calls inside of this one have left."""
+        self.left_inside: dict[Referred, int] = {}
+        """References that calls inside of this one have left since then."""
         self.first_node = torch._C._autograd._get_sequence_nr()
         """Autograd's number of the next node when the call began."""
         self.inside: list[tuple[int, int]] = []
@@ -211,6 +215,7 @@ class AccessTracker:
             frame.left_inside.pop(group, None)
         managed.open()
         frame.reads[managed] = managed.num_references()
+        frame.left_inside.pop(managed, None)
 
     def push(self, frame: Frame, announced: Iterable[ManagedParameter]) -> None:
         """A module begins to run; `announced` are parameters it will use without looking them up."""
@@ -226,15 +231,15 @@ class AccessTracker:
             self.release(self.stack.pop())
         return self.stack.pop()
 
-    def hand_on(self, frame: Frame, result: Sequence[torch.Tensor]) -> dict[int, int]:
+    def hand_on(self, frame: Frame, result: Sequence[torch.Tensor]) -> dict[Referred, int]:
         """Count what a module returns of its parameters' own memory (`return self.weight[:n]`) as read by its caller.
 
         `result` are the tensors in what it returns.
 
-        Call it after `pop` and before `release`: the memory has not been given up in between. Returns, by group, how
-        many references are the caller's now.
+        Call it after `pop` and before `release`: the memory has not been given up in between. Returns how many
+        references are the caller's now.
         """
-        handed: dict[int, int] = {}
+        handed: dict[Referred, int] = {}
         # What another tensor has of the memory is a reference; only the parameter itself is none.
         if not self.stack or not frame.reads or not (self._has_left_any(frame) or any(map(_is_parameter, result))):
             return handed
@@ -254,32 +259,34 @@ class AccessTracker:
                     handed[managed.group] = len(views)
                 of_it = sum(view._base is managed.param for view in views)
                 caller.reads[managed] -= of_it
-                handed[managed.group] = handed.get(managed.group, 0) + of_it
+                handed[managed] = of_it
         return handed
 
     def _has_left_any(self, frame: Frame) -> bool:
         return any(home.num_references() > count for home, count in frame.before.values())
 
-    def references(self, frame: Frame, *, handed: Mapping[int, int]) -> dict[int, int]:
+    def references(self, frame: Frame, *, handed: Mapping[Referred, int]) -> dict[int, int]:
         """Return, by group, how many references a call that is over has left itself, where there are any.
 
         Call it between `pop` and `release`. What it has left, but for what it has `handed` on, counts as left inside of
         its caller.
         """
-        total = {group: home.num_references() - count for group, (home, count) in frame.before.items()}
+        total: dict[Referred, int] = {}
+        for group, (home, count) in frame.before.items():
+            total[group] = home.num_references() - count - handed.get(group, 0)
         for managed, count in frame.reads.items():
-            total[managed.group] += managed.num_references() - count
-        for group, count in handed.items():
-            total[group] = total.get(group, 0) - count
+            total[managed] = managed.num_references() - count - handed.get(managed, 0)
         if self.stack:
             caller = self.stack[-1]
             caller.inside.append((frame.first_node, torch._C._autograd._get_sequence_nr()))
-            for group, count in (frame.left_inside | total).items():
+            for key, count in (frame.left_inside | total).items():
                 if count:
-                    caller.left_inside[group] = caller.left_inside.get(group, 0) + count
-        if frame.left_inside:
-            total = {group: count - frame.left_inside.get(group, 0) for group, count in total.items()}
-        return {group: count for group, count in total.items() if count > 0}
+                    caller.left_inside[key] = caller.left_inside.get(key, 0) + count
+        left = dict.fromkeys(frame.before, 0)
+        for key, count in total.items():
+            # Not what calls inside have left of parameters that this one has not read: that is no part of its total.
+            left[key if isinstance(key, int) else key.group] += count - frame.left_inside.get(key, 0)
+        return {group: count for group, count in left.items() if count > 0}
 
     def release(self, frame: Frame, *, held: Collection[int] = ()) -> None:
         """A frame is over: unpin what it has read, but for `held` groups, which somebody keeps references to."""

@@ -127,6 +127,8 @@ class BackwardTracker:
         self._access = access
         self._units = units
         self._chunks: dict[int, Chunk] = access.chunks
+        self.num_ended = 0
+        """Backwards that were run to their end."""
         self._waiting: dict[ManagedParameter, list[BackwardCall]] = {}
         self._running: dict[int, list[BackwardCall]] = {}
         """Announced calls by the id of autograd's graph task."""
@@ -377,6 +379,7 @@ class BackwardTracker:
             tensor.register_hook(lambda _grad, index=index: on_gradient(index))
 
     def _end(self, task: int) -> None:
+        self.num_ended += 1
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self._unpin(task, is_through=not keeps_graph)
         if not self._running:

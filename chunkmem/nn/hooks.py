@@ -46,7 +46,7 @@ class ModuleHooks:
         *,
         units: Units,
         turn: Turn,
-        on_root: Callable[[], None],
+        on_root: Callable[[nn.Module], None],
         make_guard: Callable[[], AccessGuard | None],
         on_error: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
@@ -57,7 +57,7 @@ class ModuleHooks:
             backward: what comes after the calls.
             units: of exchange.
             turn: of this thread.
-            on_root: runs before each outermost call.
+            on_root: gets the module before each outermost call.
             make_guard: returns a guard for an outermost call, if one is wanted.
             on_error: hears of what an outermost call raises.
         """
@@ -116,7 +116,7 @@ class ModuleHooks:
         if is_root:
             self._handled = sys.exception()
             try:
-                self._on_root()
+                self._on_root(module)
             except BaseException:
                 self._turn.give_back()
                 raise

@@ -232,7 +232,8 @@ class Adam(StatefulOptimizer):
                     if managed in waiting:
                         item = by_group.setdefault(managed.group, {}).setdefault(index, (options, []))
                         item[1].append((managed, self._states.steps[managed] + 1))
-        for group in in_order_of_update(list(by_group), landing=list(self._updater.gradients.landed)):
+        landing = list(self._updater.gradients.landed)
+        for group in self._updater.planned_order(by_group) or in_order_of_update(list(by_group), landing=landing):
             items = by_group[group]
             self._updater.update(group, items, multiplier=multiplier)
             done = {managed: step for _, pairs in items.values() for managed, step in pairs}

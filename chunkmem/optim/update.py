@@ -86,6 +86,10 @@ class GroupUpdater:
         owner = owners.pop() if len(owners) == 1 else None
         return None if owner is None else owner.intent(group)
 
+    def planned_order(self, groups: Iterable[int]) -> Sequence[int]:
+        """Return groups in the order in which a plan has them updated; none: there is no such plan."""
+        return self._executor.update_order(list(groups))
+
     def settles(self, group: int) -> bool:
         """Tell whether a group's finished gradient is wanted on HOST next."""
         return not self._on_device.get(group, True)

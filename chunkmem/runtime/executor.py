@@ -78,6 +78,8 @@ class DemandExecutor:
         """Called before memory is read past the events: copies that were issued are over when it returns."""
         self.update_tier: Callable[[int], Tier | None] = lambda group: None
         """Tells where a plan has the group updated; None: where its states are."""
+        self.update_order: Callable[[Sequence[int]], Sequence[int]] = lambda groups: ()
+        """Returns groups in the order in which a plan has them updated; none: there is no such plan."""
         self.begin_update: Callable[[int, Sequence[Event]], Event | None] = lambda group, after: None
         """Called where a plan has a group updated ahead of its moment; returns the end of that, if it is done."""
         self.reserve_log: Callable[[Mapping[int, int]], None] = lambda counts: None
@@ -287,9 +289,27 @@ class DemandExecutor:
         is_open = chunk in self.held or chunk.is_written_past
         written = chunk.home.take_written() or (is_open and self.store.may_differ(chunk, Tier.DEVICE))
         if written:
-            self.before_demand()
-            self.store.mark_written(chunk, Tier.DEVICE)
-            self.store.follow(chunk, Tier.DEVICE)
+            self.drain()
+            with self._where_it_was(chunk):
+                self.store.mark_written(chunk, Tier.DEVICE)
+                self.store.follow(chunk, Tier.DEVICE)
+
+    @contextmanager
+    def _where_it_was(self, chunk: Chunk) -> Iterator[None]:
+        """If a plan is followed, let a chunk and its master copy have the replicas again that the plan has of them.
+
+        A write inside of a step, such as that of `nn.Embedding(max_norm=...)`, comes in each one: without its copy in
+        HOST the plan could not be followed on. Copies have to be over.
+        """
+        chunks = [each for each in (chunk, chunk.master) if each is not None]
+        before = [(each, tier, each.ready(tier)) for each in chunks for tier in each.replicas] * self.is_planned()
+        yield
+        for each, tier, was_ready in before:
+            source = each.newest_tier()
+            if tier not in each.replicas:
+                self.store.take_slab(each, tier)
+            if was_ready and source is not None and not each.ready(tier):
+                self.store.copy(each, source, tier)
 
     def _touch(self, replica: Replica) -> None:
         self._clock += 1

@@ -35,6 +35,12 @@ class Journal:
         self.departures = 0
         """Accesses that were not foreseen."""
 
+    def goes_on_from(self, journal: Journal) -> None:
+        """Take in what was copied and waited for in the same step by another plan, whose moments are not those here."""
+        self._made_s = journal._first_s
+        self.copies = [(lane, -1, chunk, event) for lane, _, chunk, event in journal.copies]
+        self.stalls = [(lane, -1, start_s, stall_s) for lane, _, start_s, stall_s in journal.stalls]
+
     def begin(self, moment: int, kind: Kind, chunk: Chunk) -> None:
         """A moment begins; its actions come next."""
         self.began.append((moment, time.perf_counter()))

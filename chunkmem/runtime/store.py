@@ -119,6 +119,8 @@ class ChunkStore:
         self.chunks: dict[ChunkId, Chunk] = {}
         self.resident: dict[Tier, dict[ChunkId, Chunk]] = {tier: {} for tier in pools}
         self.moved = MovedBytes()
+        self.num_outdated = 0
+        """Replicas that went because another one was written to: a plan frees them before."""
         self.on_copy: Callable[[Chunk, Tier, float], None] = lambda chunk, target, started_s: None
         """Called after each copy that was waited for: the chunk, where to, and when it began (`time.perf_counter`)."""
         self.on_sooner: Callable[[Chunk, Tier], None] = lambda chunk, tier: None
@@ -246,6 +248,7 @@ class ChunkStore:
         chunk.replicas[tier].version = chunk.version
         for other in [t for t, r in chunk.replicas.items() if t is not tier and r.pins == 0]:
             self._give_slab_back(chunk, other)
+            self.num_outdated += 1
 
     def settle(self, chunk: Chunk, *, is_settled: bool = True) -> None:
         """Say whether the content is complete, and wanted next where it is updated."""

@@ -1,13 +1,15 @@
-"""What is known of one kind of step, training or evaluation: its trace, its plan, and whether they still hold."""
+"""What is known of one kind of step: its trace, its plan, and whether they still hold."""
 
 from __future__ import annotations
 
+import enum
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from chunkmem.errors import CapacityError, PlanError, TraceError
+from chunkmem.errors import CapacityError, PlanError
+from chunkmem.plan.director import Director, Said
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import PlanOptions
@@ -18,10 +20,20 @@ from chunkmem.steps.planning import StepPlanner
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import Tier
 
-_MAX_FAILED_RECORDS = 3
 _MAX_REFINEMENTS = 3
 _CLOSE = 0.05
 """Durations this close, as a share of the step, do not ask for another plan."""
+
+
+class Outcome(enum.Enum):
+    """What became of a step's plan."""
+
+    FOLLOWED = "followed"
+    """To the end; or there was none."""
+    LEFT_OUT = "left out"
+    """Followed but for moments that the step left out."""
+    MISSED = "missed"
+    """Some events came that were not foreseen, or the step was over before the plan."""
 
 
 class Course:
@@ -57,20 +69,10 @@ class Course:
         self._bystanders_nbytes = bystanders_nbytes
         self._num_refinements = 0
         """How often the trace was compared with the durations of a step that followed a plan."""
-        self._departed = 0
-        """Steps in a row that departed from the plan."""
-        self._patience = 2
-        """How many of them make the trace worthless; doubled each time, so that steps that never repeat are not
-        recorded again and again."""
-        self._failed_records = 0
+        self._director: Director | None = None
         self._is_hopeless = False
         self._has_warned = False
         """Of a plan that was out of reach."""
-
-    @property
-    def wants_record(self) -> bool:
-        """The next step is to be recorded."""
-        return self.trace is None and not self._is_hopeless
 
     def adopt(self, trace: Trace, plan: Plan | None = None) -> None:
         """Take a trace, and perhaps a plan, of an earlier run; both have been checked."""
@@ -81,14 +83,24 @@ class Course:
     def forget(self) -> None:
         """Let go of everything."""
         self.stop()
-        self.trace = self.plan = self.performer = self._planner = None
+        self.trace = self.plan = self.performer = self._planner = self._director = None
         self._is_hopeless = False
-        self._num_refinements = self._departed = self._failed_records = 0
+        self._num_refinements = 0
 
     def take(self, trace: Trace) -> None:
         """Go on with a trace of another way to step, which was recorded in this run."""
         self.forget()
         self.trace = trace
+
+    def take_if_planned(self, trace: Trace) -> bool:
+        """Go on with a trace if there is a plan for it; tell whether there is."""
+        try:
+            planner = self._make_planner(trace)
+        except PlanError:
+            return False
+        self.take(trace)
+        self._planner, self.plan = planner, planner.plan
+        return True
 
     def planned_stall_s(self, trace: Trace) -> float:
         """Return how long computing stands still in a planned step of a trace; inf if there is no plan for it."""
@@ -102,15 +114,6 @@ class Course:
         """Follow the plan no further, until the next lap begins."""
         if self.performer is not None:
             self.performer.close()
-
-    def recorded(self, record: Callable[[], Trace]) -> None:
-        """A step has been recorded; `record` returns its trace."""
-        try:
-            self.trace = record()
-        except TraceError:
-            # It was torn down in the middle, and the next one is whole. Or every step is like this.
-            self._failed_records += 1
-            self._is_hopeless = self._failed_records >= _MAX_FAILED_RECORDS
 
     def prepare(self, *, has_alternative: bool = False) -> Performer | None:
         """Return what the next step follows; None if it is to be recorded or served on demand.
@@ -139,13 +142,25 @@ class Course:
             give_back_freed_ram()  # what the recorded step has freed, and planning
         return self.performer
 
-    def learn(self) -> None:
-        """A step is over: keep the plan, make it anew with better times, or give it up."""
+    @property
+    def left_out(self) -> Sequence[tuple[int, int]]:
+        """What the last step that followed the plan left out: from which moment up to which."""
+        return () if self.performer is None else tuple(self.performer.left_out.spans)
+
+    def num_left_out(self, came: Sequence[Said]) -> int | None:
+        """Return how many moments a step that begins with these events leaves out; None: it is another one."""
+        if self.trace is None or self._is_hopeless:
+            return None
+        if self._director is None:
+            self._director = Director(self.trace)
+        return self._director.num_left_out(came)
+
+    def learn(self) -> Outcome:
+        """A step is over: keep the plan, or make it anew with better times; tell what became of it."""
         performer = self.performer
         if performer is None:
-            return
+            return Outcome.FOLLOWED
         if performer.journal.departures or not performer.is_at_end:
-            self._departed += 1
             if not performer.was_followed and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
@@ -153,24 +168,21 @@ class Course:
                     f"is slower: {performer.obstacle}",
                     stacklevel=2,
                 )
-            if self._departed >= self._patience:
-                patience = 2 * self._patience
-                self.forget()
-                self._patience = patience
-            return
-        self._departed = 0
+            return Outcome.MISSED
+        if performer.left_out.spans:
+            return Outcome.LEFT_OUT
         if self._num_refinements >= _MAX_REFINEMENTS or not self._refine(performer):
             self._improve()
+        return Outcome.FOLLOWED
 
     def charge_more(self, nbytes: int) -> None:
         """Activations took `nbytes` more than traced: plan with more room for them."""
         if self.trace is not None:
-            trace, patience = self.trace, self._patience
+            trace = self.trace
             moments = tuple(
                 replace(moment, non_model_peak_nbytes=moment.non_model_peak_nbytes + nbytes) for moment in trace.moments
             )
             self.adopt(replace(trace, moments=moments))
-            self._patience = patience
 
     def _make_planner(self, trace: Trace) -> StepPlanner:
         return StepPlanner(

@@ -309,3 +309,30 @@ def test_operators_over_lists_need_room_for_one() -> None:
     with chunkmem.ChunkManager(config(4 * CHUNK_NBYTES)) as manager:
         twin = Twin(manager, Blocks)
         assert_equal((scenario(twin), twin.left()), expected)
+
+
+class KeepsAlias(Blocks):
+    """Keeps memory of its own parameter; layers inside have their own saved, and all are in one chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.Sequential(*(nn.LayerNorm(WIDTH) for _ in range(4)))
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms(x + self.shift)
+        self.kept = self.shift.detach()
+        return super().forward(x)
+
+
+@cpu_only
+def test_what_calls_inside_have_left_of_other_parameters_hides_no_alias() -> None:
+    """Once the layers' references were taken off those of the model, which then seemed to keep nothing."""
+
+    with chunkmem.ChunkManager(config(1 << 20)) as manager:
+        twin = Twin(manager, KeepsAlias)
+        twin.loss(features(0)).backward()
+        assert manager.runtime.access.holders() != ()
+        del twin.model.kept
+        twin.update()
+        assert manager.runtime.access.holders() == ()

@@ -17,7 +17,7 @@ import chunkmem
 from chunkmem.plan.model import Lane, Plan, Wait
 from chunkmem.plan.planner import make_plan
 from chunkmem.runtime.events import COPY_LANES
-from chunkmem.trace.model import Kind, Mode, Trace
+from chunkmem.trace.model import Kind, Trace
 from tests.helpers.backdate import HastyLanes, HastyPerformer
 from tests.helpers.orders import Race, Reading
 from tests.helpers.rehearsal import cap_nbytes, plans, rehearsed
@@ -207,9 +207,10 @@ def is_right(scene: Scene, plan: Plan, reading: Reading, seed: int) -> bool:
             capped(scene.case, scene.device_nbytes), machine=plan.machine, make_lanes=lambda _: HastyLanes(seed)
         ) as manager,
     ):
-        patch.setattr("chunkmem.steps.conductor.Performer", perform)
+        patch.setattr("chunkmem.steps.making.Performer", perform)
         trainer = Trainer(scene.case, scene.variant, Undisturbed(manager))
-        manager.runtime.conductor._courses[Mode.TRAIN].adopt(scene.trace, plan)
+        manager.trace = scene.trace
+        manager.runtime.conductor._training.adopt(scene.trace, plan)
         try:
             for _ in range(STEPS):
                 trainer.step()

@@ -1,0 +1,258 @@
+"""The actions of a plan, carried out on real slabs and lanes.
+
+[Note: Two ways to order copies] A plan's waits order the lanes as long as everything is exactly where the plan has it:
+they were derived for the slabs that its Allocs take, and count its copies. Where something else happened, they prove
+nothing: a copy that is not needed is not made, and who counts on it would wait for none of those before it; a slab that
+was not freed is not taken, and another one is, which somebody may still be reading. So from the first deviation on the
+order comes from the slabs. Each knows the last copy that reads or writes it; every copy comes after those of both of
+its slabs, and whatever is computed after those of the slabs that it touches. That is right for any actions in any
+order, and waits for more than a plan would. It ends where a step begins with everything in its place and nothing under
+way.
+
+What is moved is checked in both ways, action by action: nothing is freed that is pinned, or the only replica of the
+newest version; nothing is copied from a replica that is not; nothing is allocated past a cap. Where an action would do
+that, the plan is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from chunkmem.plan.ahead import updates_ahead
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
+from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, Lanes
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.journal import Journal
+from chunkmem.runtime.store import NO_CONTENT, Chunk
+from chunkmem.runtime.tiers import Tiers
+from chunkmem.trace.model import Kind, Moment, Trace
+from chunkmem.types import ChunkId, Role, Tier
+
+Step = Callable[[], object]
+
+
+class PlanActions:
+    """Does what a plan says for a moment; which moment that is, is decided elsewhere."""
+
+    def __init__(self, plan: Plan, trace: Trace, executor: DemandExecutor, lanes: Lanes, tiers: Tiers) -> None:
+        """Prepare to carry out the actions of `plan`; nothing is moved yet. The arguments are those of `Performer`."""
+        self.plan = plan
+        self.trace = trace
+        self.journal = Journal()
+        self._executor = executor
+        self._store = executor.store
+        self._lanes = lanes
+        self._tiers = tiers
+        self._is_host = not tiers.compute.is_accelerator
+        """What was computed is over when a copy is issued, as both are done by the host."""
+        self._on_plan = False
+        self._is_exact = False
+        """Everything is as the plan has it, so that its waits are enough; see [Note: Two ways to order copies]."""
+        self._events: dict[Lane, list[Event | None]] = {lane: [] for lane in COPY_LANES}
+        self._previous: dict[Lane, list[Event | None]] = {lane: [] for lane in COPY_LANES}
+        self._pending: dict[Lane, list[Event]] = {lane: [] for lane in COPY_LANES}
+        """What the next copy on a lane comes after."""
+        self._update_after: list[tuple[Lane, Event]] = []
+        """What the next update that the host makes itself comes after, and on which lane that is."""
+        self._ahead_after: list[Event] = []
+        """Those of them that no update ahead has waited for: one may be left to the step."""
+        self._log = Counter(
+            trace.chunk_nbytes[chunk]
+            for group in updates_ahead(trace, plan.actions)
+            for chunk in trace.update_chunks(group)
+            if chunk.role is not Role.GRAD
+        )
+        """How many slabs of which sizes the undo log needs."""
+        self._copies_before: list[dict[Lane, int]] = []
+        """By moment: copies issued on each lane before it."""
+        self._steps = self._compile()
+        """By moment."""
+
+    def depart(self) -> None:
+        """Leave the plan: every copy is over when this returns, and nothing more is issued."""
+        raise NotImplementedError
+
+    def _update_moment(self, group: int) -> int | None:
+        """Return the next moment in which a group is updated."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """Wait for every copy that was issued."""
+        self._lanes.drain()
+
+    def _compile(self) -> list[tuple[Step, ...]]:
+        issued = dict.fromkeys(COPY_LANES, 0)
+        compiled = []
+        for moment, actions in zip(self.trace.moments, self.plan.actions, strict=True):
+            self._copies_before.append(dict(issued))
+            steps = [step for action in actions if (step := self._step(action, moment)) is not None]
+            if moment.kind is Kind.UPDATE:
+                steps.append(self._wait_for_update)
+            for action in actions:
+                if isinstance(action, Copy):
+                    issued[action.lane] += 1
+            compiled.append(tuple(steps))
+        self._copies_before.append(issued)
+        return compiled
+
+    def _step(self, action: Action, moment: Moment) -> Step | None:
+        if isinstance(action, Wait):
+            return self._wait_step(action)
+        if isinstance(action, Update):
+            if (moment.kind, moment.chunk.group) == (Kind.UPDATE, action.group):
+                return None  # whoever updates asks `update_tier`
+            return lambda: self._update_ahead(action.group)
+        chunk = self._store.chunks[action.chunk]
+        if isinstance(action, Alloc):
+            return lambda: self._alloc(chunk, action.tier)
+        if isinstance(action, Free):
+            return lambda: self._free(chunk, action.tier)
+        assert isinstance(action, Copy)
+        return lambda: self._copy(chunk, action)
+
+    # The order, as a plan has it.
+
+    def _wait_step(self, wait: Wait) -> Step | None:
+        if wait.on is Lane.HOST_UPDATE:
+            return None  # whoever issues copies has done the update, or waited for it at its moment
+        if wait.on is Lane.COMPUTE:
+            if self._is_host:
+                return None
+            if wait.lane is Lane.HOST_UPDATE:
+                return lambda: self._update_comes_after(Lane.COMPUTE, self._lanes.compute_event())
+            return lambda: self._pending[wait.lane].append(self._lanes.compute_event())
+        if wait.lane is Lane.COMPUTE:
+            return lambda: self._compute_waits(wait.on, self._event(wait))
+        if wait.lane is Lane.HOST_UPDATE:
+            return lambda: self._update_comes_after(wait.on, self._event(wait))
+        return lambda: self._lane_waits(wait)
+
+    def _event(self, wait: Wait) -> Event | None:
+        events, count = self._events[wait.on], wait.count
+        if count <= 0:
+            events = self._previous[wait.on]
+            count += len(events)
+        return events[count - 1] if 0 < count <= len(events) else None
+
+    def _compute_waits(self, lane: Lane, event: Event | None) -> None:
+        if event is not None:
+            started_s = time.perf_counter()
+            stall_s = self._lanes.compute_waits(event)
+            self.journal.waited(lane, started_s, stall_s)
+
+    def _update_comes_after(self, lane: Lane, event: Event | None) -> None:
+        if event is not None:
+            self._update_after.append((lane, event))
+            self._ahead_after.append(event)
+
+    def _wait_for_update(self) -> None:
+        """The host is about to update a group itself."""
+        after, self._update_after, self._ahead_after = self._update_after, [], []
+        for lane, event in after:
+            started_s = time.perf_counter()
+            event.wait()
+            self.journal.waited(lane, started_s, time.perf_counter() - started_s)
+
+    def _lane_waits(self, wait: Wait) -> None:
+        event = self._event(wait)
+        if event is not None:
+            self._pending[wait.lane].append(event)
+
+    # The order, as the slabs have it.
+
+    def _busy(self, *chunks: Chunk, tiers: Iterable[Tier]) -> list[tuple[Lane, Event]]:
+        """Return the last copies that touch the slabs of chunks on these tiers, if not over, and their lanes."""
+        found = []
+        for chunk in chunks:
+            for tier in tiers:
+                replica = chunk.replicas.get(tier)
+                if replica is not None and replica.slab.busy is not None and not replica.slab.busy.done():
+                    found.append((Lane.H2D if tier is Tier.DEVICE else Lane.D2H, replica.slab.busy))
+        return found
+
+    def _settle(self, kind: Kind, chunk: Chunk) -> None:
+        """Have what is about to be computed with a chunk, or its group, come after all copies that touch it."""
+        if kind in (Kind.RELEASE, Kind.CONSUME):
+            return
+        if kind is not Kind.UPDATE:
+            for lane, event in self._busy(chunk, tiers=(Tier.DEVICE,)):
+                self._compute_waits(lane, event)
+            return
+        for lane, event in self._busy(*self._group(chunk.id.group), tiers=Tier):
+            self._compute_waits(lane, event)
+            if self.plan.update_tiers.get(chunk.id.group) is not Tier.DEVICE:
+                event.wait()  # the host updates, and runs ahead of an accelerator
+
+    def _group(self, group: int) -> list[Chunk]:
+        return [self._store.chunks[each] for each in self.trace.update_chunks(group)]
+
+    # What is done.
+
+    def _update_ahead(self, group: int) -> None:
+        if not self._on_plan:
+            return
+        after = self._ahead_after
+        if not self._is_exact:
+            after = [*after, *(event for _, event in self._busy(*self._group(group), tiers=(Tier.HOST,)))]
+        event = self._executor.begin_update(group, after)
+        if event is not None:
+            self._ahead_after = []
+            moment = self._update_moment(group)
+            assert moment is not None
+            self.journal.updated(moment, self._store.chunks[ChunkId(Role.PARAM, group)], event)
+
+    def _alloc(self, chunk: Chunk, tier: Tier) -> None:
+        if not self._on_plan:
+            return
+        if tier in chunk.replicas:
+            self._is_exact = False
+            return
+        ledger = self._store.pools[tier].ledger
+        if ledger.cap_nbytes - ledger.chunk_nbytes < chunk.nbytes:
+            self.depart()  # what the plan does not know has come since: make room on demand
+            return
+        replica = self._store.take_slab(chunk, tier)
+        if tier is Tier.DEVICE and not self._is_host and replica.slab.busy is None:
+            # New memory comes from torch's allocator, which orders its reuse on the stream that computes, and no other.
+            self._pending[Lane.H2D].append(self._lanes.compute_event())
+
+    def _free(self, chunk: Chunk, tier: Tier) -> None:
+        if not self._on_plan:
+            return
+        if tier not in chunk.replicas:
+            self._is_exact = False
+            return
+        self._executor.notice_writes(chunk)  # what a user wrote makes this the only newest replica
+        replica = chunk.replicas.get(tier)
+        is_last = chunk.ready(tier) and chunk.newest_besides(tier) is None and not chunk.can_be_rounded
+        if replica is None or replica.pins > 0 or is_last:
+            self.depart()
+            return
+        self._store.drop(chunk, tier)
+
+    def _copy(self, chunk: Chunk, copy: Copy) -> None:
+        if not self._on_plan:
+            return
+        lane = copy.lane
+        if chunk.version == NO_CONTENT or chunk.ready(copy.target):
+            self._is_exact = False
+            self._events[lane].append(None)
+            return
+        if copy.target not in chunk.replicas or not chunk.ready(copy.source):
+            self.depart()
+            return
+        target, source = chunk.replicas[copy.target], chunk.replicas[copy.source]
+        after, self._pending[lane] = self._pending[lane], []
+        if not self._is_exact:
+            after += [event for _, event in self._busy(chunk, tiers=Tier)]
+            if not self._is_host:
+                after.append(self._lanes.compute_event())
+        event = self._lanes.copy(lane, target.flat, source.flat, after=after, label=chunk.label)
+        target.slab.busy = source.slab.busy = event
+        self._store.note_copy(chunk, copy.source, copy.target)
+        self._events[lane].append(event)
+        self.journal.copied(lane, chunk, event)
+        if isinstance(event, DoneEvent):  # lanes that block
+            self.journal.waited(lane, event.started_s, event.ended_s - event.started_s)

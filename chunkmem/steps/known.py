@@ -1,0 +1,128 @@
+"""What is known of the steps of a run: traces and plans, asked for and brought by a user, and of two ways to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import inf
+
+from chunkmem.errors import PlanError, TraceError
+from chunkmem.plan.model import Plan
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.steps.course import Course, check_adoptable
+from chunkmem.steps.kinds import Kinds
+from chunkmem.steps.making import CourseMaker
+from chunkmem.trace.ahead import overlapped
+from chunkmem.trace.model import Mode, Trace
+from chunkmem.tracing.recorder import Recorder
+
+
+class KnownSteps:
+    """Traces and plans by kind of step."""
+
+    def __init__(
+        self, executor: DemandExecutor, maker: CourseMaker, *, layout: Callable[[], str], is_lone: bool
+    ) -> None:
+        """Begin with nothing known; the arguments are those of `Conductor`, and what makes courses."""
+        self._executor = executor
+        self._maker = maker
+        self._layout = layout
+        self._is_lone = is_lone
+        self._is_first_of_two = False
+        """What was just recorded is put aside for `compare`."""
+        self._aside: Trace | None = None
+        self.kinds = {mode: Kinds(mode, partial(maker.make, mode), is_lone=is_lone) for mode in Mode}
+        """Of training steps, and of evaluations."""
+        self._mode: Mode | None = None
+        """Of the lap that runs, or ran last."""
+        self._recorder: Recorder | None = None
+        self._course: Course | None = None
+
+    # What a user asks for.
+
+    @property
+    def trace(self) -> Trace | None:
+        """The trace of the last training step's kind."""
+        return None if self._training is None else self._training.trace
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last training step's kind."""
+        return None if self._training is None else self._training.plan
+
+    @property
+    def _training(self) -> Course | None:
+        """What the training step that runs, or ran last, has followed, or was recorded for."""
+        if self._mode is Mode.TRAIN and self._course is not None:
+            return self._course
+        return self.kinds[Mode.TRAIN].last
+
+    def adopt_trace(self, trace: Trace) -> None:
+        """Use a trace of an earlier run instead of recording one.
+
+        Raises:
+            TraceError: it is of another model or layout.
+        """
+        if not self._is_lone:
+            raise TraceError(
+                "several ranks train together, and have to agree on how far ahead they gather: leave the trace out, it "
+                "is recorded within three steps"
+            )
+        own = self._layout()
+        if trace.layout != own:
+            raise TraceError(
+                f"the trace is of a model with layout {trace.layout}, and this manager's is {own}; build the same "
+                "model with the same default_chunk_size, or train one step to record a trace"
+            )
+        self.kinds[trace.mode].adopt(trace)
+        if trace.mode is self._mode:
+            self._course = None  # forgotten: nothing is to be learnt for it
+
+    def adopt_plan(self, plan: Plan) -> None:
+        """Use a plan of an earlier run. Its trace has to be there: adopt or record that first.
+
+        Raises:
+            PlanError: it was made from another trace, for another machine, or it is not sound.
+        """
+        if self.trace is None:
+            raise PlanError("a plan needs the trace it was made from; set manager.trace first, or train one step")
+        check_adoptable(plan, self.trace, self._maker.machine())
+        assert self._training is not None
+        self._training.adopt(self.trace, plan)
+
+    # Two ways to step, of which one is kept; see `chunkmem.steps.trial`.
+
+    def record_another(self) -> None:
+        """The next step goes another way than the one recorded before it, or just now: record it, too."""
+        self._is_first_of_two = True
+
+    def fits_overlapped(self) -> bool:
+        """Tell whether a plan for steps like the one just recorded fits both tiers if exchanges overlap computing.
+
+        A rank that recorded nothing, as it had no batch, says yes as far as it is concerned.
+        """
+        recorder = self._recorder
+        if recorder is None:
+            return True
+        try:
+            trace = recorder.trace(self._layout(), self._executor.store.chunks)
+        except TraceError:
+            return False  # it was torn down in the middle
+        return self._maker.make(Mode.TRAIN).planned_stall_s(overlapped(trace)) < inf
+
+    def compare(self) -> tuple[float, float] | None:
+        """Return how long computing stands still in steps of both ways, as planned; inf: there is no plan for it.
+
+        None if the two are not both known. What they compute is the same, but not how long that took when recorded.
+        """
+        course = self._training
+        if self._aside is None or course is None or course.trace is None:
+            return None
+        return course.planned_stall_s(self._aside), course.planned_stall_s(course.trace)
+
+    def keep(self, *, first: bool) -> None:
+        """Forget one of the two."""
+        aside, self._aside = self._aside, None
+        if first and aside is not None:
+            self.kinds[Mode.TRAIN].take(aside)
+            self._course = None

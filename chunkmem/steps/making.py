@@ -1,0 +1,59 @@
+"""What plans are made for, and who follows them: the same for every kind of step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.planner import PlanOptions
+from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.performer import Performer
+from chunkmem.runtime.tiers import Tiers
+from chunkmem.steps.course import Course
+from chunkmem.trace.model import Mode, Trace
+from chunkmem.types import Tier
+
+
+class CourseMaker:
+    """Makes courses of which nothing is known yet."""
+
+    def __init__(
+        self,
+        executor: DemandExecutor,
+        tiers: Tiers,
+        lanes: Lanes,
+        *,
+        machine: Callable[[], Machine],
+        options: PlanOptions,
+    ) -> None:
+        """Take what all of them have in common; for the arguments see `Conductor`."""
+        self._executor = executor
+        self._tiers = tiers
+        self._lanes = lanes
+        self._make_machine = machine
+        self._machine: Machine | None = None
+        self._options = options
+
+    def make(self, mode: Mode) -> Course:
+        """Return a course for training, or for evaluation."""
+        return Course(
+            mode,
+            machine=self.machine,
+            options=self._options,
+            perform=lambda plan, trace: Performer(plan, trace, self._executor, self._lanes, self._tiers),
+            bystanders_nbytes=self._bystanders_nbytes,
+        )
+
+    def machine(self) -> Machine:
+        """Return what plans are made for; it is measured the first time."""
+        if self._machine is None:
+            self._machine = self._make_machine()
+        return self._machine
+
+    def _bystanders_nbytes(self, trace: Trace) -> Mapping[Tier, int]:
+        resident = self._executor.store.resident
+        return {
+            tier: sum(chunk.nbytes for chunk in chunks.values() if chunk.id not in trace.chunk_nbytes)
+            for tier, chunks in resident.items()
+        }

@@ -1,0 +1,44 @@
+"""What happened in the last steps, for whoever asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chunkmem.plan.timeline import Timeline
+from chunkmem.runtime.journal import Journal
+from chunkmem.runtime.tiers import Tiers
+from chunkmem.trace.model import Trace
+
+
+class LastTimelines:
+    """The timelines of the last lap and of the last training step that are over, made when they are asked for."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        """Begin before the first step; `tiers` tell the peaks."""
+        self._ledgers = (tiers.device, tiers.host)
+        self._last: Callable[[], Timeline] | None = None
+        self._last_training: Callable[[], Timeline] | None = None
+
+    def begin(self) -> None:
+        """A lap begins: peaks are those from now on."""
+        for ledger in self._ledgers:
+            ledger.restart_peak()
+
+    def keep(self, journal: Journal | None, trace: Trace | None, *, is_training: bool) -> None:
+        """Keep what a timeline is made of: the journal, and peaks that the next lap begins anew."""
+        if journal is None:
+            return
+        kept = journal
+        peaks = {ledger.tier: (ledger.chunk_peak_nbytes, dict(ledger.role_peak)) for ledger in self._ledgers}
+        caps = {ledger.tier: ledger.limit_nbytes for ledger in self._ledgers}
+        self._last = lambda: kept.timeline(trace, peaks, caps)
+        if is_training:
+            self._last_training = self._last
+
+    def last(self) -> Timeline | None:
+        """Return what happened in the last lap that is over; None before the first."""
+        return None if self._last is None else self._last()
+
+    def last_training(self) -> Timeline | None:
+        """Return what happened in the last training step, whatever has been evaluated since; None before the first."""
+        return None if self._last_training is None else self._last_training()
