@@ -172,7 +172,7 @@ def test_close_gives_all_memory_back(closed: tuple[Twin, torch.Tensor, Any]) -> 
     twin, _, _ = closed
     manager = twin.manager
     assert manager is not None
-    audit_ledgers(manager)
+    audit_ledgers(manager.runtime.store)
     report = manager.memory()
     assert (report.device.now_nbytes, report.host.now_nbytes) == (0, 0)
     for chunk in manager.runtime.store.chunks.values():

@@ -16,14 +16,14 @@ from chunkmem.plan.timeline import Timeline, differences
 from chunkmem.plan.victims import in_leaving_order
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.ledger import CACHE
-from chunkmem.runtime.store import NO_CONTENT
+from chunkmem.runtime.store import NO_CONTENT, ChunkStore
 from chunkmem.types import ChunkId, Tier
 
 
 def audit(manager: ChunkManager) -> None:
     """Assert: no pins, ledgers equal live replicas and stay in their caps, evicted chunks hold nothing, pads are 0."""
     audit_pins(manager)
-    audit_ledgers(manager)
+    audit_ledgers(manager.runtime.store, log_nbytes=manager.runtime.updater.ahead._log.reserved_nbytes)
     audit_leaving(manager.runtime.executor)
     manager.runtime.executor.drain()  # what a plan has prefetched may be under way
     for chunk in manager.runtime.store.chunks.values():
@@ -44,18 +44,18 @@ def audit_pins(manager: ChunkManager) -> None:
     assert set(manager.runtime.executor.pinned_nbytes.values()) == {0}
 
 
-def audit_ledgers(manager: ChunkManager) -> None:
-    """Assert that each ledger is the sum over live replicas and kept slabs, and within its cap."""
-    for tier, pool in manager.runtime.store.pools.items():
+def audit_ledgers(store: ChunkStore, *, log_nbytes: int = 0) -> None:
+    """Assert that each ledger is the sum over live replicas, kept slabs and the undo log, and within its cap."""
+    for tier, pool in store.pools.items():
         ledger = pool.ledger
         live: Counter[str] = Counter()
-        for chunk in manager.runtime.store.chunks.values():
+        for chunk in store.chunks.values():
             if tier in chunk.replicas:
                 assert chunk.replicas[tier].flat.untyped_storage().nbytes() >= chunk.nbytes
                 live[chunk.id.role.value] += chunk.nbytes
         live[CACHE] += sum(slab.nbytes for slab in getattr(pool, "_kept", ()))
         if tier is Tier.HOST:
-            live[UNDO_LOG] += manager.runtime.updater.ahead._log.reserved_nbytes
+            live[UNDO_LOG] += log_nbytes
         assert {r: n for r, n in ledger.now.items() if n} == {r: n for r, n in live.items() if n}, tier
         assert ledger.total_nbytes == live.total()
         assert ledger.total_nbytes <= ledger.cap_nbytes <= ledger.limit_nbytes
