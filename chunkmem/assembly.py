@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -174,6 +174,9 @@ class Runtime:
         self.foreign_wrappers = WrapperCheck(self.registry)
         self._is_new = True
         self._collect_abandoned()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError("what a manager has cannot be copied or pickled: make another manager from its config")
 
     def _collect_abandoned(self) -> None:
         """Free what managers hold that nobody can reach any more, if there are any.
