@@ -145,8 +145,7 @@ class Runtime:
             ),
         )
         self.gradients.before_change = self.updater.ahead.mistaken
-        self.executor.begin_update = self.updater.ahead.begin
-        self.executor.reserve_log = self.updater.ahead.reserve
+        self.executor.speculative = self.updater.ahead
         self._autocast_cache = AutocastCache(self.compute.device.type, precision=self.config.precision)
         self.hooks = ModuleHooks(
             self.access,

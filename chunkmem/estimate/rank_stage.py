@@ -23,6 +23,7 @@ from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.room import require_room
 from chunkmem.plan.placement import GroupBytes, place_states
 from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.trace.model import Kind, Mode, Trace
@@ -119,6 +120,20 @@ class _Meter:
         return duration_s
 
 
+class _TimedRecorder(Recorder):
+    """Takes the logged times of a step beside its events."""
+
+    def __init__(self, meter: _Meter) -> None:
+        super().__init__(Mode.TRAIN, take_peaks=lambda: (meter.take_peak_nbytes(), 0))
+        self._meter = meter
+        self.passed_s: list[float] = []
+        """Before each event, since the one before it."""
+
+    def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
+        self.passed_s.append(self._meter.take_s())
+        super().event(kind, chunk, reader)
+
+
 class RankStage:
     """What a rank trains with, over chunks without memory."""
 
@@ -179,14 +194,7 @@ class RankStage:
 
     def step(self) -> Step:
         """Do one step, and write it down."""
-        recorder = Recorder(Mode.TRAIN, take_peaks=lambda: (self._meter.take_peak_nbytes(), 0))
-        durations_s: list[float] = []
-
-        def on_event(kind: Kind, chunk: Chunk, reader: object) -> None:
-            durations_s.append(self._meter.take_s())
-            recorder.event(kind, chunk, reader)
-
-        self._executor.on_event = on_event
+        self._executor.policy = recorder = _TimedRecorder(self._meter)
         traffic = self._exchange.traffic
         before, traffic.peak_buffered_nbytes = replace(traffic), traffic.buffered_nbytes
         self.units.begin_root(grad_enabled=True)
@@ -195,14 +203,14 @@ class RankStage:
             with torch.set_grad_enabled(call.with_grad):
                 self._serve(call)
         recorder.end()
-        durations_s.append(self._meter.take_s())
+        durations_s = [*recorder.passed_s, self._meter.take_s()]
         # What passed before the first event is forward's own beginning.
         first_s, *durations_s = durations_s
         durations_s[0] += first_s
         trace = recorder.trace(self._layout, self._store.chunks)
         timed = zip(trace.moments, durations_s, strict=True)
         trace = replace(trace, moments=tuple(replace(moment, duration_s=s) for moment, s in timed))
-        self._executor.on_event = _ignore
+        self._executor.policy = OnDemand()
         self.units.end_step()
         sent, received = traffic.sent_nbytes - before.sent_nbytes, traffic.received_nbytes - before.received_nbytes
         return Step(trace, Exchanged(sent, received, traffic.peak_buffered_nbytes))
@@ -269,10 +277,6 @@ class RankStage:
                         self._store.mark_written(chunk, tier)
             slots.forget(set(slots.landed[group]))
         slots.forget(self._parameters)  # as `zero_grad` does: frozen ones have zeros, which were reduced with others
-
-
-def _ignore(kind: Kind, chunk: Chunk, reader: object) -> None:
-    return None
 
 
 def _done_at_once(work: Callable[[], object]) -> float:

@@ -101,7 +101,7 @@ def _shared(groups: list[int], sharing: Sharing, executor: DemandExecutor) -> It
 
 def _take_writes(own: list[Chunk], executor: DemandExecutor, take_up: Callable[[Iterable[int]], None]) -> None:
     if executor.closed is None:
-        executor.before_demand()
+        executor.policy.before_demand()
         for chunk in own:
             # What was written through `.data` or numpy passed autograd's version counter by.
             assert chunk.home is not None

@@ -156,7 +156,7 @@ class GradientSlots:
     def zero_landed(self, managed: ManagedParameter) -> None:
         """Set to zero what has landed, on all tiers, and the mean that was set aside."""
         self.before_touching(managed.group)
-        self._executor.drain()
+        self._executor.policy.drain()
         self._clear_carried(managed)
         chunk = self.chunks[managed.group]
         with runtime_mode():

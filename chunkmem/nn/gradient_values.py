@@ -96,7 +96,7 @@ class GradientValues(GradientSlots):
             self._land_zeros(managed)
         if writing:
             self.before_change()
-        self._executor.drain()
+        self._executor.policy.drain()
         chunk = self.chunks[source.group]
         tiers = [tier for tier in (Tier.DEVICE, Tier.HOST) if chunk.ready(tier)]
         return [self._executor.store.views(chunk, tier)[source.position] for tier in tiers[: None if writing else 1]]

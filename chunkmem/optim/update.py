@@ -88,7 +88,7 @@ class GroupUpdater:
 
     def planned_order(self, groups: Iterable[int]) -> Sequence[int]:
         """Return groups in the order in which a plan has them updated; none: there is no such plan."""
-        return self._executor.update_order(list(groups))
+        return self._executor.policy.update_order(list(groups))
 
     def settles(self, group: int) -> bool:
         """Tell whether a group's finished gradient is wanted on HOST next."""
@@ -227,7 +227,7 @@ class GroupUpdater:
 
     def read(self, chunk: Chunk, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's slot in `chunk`, in the parameter's shape."""
-        self._executor.drain()
+        self._executor.policy.drain()
         self._executor.notice_writes(chunk)
         tier = chunk.newest_tier()
         assert tier is not None, f"{chunk.label} has no content"
@@ -236,7 +236,7 @@ class GroupUpdater:
 
     def write(self, chunk: Chunk, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Set a parameter's slot in `chunk`, where the newest version is."""
-        self._executor.before_demand()
+        self._executor.policy.before_demand()
         self._executor.notice_writes(chunk)
         tier = chunk.newest_tier()
         if tier is None and chunk.can_be_rounded:
@@ -275,7 +275,7 @@ class GroupUpdater:
 
     def gradient(self, managed: ManagedParameter) -> torch.Tensor:
         """Return the slot of a gradient that has landed, where it is now; not a copy."""
-        self._executor.drain()
+        self._executor.policy.drain()
         chunk = self._chunk(Role.GRAD, managed.group)
         tier = chunk.newest_tier()
         assert tier is not None
@@ -286,7 +286,7 @@ class GroupUpdater:
 
         Whoever changes it changes it in all of them: then they stay what a plan takes them for.
         """
-        self._executor.drain()
+        self._executor.policy.drain()
         self.ahead.forget()
         chunk = self._chunk(Role.GRAD, managed.group)
         slots = [self._store.views(chunk, tier)[managed.position] for tier in chunk.replicas if chunk.ready(tier)]

@@ -102,7 +102,7 @@ class PlanActions:
             return self._wait_step(action)
         if isinstance(action, Update):
             if (moment.kind, moment.chunk.group) == (Kind.UPDATE, action.group):
-                return None  # whoever updates asks `update_tier`
+                return None  # whoever updates asks `StepPolicy.update_tier`
             return lambda: self._update_ahead(action.group)
         chunk = self._store.chunks[action.chunk]
         if isinstance(action, Alloc):
@@ -196,7 +196,7 @@ class PlanActions:
         after = self._ahead_after
         if not self._is_exact:
             after = [*after, *(event for _, event in self._busy(*self._group(group), tiers=(Tier.HOST,)))]
-        event = self._executor.begin_update(group, after)
+        event = self._executor.speculative.begin(group, after)
         if event is not None:
             self._ahead_after = []
             moment = self._update_moment(group)

@@ -1,34 +1,30 @@
-"""Serve accesses: what a plan has not brought is brought on demand, making room by the policy of `plan.demand`.
+"""Serve accesses: what a plan has not brought is brought on demand, making room as `plan.demand` decides.
 
-Every access that concerns memory on DEVICE is announced as an event before it is served, and the end of one after. Who
-listens may bring what it needs: a plan is followed that way, and a trace recorded. What is there then is not brought
-again, so that without a listener, or where it did nothing, everything works the same.
+Every access that concerns memory on DEVICE is announced to the step's policy before it is served, and the end of one
+after. The policy may bring what it needs: a plan is followed that way, and a trace recorded. What is there then is not
+brought again, so that with a policy that does nothing everything works the same.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.events import Event
 from chunkmem.runtime.leaving import Leaving
 from chunkmem.runtime.ledger import CACHE
+from chunkmem.runtime.policy import NoSpeculativeUpdates, OnDemand, SpeculativeUpdates, StepPolicy
 from chunkmem.runtime.shortage import shortage_error
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
 from chunkmem.trace.model import Kind
 from chunkmem.types import Tier
 
 _OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
-
-
-Listener = Callable[[Kind, Chunk, object], None]
-"""Called with what happens, the chunk, and who does it; its `str()` is asked for rarely."""
 
 
 class Holder(Protocol):
@@ -51,10 +47,6 @@ class _NoHolder:
         return ()
 
 
-def _ignore(kind: Kind, chunk: Chunk, reader: object) -> None:
-    return None
-
-
 class DemandExecutor:
     """Knows no future itself: what is not where it is needed is brought with blocking copies."""
 
@@ -70,25 +62,10 @@ class DemandExecutor:
         """Asked when room is short."""
         self.held: set[Chunk] = set()
         """Chunks whose memory on DEVICE somebody outside may write to at any time, past autograd's version counters."""
-        self.on_event: Listener = _ignore
-        """Hears of accesses on DEVICE before they are served, and of a RELEASE after."""
-        self.before_demand: Callable[[], None] = lambda: None
-        """Called before anything is moved on demand, or changed past the events: whoever follows a plan leaves it."""
-        self.drain: Callable[[], None] = lambda: None
-        """Called before memory is read past the events: copies that were issued are over when it returns."""
-        self.update_tier: Callable[[int], Tier | None] = lambda group: None
-        """Tells where a plan has the group updated; None: where its states are."""
-        self.update_order: Callable[[Sequence[int]], Sequence[int]] = lambda groups: ()
-        """Returns groups in the order in which a plan has them updated; none: there is no such plan."""
-        self.begin_update: Callable[[int, Sequence[Event]], Event | None] = lambda group, after: None
-        """Called where a plan has a group updated ahead of its moment; returns the end of that, if it is done."""
-        self.reserve_log: Callable[[Mapping[int, int]], None] = lambda counts: None
-        """Called while no plan is followed, with how many slabs of which sizes updates ahead are going to need; with
-        none where room is short."""
-        self.on_arrival: Callable[[Chunk, float, float], None] = lambda chunk, issued_s, waited_s: None
-        """Called when the exchange of a chunk is over: when it was issued, and since when it was waited for."""
-        self.is_planned: Callable[[], bool] = lambda: False
-        """Tells whether a plan decides what leaves DEVICE."""
+        self.policy: StepPolicy = OnDemand()
+        """Of the step that runs."""
+        self.speculative: SpeculativeUpdates = NoSpeculativeUpdates()
+        store.on_copy = lambda chunk, target, started_s: self.policy.copied(chunk, target, started_s)
         self._clock = 0
 
     @property
@@ -118,7 +95,7 @@ class DemandExecutor:
         """
         replica = chunk.replicas.get(tier)
         if tier is Tier.DEVICE and (replica is None or replica.pins == 0):
-            self.on_event(Kind.HOLD, chunk, reader)
+            self.policy.event(Kind.HOLD, chunk, reader)
         return self._hold(chunk, tier, reader, elastic)
 
     def _hold(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
@@ -147,7 +124,7 @@ class DemandExecutor:
         """
         if tier not in chunk.replicas:
             self._require_open(reader)
-            self.before_demand()
+            self.policy.before_demand()
             self._make_room(chunk, tier, reader, elastic=True)
             self.store.take_slab(chunk, tier)
         self._pin(chunk, tier, elastic=True)
@@ -159,10 +136,10 @@ class DemandExecutor:
         """
         replica = chunk.replicas.get(Tier.DEVICE)
         if replica is None or replica.pins == 0:
-            self.on_event(Kind.HOLD, chunk, reader)
+            self.policy.event(Kind.HOLD, chunk, reader)
         if Tier.DEVICE not in chunk.replicas:
             self._require_open(reader)
-            self.before_demand()
+            self.policy.before_demand()
             self._make_room(chunk, Tier.DEVICE, reader, elastic=False)
             self.store.take_slab(chunk, Tier.DEVICE)
         self._pin(chunk, Tier.DEVICE, elastic=False)
@@ -170,29 +147,29 @@ class DemandExecutor:
     def exchange(self, chunks: Sequence[Chunk], *, reader: object) -> None:
         """Announce that chunks, which are pinned on DEVICE, begin to be exchanged with other ranks."""
         for chunk in chunks:
-            self.on_event(Kind.EXCHANGE, chunk, reader)
+            self.policy.event(Kind.EXCHANGE, chunk, reader)
 
     def arrive(self, chunks: Sequence[Chunk], wait: Callable[[], None], *, reader: object, issued_s: float) -> None:
         """Announce that an exchange is waited for, wait for it, and say how long that took."""
         for chunk in chunks:
-            self.on_event(Kind.ARRIVE, chunk, reader)
+            self.policy.event(Kind.ARRIVE, chunk, reader)
         waited_s = time.perf_counter()
         with runtime_mode():
             wait()
         for chunk in chunks:
-            self.on_arrival(chunk, issued_s, waited_s)
+            self.policy.arrived(chunk, issued_s, waited_s)
             waited_s = time.perf_counter()  # all have been waited for at once
 
     def unpin(self, chunk: Chunk, tier: Tier) -> None:
         """Undo one `pin`."""
         if self._let_go(chunk, tier) and tier is Tier.DEVICE:
-            self.on_event(Kind.RELEASE, chunk, None)
+            self.policy.event(Kind.RELEASE, chunk, None)
             if chunk.is_remote:
                 self.discard_remote(chunk)
 
     def discard_remote(self, chunk: Chunk) -> None:
         """Drop the memory on DEVICE of a chunk that another rank has now, unless a plan is going to do so."""
-        if Tier.DEVICE in chunk.replicas and not self.is_planned():
+        if Tier.DEVICE in chunk.replicas and not self.policy.is_planned:
             self.store.drop(chunk, Tier.DEVICE)
 
     def _let_go(self, chunk: Chunk, tier: Tier) -> bool:
@@ -217,8 +194,8 @@ class DemandExecutor:
 
         Raises: what `pin` does.
         """
-        self.on_event(Kind.UPDATE, chunks[0], reader)
-        tier = self.update_tier(chunks[0].id.group)
+        self.policy.event(Kind.UPDATE, chunks[0], reader)
+        tier = self.policy.update_tier(chunks[0].id.group)
         if tier is None:
             tier = Tier.DEVICE if all(chunk.ready(Tier.DEVICE) for chunk in chunks[2:]) else Tier.HOST
         held = []
@@ -236,13 +213,13 @@ class DemandExecutor:
 
     def consume(self, chunk: Chunk) -> None:
         """The content is used up; see `ChunkStore.consume`."""
-        self.on_event(Kind.CONSUME, chunk, None)
+        self.policy.event(Kind.CONSUME, chunk, None)
         self.store.consume(chunk)
 
     def use(self, chunk: Chunk, tier: Tier, *, reader: object) -> Replica:
         """Bring `chunk` to `tier` for a write that is over before the next access: like `pin` and `unpin`."""
         if tier is Tier.DEVICE:
-            self.on_event(Kind.WRITE, chunk, reader)
+            self.policy.event(Kind.WRITE, chunk, reader)
         replica = chunk.replicas.get(tier)
         if replica is None or replica.version != chunk.version:
             replica = self._bring(chunk, tier, reader, elastic=False)
@@ -255,9 +232,9 @@ class DemandExecutor:
         """Begin new content of `chunk` on `tier`, making room first; see `ChunkStore.create`."""
         self._require_open(reader)
         if tier is Tier.DEVICE and not elastic:
-            self.on_event(Kind.CREATE, chunk, reader)
+            self.policy.event(Kind.CREATE, chunk, reader)
         if elastic or tier not in chunk.replicas:
-            self.before_demand()
+            self.policy.before_demand()
         if tier not in chunk.replicas:
             self._make_room(chunk, tier, reader, elastic)
         elif not elastic:
@@ -289,7 +266,7 @@ class DemandExecutor:
         is_open = chunk in self.held or chunk.is_written_past
         written = chunk.home.take_written() or (is_open and self.store.may_differ(chunk, Tier.DEVICE))
         if written:
-            self.drain()
+            self.policy.drain()
             with self._where_it_was(chunk):
                 self.store.mark_written(chunk, Tier.DEVICE)
                 self.store.follow(chunk, Tier.DEVICE)
@@ -302,7 +279,7 @@ class DemandExecutor:
         HOST the plan could not be followed on. Copies have to be over.
         """
         chunks = [each for each in (chunk, chunk.master) if each is not None]
-        before = [(each, tier, each.ready(tier)) for each in chunks for tier in each.replicas] * self.is_planned()
+        before = [(each, tier, each.ready(tier)) for each in chunks for tier in each.replicas] * self.policy.is_planned
         yield
         for each, tier, was_ready in before:
             source = each.newest_tier()
@@ -321,7 +298,7 @@ class DemandExecutor:
 
     def _bring(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
         self._require_open(reader)
-        self.before_demand()
+        self.policy.before_demand()
         self.notice_writes(chunk)
         source = chunk.newest_tier()
         if source is None and chunk.can_be_rounded:
@@ -375,7 +352,7 @@ class DemandExecutor:
             ledger.cap_nbytes = min(ledger.limit_nbytes, ledger.cap_nbytes + outcome.here_nbytes)
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
         if isinstance(outcome, Shortage):
-            self.reserve_log({})  # updates ahead are a gain, and never a reason to stop
+            self.speculative.reserve({})  # updates ahead are a gain, and never a reason to stop
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
         while isinstance(outcome, Shortage) and self.holder.relieve():
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))

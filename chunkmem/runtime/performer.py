@@ -69,7 +69,7 @@ class _Cue:
 
 
 class Performer(PlanActions):
-    """Follows one plan, lap after lap."""
+    """Follows one plan, lap after lap: a `StepPolicy`."""
 
     @no_collections()
     def __init__(self, plan: Plan, trace: Trace, executor: DemandExecutor, lanes: Lanes, tiers: Tiers) -> None:
@@ -117,7 +117,8 @@ class Performer(PlanActions):
         self._profiling: torch.profiler.record_function | None = None
 
     @property
-    def is_on_plan(self) -> bool:
+    def is_planned(self) -> bool:
+        """The plan is followed."""
         return self._on_plan
 
     @property
@@ -294,6 +295,18 @@ class Performer(PlanActions):
 
     # Departures and the way back.
 
+    def before_demand(self) -> None:
+        """Leave the plan; see `depart`."""
+        self.depart()
+
+    def copied(self, chunk: Chunk, target: Tier, started_s: float) -> None:
+        """A copy was made on demand."""
+        self.journal.served(chunk, target, started_s)
+
+    def arrived(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
+        """An exchange is over."""
+        self.journal.exchanged(chunk, issued_s, waited_s)
+
     def depart(self) -> None:
         """Leave the plan: every copy is over when this returns, and nothing more is issued before a `_resume`."""
         if self._on_plan:
@@ -337,7 +350,7 @@ class Performer(PlanActions):
             self._tiers.plan_decides()
             go(actions, self._store)
         # Only now: on the way, HOST may hold more than the plan has there, and the log would take that room.
-        self._executor.reserve_log(self._log)
+        self._executor.speculative.reserve(self._log)
         for lane, done in self._copies_before[moment].items():
             self._events[lane] = [None] * done
             self._previous[lane] = []

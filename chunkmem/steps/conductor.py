@@ -13,12 +13,12 @@ from chunkmem.errors import TraceError
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.planner import PlanOptions
 from chunkmem.runtime.events import Lanes
-from chunkmem.runtime.executor import DemandExecutor, Listener
+from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.journal import Journal
 from chunkmem.runtime.performer import Performer, label_of
+from chunkmem.runtime.policy import BetweenSteps, OnDemand
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.steps.attach import attach_performer, attach_recorder, detach, ignore
 from chunkmem.steps.course import Course
 from chunkmem.steps.kinds import Key
 from chunkmem.steps.known import KnownSteps
@@ -32,7 +32,7 @@ from chunkmem.types import ChunkId, Role
 
 
 class Conductor(KnownSteps):
-    """Hears when models are called and steps end, and tells the executor whom to announce its events to."""
+    """For each step: record, follow a plan, or serve on demand. It hears when models are called and steps end."""
 
     def __init__(
         self,
@@ -82,8 +82,6 @@ class Conductor(KnownSteps):
         """Of the lap that runs, or ran last."""
         self.is_excused = False
         """Nothing is to be learnt from the lap that runs, or ran last."""
-        self._in_lap: Listener = ignore
-        """Hears of events within the lap."""
         self.timelines = LastTimelines(tiers)
 
     # Laps.
@@ -110,7 +108,7 @@ class Conductor(KnownSteps):
             CapacityError: a moment of the step cannot fit; nothing of it has run.
         """
         if self._mode is Mode.EVAL:
-            self._executor.on_event = ignore
+            self._executor.policy = BetweenSteps(self._executor.policy, hears=False)
         if self._mode is not Mode.TRAIN or not self._is_running or self._lap_end.is_over:
             before_lap()
         if self._mode is Mode.TRAIN and not self._lap_end.is_over:
@@ -126,7 +124,7 @@ class Conductor(KnownSteps):
         self._lap_end.stepped()
         if self._is_running:
             self._is_running = False
-            self._in_lap, self._executor.on_event = self._executor.on_event, self._between_laps
+            self._executor.policy = BetweenSteps(self._executor.policy, hears=True)
         if self._journal is not None:
             self._journal.end()
         self._keep_timeline()
@@ -158,7 +156,8 @@ class Conductor(KnownSteps):
         """The lap goes on after a step of an optimizer."""
         if not self._is_running:
             self._is_running = True
-            self._executor.on_event, self._in_lap = self._in_lap, ignore
+            policy = self._executor.policy
+            self._executor.policy = policy.policy if isinstance(policy, BetweenSteps) else policy
 
     def _begin_lap(self, mode: Mode, root: int) -> None:
         kinds, is_lone = self.kinds[mode], self._is_lone
@@ -218,30 +217,28 @@ class Conductor(KnownSteps):
         trace = None if self._performer is None else self._performer.trace
         self.timelines.keep(self._journal, trace, is_training=self._mode is Mode.TRAIN)
 
-    def _between_laps(self, kind: Kind, chunk: Chunk, reader: object) -> None:
-        """A second optimizer's updates belong to the lap that is over; a read outside of it only has to be safe."""
-        if kind is Kind.HOLD:
-            self._executor.drain()
-        elif kind not in (Kind.EXCHANGE, Kind.ARRIVE):
-            self._in_lap(kind, chunk, reader)
-
     def _record(self, mode: Mode) -> None:
         watch = self._watch = self._make_watch()
         self._recorder = Recorder(
             mode, take_peaks=watch.take_peaks, sampling_interval_s=lambda: watch.sampling_interval_s
         )
-        self._journal, self._course, self._performer, self._in_lap = self._recorder.journal, None, None, ignore
-        attach_recorder(self._executor, self._lanes, self._recorder)
+        self._journal, self._course, self._performer = self._recorder.journal, None, None
+        self._leave_plans()
+        self._executor.policy = self._recorder
 
     def _follow(self, course: Course, performer: Performer) -> None:
         self._course, self._performer, self._journal = course, performer, performer.journal
         performer.elsewhere = self._take_another_way
-        attach_performer(self._executor, performer)
+        self._executor.policy = performer
 
     def _serve_on_demand(self) -> None:
         self._journal = self._course = self._performer = None
-        self._in_lap = ignore
-        detach(self._executor, self._lanes)
+        self._leave_plans()
+        self._executor.policy = OnDemand()
+
+    def _leave_plans(self) -> None:
+        self._lanes.drain()
+        self._executor.speculative.reserve({})
 
     def _take_another_way(self, kind: Kind, chunk: Chunk, reader: object, left_out: int | None) -> bool:
         """An event does not come next in the plan: go over to another plan if that fits the step better."""

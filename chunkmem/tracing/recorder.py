@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 
 from chunkmem.runtime.journal import Journal
 from chunkmem.runtime.performer import label_of
+from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId
+from chunkmem.types import ChunkId, Tier
 
 
-class Recorder:
+class Recorder(OnDemand):
     """Takes the events of one step, which is served on demand."""
 
     def __init__(
@@ -43,6 +44,14 @@ class Recorder:
         self._close_moment()
         self._events.append((kind, chunk.id, label_of(kind, chunk.id, reader)))
         self.journal.begin(len(self._events) - 1, kind, chunk)
+
+    def copied(self, chunk: Chunk, target: Tier, started_s: float) -> None:
+        """A copy was made on demand."""
+        self.journal.served(chunk, target, started_s)
+
+    def arrived(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
+        """An exchange is over."""
+        self.journal.exchanged(chunk, issued_s, waited_s)
 
     def end(self) -> None:
         """The step is over."""

@@ -387,7 +387,7 @@ def test_numbers_that_change_in_place_and_back_do_not_show(lanes_by_name: Callab
             run.backward(step)
             for group in run.optimizer.param_groups:
                 group["lr"].fill_(0.5)
-            run.manager.runtime.executor.drain()
+            run.manager.runtime.executor.policy.drain()
             for group in run.optimizer.param_groups:
                 group["lr"].fill_(3e-3)
             run.optimizer.step()
@@ -409,7 +409,7 @@ def test_frozen_weights_in_a_group_that_is_updated_are_rounded_too(*, overlap: b
             with run.manager.gather(run.model[2]):
                 pass
         run.optimizer.step()
-        run.manager.runtime.executor.drain()
+        run.manager.runtime.executor.policy.drain()
         for chunk in run.manager.runtime.store.chunks.values():
             if chunk.master is not None and (tier := chunk.newest_tier()) is not None:
                 source = chunk.master.newest_tier()

@@ -25,7 +25,7 @@ def audit(manager: ChunkManager) -> None:
     audit_pins(manager)
     audit_ledgers(manager.runtime.store, log_nbytes=manager.runtime.updater.ahead._log.reserved_nbytes)
     audit_leaving(manager.runtime.executor)
-    manager.runtime.executor.drain()  # what a plan has prefetched may be under way
+    manager.runtime.executor.policy.drain()  # what a plan has prefetched may be under way
     for chunk in manager.runtime.store.chunks.values():
         for replica in chunk.replicas.values():
             if replica.version == chunk.version != NO_CONTENT:

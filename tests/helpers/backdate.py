@@ -121,7 +121,7 @@ class HastyPerformer(Performer):
         # Before the first update there are no states yet: what has no content is not where the plan says.
         is_whole = all(tier in chunks[chunk].replicas for chunk, tier in self._reading.start)
         self._laps = None
-        if self.is_on_plan and is_whole:
+        if self.is_planned and is_whole:
             start = self._reading.start.items()
             self._laps = _Laps(addresses={slab: chunks[c].replicas[t].flat.data_ptr() for (c, t), slab in start})
 
@@ -159,7 +159,7 @@ class HastyPerformer(Performer):
 
     def _alloc(self, chunk: Chunk, tier: Tier) -> None:
         super()._alloc(chunk, tier)
-        if (laps := self._laps) is not None and self.is_on_plan:
+        if (laps := self._laps) is not None and self.is_planned:
             slab = self._reading.taken[laps.lap, self._cursor - 1, chunk.id, tier]
             address = chunk.replicas[tier].flat.data_ptr()
             assert laps.addresses.setdefault(slab, address) == address, "another slab than the plan means was taken"

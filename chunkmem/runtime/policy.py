@@ -1,0 +1,135 @@
+"""What decides, from one access to the next, what is moved: one object at a time, which the executor asks.
+
+OnDemand        nothing is known: what is not where it is needed is brought with blocking copies
+Recorder        the same, and written down (`chunkmem.tracing.recorder`)
+Performer       a plan is followed (`chunkmem.runtime.performer`)
+BetweenSteps    one of these, after the step that it was for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from chunkmem.runtime.events import Event
+from chunkmem.runtime.store import Chunk
+from chunkmem.trace.model import Kind
+from chunkmem.types import Tier
+
+
+class StepPolicy(Protocol):
+    """Told of every access before it is served; it may bring what that needs, and is asked what it has planned."""
+
+    @property
+    def is_planned(self) -> bool:
+        """Tell whether a plan decides what leaves DEVICE."""
+        ...
+
+    def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
+        """Something is about to happen to a chunk on DEVICE; of a RELEASE, it has. `str(reader)` says for whom."""
+        ...
+
+    def before_demand(self) -> None:
+        """Something is about to be moved on demand, or changed past the events: who follows a plan leaves it."""
+        ...
+
+    def drain(self) -> None:
+        """Memory is about to be read past the events: copies that were issued are over when this returns."""
+        ...
+
+    def update_tier(self, group: int) -> Tier | None:
+        """Return where a group is to be updated; None: where its states are."""
+        ...
+
+    def update_order(self, groups: Sequence[int]) -> Sequence[int]:
+        """Return the order in which groups are to be updated; empty: any."""
+        ...
+
+    def copied(self, chunk: Chunk, target: Tier, started_s: float) -> None:
+        """A blocking copy, begun at `started_s`, is over."""
+        ...
+
+    def arrived(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
+        """An exchange that was issued and waited for since these times is over."""
+        ...
+
+
+class OnDemand:
+    """Nothing is known of what comes next."""
+
+    @property
+    def is_planned(self) -> bool:
+        return False
+
+    def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
+        return
+
+    def before_demand(self) -> None:
+        return
+
+    def drain(self) -> None:
+        return
+
+    def update_tier(self, group: int) -> Tier | None:
+        return None
+
+    def update_order(self, groups: Sequence[int]) -> Sequence[int]:
+        return ()
+
+    def copied(self, chunk: Chunk, target: Tier, started_s: float) -> None:
+        return
+
+    def arrived(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
+        return
+
+
+class BetweenSteps:
+    """The policy of a step that is over.
+
+    A second optimizer's updates belong to that step still; a read only has to be safe.
+    """
+
+    def __init__(self, policy: StepPolicy, *, hears: bool) -> None:
+        """Stand in for `policy`, which `hears` of further updates or not."""
+        self.policy = policy
+        self._hears = hears
+        self.before_demand = policy.before_demand
+        self.drain = policy.drain
+        self.update_tier = policy.update_tier
+        self.update_order = policy.update_order
+        self.copied = policy.copied
+        self.arrived = policy.arrived
+
+    @property
+    def is_planned(self) -> bool:
+        return self.policy.is_planned
+
+    def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
+        if not self._hears:
+            return
+        if kind is Kind.HOLD:
+            self.policy.drain()
+        elif kind not in (Kind.EXCHANGE, Kind.ARRIVE):
+            self.policy.event(kind, chunk, reader)
+
+
+class SpeculativeUpdates(Protocol):
+    """Groups updated before their moment, while backward runs."""
+
+    def begin(self, group: int, after: Sequence[Event]) -> Event | None:
+        """Begin a group's update after some events; return the end of it, None if it is not done."""
+        ...
+
+    def reserve(self, counts: Mapping[int, int]) -> None:
+        """Provide, while no plan is followed, for so many slabs of which sizes; for none where room is short."""
+        ...
+
+
+class NoSpeculativeUpdates:
+    """There is no optimizer."""
+
+    def begin(self, group: int, after: Sequence[Event]) -> Event | None:
+        return None
+
+    def reserve(self, counts: Mapping[int, int]) -> None:
+        return
