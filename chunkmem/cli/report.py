@@ -18,6 +18,7 @@ is what manager.record(RUN) wrote after it.
 
   chunkmem report runs/gpt
   chunkmem report runs/gpt --against runs/gpt-larger-cap --out pictures
+  chunkmem report runs/gpt --perfetto                      # perfetto.json, for ui.perfetto.dev
   chunkmem report runs/gpt --json | jq .run.happened.stall_s"""
 
 
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="where memory.png and timeline.html go; default: into RUN"
     )
+    parser.add_argument("--perfetto", action="store_true", help="write perfetto.json, a Chrome trace, as well")
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -39,7 +41,8 @@ def run(options: argparse.Namespace) -> Answer:
     from chunkmem.report.summary import summarize
 
     runs = [load_run(path) for path in (options.run_directory, options.against) if path is not None]
-    files, notes = write_report(runs, options.run_directory if options.out is None else options.out)
+    folder = options.run_directory if options.out is None else options.out
+    files, notes = write_report(runs, folder, with_perfetto=options.perfetto)
     summaries = [summarize(run) for run in runs]
     against = summaries[1] if len(summaries) > 1 else None
     names = {key: None if path is None else str(path) for key, path in files.items()}

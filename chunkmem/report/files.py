@@ -10,21 +10,28 @@ from pathlib import Path
 
 from chunkmem.errors import PlanError
 from chunkmem.report.page import timeline_page
+from chunkmem.report.perfetto import perfetto_trace
 from chunkmem.report.picture import memory_picture
 from chunkmem.report.run import Run
 
 
-def write_report(runs: Sequence[Run], folder: Path) -> tuple[dict[str, Path | None], list[str]]:
+def write_report(
+    runs: Sequence[Run], folder: Path, *, with_perfetto: bool = False
+) -> tuple[dict[str, Path | None], list[str]]:
     """Write memory.png of the first run and timeline.html of all; nothing before all of it is there.
 
+    `with_perfetto` adds perfetto.json, the same timelines as a Chrome trace.
+
     Returns:
-        What was written, by "memory" and "timeline", and a sentence on what could not be: a machine without matplotlib
-        gets no picture, and a file of an earlier report stays as it was.
+        What was written, by "memory", "timeline" and, if asked for, "perfetto", and a sentence on what could not be: a
+        machine without matplotlib gets no picture, and a file of an earlier report stays as it was.
 
     Raises:
         PlanError: the directory or a file in it cannot be written.
     """
     contents = {"timeline": ("timeline.html", timeline_page(runs).encode())}
+    if with_perfetto:
+        contents["perfetto"] = ("perfetto.json", perfetto_trace(runs).encode())
     notes = []
     try:
         contents["memory"] = ("memory.png", memory_picture(runs[0]))

@@ -45,7 +45,7 @@ OPTIONS = {
     "--link --network --no-master-weights --precision --seq --tflops --world",
     "check": "MODEL --batch --chunk-size --device --host --orders --precision --seed --seq --steps",
     "plan": "TRACE --d2h --device --h2d --host --machine --margin-use-ratio --out",
-    "report": "RUN --against --out",
+    "report": "RUN --against --out --perfetto",
     "chunk-size": "MODEL --device",
     "config": "FILE --markdown --schema",
     "info": "",

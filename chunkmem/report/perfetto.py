@@ -1,0 +1,88 @@
+"""A run as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open, also beside torch.profiler's.
+
+Source: "Trace Event Format", the Chromium project; complete ("X"), counter ("C") and metadata ("M") events.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from chunkmem.plan.model import Lane
+from chunkmem.plan.timeline import Timeline
+from chunkmem.report.clock import moment_starts_s, phases
+from chunkmem.report.replay import replay, role_nbytes
+from chunkmem.report.run import Run, label_of, lane_of, measured_nbytes
+from chunkmem.types import Tier
+
+_PHASES, _STALLS = 0, 2
+"""Rows besides those of lanes."""
+_ROWS: Mapping[Lane, int] = {
+    Lane.COMPUTE: 1,
+    Lane.H2D: 3,
+    Lane.D2H: 4,
+    Lane.HOST_UPDATE: 5,
+    Lane.COLLECTIVE: 6,
+}
+_NAMES: Mapping[int, str] = {
+    _PHASES: "step",
+    _ROWS[Lane.COMPUTE]: "compute",
+    _STALLS: "stalls",
+    _ROWS[Lane.H2D]: "copies to DEVICE",
+    _ROWS[Lane.D2H]: "copies to HOST",
+    _ROWS[Lane.HOST_UPDATE]: "updates on HOST",
+    _ROWS[Lane.COLLECTIVE]: "between ranks",
+}
+_US = 1e6
+
+Event = dict[str, Any]
+
+
+def perfetto_trace(runs: Sequence[Run]) -> str:
+    """Return the JSON of a trace with two processes for each run: what happened, and what was predicted."""
+    events: list[Event] = []
+    for index, run in enumerate(runs):
+        happened, predicted = 2 * index + 1, 2 * index + 2
+        measured = measured_nbytes(run)
+        on_device = [{"chunks": measured[at]} if at in measured else {} for at in range(len(run.trace.moments))]
+        events += _process(run, run.happened, happened, "happened", on_device)
+        events += _process(run, run.predicted, predicted, "predicted", _planned(run))
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
+
+
+def _planned(run: Run) -> list[dict[str, int]]:
+    roles = role_nbytes(replay(run.plan, run.trace), run.trace, Tier.DEVICE)
+    return [{role.value: nbytes[at] for role, nbytes in roles.items()} for at in range(len(run.trace.moments))]
+
+
+def _process(
+    run: Run, timeline: Timeline, pid: int, view: str, on_device: Sequence[Mapping[str, int]]
+) -> Iterator[Event]:
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"{run.name}: {view}"}}
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+    used = {_PHASES}
+    starts_s = moment_starts_s(timeline, len(run.trace.moments))
+    for name, first, stop in phases(run.trace):
+        yield _complete(pid, _PHASES, name, starts_s[first], starts_s[stop], {})
+    for span in timeline.spans:
+        row = _STALLS if span.is_stall else _ROWS[lane_of(span, run)]
+        used.add(row)
+        told: dict[str, Any] = {"moment": span.moment}
+        if span.chunk is not None:
+            told["chunk"] = str(span.chunk)
+        if span.nbytes:
+            told["bytes"] = span.nbytes
+        label = span.label if span.moment < 0 else label_of(span, run.trace.moments[span.moment])
+        yield _complete(pid, row, label, span.start_s, span.end_s, told)
+    for row in sorted(used):
+        yield {"ph": "M", "pid": pid, "tid": row, "name": "thread_name", "args": {"name": _NAMES[row]}}
+        yield {"ph": "M", "pid": pid, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
+    for start_s, nbytes in zip(starts_s, on_device, strict=False):
+        if nbytes:
+            yield {"ph": "C", "pid": pid, "name": "bytes on DEVICE", "ts": _US * start_s, "args": dict(nbytes)}
+
+
+def _complete(pid: int, row: int, name: str, start_s: float, end_s: float, told: Mapping[str, Any]) -> Event:
+    times = {"ts": _US * start_s, "dur": _US * max(0.0, end_s - start_s)}
+    return {"ph": "X", "pid": pid, "tid": row, "name": name, **times, "args": dict(told)}
