@@ -377,4 +377,5 @@ class Performer(PlanActions):
         for moment in self.trace.moments:
             if moment.kind is Kind.UPDATE:
                 touched.update(self.trace.update_chunks(moment.chunk.group))
-        return frozenset(self.trace.chunk_nbytes) - touched
+        # Weights that can be rounded again would be dropped where nobody wants them.
+        return frozenset(chunk for chunk in self.trace.chunk_nbytes if not self.trace.is_rounded(chunk)) - touched

@@ -20,7 +20,7 @@ SECTIONS = MappingProxyType(
     {
         "repeats": "What stays the same, and where torch itself does not",
         "gradients": "Gradients",
-        "precision": "bf16 and fp16",
+        "precision": "Mixed precision",
         "parameters": "Reading and writing parameters",
     }
 )
