@@ -399,8 +399,8 @@ def test_ranks_have_their_numbers_in_the_job(team: Team) -> None:
 def timeout_and_limit_s(how: str) -> tuple[float, float]:
     """The timeout where a rank is lost, and how long its loss may take to be noticed, however busy the machine is.
 
-    Of a process that ended most of the others hear long before the timeout, but gloo may not tell all of them: who waits
-    for one that has heard of it already waits for the timeout, as where a process hangs.
+    Of a process that ended most of the others hear long before the timeout, but gloo may not tell all of them: a rank
+    that waits for one that has heard of it already waits for the timeout, as where a process hangs.
     """
     timeout_s = PATIENCE_S if how in ("hangs", "stops") else TIMEOUT_S / 2
     return timeout_s, 2 * timeout_s
