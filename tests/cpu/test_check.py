@@ -461,8 +461,11 @@ def test_a_function_from_the_command_line(folder: Path, capfd: pytest.CaptureFix
 
 
 def test_a_read_that_escapes_has_status_1(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What is read is memory that was given back: nobody knows what it holds, or whether it is there at all."""
-    status, out, err = asked(capfd, "checked_models:escapes", "--chunk-size", "272", "--json")
+    """What is read is memory that was given back: nobody knows what it holds, or whether it is there at all.
+
+    It may hold the weight still, in the first step that reads it and in some after that.
+    """
+    status, out, err = asked(capfd, "checked_models:escapes", "--chunk-size", "272", "--steps", "10", "--json")
     assert (status, err) == (1, "")
     data = json.loads(out)
     assert data.keys() == REPORT_KEYS
@@ -471,7 +474,8 @@ def test_a_read_that_escapes_has_status_1(folder: Path, capfd: pytest.CaptureFix
     assert "a read that escaped" in comparison["reason"]
     if comparison["error"] is None:
         assert comparison["difference"].keys() == DIFFERENCE_KEYS
-        assert (comparison["difference"]["step"], comparison["difference"]["kind"]) == (2, "loss")
+        assert comparison["difference"]["kind"] == "loss"
+        assert comparison["difference"]["step"] >= 2, "nothing was read before that"
 
 
 def test_a_process_that_dies_in_chunks_has_status_1(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
