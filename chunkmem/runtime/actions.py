@@ -17,6 +17,7 @@ that, the plan is left.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -33,7 +34,7 @@ from chunkmem.types import ChunkId, Role, Tier
 Step = Callable[[], object]
 
 
-class PlanActions:
+class PlanActions(ABC):
     """Does what a plan says for a moment; which moment that is, is decided elsewhere."""
 
     def __init__(self, plan: Plan, trace: Trace, executor: DemandExecutor, lanes: Lanes, tiers: Tiers) -> None:
@@ -70,13 +71,13 @@ class PlanActions:
         self._steps = self._compile()
         """By moment."""
 
+    @abstractmethod
     def depart(self) -> None:
         """Leave the plan: every copy is over when this returns, and nothing more is issued."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _update_moment(self, group: int) -> int | None:
         """Return the next moment in which a group is updated."""
-        raise NotImplementedError
 
     def drain(self) -> None:
         """Wait for every copy that was issued."""
@@ -102,7 +103,7 @@ class PlanActions:
             return self._wait_step(action)
         if isinstance(action, Update):
             if (moment.kind, moment.chunk.group) == (Kind.UPDATE, action.group):
-                return None  # whoever updates asks `StepPolicy.update_tier`
+                return None  # the update asks `StepPolicy.update_tier`
             return lambda: self._update_ahead(action.group)
         chunk = self._store.chunks[action.chunk]
         if isinstance(action, Alloc):
@@ -116,7 +117,7 @@ class PlanActions:
 
     def _wait_step(self, wait: Wait) -> Step | None:
         if wait.on is Lane.HOST_UPDATE:
-            return None  # whoever issues copies has done the update, or waited for it at its moment
+            return None  # the host that issues copies has done the update, or waited for it at its moment
         if wait.on is Lane.COMPUTE:
             if self._is_host:
                 return None
