@@ -36,10 +36,8 @@ from chunkmem.nn.packing import PackedModel, Packer, move_ordinary_tensors
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.registry import ModelRegistry
 from chunkmem.nn.served import ParameterServer
-from chunkmem.nn.sharing import Sharing
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.turn import Turn
-from chunkmem.nn.units import Units
 from chunkmem.nn.wrappers import WrapperCheck
 from chunkmem.optim.ahead import UpdatesAhead
 from chunkmem.optim.foreign import ForeignStepCheck
@@ -59,6 +57,8 @@ from chunkmem.runtime.storage import default_backend
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers, undo_log_nbytes
 from chunkmem.runtime.undo import UndoLog
+from chunkmem.shard.shards import ShardStore
+from chunkmem.shard.units import Units
 from chunkmem.steps.conductor import Conductor
 from chunkmem.steps.trial import AheadTrial
 from chunkmem.tracing.watch import Watch
@@ -112,13 +112,13 @@ class Runtime:
         blocking = not (opts.with_async_move and backend.moves_contents)
         self._lanes = (make_lanes or partial(open_lanes, blocking=blocking))(self.compute)
         self._undo_log_nbytes = 0 if blocking else undo_log_nbytes(opts, self.compute, self.tiers.caps)
-        self.sharing = self._share() if self.ranks.size > 1 else None
-        self.units = Units(self.sharing, self._the_reduction)
+        self.shards = self._share() if self.ranks.size > 1 else None
+        self.units = Units(self.shards, self._the_reduction)
         self.access = AccessTracker(self.executor)
         self._turn = Turn(timeout_s=self.config.distributed.timeout_s, with_hooks=not self.compute.is_accelerator)
         self.backward = BackwardTracker(self.executor, self.access, self.units, self._turn)
         self._server = ParameterServer(
-            self.executor, self.access, self.backward, self._turn, is_shared=self.sharing is not None
+            self.executor, self.access, self.backward, self._turn, is_shared=self.shards is not None
         )
         self.gradients = GradientBook(
             self.executor,
@@ -126,7 +126,7 @@ class Runtime:
             then=self.backward.landed,
             turn=self._turn,
         )
-        self.reduction = None if self.sharing is None else Reduction(self.sharing, self.gradients, self.executor)
+        self.reduction = None if self.shards is None else Reduction(self.shards, self.gradients, self.executor)
         native = NativeUpdate(lambda: load_kernels(with_cuda=self.compute.is_accelerator))
         self.updater = GroupUpdater(
             self.executor,
@@ -189,11 +189,11 @@ class Runtime:
         if not self.foreign_steps.is_alone():
             gc.collect()
 
-    def _share(self) -> Sharing:
+    def _share(self) -> ShardStore:
         ways = possible_exchanges(
             self.ranks, self.compute.device, memory_saving=self.config.client.opts.with_mem_saving_comm
         )
-        return Sharing(self.ranks, ways, self.executor)
+        return ShardStore(self.ranks, ways, self.executor)
 
     def _make_conductor(self, machine: Machine | None) -> Conductor:
         caps, compute = self.tiers.caps, self.compute
@@ -217,7 +217,7 @@ class Runtime:
                 static_nbytes=share if tracer.with_static_partition else None,
             ),
             layout=self._layout_digest,
-            is_lone=self.sharing is None,
+            is_lone=self.shards is None,
             trainable=lambda: bytes(managed.requires_grad for managed in self.registry.parameters),
             num_backwards=lambda: self.backward.num_ended,
             watch=lambda: Watch(self.tiers, is_chunk=self.declared.is_chunk, sample=tracer.use_async_mem_monitor),
@@ -225,16 +225,18 @@ class Runtime:
 
     def _layout_digest(self) -> str:
         found = digest(model.layout for model in self.registry.models)
-        return found if self.sharing is None else f"{found} on rank {self.ranks.rank} of {self.ranks.size}"
+        return found if self.shards is None else f"{found} on rank {self.ranks.rank} of {self.ranks.size}"
 
     def _make_trial(self) -> AheadTrial | None:
-        course = self.units.course
-        return None if course is None else AheadTrial(course, self.conductor, self.ranks, measure=self._measure_links)
+        prefetch = self.units.prefetch
+        return (
+            None if prefetch is None else AheadTrial(prefetch, self.conductor, self.ranks, measure=self._measure_links)
+        )
 
     def _measure_links(self, groups: tuple[int, ...]) -> None:
-        assert self.sharing is not None
+        assert self.shards is not None
         if groups:
-            self.exchange_Bps = self.sharing.measure(groups, time_s=self.compute.time_s)
+            self.exchange_Bps = self.shards.measure(groups, time_s=self.compute.time_s)
 
     @property
     def phase(self) -> str:
@@ -262,10 +264,10 @@ class Runtime:
         added = self.registry.add(roots, excluded, built)
         reduced = [module for module in excluded if module not in kept]
         self._averaged += [param for module in reduced for param in module.parameters(recurse=False)]
-        if self.sharing is not None:
+        if self.shards is not None:
             self.ranks.agree("the layout of the chunks", digest(packed.layout for packed in added))
             for packed in added:
-                self.sharing.let_go_of_others(group.id for group in packed.layout.groups)
+                self.shards.drop_unowned(group.id for group in packed.layout.groups)
             self.ordinary.add(roots, excluded, kept=kept)
         for root in roots if self.dtype is not torch.float32 else ():
             self._borders.fit(root, self.registry.precision.modules, self.dtype)
@@ -297,7 +299,7 @@ class Runtime:
     @property
     def is_shared(self) -> bool:
         """Several ranks train together."""
-        return self.sharing is not None
+        return self.shards is not None
 
     def _write(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         self.require_open()
@@ -313,13 +315,13 @@ class Runtime:
         return self.reduction
 
     def owns(self, managed: ManagedParameter) -> bool:
-        return self.sharing is None or self.sharing.owns(managed.group)
+        return self.shards is None or self.shards.owns(managed.group)
 
     def from_owner(self, managed: ManagedParameter, read: Callable[[], T]) -> T:
         """Return what `read` returns on the rank that owns a parameter; every rank calls it."""
-        if self.sharing is None:
+        if self.shards is None:
             return read()
-        return self.sharing.from_owner(managed.group, read, reader=managed.name)
+        return self.shards.from_owner(managed.group, read, reader=managed.name)
 
     def _begin_root(self, root: nn.Module) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
@@ -349,11 +351,11 @@ class Runtime:
 
     def random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Surround the building of a model."""
-        return contextlib.nullcontext() if self.sharing is None else same_random_numbers(self.ranks)
+        return contextlib.nullcontext() if self.shards is None else same_random_numbers(self.ranks)
 
     def _state_frozen(self) -> None:
         """Have the ranks compare which parameters are frozen."""
-        if self.sharing is not None:
+        if self.shards is not None:
             frozen = (managed for managed in self.registry.parameters if not managed.requires_grad)
             facts = {f"parameter {managed} is frozen" for managed in frozen}
             if self._has_given_up:
@@ -405,7 +407,7 @@ class Runtime:
                 self._state_frozen()
                 if self.scaler is not None and not self.gradients.any_landed(self.registry.parameters):
                     self.scaler.is_used = True  # what this rank adds is 0 at any scale
-                self.units.attend(label)
+                self.units.replay_without_batch(label)
                 self.reduction.reduce(list(self.registry.parameters))
                 self.reduction.reduce_excluded(self._averaged)
             yield

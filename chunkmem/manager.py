@@ -87,8 +87,8 @@ class ChunkManager:
             )
         collector = self.runtime.collector = Collector()
         built = HERE
-        if self.runtime.sharing is not None and not self.runtime.config.release_after_init:
-            built = BuiltOverRanks(self.runtime.sharing, collector)
+        if self.runtime.shards is not None and not self.runtime.config.release_after_init:
+            built = BuiltOverRanks(self.runtime.shards, collector)
         try:
             with self.runtime.random_numbers(), collector.watching(), built.watching():
                 yield
@@ -247,7 +247,7 @@ class ChunkManager:
             self.runtime.tiers,
             self.runtime.executor,
             padding_nbytes=self.runtime.registry.padding_nbytes,
-            exchange_nbytes=(0, 0) if self.runtime.sharing is None else self.runtime.sharing.buffered_nbytes,
+            exchange_nbytes=(0, 0) if self.runtime.shards is None else self.runtime.shards.buffered_nbytes,
         )
 
     @property

@@ -17,8 +17,6 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.reduction import Reduction
-from chunkmem.nn.sharing import Sharing
-from chunkmem.nn.units import Unit, Units
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.room import require_room
 from chunkmem.plan.placement import GroupBytes, place_states
@@ -26,6 +24,8 @@ from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.store import NO_CONTENT, Chunk
+from chunkmem.shard.shards import ShardStore
+from chunkmem.shard.units import Unit, Units
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import ChunkId, Role, Tier
@@ -55,8 +55,8 @@ class Step:
 class _ReplayedUnits(Units):
     """Units that a rehearsal has found."""
 
-    def __init__(self, sharing: Sharing | None, reduction: Reduction | None, units: Iterable[Unit]) -> None:
-        super().__init__(sharing, None if reduction is None else lambda: reduction)
+    def __init__(self, shards: ShardStore | None, reduction: Reduction | None, units: Iterable[Unit]) -> None:
+        super().__init__(shards, None if reduction is None else lambda: reduction)
         for unit in units:
             for group in unit.groups:
                 self._users.setdefault(group, set()).add(unit)
@@ -157,40 +157,40 @@ class RankStage:
         self._meter = _Meter()
         self._exchange = CountedExchange(ranks, layout, is_accelerator=is_accelerator, on_buffer=self._meter.buffer)
         self._reduction: Reduction | None = None
-        self._sharing: Sharing | None = None
+        self._shards: ShardStore | None = None
         if ranks.size > 1:
             self._layout += f" on rank {ranks.rank} of {ranks.size}"
-            self._sharing = Sharing(ranks, [self._exchange], self._executor)
-            self._reduction = Reduction(self._sharing, cast(GradientBook, self._slots), self._executor)
-        sharing = self._sharing
+            self._shards = ShardStore(ranks, [self._exchange], self._executor)
+            self._reduction = Reduction(self._shards, cast(GradientBook, self._slots), self._executor)
+        shards = self._shards
         for group in layout.groups:
             weights = store.add_group(group)
             weights[0].home = _Home()
-            for chunk in weights if sharing is None or sharing.owns(group.id) else ():
+            for chunk in weights if shards is None or shards.owns(group.id) else ():
                 if margin_use_ratio is None:
                     store.create(chunk, Tier.DEVICE, zero=False)
                 else:
                     self._executor.place(chunk, reader="packing")
-        if sharing is not None:
-            sharing.let_go_of_others(group.id for group in layout.groups)
+        if shards is not None:
+            shards.drop_unowned(group.id for group in layout.groups)
         self._slots.add(self._parameters)
         self._margin_use_ratio = margin_use_ratio
         if margin_use_ratio is not None:
             trained = {m.group for m in self._parameters if m.requires_grad}
             require_room({group for group in trained if not self._chunks(group)[0].is_remote}, store)
-        self.units = _ReplayedUnits(sharing, self._reduction, step.units)
+        self.units = _ReplayedUnits(shards, self._reduction, step.units)
 
     def measure_links(self) -> None:
         """Gather the largest unit a few times, as ranks do after their first step."""
-        if self._sharing is not None and self.units.course is not None:
-            self._sharing.measure(self.units.course.largest(), time_s=_done_at_once)
+        if self._shards is not None and self.units.prefetch is not None:
+            self._shards.measure(self.units.prefetch.largest(), time_s=_done_at_once)
 
     def begin_ahead(self) -> bool:
         """Gather ahead from the next step on, if there is room for it; tell whether there is."""
-        course = self.units.course
-        assert course is not None
-        course.is_wanted = course.has_room
-        return course.is_wanted
+        prefetch = self.units.prefetch
+        assert prefetch is not None
+        prefetch.is_wanted = prefetch.has_room
+        return prefetch.is_wanted
 
     def step(self) -> Step:
         """Do one step, and write it down."""

@@ -13,9 +13,9 @@ from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.reduction import Reduction
-from chunkmem.nn.sharing import Sharing
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import Chunk
+from chunkmem.shard.shards import ShardStore
 from chunkmem.types import ChunkId, Role, Tier
 from chunkmem.units import format_nbytes
 
@@ -41,7 +41,7 @@ def gathered(
         CapacityError: they do not fit DEVICE together; nothing has been moved.
     """
     wanted = list(params)
-    sharing = None if reduction is None else reduction.sharing
+    shards = None if reduction is None else reduction.shards
     exposed = [m for m in wanted if grads and m not in gradients.exposed]  # the others are, by a block around this one
     gradients.settle(exposed)
     landed = [m for m in exposed if m in gradients.landed.get(m.group, ())]
@@ -51,19 +51,19 @@ def gathered(
     grad_chunks = [gradients.chunks[group] for group in dict.fromkeys(m.group for m in landed)]
     _require_room([*weights, *grad_chunks], executor)
     with ExitStack() as stack:
-        if sharing is not None:
-            stack.enter_context(_shared([chunk.id.group for chunk in weights], sharing, executor))
+        if shards is not None:
+            stack.enter_context(_shared([chunk.id.group for chunk in weights], shards, executor))
         own = [chunk for chunk in weights if not chunk.is_remote]
         stack.enter_context(_pinned(own, executor))
         stack.callback(_hold_kept, own, executor, access)
         stack.callback(_take_writes, own, executor, take_up)
         stack.enter_context(_open(wanted))
-        lent = [m for m in landed if sharing is not None and not sharing.owns(m.group)]
+        lent = [m for m in landed if shards is not None and not shards.owns(m.group)]
         others = {m.group for m in lent}
         stack.enter_context(_pinned((chunk for chunk in grad_chunks if chunk.id.group not in others), executor))
         stack.enter_context(gradients.borrowing(lent, reader="gather"))
-        if sharing is not None and grad_chunks:
-            sharing.gather_chunks(grad_chunks, reader="gather")
+        if shards is not None and grad_chunks:
+            shards.gather_chunks(grad_chunks, reader="gather")
         with gradients.exposing([m for m in exposed if m not in lent], [m for m in landed if m not in lent]):
             yield
 
@@ -88,15 +88,15 @@ def _open(params: Iterable[ManagedParameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _shared(groups: list[int], sharing: Sharing, executor: DemandExecutor) -> Iterator[None]:
-    sharing.hold(groups, reader="gather")
+def _shared(groups: list[int], shards: ShardStore, executor: DemandExecutor) -> Iterator[None]:
+    shards.hold(groups, reader="gather")
     try:
-        sharing.gather(groups, reader="gather")
+        shards.gather(groups, reader="gather")
         yield
     finally:
         if executor.closed is None:
-            sharing.renew(groups)  # whoever goes on holding them reads what was written
-            sharing.release(groups)
+            shards.renew(groups)  # whoever goes on holding them reads what was written
+            shards.release(groups)
 
 
 def _take_writes(own: list[Chunk], executor: DemandExecutor, take_up: Callable[[Iterable[int]], None]) -> None:

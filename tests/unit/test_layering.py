@@ -21,7 +21,7 @@ LAYERS = (
     ("config", "layout", "trace", "memory"),
     ("plan",),
     ("runtime", "comm"),
-    ("tracing",),
+    ("tracing", "shard"),
     ("nn",),
     ("optim", "checkpoint", "report", "bound"),
     ("steps", "estimate"),

@@ -33,7 +33,7 @@ class _Transfer:
     issued_s: float
 
 
-class Sharing:
+class ShardStore:
     """The chunks of all roles of a group belong to one rank. Others hold its weights while a unit needs them."""
 
     def __init__(self, ranks: Ranks, exchanges: Sequence[Exchange], executor: DemandExecutor) -> None:
@@ -71,7 +71,7 @@ class Sharing:
             found.setdefault(group // self.ranks.size, []).append(group)
         return list(found.values())
 
-    def let_go_of_others(self, groups: Iterable[int]) -> None:
+    def drop_unowned(self, groups: Iterable[int]) -> None:
         """Every rank has built all of these groups: keep the own ones only."""
         for group in groups:
             if not self.owns(group):
