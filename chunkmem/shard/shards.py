@@ -16,6 +16,7 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.shard.ownership import Ownership, RoundRobin
 from chunkmem.types import ChunkId, Role, Tier
 
 T = TypeVar("T")
@@ -40,6 +41,8 @@ class ShardStore:
         """Share nothing yet; the first of `exchanges` is used until `measure` has compared them."""
         self.ranks = ranks
         self.exchange = exchanges[0]
+        self.ownership: Ownership = RoundRobin(ranks.size)
+        """Which rank owns which group; to be replaced before anything is packed, if at all."""
         self._exchanges = exchanges
         self._executor = executor
         self._store: ChunkStore = executor.store
@@ -58,7 +61,7 @@ class ShardStore:
 
     def owner(self, group: int) -> int:
         """Return the rank that keeps a group and updates it."""
-        return group % self.ranks.size
+        return self.ownership.owner(group)
 
     def owns(self, group: int) -> bool:
         """Tell whether this rank does."""
@@ -66,10 +69,16 @@ class ShardStore:
 
     def together(self, groups: Iterable[int]) -> list[list[int]]:
         """Return groups as they are exchanged: each list has at most one of each owner."""
-        found: dict[int, list[int]] = {}
+        found: list[list[int]] = []
+        owners: set[int] = set()
         for group in sorted(set(groups)):
-            found.setdefault(group // self.ranks.size, []).append(group)
-        return list(found.values())
+            owner = self.owner(group)
+            if not found or owner in owners:
+                found.append([])
+                owners.clear()
+            found[-1].append(group)
+            owners.add(owner)
+        return found
 
     def drop_unowned(self, groups: Iterable[int]) -> None:
         """Every rank has built all of these groups: keep the own ones only."""
