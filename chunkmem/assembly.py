@@ -16,8 +16,11 @@ import torch
 from torch import nn
 
 from chunkmem.comm.agreement import Operation
-from chunkmem.comm.methods import possible_exchanges
+from chunkmem.comm.exchange import Exchange
+from chunkmem.comm.mesh import mesh_of
+from chunkmem.comm.methods import ExchangeMethod, possible_exchanges
 from chunkmem.comm.ranks import Ranks
+from chunkmem.comm.replicated import Replicated
 from chunkmem.config import Config, flattened, unavailable_keys
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.layout.spec import digest
@@ -76,6 +79,8 @@ class Runtime:
         config: Config,
         *,
         process_group: Any,
+        mesh: object,
+        exchange: type[ExchangeMethod] | None,
         device_index: int | None,
         machine: Machine | None,
         make_lanes: Callable[[ComputeDevice], Lanes] | None,
@@ -89,7 +94,12 @@ class Runtime:
         if keys := unavailable_keys(self.config):
             raise ConfigError(f"{', '.join(keys)}: not available in this version; leave out or set to the default")
         self.compute = ComputeDevice.default(device_index)
-        self.ranks = Ranks(process_group, timeout_s=self.config.distributed.timeout_s)
+        if exchange is not None and not (isinstance(exchange, type) and issubclass(exchange, ExchangeMethod)):
+            raise ConfigError(f"exchange is {exchange!r}; pass a subclass of chunkmem.ExchangeMethod")
+        if mesh is not None and process_group is not None:
+            raise ConfigError("process_group and mesh were given, which both say what the ranks are; pass one of them")
+        mesh = None if mesh is None else mesh_of(mesh)
+        self.ranks = Ranks(process_group, mesh=mesh, timeout_s=self.config.distributed.timeout_s)
         for path, value in flattened(self.config.to_dict()).items() if self.ranks.size > 1 else ():
             self.ranks.agree(f"{path} of the configuration", json.dumps(value))
         self.dtype = _DTYPES[self.config.precision]
@@ -106,13 +116,13 @@ class Runtime:
             device_cap_nbytes=self.tiers.caps.device_nbytes,
             dtype=self.dtype,
             master_weights=self.config.master_weights,
-            num_ranks=self.ranks.size,
+            num_ranks=self.ranks.shard.size,
         )
         opts = self.config.client.opts
         blocking = not (opts.with_async_move and backend.moves_contents)
         self._lanes = (make_lanes or partial(open_lanes, blocking=blocking))(self.compute)
         self._undo_log_nbytes = 0 if blocking else undo_log_nbytes(opts, self.compute, self.tiers.caps)
-        self.shards = self._share() if self.ranks.size > 1 else None
+        self.shards = self._share(exchange) if self.ranks.size > 1 else None
         self.units = Units(self.shards, self._the_reduction)
         self.access = AccessTracker(self.executor)
         self._turn = Turn(timeout_s=self.config.distributed.timeout_s, with_hooks=not self.compute.is_accelerator)
@@ -189,10 +199,14 @@ class Runtime:
         if not self.foreign_steps.is_alone():
             gc.collect()
 
-    def _share(self) -> ShardStore:
-        ways = possible_exchanges(
-            self.ranks, self.compute.device, memory_saving=self.config.client.opts.with_mem_saving_comm
-        )
+    def _share(self, own: type[ExchangeMethod] | None) -> ShardStore:
+        self.ranks.agree("the exchange method", "chunkmem's" if own is None else f"{own.__module__}.{own.__qualname__}")
+        saving, shard, replicate = self.config.client.opts.with_mem_saving_comm, self.ranks.shard, self.ranks.replicate
+        among = partial(possible_exchanges, device=self.compute.device, memory_saving=saving, own=own)
+        ways: list[Exchange] = [*among(shard)]
+        if replicate is not None:
+            pairs = zip(among(shard), among(replicate), strict=True)
+            ways = [Replicated(within, across, shard=shard, replicate=replicate) for within, across in pairs]
         return ShardStore(self.ranks, ways, self.executor)
 
     def _make_conductor(self, machine: Machine | None) -> Conductor:
@@ -225,7 +239,7 @@ class Runtime:
 
     def _layout_digest(self) -> str:
         found = digest(model.layout for model in self.registry.models)
-        return found if self.shards is None else f"{found} on rank {self.ranks.rank} of {self.ranks.size}"
+        return found if self.shards is None else f"{found} on rank {self.ranks.shard.rank} of {self.ranks.shard.size}"
 
     def _make_trial(self) -> AheadTrial | None:
         prefetch = self.units.prefetch

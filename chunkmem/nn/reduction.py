@@ -147,7 +147,7 @@ class Reduction:
         ranks, exchange = self.shards.ranks, self.shards.exchange
         ranks.begin(Operation(f"{_READER} of {len(params)} parameters that no chunk holds"))
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
-        shards = [Shard(index, index % ranks.size, part) for index, part in enumerate(flat.split(_BUCKET_NUMEL))]
+        shards = [Shard(index, index % ranks.shard.size, part) for index, part in enumerate(flat.split(_BUCKET_NUMEL))]
         exchange.reduce(shards, label=_READER).wait()
         exchange.gather(shards, label=_READER).wait()
         for param, mean in zip(params, flat.split([p.numel() for p in params]), strict=True):

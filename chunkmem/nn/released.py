@@ -37,8 +37,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from chunkmem.comm.exchange import Shard
-from chunkmem.comm.methods import PointToPoint
+from chunkmem.comm.exchange import Shard, hand_over
 from chunkmem.layout.spec import Layout, digest
 from chunkmem.nn.access import ParameterReads
 from chunkmem.nn.binding import dense_stride
@@ -65,9 +64,8 @@ class BuiltOverRanks(Built):
     def __init__(self, shards: ShardStore, collector: Collector) -> None:
         self._shards = shards
         self._collector = collector
-        self._exchange = PointToPoint(shards.ranks)
-        self._memory = ReleasedMemory(shards.ranks.rank, self._fetch)
-        self._given_nbytes = [0] * shards.ranks.size
+        self._memory = ReleasedMemory(shards.ranks.shard.rank, self._fetch)
+        self._given_nbytes = [0] * shards.ranks.shard.size
         self._weights: dict[int, Weight] = {}
         self._to_pack: dict[int, _ToPack] = {}
         self._decided = hashlib.sha256()
@@ -133,7 +131,7 @@ class BuiltOverRanks(Built):
             flat = content_of(released, storage)
             sent = flat.cpu()
             shard = Shard(self._num_exchanged, released.holder, sent)
-            self._exchange.gather([shard], label=f"building: fetching {name}").wait()
+            self._shards.exchange.gather([shard], label=f"building: fetching {name}").wait()
             if sent is not flat:
                 flat.copy_(sent)
 
@@ -187,7 +185,7 @@ class BuiltOverRanks(Built):
         return dense_stride(param) if known is None else known.stride
 
     def take(self, param: nn.Parameter, group: int, *, name: str) -> torch.Tensor:
-        known, owner, rank = self._find(param), self._shards.owner(group), self._shards.ranks.rank
+        known, owner, rank = self._find(param), self._shards.owner(group), self._shards.ranks.shard.rank
         self._num_exchanged += 1
         if known is None or known.holder == owner or rank not in (known.holder, owner):
             return param
@@ -197,5 +195,5 @@ class BuiltOverRanks(Built):
             else:
                 flat = torch.empty(param.numel(), dtype=param.dtype, device="cpu")
             shard = Shard(self._num_exchanged, known.holder, flat)
-            self._exchange.hand_over(shard, owner, label=f"packing: {name}").wait()
+            hand_over(self._shards.ranks.shard, shard, owner, label=f"packing: {name}").wait()
             return flat.view(param.shape)

@@ -41,7 +41,7 @@ class ShardStore:
         """Share nothing yet; the first of `exchanges` is used until `measure` has compared them."""
         self.ranks = ranks
         self.exchange = exchanges[0]
-        self.ownership: Ownership = RoundRobin(ranks.size)
+        self.ownership: Ownership = RoundRobin(ranks.shard.size)
         """Which rank owns which group; to be replaced before anything is packed, if at all."""
         self._exchanges = exchanges
         self._executor = executor
@@ -60,12 +60,12 @@ class ShardStore:
         return sum(t.buffered_nbytes for t in traffics), max(t.peak_buffered_nbytes for t in traffics)
 
     def owner(self, group: int) -> int:
-        """Return the rank that keeps a group and updates it."""
+        """Return the rank that keeps a group and updates it, counted within its replica."""
         return self.ownership.owner(group)
 
     def owns(self, group: int) -> bool:
         """Tell whether this rank does."""
-        return self.owner(group) == self.ranks.rank
+        return self.owner(group) == self.ranks.shard.rank
 
     def together(self, groups: Iterable[int]) -> list[list[int]]:
         """Return groups as they are exchanged: each list has at most one of each owner."""

@@ -38,7 +38,14 @@ STDLIB_ONLY = LAYERS[: LAYERS.index(("plan",)) + 1]
 
 HOMES = {
     "torch.cuda": {"runtime.device", "runtime.streams", "tracing.probe"},
-    "torch.distributed": {"comm.connection", "comm.agreement", "comm.roll", "comm.exchange", "comm.methods"},
+    "torch.distributed": {
+        "comm.connection",
+        "comm.agreement",
+        "comm.roll",
+        "comm.exchange",
+        "comm.mesh",
+        "comm.methods",
+    },
     "os.environ": {"config"},
     "os.environb": {"config"},
     "os.getenv": {"config"},
