@@ -16,11 +16,9 @@ import torch
 from torch import nn
 
 from chunkmem.comm.agreement import Operation
-from chunkmem.comm.exchange import Exchange
 from chunkmem.comm.mesh import mesh_of
 from chunkmem.comm.methods import ExchangeMethod, possible_exchanges
 from chunkmem.comm.ranks import Ranks
-from chunkmem.comm.replicated import Replicated
 from chunkmem.config import Config, flattened, unavailable_keys
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.layout.spec import digest
@@ -201,12 +199,8 @@ class Runtime:
 
     def _share(self, own: type[ExchangeMethod] | None) -> ShardStore:
         self.ranks.agree("the exchange method", "chunkmem's" if own is None else f"{own.__module__}.{own.__qualname__}")
-        saving, shard, replicate = self.config.client.opts.with_mem_saving_comm, self.ranks.shard, self.ranks.replicate
-        among = partial(possible_exchanges, device=self.compute.device, memory_saving=saving, own=own)
-        ways: list[Exchange] = [*among(shard)]
-        if replicate is not None:
-            pairs = zip(among(shard), among(replicate), strict=True)
-            ways = [Replicated(within, across, shard=shard, replicate=replicate) for within, across in pairs]
+        saving = self.config.client.opts.with_mem_saving_comm
+        ways = possible_exchanges(self.ranks, self.compute.device, memory_saving=saving, own=own)
         return ShardStore(self.ranks, ways, self.executor)
 
     def _make_conductor(self, machine: Machine | None) -> Conductor:

@@ -11,8 +11,6 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -28,8 +26,8 @@ from chunkmem.comm.agreement import (
     unpacked,
     verdict,
 )
-from chunkmem.comm.mesh import RankGroup
-from chunkmem.comm.roll import Answer, call_roll, hang_up, said
+from chunkmem.comm.groups import GlooGroups, RankGroup
+from chunkmem.comm.roll import Answer, call_roll, said
 from chunkmem.errors import ChunkmemError, ConfigError, RankError, StateError
 
 if TYPE_CHECKING:
@@ -41,15 +39,6 @@ _ROLL_CALL_SHARE = 0.25
 """Of the timeout; the rest is what an exchange may take."""
 _LINGER_SHARE = 0.1
 """Of the roll call."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Opened:
-    """A gloo group of ours."""
-
-    group: dist.ProcessGroup
-    members: Sequence[int]
-    """Their ranks among all that are connected."""
 
 
 class Connection:
@@ -91,9 +80,7 @@ class Connection:
         self._given = group
         self._chunks: dist.ProcessGroup | None = None
         self._numbers: dist.ProcessGroup | None = None
-        self._opened: list[_Opened] = []
-        self._parts: list[RankGroup] = []
-        self._met_in: Store | None = None
+        self._groups: GlooGroups | None = None
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._failure: RankError | None = None
@@ -113,18 +100,14 @@ class Connection:
         # Not `new_group`: it names groups by what each process has opened before, which may differ between ranks, and
         # gives a name again when its group was closed. gloo then waits for the addresses that it finds under it.
         count = met_in.add(f"chunkmem opened by rank {self.rank}", 1)
-        self._met_in = _within(met_in, f"chunkmem {count}")
-        self._store = _within(self._met_in, "roll call")
+        self._store = _within(met_in, f"chunkmem {count}")
+        self._groups = GlooGroups(self._store, self.rank, timeout_s=self.timeout_s - self._roll_call_s)
         self._chunks, self._numbers = (self._gloo(name, range(self.size)) for name in ("chunks", "numbers"))
 
     def _gloo(self, name: str, members: Sequence[int]) -> dist.ProcessGroup:
-        assert self._met_in is not None
-        timeout = timedelta(seconds=self.timeout_s - self._roll_call_s)
+        assert self._groups is not None
         with self.waiting("opening the process groups"):
-            group = dist.ProcessGroupGloo(_within(self._met_in, name), members.index(self.rank), len(members), timeout)
-        # By itself, not as part of a group of several backends; it is used in the same way.
-        self._opened.append(_Opened(cast(dist.ProcessGroup, group), members))
-        return self._opened[-1].group
+            return self._groups.open(name, members)
 
     def part(self, members: Sequence[int], elsewhere: dist.ProcessGroup | None) -> RankGroup:
         """Return some of these ranks, this one included, as a group of their own; all of them call it.
@@ -138,8 +121,7 @@ class Connection:
         """
         in_ram = self._gloo(f"chunks of {members}", members) if len(members) > 1 else None
         rank, size = members.index(self.rank), len(members)
-        self._parts.append(RankGroup(rank, size, in_ram=in_ram, elsewhere=elsewhere, waiting=self.waiting))
-        return self._parts[-1]
+        return RankGroup(rank, size, in_ram=in_ram, elsewhere=elsewhere, waiting=self.waiting)
 
     @property
     def _roll_call_s(self) -> float:
@@ -160,10 +142,7 @@ class Connection:
 
     def close(self) -> None:
         """Give the groups back. The second time, do nothing."""
-        self._chunks = self._numbers = self._given = None
-        self._opened.clear()
-        for part in self._parts:
-            part.close()
+        self._chunks = self._numbers = self._given = self._groups = None
 
     # Agreement: see the note in `chunkmem.comm.agreement`.
 
@@ -285,11 +264,7 @@ class Connection:
     def _hang_up(self) -> set[int]:
         """Return the ranks whose connections to this one were closed before."""
         time.sleep(_LINGER_SHARE * self._roll_call_s)
-        closed = set()
-        for opened in self._opened:
-            peers = hang_up(opened.group, opened.members.index(self.rank), len(opened.members))
-            closed |= {opened.members[peer] for peer in peers}
-        return closed
+        return set() if self._groups is None else self._groups.hang_up()
 
     def _give_up(self, label: str, waited_s: float, error: Exception) -> RankError:
         # Several threads may be waiting when a rank is lost: the first of them calls the roll for all.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from chunkmem.errors import ConfigError, StateError
+from chunkmem.errors import ConfigError
 
 _DIMENSIONS = ("replicate", "shard")
 _NEXT = (
@@ -49,44 +46,3 @@ def mesh_of(given: object) -> Mesh:
     rows = table.reshape(sizes.get("replicate", 1), sizes.get("shard", 1)).tolist()
     groups = {name: given.get_group(index) for index, name in enumerate(names) if sizes[name] > 1}
     return Mesh(tuple(map(tuple, rows)), groups.get("shard"), groups.get("replicate"))
-
-
-class Waiting(Protocol):
-    """How all ranks wait for an exchange, see `Members`."""
-
-    def __call__(self, label: str, *, is_own: bool = False) -> AbstractContextManager[None]: ...
-
-
-class RankGroup:
-    """Some of the ranks, which exchange with each other; what fails among them, all ranks fail with."""
-
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        *,
-        in_ram: dist.ProcessGroup | None,
-        elsewhere: dist.ProcessGroup | None,
-        waiting: Waiting,
-    ) -> None:
-        """Exchange in RAM over one group, and on accelerators over another; see `Members`."""
-        self.rank = rank
-        self.size = size
-        self.waiting = waiting
-        self._in_ram = in_ram
-        self._elsewhere = elsewhere
-
-    def group(self, device: torch.device) -> dist.ProcessGroup:
-        """Return the group to exchange chunks on a device over.
-
-        Raises:
-            StateError: this is one rank alone, or `close` was called.
-        """
-        group = self._in_ram if device.type == "cpu" else self._elsewhere
-        if group is None or self._in_ram is None:
-            raise StateError("there is no process group to exchange chunks over: this is one rank alone, or was closed")
-        return group
-
-    def close(self) -> None:
-        """Give the groups back."""
-        self._in_ram = self._elsewhere = None

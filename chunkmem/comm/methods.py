@@ -18,7 +18,7 @@ there is, and needs no such copies.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from chunkmem.comm.exchange import (
+    Exchange,
     Members,
     PendingWork,
     Shard,
@@ -35,6 +36,8 @@ from chunkmem.comm.exchange import (
     require_exchangeable,
     sum_dtype,
 )
+from chunkmem.comm.ranks import Ranks
+from chunkmem.comm.replicated import Replicated
 from chunkmem.errors import StateError
 
 _O = TypeVar("_O", "dist.BroadcastOptions", "dist.ReduceOptions")
@@ -255,12 +258,8 @@ def _rooted(options: _O, owner: int) -> _O:
 
 
 def possible_exchanges(
-    ranks: Members,
-    device: torch.device,
-    *,
-    memory_saving: bool | None,
-    own: Callable[[Members], ExchangeMethod] | None = None,
-) -> list[ExchangeMethod]:
+    ranks: Ranks, device: torch.device, *, memory_saving: bool | None, own: type[ExchangeMethod] | None = None
+) -> list[Exchange]:
     """Return the exchanges that a configuration leaves to choose from, the usual one first.
 
     Args:
@@ -268,11 +267,14 @@ def possible_exchanges(
         device: where the tensors are.
         memory_saving: `with_mem_saving_comm`: true is chunk by chunk, false is over groups. None is point to point in
             RAM, where that is faster and means have the same bits at every run; elsewhere it is one of the two others.
-        own: makes the user's, which then is the only one.
+        own: the user's, which then is the only one.
     """
     if own is not None:
-        return [own(ranks)]
-    if memory_saving is None and device.type == "cpu":
-        return [PointToPoint(ranks)]
-    both: list[ExchangeMethod] = [Grouped(ranks), Chunkwise(ranks)]
-    return both if memory_saving is None else both[memory_saving:][:1]
+        methods: list[type[ExchangeMethod]] = [own]
+    elif memory_saving is None and device.type == "cpu":
+        methods = [PointToPoint]
+    else:
+        methods = [Grouped, Chunkwise] if memory_saving is None else [(Grouped, Chunkwise)[memory_saving]]
+    if ranks.replicate is None:
+        return [method(ranks.shard) for method in methods]
+    return [Replicated(method(ranks.shard), method(ranks.replicate), ranks) for method in methods]

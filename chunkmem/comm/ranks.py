@@ -11,6 +11,7 @@ import torch
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection
 from chunkmem.comm.exchange import Members
+from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.mesh import Mesh
 from chunkmem.comm.roll import named
 from chunkmem.errors import ConfigError
@@ -46,6 +47,13 @@ class Ranks(Connection):
         self.shard = self.part(range(row * num_shards, (row + 1) * num_shards), mesh.shard_group)
         if len(mesh.rows) > 1:
             self.replicate = self.part(range(column, self.size, num_shards), mesh.replicate_group)
+
+    def close(self) -> None:
+        """Give the groups back. The second time, do nothing."""
+        super().close()
+        for part in (self.shard, self.replicate):
+            if isinstance(part, RankGroup):
+                part.close()
 
     def agree(self, name: str, digest: str) -> None:
         """Check that all ranks have the same of something.

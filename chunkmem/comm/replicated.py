@@ -12,18 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkmem.comm.exchange import Exchange, Members, PendingWork, Shard, Work, sum_dtype
+from chunkmem.comm.exchange import Exchange, PendingWork, Shard, Work, sum_dtype
+from chunkmem.comm.ranks import Ranks
 
 
 class Replicated:
     """An exchange over replicas, made of one within each and one across them."""
 
-    def __init__(self, within: Exchange, across: Exchange, *, shard: Members, replicate: Members) -> None:
-        """Exchange `within` the ranks of `shard`, and `across` those of `replicate`; count both as one."""
+    def __init__(self, within: Exchange, across: Exchange, ranks: Ranks) -> None:
+        """Exchange `within` a replica, and `across` replicas; count both as one."""
+        assert ranks.replicate is not None
         self._within = within
         self._across = across
-        self._shard = shard
-        self._replicate = replicate
+        self._shard = ranks.shard
+        self._num_replicas = ranks.replicate.size
         self.traffic = across.traffic = within.traffic
 
     def gather(self, shards: Sequence[Shard], *, label: str) -> Work:
@@ -43,7 +45,7 @@ class Replicated:
         try:
             self._within.reduce(wide, label=label).wait()
             own = [(shard, copy) for shard, copy in pairs if shard.owner == self._shard.rank]
-            parts = [Shard(s.index, at % self._replicate.size, s.flat) for at, (_, s) in enumerate(own)]
+            parts = [Shard(s.index, at % self._num_replicas, s.flat) for at, (_, s) in enumerate(own)]
             self._across.reduce(parts, label=label).wait()
             self._across.gather(parts, label=label).wait()
             for shard, copy in own:

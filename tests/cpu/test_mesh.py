@@ -206,7 +206,7 @@ def exchange_replicated(rank: int, dtype: torch.dtype) -> None:
     shard, replicate = ranks.shard, ranks.replicate
     assert replicate is not None
     assert (shard.rank, replicate.rank) == (rank % 2, rank // 2)
-    exchange = Replicated(PointToPoint(shard), PointToPoint(replicate), shard=shard, replicate=replicate)
+    exchange = Replicated(PointToPoint(shard), PointToPoint(replicate), ranks)
     shards = [Shard(index, index % 2, content(index, rank).to(dtype)) for index in range(4)]
     exchange.reduce(shards, label="reduce").wait()
     for one in shards:

@@ -43,6 +43,7 @@ HOMES = {
         "comm.agreement",
         "comm.roll",
         "comm.exchange",
+        "comm.groups",
         "comm.mesh",
         "comm.methods",
     },
