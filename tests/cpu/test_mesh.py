@@ -20,7 +20,7 @@ from chunkmem.comm.methods import PointToPoint
 from chunkmem.comm.ranks import Ranks
 from chunkmem.comm.replicated import Replicated
 from tests.helpers.ranks import Team
-from tests.helpers.shared_training import MODELS, Net, Task, batch_of, loss_of, make_config, serial
+from tests.helpers.shared_training import MODELS, Net, Task, batch_of, loss_of, make_config, open_manager, serial
 
 NAMES = ("replicate", "shard")
 
@@ -229,6 +229,54 @@ def exchange_replicated(rank: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_owners_in_all_replicas_have_the_mean_over_all_ranks(team: Team, dtype: torch.dtype) -> None:
     team.run(exchange_replicated, dtype)
+
+
+def train_a_stage(rank: int) -> tuple[tuple[int, int], dict[str, Tensor]]:
+    """Two stages of a pipeline, each with a model of its own over two ranks."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("stage", *NAMES))
+    stage, task = mesh.get_local_rank("stage"), Task(steps=3)
+    with chunkmem.ChunkManager(make_config(task), mesh=mesh[NAMES]) as manager:
+        torch.manual_seed(stage)
+        with manager.init():
+            model = Net()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(task.steps):
+            manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return (stage, manager.runtime.ranks.size), manager.state_dict()
+
+
+def test_a_stage_of_a_pipeline_passes_its_part_of_the_mesh(team: Team) -> None:
+    outcomes = team.run(train_a_stage)
+    assert [found for found, _ in outcomes] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    weights = [found for _, found in outcomes]
+    for one, other in ((0, 1), (2, 3)):
+        assert all(torch.equal(value, weights[other][key]) for key, value in weights[one].items())
+    assert not torch.equal(weights[0]["words.weight"], weights[2]["words.weight"])
+
+
+def train_late(rank: int) -> dict[str, Tensor]:
+    """Copies and exchanges as late as they may be, over memory full of NaN."""
+    torch.set_num_threads(1)
+    task = Task(adversarial=3, steps=8)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    with open_manager(rank, task, mesh=mesh) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(task.steps):
+            manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return manager.state_dict()
+
+
+def test_late_copies_and_exchanges_change_no_bit(team: Team) -> None:
+    expected = team.run(train, (2, 2), Task(steps=8), 0.0)
+    for weights in team.run(train_late):
+        assert [key for key, value in expected[0][0].items() if not torch.equal(value, weights[key])] == []
 
 
 def die(rank: int) -> str:
