@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from chunkmem.units import format_nbytes
+from chunkmem.sizes import format_nbytes
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def record(case: ZooModel, variant: Variant) -> tuple[Trace, Machine]:
 
 
 def moved_nbytes(plan: Plan, trace: Trace) -> int:
-    """Return what the simulator says a lap moves, on both links."""
+    """Return what the simulator says an iteration moves, on both links."""
     return sum(simulate(plan, trace).moved_nbytes.values())
 
 

@@ -67,8 +67,8 @@ def run(options: argparse.Namespace) -> Answer:
     from tqdm import tqdm
 
     from chunkmem.cli.estimate_answer import no, without_plan, yes
-    from chunkmem.estimate.beside import beside
     from chunkmem.estimate.changes import smallest_changes
+    from chunkmem.estimate.forked import beside
     from chunkmem.estimate.question import device_need, find, trains_on_demand
 
     question = _question(options)

@@ -16,9 +16,9 @@ from chunkmem.plan.model import Lane, Plan
 from chunkmem.plan.planner import PlanOptions, make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
+from chunkmem.sizes import format_nbytes, shown
 from chunkmem.trace.model import Trace
 from chunkmem.types import Tier
-from chunkmem.units import format_nbytes, shown
 
 if TYPE_CHECKING:
     from chunkmem.bound import TrafficBound

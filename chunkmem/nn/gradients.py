@@ -22,7 +22,7 @@ from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.types import Tier
 
 
@@ -31,14 +31,14 @@ class GradientBook(GradientValues):
 
     def __init__(
         self,
-        executor: DemandExecutor,
+        pager: Pager,
         *,
         settles: Callable[[int], bool],
         then: Callable[[ManagedParameter], None],
         turn: Turn,
     ) -> None:
         """Make an empty book; `then` is called after each gradient. The rest is as for `GradientSlots`."""
-        super().__init__(executor, settles=settles)
+        super().__init__(pager, settles=settles)
         self._turn = turn
         self._then = then
         self.exposed: set[ManagedParameter] = set()
@@ -167,7 +167,7 @@ class GradientBook(GradientValues):
             yield
         finally:
             self.exposed.difference_update(exposed)
-            if self._executor.closed is None:
+            if self._pager.closed is None:
                 for managed in exposed:
                     self._take_exposed(managed, before.get(managed))
 
@@ -181,8 +181,8 @@ class GradientBook(GradientValues):
         before: dict[ManagedParameter, torch.Tensor | None] = {}
         try:
             for group in dict.fromkeys(managed.group for managed in lent):
-                self._executor.create(self.chunks[group], Tier.DEVICE, reader=reader, zero=True, elastic=True)
-                self._executor.pin(self.chunks[group], Tier.DEVICE, reader=reader, elastic=True)
+                self._pager.create(self.chunks[group], Tier.DEVICE, reader=reader, zero=True, elastic=True)
+                self._pager.pin(self.chunks[group], Tier.DEVICE, reader=reader, elastic=True)
                 made.append(group)
             for managed in lent:
                 before[managed] = managed.grad
@@ -193,8 +193,8 @@ class GradientBook(GradientValues):
             self.exposed.difference_update(lent)
             for managed, grad in before.items():
                 managed.grad = grad
-            for group in made if self._executor.closed is None else ():
-                self._executor.unpin(self.chunks[group], Tier.DEVICE)
+            for group in made if self._pager.closed is None else ():
+                self._pager.unpin(self.chunks[group], Tier.DEVICE)
                 self.give_up(group)
 
     def _take_exposed(self, managed: ManagedParameter, before: torch.Tensor | None) -> None:
@@ -210,7 +210,7 @@ class GradientBook(GradientValues):
                     slot.copy_(grad.whole() if isinstance(grad, LazyGradient) else grad)
                 is_slot = True
             if is_slot:
-                self._executor.store.mark_written(chunk, Tier.DEVICE)
+                self._pager.store.mark_written(chunk, Tier.DEVICE)
                 if before is None:
                     self._show(managed)
                     return

@@ -10,13 +10,13 @@ from torch.optim.optimizer import ParamsT
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.ahead import Intent
 from chunkmem.optim.checks import check_available, check_number, check_options, plain_options
 from chunkmem.optim.excluded import update_excluded
 from chunkmem.optim.host import HasRuntime
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.pending import PendingGradients
 from chunkmem.optim.saved import StatefulOptimizer
+from chunkmem.optim.speculative import Intent
 
 
 class Adam(StatefulOptimizer):

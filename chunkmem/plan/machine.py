@@ -33,7 +33,7 @@ class Machine:
     """The cap on DEVICE also covers what the trace saw beside the chunks: true on an accelerator."""
     one_processor: bool = True
     """DEVICE and HOST compute on the same cores, so updates on them take turns."""
-    undo_log_nbytes: int = 0
+    shadow_nbytes: int = 0
     """Bytes of HOST that updates ahead of their moment may take beside the chunks; 0: there are none."""
     exchange_Bps: float = inf
     """Bytes of chunks that all ranks together exchange in a second, whoever owns them."""
@@ -46,7 +46,7 @@ class Machine:
                     f"machine: {name} is {speed} bytes/s, and nothing could ever arrive; measure again, or give a "
                     "speed above 0"
                 )
-        for name in ("device_nbytes", "host_nbytes", "latency_s", "undo_log_nbytes"):
+        for name in ("device_nbytes", "host_nbytes", "latency_s", "shadow_nbytes"):
             value = getattr(self, name)
             if value < 0 or not isfinite(value):
                 raise PlanError(f"machine: {name} is {value}; give a finite number, 0 or more")
@@ -96,12 +96,12 @@ class Machine:
             host_update_Bps=speed("host_update_Bps"),
             charges_non_model=fields.one("charges_non_model", BOOL),
             one_processor=fields.one("one_processor", BOOL),
-            undo_log_nbytes=fields.one("undo_log_nbytes", COUNT),
+            shadow_nbytes=fields.one("shadow_nbytes", COUNT),
             exchange_Bps=speed("exchange_Bps"),
         )
 
 
-_ADDED = {"undo_log_nbytes": 0, "exchange_Bps": None}
+_ADDED = {"shadow_nbytes": 0, "exchange_Bps": None}
 """Came later: plans of before have no updates ahead, and are of one rank."""
 _FORMAT = Format(
     name="chunkmem machine",

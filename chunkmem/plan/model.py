@@ -92,10 +92,11 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Hold back what is issued on `lane` from now on until `on` has done its first `count` operations of this lap.
+    """Hold back what is issued on `lane` from now on until `on` has done its first `count` operations of this
+    iteration.
 
-    Every moment is one operation on COMPUTE. Counts of 0 and below reach into the lap before: 0 is its last operation,
-    -1 the one before that.
+    Every moment is one operation on COMPUTE. Counts of 0 and below reach into the iteration before: 0 is its last
+    operation, -1 the one before that.
     """
 
     lane: Lane
@@ -108,7 +109,7 @@ Action = Alloc | Free | Copy | Update | Wait
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A replica at the start of a lap."""
+    """A replica at the start of an iteration."""
 
     chunk: ChunkId
     tier: Tier

@@ -63,7 +63,7 @@ class Reader:
         state, position = self.state, self._position
         if ahead := updates_ahead(self._trace, self._plan.actions):
             wanted_nbytes = sum(log_nbytes(self._trace, group) for group in ahead)
-            state.set_aside(min(wanted_nbytes, self._machine.undo_log_nbytes))
+            state.set_aside(min(wanted_nbytes, self._machine.shadow_nbytes))
         for actions, moment in zip(self._plan.actions, self._trace.moments, strict=True):
             position.index += 1
             state.charge_nbytes = moment.non_model_peak_nbytes if self._machine.charges_non_model else 0
@@ -111,7 +111,9 @@ class Reader:
             self._position.fail("a lane is in order by itself")
         on = LANES.index(wait.on)
         if wait.count > self.num_issued[on]:
-            self._position.fail(f"{wait.on.name} has only been issued {self.num_issued[on]} operations in this lap")
+            self._position.fail(
+                f"{wait.on.name} has only been issued {self.num_issued[on]} operations in this iteration"
+            )
         if wait.count <= 0:
             self._far_waits.append((self._position.index, wait))
         self._entries.append(Await(LANES.index(wait.lane), on, wait.count))
@@ -178,8 +180,8 @@ class Reader:
             updates = f"group {moment.chunk.group}" if moment.kind is Kind.UPDATE else "nothing"
             self._position.fail(f"this moment updates {updates}, and ahead goes only what HOST updates once, and later")
         self._log_nbytes += log_nbytes(self._trace, update.group)
-        if self._log_nbytes > self._machine.undo_log_nbytes:
-            self._position.fail(f"{self._log_nbytes} bytes pass the undo log of {self._machine.undo_log_nbytes}")
+        if self._log_nbytes > self._machine.shadow_nbytes:
+            self._position.fail(f"{self._log_nbytes} bytes pass the shadow buffers of {self._machine.shadow_nbytes}")
         reads = tuple(self.state.replica(chunk, Tier.HOST) for chunk in self._trace.update_reads(update.group))
         for replica in reads:
             self.state.need_newest(replica)
@@ -302,4 +304,4 @@ class Reader:
             num = self.num_issued[LANES.index(wait.on)]
             if wait.count <= -num:
                 self._position.index, self._position.action = index, wait
-                self._position.fail(f"counts reach one lap back, in which {wait.on.name} has {num} operations")
+                self._position.fail(f"counts reach one iteration back, in which {wait.on.name} has {num} operations")

@@ -94,7 +94,7 @@ def measured_nbytes(run: Run) -> dict[int, int]:
     nbytes = run.happened.device_nbytes
     if len(nbytes) == len(run.trace.moments):
         return dict(enumerate(nbytes))
-    # After a departure some moments never came.
+    # After a plan miss some moments never came.
     computed = visits(run.happened)
     if len(computed) == len(nbytes):
         return {span.moment: n for span, n in zip(computed, nbytes, strict=True)}
@@ -119,7 +119,7 @@ def _other_step(trace: Trace, timeline: Timeline) -> str:
     strangers = {span.chunk for span in timeline.spans if span.chunk} - trace.chunk_nbytes.keys()
     if strangers:
         return f"it names {min(strangers, key=str)}, which the trace does not"
-    if timeline.departures:
+    if timeline.plan_misses:
         return ""
     num_seen = len(timeline.device_nbytes) or len({span.moment for span in visits(timeline)})
     if num_seen != num_moments:

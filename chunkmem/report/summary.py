@@ -44,7 +44,7 @@ def _figures(timeline: Timeline) -> dict[str, Any]:
         "exchanged_nbytes": timeline.exchanged_nbytes,
         "peak_nbytes": {tier.value: nbytes for tier, nbytes in timeline.peak_nbytes.items()},
         "role_peak_nbytes": roles,
-        "departures": timeline.departures,
+        "plan_misses": timeline.plan_misses,
         "prefetched": timeline.prefetched,
         "fetched": timeline.fetched,
     }

@@ -76,7 +76,7 @@ class Lanes(Protocol):
         ...
 
     def compute_waits(self, event: Event) -> float:
-        """Have what is computed from now on come after `event`; return the seconds this thread stood still for it."""
+        """Have what is computed from now on come after `event`; return the seconds this thread stalled for it."""
         ...
 
     def drain(self) -> None:

@@ -47,7 +47,7 @@ def _caps_of_one(config: Config, compute: ComputeDevice, *, num_local: int) -> T
     return TierCaps(device, host, shared=False)
 
 
-def undo_log_nbytes(opts: OptsConfig, compute: ComputeDevice, caps: TierCaps) -> int:
+def shadow_nbytes(opts: OptsConfig, compute: ComputeDevice, caps: TierCaps) -> int:
     """Return the bytes of HOST for updates that run beside backward; 0: they wait for the step."""
     wanted = compute.is_accelerator if opts.overlap_optimizer is None else opts.overlap_optimizer
     if wanted and caps.shared:

@@ -16,7 +16,7 @@ import torch
 import chunkmem
 from chunkmem.optim import pending
 from chunkmem.optim.ops import global_norm
-from chunkmem.plan.ahead import UNDO_LOG
+from chunkmem.plan.ahead import SHADOW
 from chunkmem.types import Role, Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import MakeLanes, lanes_by_name_fixture  # noqa: F401
@@ -125,7 +125,7 @@ def test_a_small_log_leaves_the_rest_to_the_step() -> None:
     train(runs, range(8), lambda seed: 0.1)
     assert runs[0].num_ahead == 2
     report = runs[0].manager.memory().host
-    assert 0 < report.by_role[UNDO_LOG][0] <= 2.5 * group_nbytes
+    assert 0 < report.by_role[SHADOW][0] <= 2.5 * group_nbytes
     assert_as_predicted(runs[0].manager)
 
 
@@ -387,7 +387,7 @@ def test_numbers_that_change_in_place_and_back_do_not_show(lanes_by_name: Callab
             run.backward(step)
             for group in run.optimizer.param_groups:
                 group["lr"].fill_(0.5)
-            run.manager.runtime.executor.policy.drain()
+            run.manager.runtime.pager.policy.drain()
             for group in run.optimizer.param_groups:
                 group["lr"].fill_(3e-3)
             run.optimizer.step()
@@ -409,7 +409,7 @@ def test_frozen_weights_in_a_group_that_is_updated_are_rounded_too(*, overlap: b
             with run.manager.gather(run.model[2]):
                 pass
         run.optimizer.step()
-        run.manager.runtime.executor.policy.drain()
+        run.manager.runtime.pager.policy.drain()
         for chunk in run.manager.runtime.store.chunks.values():
             if chunk.master is not None and (tier := chunk.newest_tier()) is not None:
                 source = chunk.master.newest_tier()

@@ -81,7 +81,7 @@ def train(
             losses.append(loss.detach().cpu())
         timeline = manager.timeline()
         assert timeline is not None
-        assert timeline.departures == 0
+        assert timeline.plan_misses == 0
         return losses, manager.state_dict(model)
 
 

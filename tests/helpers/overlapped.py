@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.optim.guesses import Guesses
+from chunkmem.optim.speculation import Speculation
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
@@ -73,7 +73,7 @@ class Run:
             lr=3e-3,
         )
         if never_off:
-            self.manager.runtime.updater.ahead.guesses = Guesses(NEVER_OFF)
+            self.manager.runtime.updater.ahead.guesses = Speculation(NEVER_OFF)
 
     def backward(self, seed: int, *, factor: float = 1.0) -> float:
         draw = torch.Generator().manual_seed(seed)

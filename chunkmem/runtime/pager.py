@@ -47,7 +47,7 @@ class _NoHolder:
         return ()
 
 
-class DemandExecutor:
+class Pager:
     """Knows no future itself: what is not where it is needed is brought with blocking copies."""
 
     def __init__(self, store: ChunkStore) -> None:
@@ -118,7 +118,7 @@ class DemandExecutor:
                 self._note_required(tier, pinned)
 
     def hold_empty(self, chunk: Chunk, tier: Tier, reader: object) -> None:
-        """Like `pin`, for a chunk whose content is about to be made anew.
+        """Like `pin`, for a chunk whose content is about to be made again.
 
         Raises: what `pin` does.
         """

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from chunkmem.estimate.beside import beside
+from chunkmem.estimate.forked import beside
 
 
 def test_it_is_done_in_another_process_and_its_result_comes_back() -> None:
