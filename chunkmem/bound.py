@@ -57,7 +57,7 @@ class TrafficBound:
     relaxed_nbytes: float
     """The same for the mean of iterations that need not be alike."""
     certain_nbytes: int
-    """Moved whatever is kept: what updates on HOST take and give back, and chunks that fit beside nothing."""
+    """Moved whatever is kept: what updates on HOST take and give back, and chunks that fit next to nothing."""
 
 
 def traffic_bound(trace: Trace, machine: Machine, update_tiers: Mapping[int, Tier]) -> TrafficBound:
@@ -97,7 +97,7 @@ class _Question:
     """The gaps that may be kept or not, in units of `unit_nbytes`, and what is certain."""
 
     unit_nbytes: int
-    """Divides the size of every chunk, so room beside used chunks can be rounded down to it."""
+    """Divides the size of every chunk, so room left by used chunks can be rounded down to it."""
     certain_nbytes: int
     room: Array
     """By moment, in units."""

@@ -38,7 +38,7 @@ class ChunkManager:
         process_group: the ranks that train a model together; None is torch.distributed's default group, or one process.
         device_index: which CUDA device to compute on; None is the current one.
         machine: speeds that plans are made for; None measures this machine, once, and remembers.
-        make_lanes: makes what copies beside computing; None is threads, or streams on CUDA.
+        make_lanes: makes what copies while the device computes; None is threads, or streams on CUDA.
 
     Raises:
         ConfigError: a key is set whose feature this version does not have.

@@ -1,4 +1,4 @@
-"""How many bytes do our plans move, beside the least that any plan could and beside what demand paging moves?
+"""How many bytes do our plans move, next to the least that any plan could and beside what demand paging moves?
 
 Needs scipy (the `test` extra). What is moved is arithmetic; only which plan is fastest depends on the machine.
 """

@@ -1,8 +1,8 @@
 """Who is missing when an exchange between ranks fails.
 
 [Note: Failure detection] When a rank dies, gloo tells it, by a network address, to those that were just talking with
-it; all others wait until their time is up. When one hangs, the time of all others is up. So whoever sees an exchange
-fail
+it; all others wait until their time is up. When one hangs, the time of all others is up. So a rank that sees an
+exchange fail
 
 1. lingers: lets messages arrive that are on their way, as gloo forgets to tell a receiver of a connection that is
    closed in the middle of one, and it would wait until its time is up;

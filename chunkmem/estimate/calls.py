@@ -1,6 +1,6 @@
 """The log of a rehearsed step: what the model's hooks ask of the pager, of the gradients and of units.
 
-Alone, backward lets go of chunks in other places than with units. But among several ranks none of it depends on how
+Alone, backward releases chunks in other places than with units. But among several ranks none of it depends on how
 many there are, since ranks differ in what is done then. So a model is run once, and the log is replayed for every rank
 of any number of them (`chunkmem.estimate.rank_steps`).
 """
@@ -36,7 +36,7 @@ class Asked(enum.Enum):
     """A call of a unit begins."""
     LEAVE = "leave"
     ANNOUNCE = "announce"
-    """Backward goes on in a unit."""
+    """Backward continues in a unit."""
     END_BACKWARD = "end backward"
     STEP = "step"
     """The optimizer steps."""

@@ -121,7 +121,7 @@ class _Meter:
 
 
 class _TimedRecorder(Recorder):
-    """Takes the logged times of a step beside its events."""
+    """Takes the logged times of a step with its events."""
 
     def __init__(self, meter: _Meter) -> None:
         super().__init__(Mode.TRAIN, take_peaks=lambda: (meter.take_peak_nbytes(), 0))

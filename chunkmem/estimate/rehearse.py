@@ -142,7 +142,7 @@ class Rehearsal:
 
     @property
     def activation_nbytes(self) -> int:
-        """The highest bytes beside the chunks: activations, gradients under way, temporaries."""
+        """Peak bytes of non-model data: activations, gradients under way, temporaries."""
         return max((moment.non_model_peak_nbytes for moment in self.trace.moments), default=0)
 
     @property

@@ -325,7 +325,7 @@ class AccessTracker:
         return running <= int(bottom.module is module)  # the call that begins is on Python's stack, too
 
     def relieve(self) -> bool:
-        """Let go of chunks that nobody keeps references to any more; False if there are none."""
+        """Release chunks that nobody keeps references to any more; False if there are none."""
         free = [group for group in self._held if not self._is_kept(group)]
         for group in free:
             self._let_go(group)

@@ -67,7 +67,7 @@ class BackwardCall:
         for group, count in self.references.items():
             access.awaited[group] = access.awaited.get(group, 0) + count
         self.uncertain = uncertain
-        """Groups that are let go when references are gone."""
+        """Groups that are released when references are gone."""
         self.nodes = nodes
         self.counter = None if is_hidden else access.num_calls
         """Where it counts as one that is to come. None: it does not, or no longer."""

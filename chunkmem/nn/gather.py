@@ -95,7 +95,7 @@ def _shared(groups: list[int], sharing: Sharing, pager: Pager) -> Iterator[None]
         yield
     finally:
         if pager.closed is None:
-            sharing.renew(groups)  # whoever goes on holding them reads what was written
+            sharing.renew(groups)  # other holders read what was written
             sharing.release(groups)
 
 

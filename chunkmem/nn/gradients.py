@@ -85,7 +85,7 @@ class GradientBook(GradientValues):
     def _take(self, managed: ManagedParameter, *, from_autograd: bool = False) -> None:
         """Let an ordinary tensor in `.grad` be the gradient.
 
-        One that somebody else refers to stays there: they may go on writing to it, and plain PyTorch would notice. It
+        One that somebody else refers to stays there: they may keep writing to it, and plain PyTorch would notice. It
         is copied at the step.
         """
         is_held = not self.is_shared and self._is_held(managed.param, from_autograd=from_autograd)
@@ -120,7 +120,7 @@ class GradientBook(GradientValues):
         managed.grad = self._shown[managed]
 
     def _is_shown_elsewhere(self, managed: ManagedParameter) -> bool:
-        """Tell whether somebody has kept what `.grad` was: that has to go on saying that its gradient is gone."""
+        """Tell whether somebody has kept what `.grad` was: that has to keep saying that its gradient is gone."""
         in_graphs = self._shown[managed]._use_count() > 1  # type: ignore[attr-defined]
         return in_graphs or _num_holders(self._shown, managed) > self._unshown
 

@@ -1,6 +1,6 @@
 """Pin chunks around the single nodes of autograd's graph that have saved their memory.
 
-[Note: Ends by nodes] A call's chunks are let go when the gradients of what it read have landed. That end does not
+[Note: Ends by nodes] A call's chunks are released when the gradients of what it read have landed. That end does not
 come in every backward, and not always in time:
 
     torch.autograd.grad(loss, x), backward(inputs=[x])   no gradient of a weight lands

@@ -184,7 +184,7 @@ class Adam(StatefulOptimizer):
             return self._gradients(pending).clip(max_norm)
 
     def _options_in_words(self) -> str:
-        """Return what an update depends on beside gradients and states."""
+        """Return what an update depends on in addition to gradients and states."""
         found = []
         for group in self.param_groups:
             options = plain_options(group)

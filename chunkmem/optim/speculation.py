@@ -22,7 +22,7 @@ MAX_WRONG = 3
 
 @dataclass(frozen=True)
 class UpdateInputs:
-    """All that an update depends on beside the contents of chunks."""
+    """All that an update depends on in addition to the contents of chunks."""
 
     options: frozenset[tuple[ManagedParameter, int, tuple[float, ...], bool]]
     """By parameter: the number of its update, its numbers, and whether weight decay is decoupled."""

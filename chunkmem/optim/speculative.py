@@ -1,9 +1,9 @@
-"""Groups updated on HOST beside backward, exactly; see [Note: Updates ahead] in plan/ahead.py.
+"""Groups updated on HOST overlapped with backward, exactly; see [Note: Speculative updates] in plan/ahead.py.
 
-An update ahead guesses what the step will do: that nobody changes the gradients or the options, that they are not
-clipped and have not overflowed. It writes beside the chunks. If at the step the guess was right, the new values take
-the old ones' place; if not, they are forgotten, and the group is updated as if there had been none. So the bits are
-those of a step that waits, and until then everyone sees the old values.
+A speculative update guesses what the step will do: that nobody changes the gradients or the options, that they are not
+clipped and have not overflowed. It writes to shadow buffers. If the update is still valid at the step, the new values
+take the old ones' place; if not, they are forgotten, and the group is updated as if there had been none. So the bits
+are those of a step that waits, and until then everyone sees the old values.
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ class SpeculativeUpdater:
         return work
 
     def norm_parts(self, group: int) -> NormParts:
-        """Return what a group's gradients contribute to the global norm, as far as an update ahead has found out."""
+        """Return what a group's gradients contribute to the global norm, as far as a speculative update has found
+        out."""
         job = self._jobs.get(group)
         if job is None or job.event is None:
             return NormParts()
@@ -186,7 +187,7 @@ class SpeculativeUpdater:
         return job.norm if job.is_sound else NormParts()
 
     def take_over(self, group: int, tier: Tier, items: Items, multiplier: float | None) -> bool:
-        """Let the results of a group's update ahead be its contents; False if there is none, or a wrong one.
+        """Let the results of a group's speculative update be its contents; False if there is none, or a wrong one.
 
         The group is updated on `tier`, where all chunks it writes have a replica; what those held becomes part of the
         shadow buffers.
@@ -197,7 +198,8 @@ class SpeculativeUpdater:
         job.event.wait()
         if job.failure is not None:
             warnings.warn(
-                f"the update of group {group} beside backward failed and is made now: {job.failure!r}", stacklevel=2
+                f"the update of group {group} overlapped with backward failed and is made now: {job.failure!r}",
+                stacklevel=2,
             )
         if tier is not Tier.HOST or not job.is_sound or job.guess != UpdateInputs.of(items, multiplier):
             self.guesses.roll_back()
@@ -233,9 +235,9 @@ class SpeculativeUpdater:
             self._has_warned = True
             warnings.warn(
                 f"updates wait for step() again: {MAX_WRONG} of the last {WINDOW} steps clipped their gradients, "
-                "overflowed, or changed the optimizer's options after backward, which an update beside backward cannot "
-                f"know. They go ahead again while fewer than {MAX_WRONG} of {WINDOW} do; raise the norm to clip at, or "
-                "set client.opts.overlap_optimizer to false",
+                "overflowed, or changed the optimizer's options after backward, which a speculative update cannot "
+                f"know. They overlap with backward again while fewer than {MAX_WRONG} of {WINDOW} do; raise the norm to clip "
+                "at, or set client.opts.overlap_optimizer to false",
                 stacklevel=2,
             )
 

@@ -113,7 +113,7 @@ class GroupUpdater:
         ]
         chosen = self._place(sizes)
         self._on_device.update((group, group in chosen) for group in groups)
-        # On HOST a group has its gradient and both states, beside its weights.
+        # On HOST a group has its gradient and both states in addition to its weights.
         self._expect_nbytes(sum(self._nbytes(g, Role.GRAD, *STATE_ROLES) for g in groups if g not in chosen))
 
     def device_nbytes(self, *, besides: set[int]) -> int:
@@ -284,7 +284,7 @@ class GroupUpdater:
     def gradient_replicas(self, managed: ManagedParameter) -> list[torch.Tensor]:
         """Return the slot of a gradient that has landed on every tier that has it; not copies.
 
-        Whoever changes it changes it in all of them: then they stay what a plan takes them for.
+        A change is made in all of them: they stay what a plan takes them for.
         """
         self._pager.policy.drain()
         self.ahead.forget()

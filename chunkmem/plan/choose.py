@@ -34,15 +34,15 @@ def free_to_choose(problem: Problem) -> list[int]:
 
 
 def sweep(problem: Problem, room: Sequence[int], order: Order) -> frozenset[int]:
-    """Keep every gap until room is short, then let go of the open one that comes first in `order`.
+    """Keep every gap until room is short, then give up the open one that comes first in `order`.
 
     Args:
         problem: the gaps.
-        room: bytes beside the chunks in use, by moment.
+        room: bytes that the chunks in use leave free, by moment.
         order: called with the moments in which an open gap begins and ends, and its chunk; the least leaves first.
     """
     wrapping = {at for at in free_to_choose(problem) if problem.gaps[at].stop > len(room)}
-    # What is open at an iteration's end is what the next one begins with. Letting go of more of it later only makes
+    # What is open at an iteration's end is what the next one begins with. Giving up more of it later only makes
     # room.
     _, wrapping = _one_iteration(problem, room, order, wrapping)
     kept, wrapping = _one_iteration(problem, room, order, wrapping)

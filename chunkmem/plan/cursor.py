@@ -32,7 +32,7 @@ class TraceCursor:
     def find(self, kind: Kind, chunk: ChunkId, label: str, *, after: int) -> int | None:
         """Return the first moment at or after `after` that this event begins; None if there is none.
 
-        After a plan miss the step may go on anywhere later in the trace.
+        After a plan miss the step may continue anywhere later in the trace.
         """
         return self._first((kind, chunk, label), after)
 

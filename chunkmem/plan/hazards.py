@@ -66,7 +66,7 @@ class Operation(NamedTuple):
     is_ahead: bool = False
     """An update that the host does not wait for; it does at the one of the group's moment."""
     settles: bool = False
-    """The moment of a group that was updated ahead: the host waits for that."""
+    """The moment of a group that was updated speculatively: the host waits for that."""
 
 
 Entry = Take | Give | Unhold | Await | Operation

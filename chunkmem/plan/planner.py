@@ -162,7 +162,7 @@ class _Placed:
 
     problem: Problem
     room: list[int]
-    """Beside the chunks in use, by moment."""
+    """Bytes that the chunks in use leave free, by moment."""
     tried: set[frozenset[int]] = field(default_factory=set)
     """Gaps kept."""
     quiet: int | None = None

@@ -1,4 +1,4 @@
-"""From stays to a program: lists of actions, and what is where when an iteration begins. Pure."""
+"""From stays to a program: lists of actions, and the residency when an iteration begins. Pure."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class CheckedState(State):
         self.peak_nbytes = [0] * len(TIERS)
         self._roles = [(tier, chunk.role.value) for chunk, tier in self.replicas]
         self.charge_nbytes = 0
-        """On DEVICE beside the chunks."""
+        """Non-model data on DEVICE."""
         self._caps = (machine.device_nbytes, machine.host_nbytes)
         self._role_nbytes: dict[tuple[Tier, str], int] = {}
         self.role_peak_nbytes: dict[tuple[Tier, str], int] = {}

@@ -19,10 +19,10 @@ from chunkmem.plan.gaps import After, Gap, Problem
 State = tuple[int, int]
 """Bit masks over chunks: kept at present; the present version is on HOST."""
 Trail = tuple[int, "Trail"] | None
-"""Gaps let go of, the last first."""
+"""Gaps given up, the last first."""
 
 Found = tuple[int, frozenset[int]]
-"""Bytes moved for gaps let go of, and these gaps."""
+"""Bytes moved for gaps given up, and these gaps."""
 
 _PIECE = 5000
 """States looked at between two yields: some milliseconds."""
@@ -44,7 +44,7 @@ def least_traffic(
 
     Args:
         problem: the gaps.
-        room: bytes beside the chunks in use, by moment.
+        room: bytes that the chunks in use leave free, by moment.
         width: most states to follow side by side.
         max_work: states to look at in all; then the best that was found is returned. None: no limit.
     """

@@ -1,7 +1,8 @@
 """Interpreter 1 of plans: verify one against its trace, and time it. Knows nothing of how plans are made.
 
 First one iteration in program order, for everything that is book-keeping: residency, versions, caps. It is the same in
-every iteration, for an iteration ends as it begins. Then some iterations on lanes, for what runs beside what, and when.
+every iteration, for an iteration ends as it begins. Then some iterations on lanes, for what overlaps with what, and
+when.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Reader:
         self._far_waits: list[tuple[int, Wait]] = []
         self._is_updated = False
         self._ahead: dict[int, tuple[int, ...]] = {}
-        """By group that is being updated ahead of its moment: the replicas which that reads."""
+        """By group that is being updated speculatively: the replicas which that reads."""
         self._update_moments: dict[int, list[int]] = {}
         """By group: the moments that update it."""
         for at, moment in enumerate(trace.moments):
@@ -135,10 +135,10 @@ class Reader:
         return self._trace.is_rounded(chunk) and self.state.has_content(ChunkId(Role.MASTER, chunk.group))
 
     def _need_quiet(self, replica: int) -> None:
-        """Refuse to change what an update ahead reads."""
+        """Refuse to change what a speculative update reads."""
         group = self.state.replicas[replica][0].group
         if replica in self._ahead.get(group, ()):
-            self._position.fail(f"group {group} is being updated ahead of its moment, from what is there")
+            self._position.fail(f"group {group} is being updated speculatively, from what is there")
 
     def _drop(self, replica: int) -> None:
         self.state.free(replica)
@@ -172,7 +172,7 @@ class Reader:
             self._issue_update(moment, update.tier)
 
     def _update_ahead(self, update: Update) -> None:
-        """Begin a group's update before its moment; see [Note: Updates ahead]."""
+        """Begin a group's update before its moment; see [Note: Speculative updates]."""
         moments, here = self._trace.moments, self._position.index
         at = self._update_moments.get(update.group, [])
         if update.tier is not Tier.HOST or len(at) != 1 or at[0] < here:
@@ -194,7 +194,7 @@ class Reader:
         return nbytes / Bps if isfinite(Bps) else moment.duration_s
 
     def _settle(self, moment: Moment) -> None:
-        """The moment of a group that was updated ahead: what was written beside the chunks becomes theirs."""
+        """The moment of a group that was updated speculatively: what was written to shadow buffers becomes theirs."""
         del self._ahead[moment.chunk.group]
         self._issue_update(moment, Tier.HOST, settles=True)
 

@@ -67,7 +67,7 @@ class _Follower:
         """By lane: the same at each of its operations."""
         self.out: list[Action] = []
         self.ahead: set[int] = set()
-        """Groups that are being updated ahead of their moment."""
+        """Groups that are being updated speculatively of their moment."""
         self.sizes = trace.chunk_nbytes
 
     def iteration(self, program: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:

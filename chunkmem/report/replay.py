@@ -1,4 +1,4 @@
-"""What is where at each moment, if a plan is followed; the semantics are [Note: What a plan means]."""
+"""Residency at each moment, if a plan is followed; the semantics are [Note: What a plan means]."""
 
 from __future__ import annotations
 

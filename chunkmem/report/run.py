@@ -75,7 +75,7 @@ def label_of(span: Span, moment: Moment) -> str:
 
 
 def lane_of(span: Span, run: Run) -> Lane:
-    """Return the lane a span is shown on: updates on HOST have one of their own, whoever has made them."""
+    """Return the lane a span is shown on: updates on HOST have one of their own, whichever thread made them."""
     moment = run.trace.moments[span.moment]
     is_update = span.lane is Lane.COMPUTE and moment.kind is Kind.UPDATE and not span.is_stall
     if is_update and run.plan.update_tiers.get(moment.chunk.group) is Tier.HOST:

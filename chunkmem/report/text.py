@@ -1,4 +1,4 @@
-"""Lines for people, from what `summarize` returned. Tables are rows; whoever prints them aligns the columns."""
+"""Lines for people, from what `summarize` returned. Tables are rows; the caller aligns the columns."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def difference_lines(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def non_model_lines(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the bytes beside the chunks: activations, gradients under way, temporaries."""
+    """Yield the bytes of non-model data: activations, gradients under way, temporaries."""
     found = summary["non_model"]
     yield f"highest at operator boundaries: {_at(found['probe'])}"
     interval_s = found["sampling_interval_s"]
     if found["sampled"] is None:
         why = "did not run, or saw nothing (client.mem_tracer.use_async_mem_monitor)"
-        yield f"the sampling thread {why if interval_s is None else 'saw nothing beside the chunks'}"
+        yield f"the sampling thread {why if interval_s is None else 'saw no non-model data'}"
     else:
         yield f"highest by the sampling thread: {_at(found['sampled'])}"
         most = found["differ_most"]

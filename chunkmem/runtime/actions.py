@@ -59,7 +59,7 @@ class PlanActions(ABC):
         self._update_after: list[tuple[Lane, Event]] = []
         """What the next update that the host makes itself comes after, and on which lane that is."""
         self._ahead_after: list[Event] = []
-        """Those of them that no update ahead has waited for: one may be left to the step."""
+        """Those of them that no speculative update has waited for: one may be left to the step."""
         self._log = Counter(
             trace.chunk_nbytes[chunk]
             for group in updates_ahead(trace, plan.actions)

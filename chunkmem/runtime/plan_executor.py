@@ -2,8 +2,8 @@
 
 While every event is the one expected, only what the plan says is done. An event of a later moment means that the step
 leaves out those between: see [Note: Left out]. Any other one is a plan miss: all copies are waited for, and what comes
-is served on demand. As soon as an event fits the trace again, what is where is put as the plan has it at that moment,
-and the plan is followed on.
+is served on demand. As soon as an event fits the trace again, the residency that the plan has at that moment is
+restored, and the plan is followed on.
 
 [Note: Left out] Layers that are dropped at random, experts without tokens: a step that leaves out some of what was
 recorded still has the rest in the order of the plan. So the plan's actions for what is left out are carried out, in
@@ -17,7 +17,7 @@ order, and without their events. What makes that sound:
    plan miss. Nothing is taken to have the content that it would have made: a chunk that nobody has written to has no
    version, and its slab is never copied.
 
-Holders let go of chunks when the last reference is gone, which is sooner or later than it was when the step was
+Holders release chunks when the last reference is gone, which is sooner or later than it was when the step was
 recorded. So a RELEASE that is not expected is none of the plan's business: the chunk stays until the plan lets it go,
 or for as long as it is pinned.
 """
@@ -85,7 +85,7 @@ class PlanExecutor(PlanActions):
         self._peak_nbytes = peak_nbytes(plan, trace)
         """Of an iteration that follows the plan."""
         self.obstacle = ""
-        """Why the last try to go on with the plan failed."""
+        """Why the last try to resume the plan failed."""
         self._device = tiers.device
         self._ledgers = (tiers.device, tiers.host)
         self.director = TraceCursor(trace)
@@ -104,7 +104,7 @@ class PlanExecutor(PlanActions):
         self._num_outdated = 0
         """Of the store, as far as the plan knows."""
         self._unfit = 0
-        """Events since the last try to go on with the plan."""
+        """Events since the last try to resume the plan."""
         self._patience = 1
         """How many of them make another try worth while: a try looks at every chunk."""
         self._untouched = self._find_untouched() if self.left_out.is_possible and self._is_host else frozenset()
@@ -149,7 +149,7 @@ class PlanExecutor(PlanActions):
     # Iterations.
 
     def begin_iteration(self) -> None:
-        """The first moment comes next. What is where is put right if it is not as the plan has it there."""
+        """The first moment comes next. Residency is corrected if it is not what the plan has there."""
         was_complete, was_exact = self.is_at_end, self._is_exact
         self._begin_step_log(StepLog())
         self._previous, self._events = self._events, {lane: [] for lane in COPY_LANES}
@@ -165,7 +165,7 @@ class PlanExecutor(PlanActions):
             self._leave_out_up_to(len(self.trace.moments))
 
     def take_over(self, step_log: StepLog, came: Sequence[Said]) -> None:
-        """Go on with a step that another plan_executor has followed so far; the last of its events is about to
+        """Take over a step that another plan pager has followed so far; the last of its events is about to
         begin."""
         self._begin_step_log(StepLog())
         self.step_log.goes_on_from(step_log)
@@ -323,7 +323,7 @@ class PlanExecutor(PlanActions):
             self.first_plan_miss = f"{came} came where the plan has {expected}"
 
     def _resume(self, moment: int, *, is_next: bool = False) -> bool:
-        """Put what is where as the plan has it before `moment`; False if that is not possible now.
+        """Restore the residency that the plan has before `moment`; False if that is not possible now.
 
         Nothing is looked for if `is_next`, the step before was this plan's, and all is in its place.
         """

@@ -1,4 +1,4 @@
-"""Slabs beside the chunks for what updates ahead write; see [Note: Updates ahead]."""
+"""Shadow buffers: slabs that speculative updates write to; see [Note: Speculative updates]."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class StepLog:
         return [*(at for _, at in self.began[1:]), self._last_s] if self.began else []
 
     def durations(self) -> dict[int, float]:
-        """Return the seconds each moment took, waiting for copies not included; of an update ahead, its own."""
+        """Return the seconds each moment took, waiting for copies not included; of a speculative update, its own."""
         waited: dict[int, float] = {}
         for _, moment, _, stall_s in self.stalls:
             waited[moment] = waited.get(moment, 0.0) + stall_s

@@ -1,4 +1,4 @@
-"""From what is where to what a plan has where: found by `plan.resync`, gone with blocking copies."""
+"""From the current residency to the one that a plan expects: found by `plan.resync`, gone with blocking copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def actions_to(
     peak_nbytes: Mapping[Tier, int],
     keep_duplicates: bool,
 ) -> list[Action]:
-    """Return what leads to `wanted` from what is where now. Copies have to be over.
+    """Return the actions that lead from the current residency to `wanted`. Copies have to be over.
 
     The arguments are those of `resync`, and `own`, the chunks that the plan knows. What the plan wants and nobody has
     any more is rounded again on the way.

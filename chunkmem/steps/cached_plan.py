@@ -81,19 +81,19 @@ class CachedPlan:
         self._num_refinements = _MAX_REFINEMENTS  # what the user gave stays as it is
 
     def forget(self) -> None:
-        """Let go of everything."""
+        """Forget everything."""
         self.stop()
         self.trace = self.plan = self.plan_executor = self._planner = self._director = None
         self._is_hopeless = False
         self._num_refinements = 0
 
     def take(self, trace: Trace) -> None:
-        """Go on with a trace of another way to step, which was recorded in this run."""
+        """Switch to a trace of another way to step, which was recorded in this run."""
         self.forget()
         self.trace = trace
 
     def take_if_planned(self, trace: Trace) -> bool:
-        """Go on with a trace if there is a plan for it; tell whether there is."""
+        """Switch to a trace if there is a plan for it; tell whether there is."""
         try:
             planner = self._make_planner(trace)
         except PlanError:
@@ -190,7 +190,7 @@ class CachedPlan:
         )
 
     def _improve(self) -> None:
-        """Go on planning where that is not done yet."""
+        """Continue planning where it is not done."""
         if self._planner is not None:
             self._planner.improve()
             self._follow_instead(self._planner.plan)

@@ -154,7 +154,7 @@ class StepController(KnownSteps):
         self._lanes.close()
 
     def _go_on(self) -> None:
-        """The iteration goes on after a step of an optimizer."""
+        """The iteration continues after a step of an optimizer."""
         if not self._is_running:
             self._is_running = True
             policy = self._pager.policy

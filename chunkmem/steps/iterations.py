@@ -1,6 +1,6 @@
 """Where a training step ends and the next one begins.
 
-[Note: Even steps] A plan is the body of a loop: what is where at its end is so at its beginning. So an iteration, the
+[Note: Even steps] A plan is the body of a loop: it ends with the residency it began with. So an iteration, the
 piece of training that one plan is for, is over when the same gradients wait to be used as at its beginning. With two
 optimizers, of which one steps every second time, it is two steps long. Gradients that wait for the first time end an
 iteration,

@@ -89,7 +89,7 @@ class PlanCache:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of everything."""
+        """Forget everything."""
         self.stop()
         self._of = {}
         self._before: tuple[CachedPlan, ...] = ()
@@ -138,7 +138,7 @@ class PlanCache:
         self._of[entry], self._before = None, (entry,)
 
     def take(self, trace: Trace) -> None:
-        """Go on with a trace of another way to step, which was recorded in this run."""
+        """Switch to a trace of another way to step, which was recorded in this run."""
         self.forget()
         self._add(Key(), trace)
 

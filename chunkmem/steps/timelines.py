@@ -1,4 +1,4 @@
-"""What happened in the last steps, for whoever asks."""
+"""What happened in the last steps, made when they are asked for."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Recorder(OnDemand):
 
         Args:
             mode: of the step.
-            take_peaks: returns the highest bytes beside the chunks since the last call; as sampled, too.
+            take_peaks: returns the peak bytes of non-model data since the last call; as sampled, too.
             sampling_interval_s: returns the longest time between two samples so far; asked when the step is over. By
                 default nothing is sampled.
         """

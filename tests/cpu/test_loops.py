@@ -49,7 +49,7 @@ def test_every_loop_settles_on_plans(name: str) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["GAN", "second optimizer 1:2", "LayerDrop, shared chunks", "experts", "max_norm"])
 def test_settled_loops_wait_for_all_they_have_to(name: str, overlap: bool) -> None:
-    """Copies and updates beside backward are as late as the waits allow."""
+    """Copies and updates overlapped with backward are as late as the waits allow."""
     options = {
         "optimizer": {"params": {"use_hybrid_adam": False}},
         "client": {"opts": {"overlap_optimizer": overlap, "undo_log_ratio": 0.5}},

@@ -1,4 +1,4 @@
-"""Updates beside backward: the bits of those that wait for the step, whatever happens in between."""
+"""Updates overlapped with backward: the bits of those that wait for the step, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_step_is_that_of_a_run_which_waits(precision: str) -> None:
     runs = pair(precision=precision)
     ahead, wrong = train(runs, range(8))
     assert wrong == 0
-    assert ahead >= 5 * (8 - LEARNED), "most groups are updated beside backward"
+    assert ahead >= 5 * (8 - LEARNED), "most groups are updated overlapped with backward"
     audit(runs[0].manager)
     assert_as_predicted(runs[0].manager)
     assert_as_predicted(runs[1].manager)
@@ -303,7 +303,9 @@ def test_what_fails_beside_backward_is_said_and_made_in_the_step(monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(runs[0].manager.runtime.updater.native, "update_beside", broken)
-        with pytest.warns(UserWarning, match=r"beside backward failed and is made now: MemoryError\('no threads left'"):
+        with pytest.warns(
+            UserWarning, match=r"overlapped with backward failed and is made now: MemoryError\('no threads left'"
+        ):
             runs[0].step(9)
     runs[1].step(9)
     assert_alike(*runs)
@@ -376,7 +378,7 @@ def test_what_is_left_to_the_step_waits_for_its_copies(seed: int, lanes_by_name:
 
 
 def test_numbers_that_change_in_place_and_back_do_not_show(lanes_by_name: Callable[..., MakeLanes]) -> None:
-    """A learning rate may be a tensor: what an update ahead takes is its value when that begins."""
+    """A learning rate may be a tensor: what a speculative update takes is its value when that begins."""
     runs = pair(make_lanes=lanes_by_name("adversarial", 3))
     for run in runs:
         for group in run.optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Updates beside backward one by one: when one is begun, what it holds, and when it is believed."""
+"""Updates overlapped with backward one by one: when one is begun, what it holds, and when it is believed."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_step_that_is_another_than_was_guessed_gets_nothing(how: dict[str, Any
     assert rig.ahead.guesses.num_wrong == 1
 
 
-@pytest.mark.parametrize("forget", [SpeculativeUpdater.forget, SpeculativeUpdater.mistaken])
+@pytest.mark.parametrize("forget", [SpeculativeUpdater.forget, SpeculativeUpdater.roll_back])
 def test_what_is_forgotten_is_over_before_its_slabs_are_lent_again(
     forget: Callable[[SpeculativeUpdater], None],
 ) -> None:

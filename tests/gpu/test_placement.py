@@ -28,7 +28,7 @@ TIGHT = 28 * SLAB_NBYTES
 
 
 class SleepyLanes(StreamLanes):
-    """Streams that sleep a random time before each copy, and now and then before computing goes on."""
+    """Streams that sleep a random time before each copy, and now and then before computing continues."""
 
     def __init__(self, compute: ComputeDevice, seed: int) -> None:
         super().__init__(compute.device)

@@ -1,4 +1,5 @@
-"""Small models that train with and without updates ahead of the step, on the same data, with the same accidents."""
+"""Small models that train with and without speculative updates, on the same data, with the same
+accidents."""
 
 from __future__ import annotations
 

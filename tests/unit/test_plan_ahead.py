@@ -1,4 +1,4 @@
-"""Updates ahead of their moment: which, when, and what the simulator says of them."""
+"""Speculative updates, before their moment: which, when, and what the simulator says of them."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_what_an_update_ahead_reads_stays_as_it_is() -> None:
     last = GROUPS - 1
     at = moment_of(Kind.UPDATE, last)
     free = Free(grad(last), Tier.HOST)
-    with pytest.raises(PlanError, match=f"group {last} is being updated ahead of its moment"):
+    with pytest.raises(PlanError, match=f"group {last} is being updated speculatively"):
         simulate(edited(at - 1, free), TRACE)
 
 

@@ -123,7 +123,7 @@ NO_THREAD = "did not run, or saw nothing (client.mem_tracer.use_async_mem_monito
             0,
             0.02,
             [
-                "the sampling thread saw nothing beside the chunks",
+                "the sampling thread saw no non-model data",
                 "the sampling thread looked at least every 20.0 ms; what lives shorter may be missed",
             ],
         ),
