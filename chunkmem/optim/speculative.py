@@ -236,8 +236,8 @@ class SpeculativeUpdater:
             warnings.warn(
                 f"updates wait for step() again: {MAX_WRONG} of the last {WINDOW} steps clipped their gradients, "
                 "overflowed, or changed the optimizer's options after backward, which a speculative update cannot "
-                f"know. They overlap with backward again while fewer than {MAX_WRONG} of {WINDOW} do; raise the norm to clip "
-                "at, or set client.opts.overlap_optimizer to false",
+                f"know. They overlap with backward again while fewer than {MAX_WRONG} of {WINDOW} do; raise the norm "
+                "to clip at, or set client.opts.overlap_optimizer to false",
                 stacklevel=2,
             )
 
