@@ -38,7 +38,7 @@ class _Running:
         if is_measured:
             self.cpu_s.append(time.process_time() - began_s)
         if is_measured and self.side.manager is not None:
-            plan_executor = self.side.manager.runtime.controller._plan_executor
+            plan_executor = self.side.manager.runtime.controller.now.plan_executor
             if plan_executor is None:
                 self.num_recorded += 1
             else:

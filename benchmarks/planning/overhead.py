@@ -49,7 +49,7 @@ def _stop_listening(manager: ChunkManager) -> None:
     """Leave the plan for good: from here on nobody hears of events, and no iteration begins or ends."""
     controller = manager.runtime.controller
     controller.close()
-    controller._mode = None
+    controller.now.mode = None
     controller.begin_root = lambda root, **_: None  # type: ignore[method-assign]
 
 

@@ -11,10 +11,10 @@ from chunkmem.plan.model import Plan
 from chunkmem.runtime.pager import Pager
 from chunkmem.steps.cached_plan import CachedPlan, check_adoptable
 from chunkmem.steps.factory import CachedPlanFactory
+from chunkmem.steps.iteration import Iteration
 from chunkmem.steps.plan_cache import PlanCache
 from chunkmem.trace.ahead import overlapped
 from chunkmem.trace.model import Mode, Trace
-from chunkmem.tracing.recorder import Recorder
 
 
 class KnownSteps:
@@ -31,10 +31,7 @@ class KnownSteps:
         self._aside: Trace | None = None
         self.kinds = {mode: PlanCache(mode, partial(maker.make, mode), is_lone=is_lone) for mode in Mode}
         """Of training steps, and of evaluations."""
-        self._mode: Mode | None = None
-        """Of the iteration that runs, or ran last."""
-        self._recorder: Recorder | None = None
-        self._entry: CachedPlan | None = None
+        self.now = Iteration()
 
     # What a user asks for.
 
@@ -51,8 +48,8 @@ class KnownSteps:
     @property
     def _training(self) -> CachedPlan | None:
         """What the training step that runs, or ran last, has followed, or was recorded for."""
-        if self._mode is Mode.TRAIN and self._entry is not None:
-            return self._entry
+        if self.now.mode is Mode.TRAIN and self.now.entry is not None:
+            return self.now.entry
         return self.kinds[Mode.TRAIN].last
 
     def adopt_trace(self, trace: Trace) -> None:
@@ -73,8 +70,8 @@ class KnownSteps:
                 "model with the same default_chunk_size, or train one step to record a trace"
             )
         self.kinds[trace.mode].adopt(trace)
-        if trace.mode is self._mode:
-            self._entry = None  # forgotten: nothing is to be learnt for it
+        if trace.mode is self.now.mode:
+            self.now.entry = None  # forgotten: nothing is to be learnt for it
 
     def adopt_plan(self, plan: Plan) -> None:
         """Use a plan of an earlier run. Its trace has to be there: adopt or record that first.
@@ -99,7 +96,7 @@ class KnownSteps:
 
         A rank that recorded nothing, as it had no batch, says yes as far as it is concerned.
         """
-        recorder = self._recorder
+        recorder = self.now.recorder
         if recorder is None:
             return True
         try:
@@ -123,4 +120,4 @@ class KnownSteps:
         aside, self._aside = self._aside, None
         if first and aside is not None:
             self.kinds[Mode.TRAIN].take(aside)
-            self._entry = None
+            self.now.entry = None

@@ -27,7 +27,7 @@ def run(loop: Loop, side: Side, steps: int) -> list[int | None]:
         next(going)
         if side.manager is not None:
             audit(side.manager)
-            plan_executor = side.manager.runtime.controller._plan_executor
+            plan_executor = side.manager.runtime.controller.now.plan_executor
             found.append(None if plan_executor is None else plan_executor.step_log.plan_misses)
     return found
 
