@@ -1,6 +1,6 @@
 """A rank's connection to the others: what they agree on before they begin it, and what happens when one is missing.
 
-See [Note: Agreement] in `chunkmem.comm.agreement` and [Note: Roll call] in `chunkmem.comm.roll`.
+See [Note: Agreement] in `chunkmem.comm.agreement` and [Note: Failure detection] in `chunkmem.comm.failure_detector`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from chunkmem.comm.agreement import (
     unpacked,
     verdict,
 )
+from chunkmem.comm.failure_detector import RankStatus, collect_statuses, said
 from chunkmem.comm.groups import GlooGroups, RankGroup
-from chunkmem.comm.roll import Answer, call_roll, said
 from chunkmem.errors import ChunkmemError, ConfigError, RankError, StateError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _T = TypeVar("_T")
-_MAX_ROLL_CALL_S = 10.0
-_ROLL_CALL_SHARE = 0.25
+_MAX_DETECTION_S = 10.0
+_DETECTION_SHARE = 0.25
 """Of the timeout; the rest is what an exchange may take."""
 _LINGER_SHARE = 0.1
-"""Of the roll call."""
+"""Of the failure detection."""
 
 
 class Connection:
@@ -61,7 +61,8 @@ class Connection:
         Args:
             process_group: None is the default one; if torch.distributed is not initialised, this process alone.
             members: the ranks of `process_group` that are meant, by their number in the whole job; None: all of them.
-            timeout_s: after this much waiting, the roll call included, a rank counts as lost. The same on all ranks.
+            timeout_s: after this much waiting, the failure detection included, a rank counts as lost. The same on all
+                ranks.
 
         Raises:
             ConfigError: `process_group` was given but torch.distributed is not initialised, or this process is not one
@@ -101,7 +102,7 @@ class Connection:
         # gives a name again when its group was closed. gloo then waits for the addresses that it finds under it.
         count = met_in.add(f"chunkmem opened by rank {self.rank}", 1)
         self._store = _within(met_in, f"chunkmem {count}")
-        self._groups = GlooGroups(self._store, self.rank, timeout_s=self.timeout_s - self._roll_call_s)
+        self._groups = GlooGroups(self._store, self.rank, timeout_s=self.timeout_s - self._detection_s)
         self._chunks, self._numbers = (self._gloo(name, range(self.size)) for name in ("chunks", "numbers"))
 
     def _gloo(self, name: str, members: Sequence[int]) -> dist.ProcessGroup:
@@ -124,8 +125,8 @@ class Connection:
         return RankGroup(rank, size, in_ram=in_ram, elsewhere=elsewhere, waiting=self.waiting)
 
     @property
-    def _roll_call_s(self) -> float:
-        return min(_MAX_ROLL_CALL_S, _ROLL_CALL_SHARE * self.timeout_s)
+    def _detection_s(self) -> float:
+        return min(_MAX_DETECTION_S, _DETECTION_SHARE * self.timeout_s)
 
     def group(self, device: torch.device) -> dist.ProcessGroup:
         """Return the group to exchange chunks over that are on a device; all ranks issue the same on it, in one order.
@@ -230,7 +231,7 @@ class Connection:
 
     @contextlib.contextmanager
     def waiting(self, label: str, *, is_own: bool = False) -> Iterator[None]:
-        """Turn what an exchange raises inside into an error that names ranks: [Note: Roll call].
+        """Turn what an exchange raises inside into an error that names ranks: [Note: Failure detection].
 
         Args:
             label: what is waited for; the messages of other ranks may have it too.
@@ -263,19 +264,19 @@ class Connection:
 
     def _hang_up(self) -> set[int]:
         """Return the ranks whose connections to this one were closed before."""
-        time.sleep(_LINGER_SHARE * self._roll_call_s)
+        time.sleep(_LINGER_SHARE * self._detection_s)
         return set() if self._groups is None else self._groups.hang_up()
 
     def _give_up(self, label: str, waited_s: float, error: Exception) -> RankError:
-        # Several threads may be waiting when a rank is lost: the first of them calls the roll for all.
+        # Several threads may be waiting when a rank is lost: the first of them asks for all.
         with self._lock:
             if self._failure is None:
                 assert self._store is not None
                 closed = self._hang_up()
-                answer = Answer(label, waited_s, said(error), sorted(closed))
+                answer = RankStatus(label, waited_s, said(error), sorted(closed))
                 # Stores may take longer to run out of time than they are told.
-                limit_s = min(self._roll_call_s, self.timeout_s - waited_s) - _LINGER_SHARE * self._roll_call_s
-                self._failure = call_roll(self._store, self.rank, self._names, answer, limit_s=limit_s)
+                limit_s = min(self._detection_s, self.timeout_s - waited_s) - _LINGER_SHARE * self._detection_s
+                self._failure = collect_statuses(self._store, self.rank, self._names, answer, limit_s=limit_s)
             return self._failure
 
     # Bytes, once all have agreed.

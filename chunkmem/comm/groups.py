@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from chunkmem.comm.roll import hang_up
+from chunkmem.comm.failure_detector import hang_up
 from chunkmem.errors import StateError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """What a way to exchange chunks has to say, and three of them, by the operations of torch.distributed that they use.
 
 ===============  =======================  =======================  ======================================
-way              gather                   reduce                   memory beside the shards, on each rank
+way              gather                   reduce                   extra memory, on each rank
 ===============  =======================  =======================  ======================================
 `Grouped`        one all-gather           one reduce-scatter       up to a copy of all shards, in the library
 `Chunkwise`      a broadcast for each     a reduce for each        none
@@ -189,7 +189,7 @@ class PointToPoint(ExchangeMethod):
 
 
 class Chunkwise(ExchangeMethod):
-    """Collectives of one chunk each, which need no memory beside it."""
+    """Collectives of one chunk each, which need no extra memory."""
 
     def all_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
         options = [_rooted(dist.BroadcastOptions(), shard.owner) for shard in shards]

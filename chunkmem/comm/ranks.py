@@ -11,9 +11,9 @@ import torch
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection
 from chunkmem.comm.exchange import Members
+from chunkmem.comm.failure_detector import named
 from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.mesh import Mesh
-from chunkmem.comm.roll import named
 from chunkmem.errors import ConfigError
 
 _T = TypeVar("_T")

@@ -5,8 +5,8 @@
 1. The first step shows what is exchanged, and when. After it the links are measured.
 2. One is recorded that gathers when it needs to. If a plan for the same step with exchanges that overlap computing fits
    both tiers on all ranks, the next one gathers ahead, and is recorded, too.
-3. One follows the plan for that. After it the two plans are compared by how long computing stands still, as simulated:
-   the largest over ranks counts. The way that stands still for less is kept by all.
+3. One follows the plan for that. After it the two plans are compared by how long computing stalls, as simulated:
+   the largest over ranks counts. The way that stalls for less is kept by all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from chunkmem.comm.ranks import Ranks
 from chunkmem.shard.prefetch import PrefetchSchedule
-from chunkmem.steps.conductor import Conductor
+from chunkmem.steps.controller import StepController
 
 _LABEL = "choosing whether to gather ahead"
 
@@ -26,7 +26,7 @@ class AheadTrial:
     def __init__(
         self,
         prefetch: PrefetchSchedule,
-        conductor: Conductor,
+        controller: StepController,
         ranks: Ranks,
         *,
         measure: Callable[[tuple[int, ...]], None],
@@ -35,15 +35,15 @@ class AheadTrial:
 
         Args:
             prefetch: which gathers ahead, or not.
-            conductor: which records and plans.
+            controller: which records and plans.
             ranks: which have to agree.
             measure: is called once, by all ranks, with groups that they gather together.
         """
         self._prefetch = prefetch
-        self._conductor = conductor
+        self._controller = controller
         self._ranks = ranks
         self._measure = measure
-        prefetch.is_wanted = conductor.may_record = False
+        prefetch.is_wanted = controller.may_record = False
         self._states = iter((self._learned, self._recorded, self._recorded_ahead, self._followed))
 
     def end_step(self) -> None:
@@ -52,21 +52,21 @@ class AheadTrial:
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
-        state = None if self._conductor.is_excused or self._prefetch.was_empty else next(self._states, None)
+        state = None if self._controller.is_excused or self._prefetch.was_empty else next(self._states, None)
         if state is not None:
             state()
 
     def _learned(self) -> None:
         self._measure(self._prefetch.largest())
-        self._conductor.may_record = True
+        self._controller.may_record = True
 
     def _recorded(self) -> None:
         if not self._prefetch.has_room:
             return
-        (is_full,) = self._ranks.max_over((float(not self._conductor.fits_overlapped()),), label=_LABEL)
+        (is_full,) = self._ranks.max_over((float(not self._controller.fits_overlapped()),), label=_LABEL)
         if not is_full:
             self._prefetch.is_wanted = True
-            self._conductor.record_another()
+            self._controller.record_another()
 
     def _recorded_ahead(self) -> None:
         """The next step follows the plan that is made from it."""
@@ -75,7 +75,7 @@ class AheadTrial:
         if not self._prefetch.is_wanted:
             return
         # A rank that does not know, as it had no batch, agrees with the others.
-        lazy_s, ahead_s = self._ranks.max_over(self._conductor.compare() or (0.0, 0.0), label=_LABEL)
+        lazy_s, ahead_s = self._ranks.max_over(self._controller.compare() or (0.0, 0.0), label=_LABEL)
         is_lazy = lazy_s < ahead_s
         self._prefetch.is_wanted = not is_lazy
-        self._conductor.keep(first=is_lazy)
+        self._controller.keep(first=is_lazy)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "chunkmem"
 
 LAYERS = (
     ("types", "errors"),
-    ("units",),
+    ("sizes",),
     ("schema", "deepspeed"),
     ("config", "layout", "trace", "memory"),
     ("plan",),
@@ -41,7 +41,7 @@ HOMES = {
     "torch.distributed": {
         "comm.connection",
         "comm.agreement",
-        "comm.roll",
+        "comm.failure_detector",
         "comm.exchange",
         "comm.groups",
         "comm.mesh",
@@ -241,7 +241,7 @@ def test_imports_are_found_wherever_they_stand() -> None:
         ("plan.demand", "plan.victims", True),
         ("plan.demand", "types", True),
         ("cli.main", "types", True),
-        ("units", "errors", True),
+        ("sizes", "errors", True),
         ("plan.demand", "runtime.store", False),
         ("errors", "types", False),
         ("layout.spec", "trace.model", False),
