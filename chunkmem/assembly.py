@@ -17,7 +17,7 @@ from torch import nn
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.mesh import mesh_of
-from chunkmem.comm.methods import ExchangeMethod, possible_exchanges
+from chunkmem.comm.methods import ExchangeMethod, possible_exchanges, require_method
 from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config, flattened, unavailable_keys
 from chunkmem.errors import ConfigError, StateError
@@ -92,12 +92,9 @@ class Runtime:
         if keys := unavailable_keys(self.config):
             raise ConfigError(f"{', '.join(keys)}: not available in this version; leave out or set to the default")
         self.compute = ComputeDevice.default(device_index)
-        if exchange is not None and not (isinstance(exchange, type) and issubclass(exchange, ExchangeMethod)):
-            raise ConfigError(f"exchange is {exchange!r}; pass a subclass of chunkmem.ExchangeMethod")
-        if mesh is not None and process_group is not None:
-            raise ConfigError("process_group and mesh were given, which both say what the ranks are; pass one of them")
-        mesh = None if mesh is None else mesh_of(mesh)
-        self.ranks = Ranks(process_group, mesh=mesh, timeout_s=self.config.distributed.timeout_s)
+        require_method(exchange)
+        rows = mesh_of(mesh, process_group=process_group)
+        self.ranks = Ranks(process_group, mesh=rows, timeout_s=self.config.distributed.timeout_s)
         for path, value in flattened(self.config.to_dict()).items() if self.ranks.size > 1 else ():
             self.ranks.agree(f"{path} of the configuration", json.dumps(value))
         self.dtype = _DTYPES[self.config.precision]

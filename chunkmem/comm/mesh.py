@@ -28,12 +28,20 @@ class Mesh:
     """Of this rank's column."""
 
 
-def mesh_of(given: object) -> Mesh:
+def mesh_of(given: object, *, process_group: object = None) -> Mesh | None:
     """Return what a `torch.distributed.device_mesh.DeviceMesh` says; without names, dimensions are those of FSDP2.
 
+    Args:
+        given: None is no mesh.
+        process_group: says what the ranks are in place of a mesh.
+
     Raises:
-        ConfigError: it is none, has other dimensions, or this process is not part of it.
+        ConfigError: it is no mesh, has other dimensions, or this process is not part of it; or both were given.
     """
+    if given is None:
+        return None
+    if process_group is not None:
+        raise ConfigError("process_group and mesh were given, which both say what the ranks are; pass one of them")
     if not isinstance(given, DeviceMesh):
         raise ConfigError(f"mesh is a {type(given).__name__}; pass a torch.distributed.device_mesh.DeviceMesh")
     names = given.mesh_dim_names or _DIMENSIONS[-given.ndim :]

@@ -38,7 +38,7 @@ from chunkmem.comm.exchange import (
 )
 from chunkmem.comm.ranks import Ranks
 from chunkmem.comm.replicated import Replicated
-from chunkmem.errors import StateError
+from chunkmem.errors import ConfigError, StateError
 
 _O = TypeVar("_O", "dist.BroadcastOptions", "dist.ReduceOptions")
 
@@ -255,6 +255,12 @@ def _rooted(options: _O, owner: int) -> _O:
     options.rootRank = owner
     options.asyncOp = True
     return options
+
+
+def require_method(own: object) -> None:
+    """Raise a `ConfigError` unless a user's exchange is a subclass of `ExchangeMethod`, or None."""
+    if own is not None and not (isinstance(own, type) and issubclass(own, ExchangeMethod)):
+        raise ConfigError(f"exchange is {own!r}; pass a subclass of chunkmem.ExchangeMethod")
 
 
 def possible_exchanges(

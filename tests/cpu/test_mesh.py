@@ -33,7 +33,9 @@ def team() -> Iterator[Team]:
 
 def rows_of(rank: int, sizes: tuple[int, ...], names: tuple[str, ...] | None) -> tuple[tuple[int, ...], ...]:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    return mesh_of(mesh).rows
+    found = mesh_of(mesh)
+    assert found is not None
+    return found.rows
 
 
 @pytest.mark.parametrize(
