@@ -46,11 +46,16 @@ def mesh_of(given: object, *, process_group: object = None) -> Mesh | None:
         raise ConfigError(f"mesh is a {type(given).__name__}; pass a torch.distributed.device_mesh.DeviceMesh")
     names = given.mesh_dim_names or _DIMENSIONS[-given.ndim :]
     if len(names) != given.ndim or not set(names) <= set(_DIMENSIONS):
-        raise ConfigError(f"mesh has {given.ndim} dimensions, {', '.join(names)}; {_NEXT}")
+        named = "without names" if given.mesh_dim_names is None else ", ".join(names)
+        raise ConfigError(f"mesh has {given.ndim} dimensions, {named}; {_NEXT}")
     if given.get_coordinate() is None:
         raise ConfigError("this process is not one of the ranks of mesh; pass it on its ranks only")
     sizes = dict(zip(names, given.mesh.shape, strict=True))
     table = given.mesh if names == _DIMENSIONS[-given.ndim :] else given.mesh.t()
     rows = table.reshape(sizes.get("replicate", 1), sizes.get("shard", 1)).tolist()
+    # Process groups count their ranks in ascending order, whatever a mesh says.
+    for members in (*rows, *map(list, zip(*rows, strict=True))):
+        if members != sorted(members):
+            raise ConfigError(f"mesh has ranks {members} in one dimension; list them in ascending order")
     groups = {name: given.get_group(index) for index, name in enumerate(names) if sizes[name] > 1}
     return Mesh(tuple(map(tuple, rows)), groups.get("shard"), groups.get("replicate"))

@@ -66,6 +66,11 @@ def refuse(rank: int) -> None:
         chunkmem.ChunkManager(chunkmem.Config(), process_group=dist.group.WORLD, mesh=staged)
     with pytest.raises(chunkmem.ConfigError, match="mesh is a tuple; pass a "):
         chunkmem.ChunkManager(chunkmem.Config(), mesh=(2, 2))
+    with pytest.raises(chunkmem.ConfigError, match="mesh has 3 dimensions, without names; pass a mesh with"):
+        chunkmem.ChunkManager(chunkmem.Config(), mesh=init_device_mesh("cpu", (2, 1, 2)))
+    turned = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=NAMES)
+    with pytest.raises(chunkmem.ConfigError, match=r"mesh has ranks \[3, 2\] in one dimension; list them in ascending"):
+        chunkmem.ChunkManager(chunkmem.Config(), mesh=turned)
     pair = DeviceMesh("cpu", [0, 1])
     if rank > 1:
         with pytest.raises(chunkmem.ConfigError, match="this process is not one of the ranks of mesh"):
