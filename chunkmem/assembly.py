@@ -41,25 +41,25 @@ from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.units import Units
 from chunkmem.nn.wrappers import WrapperCheck
-from chunkmem.optim.ahead import UpdatesAhead
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.scaler import LossScaler
+from chunkmem.optim.speculative import SpeculativeUpdater
 from chunkmem.optim.update import GroupUpdater
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.placement import GroupBytes, place_states
 from chunkmem.plan.planner import PlanOptions
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
-from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.lanes import open_lanes
 from chunkmem.runtime.measure import cached_machine
+from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.shadow import ShadowBuffers
 from chunkmem.runtime.storage import default_backend
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.runtime.tiers import Tiers, undo_log_nbytes
-from chunkmem.runtime.undo import UndoLog
-from chunkmem.steps.conductor import Conductor
+from chunkmem.runtime.tiers import Tiers, shadow_nbytes
+from chunkmem.steps.controller import StepController
 from chunkmem.steps.trial import AheadTrial
 from chunkmem.tracing.watch import Watch
 from chunkmem.types import ChunkId, Role, Tier
@@ -96,12 +96,12 @@ class Runtime:
         self.scaler = LossScaler(self.config.fp16) if self.dtype is torch.float16 else None
         self.tiers = Tiers(self.config, self.compute, num_local=self.ranks.num_local)
         self.store = ChunkStore({Tier.DEVICE: self.tiers.device_pool, Tier.HOST: self.tiers.host_pool})
-        self.executor = DemandExecutor(self.store)
+        self.pager = Pager(self.store)
         size = self.config.default_chunk_size
         backend = default_backend()
         self.tiers.device_pool.maps_slabs = backend.moves_contents
         self.registry = ModelRegistry(
-            Packer(self.executor, backend, self.compute.device, expect_nbytes=self.tiers.host_pool.expect),
+            Packer(self.pager, backend, self.compute.device, expect_nbytes=self.tiers.host_pool.expect),
             chunk_numel=None if size == "auto" else size,
             device_cap_nbytes=self.tiers.caps.device_nbytes,
             dtype=self.dtype,
@@ -111,41 +111,41 @@ class Runtime:
         opts = self.config.client.opts
         blocking = not (opts.with_async_move and backend.moves_contents)
         self._lanes = (make_lanes or partial(open_lanes, blocking=blocking))(self.compute)
-        self._undo_log_nbytes = 0 if blocking else undo_log_nbytes(opts, self.compute, self.tiers.caps)
+        self._shadow_nbytes = 0 if blocking else shadow_nbytes(opts, self.compute, self.tiers.caps)
         self.sharing = self._share() if self.ranks.size > 1 else None
         self.units = Units(self.sharing, self._the_reduction)
-        self.access = AccessTracker(self.executor)
+        self.access = AccessTracker(self.pager)
         self._turn = Turn(timeout_s=self.config.distributed.timeout_s, with_hooks=not self.compute.is_accelerator)
-        self.backward = BackwardTracker(self.executor, self.access, self.units, self._turn)
+        self.backward = BackwardTracker(self.pager, self.access, self.units, self._turn)
         self._server = ParameterServer(
-            self.executor, self.access, self.backward, self._turn, is_shared=self.sharing is not None
+            self.pager, self.access, self.backward, self._turn, is_shared=self.sharing is not None
         )
         self.gradients = GradientBook(
-            self.executor,
-            settles=lambda group: self.updater.settles(group),
+            self.pager,
+            settles=lambda group: self.updater.updates_on_host(group),
             then=self.backward.landed,
             turn=self._turn,
         )
-        self.reduction = None if self.sharing is None else Reduction(self.sharing, self.gradients, self.executor)
+        self.reduction = None if self.sharing is None else Reduction(self.sharing, self.gradients, self.pager)
         native = NativeUpdate(lambda: load_kernels(with_cuda=self.compute.is_accelerator))
         self.updater = GroupUpdater(
-            self.executor,
+            self.pager,
             self.gradients,
             self.compute,
             place=self._place_states,
             expect_nbytes=self.tiers.host_pool.expect,
             native=native,
-            make_ahead=lambda intent_of: UpdatesAhead(
+            make_ahead=lambda intent_of: SpeculativeUpdater(
                 self.store,
                 self._lanes,
-                UndoLog(self.tiers.host_pool),
+                ShadowBuffers(self.tiers.host_pool),
                 native,
                 intent_of=intent_of,
                 num_threads=opts.update_threads or self.compute.num_update_threads(),
             ),
         )
-        self.gradients.before_change = self.updater.ahead.mistaken
-        self.executor.speculative = self.updater.ahead
+        self.gradients.before_change = self.updater.ahead.roll_back
+        self.pager.speculative = self.updater.ahead
         self._autocast_cache = AutocastCache(self.compute.device.type, precision=self.config.precision)
         self.hooks = ModuleHooks(
             self.access,
@@ -168,7 +168,7 @@ class Runtime:
         self._averaged: list[nn.Parameter] = []
         """Of excluded modules, those whose gradients are averaged over ranks."""
         self.exchange_Bps = inf
-        self.conductor = self._make_conductor(machine)
+        self.controller = self._make_controller(machine)
         self._trial = self._make_trial()
         self.foreign_steps = ForeignStepCheck(self.registry, self.gradients)
         self.foreign_wrappers = WrapperCheck(self.registry)
@@ -193,15 +193,15 @@ class Runtime:
         ways = possible_exchanges(
             self.ranks, self.compute.device, memory_saving=self.config.client.opts.with_mem_saving_comm
         )
-        return Sharing(self.ranks, ways, self.executor)
+        return Sharing(self.ranks, ways, self.pager)
 
-    def _make_conductor(self, machine: Machine | None) -> Conductor:
+    def _make_controller(self, machine: Machine | None) -> StepController:
         caps, compute = self.tiers.caps, self.compute
         tracer = self.config.client.mem_tracer
         share = int(caps.device_nbytes * tracer.warmup_gpu_chunk_mem_ratio)
         hybrid = self.config.optimizer.params.use_hybrid_adam
-        return Conductor(
-            self.executor,
+        return StepController(
+            self.pager,
             self.tiers,
             self._lanes,
             machine=lambda: replace(
@@ -209,7 +209,7 @@ class Runtime:
                 # The speeds are the user's, the caps are the configuration's.
                 device_nbytes=caps.device_nbytes,
                 host_nbytes=caps.host_nbytes,
-                undo_log_nbytes=self._undo_log_nbytes,
+                shadow_nbytes=self._shadow_nbytes,
                 exchange_Bps=self.exchange_Bps,
             ),
             options=PlanOptions(
@@ -229,7 +229,7 @@ class Runtime:
 
     def _make_trial(self) -> AheadTrial | None:
         course = self.units.course
-        return None if course is None else AheadTrial(course, self.conductor, self.ranks, measure=self._measure_links)
+        return None if course is None else AheadTrial(course, self.controller, self.ranks, measure=self._measure_links)
 
     def _measure_links(self, groups: tuple[int, ...]) -> None:
         assert self.sharing is not None
@@ -245,8 +245,8 @@ class Runtime:
         return "forward" if self.access.stack else ""
 
     def require_open(self) -> None:
-        if self.executor.closed is not None:
-            raise StateError(f"this manager cannot be used: {self.executor.closed}")
+        if self.pager.closed is not None:
+            raise StateError(f"this manager cannot be used: {self.pager.closed}")
 
     def add(
         self,
@@ -257,7 +257,7 @@ class Runtime:
         built: Built = HERE,
     ) -> None:
         """Pack; gradients of `kept` modules, which are excluded, are not averaged over ranks."""
-        self.conductor.forget()
+        self.controller.forget()
         self._trial = self._make_trial()
         added = self.registry.add(roots, excluded, built)
         reduced = [module for module in excluded if module not in kept]
@@ -331,7 +331,7 @@ class Runtime:
         grad_enabled = torch.is_grad_enabled()
         self.units.begin_root(grad_enabled=grad_enabled)
         self._state_frozen()
-        self.conductor.begin_root(id(root), grad_enabled=grad_enabled, before_lap=self.gradients.discard_unset)
+        self.controller.begin_root(id(root), grad_enabled=grad_enabled, before_iteration=self.gradients.discard_unset)
         self.registry.check()
         self.surface.check_copies()
         self.gradients.watch(self.registry.parameters)
@@ -366,9 +366,9 @@ class Runtime:
 
     def make_guard(self) -> AccessGuard | None:
         """Steps that are recorded run under a check; it would cost too much in every one."""
-        if not self.conductor.is_recording:
+        if not self.controller.is_recording:
             return None
-        watch = self.conductor.watch
+        watch = self.controller.watch
         run = None if watch is None else watch.run_operator
         return AccessGuard(self.declared.undeclared, lambda: self.phase, note_write=self.declared.note_write, run=run)
 
@@ -394,8 +394,8 @@ class Runtime:
         self.surface.check()
         self.surface.check_copies()
         for chunk in self.access.chunks.values():
-            self.executor.notice_writes(chunk)
-        if self.conductor.plan is None and not self.conductor.is_recording:
+            self.pager.notice_writes(chunk)
+        if self.controller.plan is None and not self.controller.is_recording:
             self.tiers.leave_room_for_activations()
         self._stepping = True
         self._has_given_up = self._has_given_up or self.gradients.any_unset()
@@ -412,7 +412,7 @@ class Runtime:
             self.access.refresh_held()
             if updates:
                 self.ordinary.follow()
-                self.conductor.end_step()
+                self.controller.end_step()
                 self.units.end_step()
                 self._has_given_up = False
                 if self._trial is not None:
@@ -425,7 +425,7 @@ class Runtime:
 
     def skip_step(self) -> None:
         """The optimizer's step changes nothing: neither record it nor learn from it."""
-        self.conductor.excuse_lap()
+        self.controller.excuse_iteration()
 
     def _place_states(self, sizes: Sequence[GroupBytes]) -> frozenset[int]:
         if self.tiers.caps.shared:

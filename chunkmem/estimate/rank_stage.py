@@ -22,7 +22,7 @@ from chunkmem.nn.units import Unit, Units
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.room import require_room
 from chunkmem.plan.placement import GroupBytes, place_states
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.store import NO_CONTENT, Chunk
@@ -121,7 +121,7 @@ class _Meter:
 
 
 class _TimedRecorder(Recorder):
-    """Takes the logged times of a step beside its events."""
+    """Takes the logged times of a step with its events."""
 
     def __init__(self, meter: _Meter) -> None:
         super().__init__(Mode.TRAIN, take_peaks=lambda: (meter.take_peak_nbytes(), 0))
@@ -150,18 +150,18 @@ class RankStage:
         layout, self._calls = step.layout, step.calls
         self._layout = digest([layout])
         self._store = store
-        self._executor = DemandExecutor(store)
+        self._pager = Pager(store)
         self._on_device: dict[int, bool] = {}
         self._parameters = cast(list[ManagedParameter], list(step.parameters))
-        self._slots = _Slots(self._executor, settles=lambda group: not self._on_device.get(group, True))
+        self._slots = _Slots(self._pager, settles=lambda group: not self._on_device.get(group, True))
         self._meter = _Meter()
         self._exchange = CountedExchange(ranks, layout, is_accelerator=is_accelerator, on_buffer=self._meter.buffer)
         self._reduction: Reduction | None = None
         self._sharing: Sharing | None = None
         if ranks.size > 1:
             self._layout += f" on rank {ranks.rank} of {ranks.size}"
-            self._sharing = Sharing(ranks, [self._exchange], self._executor)
-            self._reduction = Reduction(self._sharing, cast(GradientBook, self._slots), self._executor)
+            self._sharing = Sharing(ranks, [self._exchange], self._pager)
+            self._reduction = Reduction(self._sharing, cast(GradientBook, self._slots), self._pager)
         sharing = self._sharing
         for group in layout.groups:
             weights = store.add_group(group)
@@ -170,7 +170,7 @@ class RankStage:
                 if margin_use_ratio is None:
                     store.create(chunk, Tier.DEVICE, zero=False)
                 else:
-                    self._executor.place(chunk, reader="packing")
+                    self._pager.place(chunk, reader="packing")
         if sharing is not None:
             sharing.let_go_of_others(group.id for group in layout.groups)
         self._slots.add(self._parameters)
@@ -194,7 +194,7 @@ class RankStage:
 
     def step(self) -> Step:
         """Do one step, and write it down."""
-        self._executor.policy = recorder = _TimedRecorder(self._meter)
+        self._pager.policy = recorder = _TimedRecorder(self._meter)
         traffic = self._exchange.traffic
         before, traffic.peak_buffered_nbytes = replace(traffic), traffic.buffered_nbytes
         self.units.begin_root(grad_enabled=True)
@@ -210,7 +210,7 @@ class RankStage:
         trace = recorder.trace(self._layout, self._store.chunks)
         timed = zip(trace.moments, durations_s, strict=True)
         trace = replace(trace, moments=tuple(replace(moment, duration_s=s) for moment, s in timed))
-        self._executor.policy = OnDemand()
+        self._pager.policy = OnDemand()
         self.units.end_step()
         sent, received = traffic.sent_nbytes - before.sent_nbytes, traffic.received_nbytes - before.received_nbytes
         return Step(trace, Exchanged(sent, received, traffic.peak_buffered_nbytes))
@@ -242,9 +242,9 @@ class RankStage:
         if isinstance(subject, int):
             chunk = self._store.chunks[ChunkId(Role.PARAM, subject)]
             if call.asked is Asked.PIN:
-                self._executor.pin(chunk, Tier.DEVICE, reader=call.reader)
+                self._pager.pin(chunk, Tier.DEVICE, reader=call.reader)
             else:
-                self._executor.unpin(chunk, Tier.DEVICE)
+                self._pager.unpin(chunk, Tier.DEVICE)
         elif isinstance(subject, Unit):
             if self._reduction is not None:  # alone, there are no units
                 by_name = {Asked.ENTER: self.units.enter, Asked.LEAVE: self.units.leave}
@@ -269,9 +269,9 @@ class RankStage:
                 chunk = self._store.chunks[ChunkId(role, group)]
                 if chunk.version == NO_CONTENT:
                     tier = self._tier_for_states(chunk)
-                    self._executor.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
+                    self._pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
         for group in in_order_of_update(groups, landing=groups):
-            with self._executor.updating(self._chunks(group), reader="optimizer step") as tier:
+            with self._pager.updating(self._chunks(group), reader="optimizer step") as tier:
                 for chunk in self._chunks(group):
                     if chunk.id.role is not Role.GRAD:
                         self._store.mark_written(chunk, tier)

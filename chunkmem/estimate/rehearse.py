@@ -1,8 +1,8 @@
 """Run one training step without memory and without hardware, and write down the trace it would leave.
 
 The model runs under torch's fake tensors, and everything that listens to it is what listens in training: the same
-hooks, the same frames, the same executor. Only chunks have no memory, copies are none, and operators take the time that
-a clock says. What is asked of the executor is logged, and replayed for each rank with what ranks train with and the
+hooks, the same frames, the same pager. Only chunks have no memory, copies are none, and operators take the time that
+a clock says. What is asked of the pager is logged, and replayed for each rank with what ranks train with and the
 same recorder (`chunkmem.estimate.rank_steps`). So the moments are those that `manager.trace` would have.
 """
 
@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkmem.errors import ChunkmemError, LayoutError, TraceError
-from chunkmem.estimate.calls import Asked, CallLog, LoggedExecutor, LoggedGradients, LoggedUnits, Measured, StepCalls
+from chunkmem.estimate.calls import Asked, CallLog, LoggedGradients, LoggedPager, LoggedUnits, Measured, StepCalls
 from chunkmem.estimate.clock import OperatorClock
 from chunkmem.estimate.model import Model, checkpointed, in_precision
 from chunkmem.estimate.rank_steps import RankSteps, replay
@@ -142,7 +142,7 @@ class Rehearsal:
 
     @property
     def activation_nbytes(self) -> int:
-        """The highest bytes beside the chunks: activations, gradients under way, temporaries."""
+        """Peak bytes of non-model data: activations, gradients under way, temporaries."""
         return max((moment.non_model_peak_nbytes for moment in self.trace.moments), default=0)
 
     @property
@@ -222,14 +222,14 @@ class _Stage:
         self._clock = clock
         self.log = CallLog(self._measure)
         self._store = WeightlessStore()
-        self._executor = LoggedExecutor(self._store)
-        self._executor.log = self.log
-        self._access = AccessTracker(self._executor)
+        self._pager = LoggedPager(self._store)
+        self._pager.log = self.log
+        self._access = AccessTracker(self._pager)
         self._units = LoggedUnits(self.log, is_alone=setting.num_ranks == 1)
         turn = Turn(timeout_s=0.0, with_hooks=False)
-        self._backward = BackwardTracker(self._executor, self._access, self._units, turn, is_rehearsal=True)
+        self._backward = BackwardTracker(self._pager, self._access, self._units, turn, is_rehearsal=True)
         self._gradients = LoggedGradients(
-            self._executor, self.log, settles=lambda _: False, then=self._backward.landed, turn=turn
+            self._pager, self.log, settles=lambda _: False, then=self._backward.landed, turn=turn
         )
         named = list(module.named_parameters())
         self.layout = _lay_out(named, precision, setting)
@@ -240,7 +240,7 @@ class _Stage:
         )
         hooks.fit(module, {id(each.param): each for each in managed})
         self._gradients.watch(managed)
-        self._server = ParameterServer(self._executor, self._access, self._backward, turn)
+        self._server = ParameterServer(self._pager, self._access, self._backward, turn)
         self._server.add(managed)
         weights = {each.storage_id for each in managed}
         self._probe = LiveStorageProbe(weights.__contains__)
