@@ -40,7 +40,7 @@ def step_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         peaks = (format_nbytes(view["peak_nbytes"].get(tier, 0)) for view in views)
         yield (f"peak on {tier.upper()}", *peaks, format_nbytes(caps[tier]) if tier in caps else "")
     yield ("copies in time", *(f"{view['prefetched']} of {view['fetched']}" for view in views), "")
-    yield ("plan_misses", *(str(view["plan_misses"]) for view in views), "")
+    yield ("plan misses", *(str(view["plan_misses"]) for view in views), "")
 
 
 def role_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
@@ -61,7 +61,7 @@ def difference_lines(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def non_model_lines(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the bytes of non-model data: activations, gradients under way, temporaries."""
+    """Yield the bytes of non-model data: activations, gradients being computed, temporaries."""
     found = summary["non_model"]
     yield f"highest at operator boundaries: {_at(found['probe'])}"
     interval_s = found["sampling_interval_s"]
