@@ -160,7 +160,7 @@ def _is_read_by_host(problem: Problem, gap: Gap) -> bool:
     if gap.after is After.RENEWED:
         return True
     moments = problem.trace.moments
-    return gap.hosted_by is not None and moments[gap.hosted_by % len(moments)].kind is Kind.UPDATE
+    return gap.needed_below is not None and moments[gap.needed_below % len(moments)].kind is Kind.UPDATE
 
 
 # The ascent.

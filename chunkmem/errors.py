@@ -58,8 +58,8 @@ class CheckpointError(ChunkmemError):
     """Saved weights or states do not match the model or cannot be read."""
 
 
-class TierIOError(ChunkmemError):
-    """Reading from or writing to a tier failed."""
+class TierIOError(ChunkmemError, OSError):
+    """Reading from or writing to a tier failed; names the chunk, both tiers and the cause."""
 
 
 class RankError(ChunkmemError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from typing import NamedTuple
 
 
@@ -13,10 +14,29 @@ class Tier(enum.Enum):
     """The accelerator, or the capped part of RAM that plays it."""
     HOST = "host"
     """RAM; pinned where there is an accelerator."""
-    DISK = "disk"
 
     # Members are singletons: hashing by identity is right, and several times faster than Enum's own hash of the name.
     __hash__ = object.__hash__
+
+
+TIERS = tuple(Tier)
+"""A chain, from the tier that computes to the one furthest from it. Bytes pass between neighbors only: HOST is the
+gateway of whatever comes below it."""
+PLACE = {tier: place for place, tier in enumerate(TIERS)}
+"""Of each tier in the chain."""
+
+Link = tuple[Tier, Tier]
+"""Source and target of a copy."""
+LINKS: tuple[Link, ...] = tuple(
+    link for upper, lower in itertools.pairwise(TIERS) for link in ((lower, upper), (upper, lower))
+)
+"""Both directions between each tier and the one below it."""
+
+
+def neighbor(tier: Tier) -> Tier:
+    """Return where what leaves a tier goes: to the one below it or, from the last of the chain, to the one above."""
+    place = PLACE[tier]
+    return TIERS[place + 1] if place + 1 < len(TIERS) else TIERS[place - 1]
 
 
 class Role(enum.Enum):

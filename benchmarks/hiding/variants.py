@@ -18,7 +18,7 @@ from torch import Tensor
 import chunkmem
 from benchmarks.overhead.variants import ADAMW, GPT, NUM_BATCHES, Failure, Shape, num_params
 from chunkmem.errors import CapacityError
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.device import ComputeDevice
@@ -127,7 +127,8 @@ class Trainee:
         # Explicit caps on both tiers make RAM behave like two; caps of the machine are taken from there.
         memory = {"device": self._cap_nbytes, "host": None if self._cap_nbytes is None else 1 << 40}
         config = chunkmem.Config.from_dict({"memory": memory})
-        self.manager = chunkmem.ChunkManager(config, machine=Machine(0, 0, link_Bps, link_Bps), make_lanes=make_lanes)
+        machine = Machine(0, 0, host_links(h2d_Bps=link_Bps, d2h_Bps=link_Bps))
+        self.manager = chunkmem.ChunkManager(config, machine=machine, make_lanes=make_lanes)
         with self.manager.init():
             self.model = GPT(self._shape)
         self.optimizer = chunkmem.AdamW(self.model.parameters(), manager=self.manager, **ADAMW)

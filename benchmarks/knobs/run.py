@@ -15,7 +15,7 @@ if not __package__:  # Run as a file: find the other modules where `python -m` f
 
 from benchmarks.knobs.pictures import MIB, Row, by_cap, draw_all
 from benchmarks.knobs.record import BASE_NUMEL, NUM_SEQUENCES, NUM_TOKENS, auto_numel, load_all, record_all
-from benchmarks.knobs.sweeps import setting_of, turn_all
+from benchmarks.knobs.sweeps import FETCH, setting_of, turn_all
 from benchmarks.program import carry_out, command, parse
 
 HERE = Path(__file__).parent
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "recorded": recorded,
         "compute_s": base.compute_s,
         "activations_nbytes": base.peak_nbytes,
-        "link_Bps": base.machine.h2d_Bps,
+        "link_Bps": base.machine.links[FETCH].Bps,
         "rows": list(tqdm(turns, unit="plan", disable=None)),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.knobs.record import BASE_NUMEL
 from chunkmem.errors import CapacityError
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
 from chunkmem.plan.planner import PlanOptions, make_plan
 from chunkmem.plan.simulate import simulate
@@ -23,6 +23,7 @@ HOST_UPDATE_SHARE = 0.25
 DEVICE_UPDATE_SPEEDUP = 10
 """DEVICE updates this many times faster than HOST."""
 HOST_NBYTES = 1 << 40
+FETCH = (Tier.HOST, Tier.DEVICE)
 LATENCY_S = 1e-5
 
 CAP_SHARES = tuple(i / 20 for i in range(21))
@@ -94,9 +95,7 @@ def setting_of(traces: Mapping[int, Trace], chunk_numel: int, *, numel: int) -> 
         machine=Machine(
             device_nbytes=0,
             host_nbytes=HOST_NBYTES,
-            h2d_Bps=link_Bps,
-            d2h_Bps=link_Bps,
-            latency_s=LATENCY_S,
+            links=host_links(h2d_Bps=link_Bps, d2h_Bps=link_Bps, latency_s=LATENCY_S),
             device_update_Bps=DEVICE_UPDATE_SPEEDUP * host_Bps,
             host_update_Bps=host_Bps,
             charges_non_model=True,
@@ -141,8 +140,13 @@ def turn_link(base: Setting) -> Iterator[dict[str, Any]]:
     """Yield a row for each speed of the link, under several caps."""
     for share in LINK_CAPS:
         for factor in LINK_FACTORS:
-            link_Bps = factor * base.machine.h2d_Bps
-            other = replace(base, machine=replace(base.machine, h2d_Bps=link_Bps, d2h_Bps=link_Bps))
+            link_Bps = factor * base.machine.links[FETCH].Bps
+            other = replace(
+                base,
+                machine=replace(
+                    base.machine, links=host_links(h2d_Bps=link_Bps, d2h_Bps=link_Bps, latency_s=LATENCY_S)
+                ),
+            )
             yield {"knob": "link", "at": share, "position": factor, **planned(other, base.cap(share))}
 
 
@@ -173,7 +177,7 @@ def turn_size(traces: Mapping[int, Trace], *, numel: int, auto_numel: Callable[[
 def planned(setting: Setting, cap_nbytes: int, options: PlanOptions | None = None) -> dict[str, Any]:
     """Plan and simulate for a cap; return times in seconds, bytes, and what was chosen; `fits` false if it cannot."""
     machine = replace(setting.machine, device_nbytes=cap_nbytes)
-    row: dict[str, Any] = {"cap_nbytes": cap_nbytes, "link_Bps": machine.h2d_Bps}
+    row: dict[str, Any] = {"cap_nbytes": cap_nbytes, "link_Bps": machine.links[FETCH].Bps}
     try:
         plan = make_plan(setting.trace, machine, options=options)
     except CapacityError as error:
@@ -201,7 +205,7 @@ def in_a_row_s(timeline: Timeline, machine: Machine) -> float:
     spans = [span for span in timeline.spans if not span.is_stall]
     working_s = sum(span.end_s - span.start_s for span in spans if span.lane not in (Lane.H2D, Lane.D2H))
     copies = [span.nbytes for span in spans if span.nbytes]
-    return working_s + len(copies) * machine.latency_s + sum(copies) / machine.h2d_Bps
+    return working_s + sum(map(machine.links[FETCH].copy_s, copies))
 
 
 def _compute_s(trace: Trace) -> float:

@@ -27,11 +27,11 @@ from benchmarks.planning.loops import table as table_of_loops
 from benchmarks.planning.overhead import measure as measure_overhead
 from benchmarks.program import carry_out, command, parse, surroundings
 from benchmarks.stats import median_interval
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import LinkSpeed, Machine, host_links
 from chunkmem.plan.planner import Planner, make_plan
 from chunkmem.steps.planning import WORK_A_STEP
 from chunkmem.trace.model import Trace
-from chunkmem.types import Role
+from chunkmem.types import Link, Role
 from tests.helpers.traces import random_trace, training_trace
 
 HERE = Path(__file__).parent
@@ -48,6 +48,10 @@ LARGEST_SEARCH_PIECE = 60_000
 MOMENT_WORK = 40
 MOMENTS_A_BLOCK = 7
 """HOLD and RELEASE forward; HOLD, CREATE and RELEASE backward; UPDATE and CONSUME."""
+
+
+def _links(Bps: float) -> Mapping[Link, LinkSpeed]:
+    return host_links(h2d_Bps=Bps, d2h_Bps=Bps)
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,9 @@ class Case:
         if self.num_uses is not None:
             weights = sum(nbytes for chunk, nbytes in trace.chunk_nbytes.items() if chunk.role is Role.PARAM)
             cap = max(5 * max(trace.chunk_nbytes.values()), int(self.cap_share * weights))
-            return Machine(cap, 1 << 50, weights / UNEVEN_LINK_S, weights / UNEVEN_LINK_S)
+            return Machine(cap, 1 << 50, _links(weights / UNEVEN_LINK_S))
         chunks = max(2, int(self.cap_share * self.num_groups))  # weights and gradients of one block have to fit
-        return Machine(chunks * CHUNK_NBYTES, 1 << 50, self.link_Bps, self.link_Bps)
+        return Machine(chunks * CHUNK_NBYTES, 1 << 50, _links(self.link_Bps))
 
 
 def of_size(num_moments: int, title: str, **options: float) -> Case:

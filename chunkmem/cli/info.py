@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
+from chunkmem.plan.model import LINK_LANES
 from chunkmem.sizes import format_nbytes
 
 if TYPE_CHECKING:
@@ -162,8 +163,10 @@ def _speeds() -> dict[str, float | None]:
 
     compute = _compute()
     machine = cached_machine(compute, tier_caps(Config(), compute))
-    names = ("h2d_Bps", "d2h_Bps", "latency_s", "device_update_Bps", "host_update_Bps")
-    return {name: value if isfinite(value := getattr(machine, name)) else None for name in names}
+    found = {f"{lane.value}_Bps": machine.links[link].Bps for link, lane in LINK_LANES.items()}
+    found["latency_s"] = max(link.latency_s for link in machine.links.values())
+    found |= {name: getattr(machine, name) for name in ("device_update_Bps", "host_update_Bps")}
+    return {name: value if isfinite(value) else None for name, value in found.items()}
 
 
 # Text.
@@ -221,8 +224,10 @@ def _speed_rows(speeds: Mapping[str, float | None]) -> Sequence[tuple[str, str]]
         return "as in the trace" if Bps is None else f"{Bps / 1e9:.2f} GB/s"
 
     return [
-        ("HOST to DEVICE", rate("h2d_Bps")),
-        ("DEVICE to HOST", rate("d2h_Bps")),
+        *(
+            (f"{source.name} to {target.name}", rate(f"{lane.value}_Bps"))
+            for (source, target), lane in LINK_LANES.items()
+        ),
         ("latency of a copy", f"{1e6 * (speeds['latency_s'] or 0.0):.1f} us"),
         ("update on DEVICE", rate("device_update_Bps")),
         ("update on HOST", rate("host_update_Bps")),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from chunkmem.errors import ConfigError, PlanError
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import Plan
+from chunkmem.plan.model import LINK_LANES, Plan
 from chunkmem.sizes import parse_nbytes
 
 
@@ -36,15 +36,17 @@ def machine_of(options: argparse.Namespace, *, host_nbytes: int) -> Machine:
     device_nbytes = parse_size("--device", options.device)
     host_nbytes = host_nbytes if options.host is None else parse_size("--host", options.host, least=0)
     # What is wrong with the arguments is said before anything is measured.
-    h2d_Bps = None if options.h2d is None else parse_speed("--h2d", options.h2d)
-    d2h_Bps = None if options.d2h is None else parse_speed("--d2h", options.d2h)
+    given = {
+        link: parse_speed(f"--{lane.value}", text)
+        for link, lane in LINK_LANES.items()
+        if (text := getattr(options, lane.value)) is not None
+    }
     machine = _measured() if options.machine is None else load_machine(options.machine)
     return replace(
         machine,
         device_nbytes=device_nbytes,
         host_nbytes=host_nbytes,
-        h2d_Bps=machine.h2d_Bps if h2d_Bps is None else h2d_Bps,
-        d2h_Bps=machine.d2h_Bps if d2h_Bps is None else d2h_Bps,
+        links={link: replace(speed, Bps=given.get(link) or speed.Bps) for link, speed in machine.links.items()},
     )
 
 

@@ -12,13 +12,13 @@ from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.machine import add_machine_arguments, machine_of
 from chunkmem.errors import CapacityError, ConfigError, PlanError
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import Lane, Plan
+from chunkmem.plan.model import LANE_LINKS, Lane, Plan
 from chunkmem.plan.planner import PlanOptions, make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
 from chunkmem.sizes import format_nbytes, shown
 from chunkmem.trace.model import Trace
-from chunkmem.types import Tier
+from chunkmem.types import TIERS, Tier
 
 if TYPE_CHECKING:
     from chunkmem.bound import TrafficBound
@@ -163,8 +163,7 @@ class Result:
             "compute_s": self.compute_s,
             "stall_s": timeline.stall_s,
             "host_update_s": self.host_update_s,
-            "h2d_nbytes": timeline.moved_nbytes[Lane.H2D],
-            "d2h_nbytes": timeline.moved_nbytes[Lane.D2H],
+            **{f"{lane.value}_nbytes": timeline.moved_nbytes[lane] for lane in LANE_LINKS},
             "moved_nbytes": self.moved_nbytes,
             "exchanged_nbytes": timeline.exchanged_nbytes,
             "bound_nbytes": self.bound.nbytes,
@@ -172,8 +171,8 @@ class Result:
             "certain_nbytes": self.bound.certain_nbytes,
             "fetched": timeline.fetched,
             "prefetched": timeline.prefetched,
-            "peak_nbytes": {tier.value: timeline.peak_nbytes[tier] for tier in (Tier.DEVICE, Tier.HOST)},
-            "cap_nbytes": {tier.value: timeline.cap_nbytes[tier] for tier in (Tier.DEVICE, Tier.HOST)},
+            "peak_nbytes": {tier.value: timeline.peak_nbytes[tier] for tier in TIERS},
+            "cap_nbytes": {tier.value: timeline.cap_nbytes[tier] for tier in TIERS},
             "num_updates": len(self.plan.update_tiers),
             "num_updates_on_device": self.num_updated_on_device,
             "out": self.out,
@@ -195,8 +194,7 @@ class Result:
         ])  # fmt: skip
         yield ""
         yield table(("traffic", "of a step"), [
-            ("to DEVICE", format_nbytes(timeline.moved_nbytes[Lane.H2D])),
-            ("to HOST", format_nbytes(timeline.moved_nbytes[Lane.D2H])),
+            *((f"to {to.name}", format_nbytes(timeline.moved_nbytes[lane])) for lane, (_, to) in LANE_LINKS.items()),
             ("both", format_nbytes(self.moved_nbytes)),
             ("lower bound", format_nbytes(self.bound.nbytes)),
             ("both / lower bound", "-" if self.ratio is None else f"{self.ratio:.3f}"),
@@ -206,7 +204,7 @@ class Result:
         yield ""
         yield table(("chunks on", "peak", "cap"), [
             (tier.name, format_nbytes(timeline.peak_nbytes[tier]), format_nbytes(timeline.cap_nbytes[tier]))
-            for tier in (Tier.DEVICE, Tier.HOST)
+            for tier in TIERS
         ])  # fmt: skip
         if self.plan.machine.charges_non_model:
             non_model = max(moment.non_model_peak_nbytes for moment in self.trace.moments)

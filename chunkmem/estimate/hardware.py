@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 
 from chunkmem.config import OptsConfig
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 
 _UPDATE_MOVES_PER_BYTE = 28 / 16
 """An Adam update reads and writes 28 bytes a parameter; `Machine` counts the 16 of PARAM, GRAD and states."""
@@ -51,9 +51,7 @@ class Hardware:
         return Machine(
             device_nbytes=device_nbytes,
             host_nbytes=host_nbytes,
-            h2d_Bps=self.link_Bps,
-            d2h_Bps=self.link_Bps,
-            latency_s=_LATENCY_S,
+            links=host_links(h2d_Bps=self.link_Bps, d2h_Bps=self.link_Bps, latency_s=_LATENCY_S),
             device_update_Bps=self.memory_Bps / _UPDATE_MOVES_PER_BYTE,
             host_update_Bps=self.host_memory_Bps / _UPDATE_MOVES_PER_BYTE,
             charges_non_model=self.is_accelerator,

@@ -13,7 +13,7 @@ from chunkmem.nn.packing import groups_by_role
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.store import Chunk, ChunkStore, Replica
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import TIERS, ChunkId, Role, Tier
 
 NO_CAP_NBYTES = 2**62
 
@@ -73,7 +73,7 @@ class WeightlessStore(ChunkStore):
     def __init__(self, ledgers: Collection[Ledger] | None = None) -> None:
         """Make it empty; None: tiers without a cap, whose chunks all stay on DEVICE."""
         if ledgers is None:
-            ledgers = [open_ledger(tier) for tier in (Tier.DEVICE, Tier.HOST)]
+            ledgers = [open_ledger(tier) for tier in TIERS]
         super().__init__({ledger.tier: _WeightlessPool(ledger) for ledger in ledgers})
 
     def take_slab(self, chunk: Chunk, tier: Tier) -> Replica:

@@ -12,7 +12,7 @@ from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradient_source import GradientSource, GradientState
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
-from chunkmem.types import Tier
+from chunkmem.types import TIERS
 
 
 class GradientValues(GradientSlots):
@@ -98,7 +98,7 @@ class GradientValues(GradientSlots):
             self.before_change()
         self._pager.policy.drain()
         chunk = self.chunks[source.group]
-        tiers = [tier for tier in (Tier.DEVICE, Tier.HOST) if chunk.ready(tier)]
+        tiers = [tier for tier in TIERS if chunk.ready(tier)]
         return [self._pager.store.views(chunk, tier)[source.position] for tier in tiers[: None if writing else 1]]
 
     def zero(self, source: GradientSource) -> None:

@@ -8,12 +8,14 @@ are those of a step that waits, and until then everyone sees the old values.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from chunkmem.errors import TierIOError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.native import NativeUpdate, in_slot_order
 from chunkmem.optim.speculation import MAX_WRONG, WINDOW, Items, Speculation, UpdateInputs
@@ -61,12 +63,24 @@ class _Job:
     event: Event | None = None
     failure: Exception | None = None
 
+    def finish(self) -> None:
+        """Wait until it is over, whether it could be done or not: a copy that it came after may have failed."""
+        if self.event is not None:
+            with contextlib.suppress(TierIOError):
+                self.event.wait()
+
     @property
     def is_sound(self) -> bool:
         """It has not failed, and nothing it has read was changed since."""
-        return self.failure is None and all(
-            self.chunks[role].version == self.versions[role] and self.chunks[role].replicas.get(Tier.HOST) is replica
-            for role, replica in self.replicas.items()
+        came_in_time = self.event is None or self.event.failure is None
+        return (
+            came_in_time
+            and self.failure is None
+            and all(
+                self.chunks[role].version == self.versions[role]
+                and self.chunks[role].replicas.get(Tier.HOST) is replica
+                for role, replica in self.replicas.items()
+            )
         )
 
 
@@ -183,7 +197,7 @@ class SpeculativeUpdater:
         job = self._jobs.get(group)
         if job is None or job.event is None:
             return NormParts()
-        job.event.wait()
+        job.finish()
         return job.norm if job.is_sound else NormParts()
 
     def take_over(self, group: int, tier: Tier, items: Items, multiplier: float | None) -> bool:
@@ -195,7 +209,7 @@ class SpeculativeUpdater:
         job = self._jobs.pop(group, None)
         if job is None or job.event is None:
             return False
-        job.event.wait()
+        job.finish()
         if job.failure is not None:
             warnings.warn(
                 f"the update of group {group} overlapped with backward failed and is made now: {job.failure!r}",
@@ -221,8 +235,7 @@ class SpeculativeUpdater:
             self._drop(job)
 
     def _drop(self, job: _Job) -> None:
-        if job.event is not None:
-            job.event.wait()
+        job.finish()
         self._give_back(job.slabs)
 
     def end_step(self) -> None:

@@ -22,7 +22,7 @@ from chunkmem.plan.placement import GroupBytes
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import NO_CONTENT, Chunk
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import TIERS, ChunkId, Role, Tier
 
 
 class Owner(Protocol):
@@ -152,7 +152,7 @@ class GroupUpdater:
         self._pager.notice_writes(param)
         tier = self._tier_for_states(master)
         self._pager.create(master, tier, reader="master weights", zero=False, elastic=True)
-        source = next(each for each in (Tier.DEVICE, Tier.HOST) if param.ready(each))
+        source = next(each for each in TIERS if param.ready(each))
         with runtime_mode():
             master.replicas[tier].flat.copy_(param.replicas[source].flat)
 

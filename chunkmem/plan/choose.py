@@ -29,7 +29,7 @@ def free_to_choose(problem: Problem) -> list[int]:
     return [
         at
         for at, gap in enumerate(problem.gaps)
-        if gap.after is After.LIVES and gap.start < gap.stop and gap.hosted_by is None
+        if gap.after is After.LIVES and gap.start < gap.stop and gap.needed_below is None
     ]
 
 
@@ -100,16 +100,17 @@ def _one_iteration(
 
 
 def traffic_nbytes(problem: Problem, kept: frozenset[int]) -> tuple[int, int]:
-    """Return the bytes an iteration moves to DEVICE and to HOST if exactly `kept` gaps are kept (and empty ones)."""
-    h2d = d2h = 0
+    """Return the bytes an iteration moves to DEVICE and to the tier below if exactly `kept` gaps are kept (and empty
+    ones)."""
+    fetched = saved = 0
     written: set[tuple[int, int]] = set()
     for at, gap in enumerate(problem.gaps):
         if at not in kept and gap.start < gap.stop:
-            h2d += problem.fetch_nbytes(gap)
+            fetched += problem.fetch_nbytes(gap)
             if gap.after is After.LIVES and gap.epoch >= 0 and (gap.chunk, gap.epoch) not in written:
                 written.add((gap.chunk, gap.epoch))
-                d2h += problem.nbytes[gap.chunk]
-        if gap.hosted_by is not None and (gap.chunk, gap.epoch) not in written:
+                saved += problem.nbytes[gap.chunk]
+        if gap.needed_below is not None and (gap.chunk, gap.epoch) not in written:
             written.add((gap.chunk, gap.epoch))
-            d2h += problem.nbytes[gap.chunk]
-    return h2d, d2h
+            saved += problem.nbytes[gap.chunk]
+    return fetched, saved

@@ -22,7 +22,7 @@ class TierRoom:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """One replica leaves; with `spill` its bytes are copied to the other tier first."""
+    """One replica leaves; with `spill` its bytes are copied to the tier below first."""
 
     chunk: ChunkId
     spill: bool
@@ -30,25 +30,26 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class RoomPlan:
-    """What to do, in order: drop duplicates on the other tier, then evict here."""
+    """What to do, in order: drop duplicates on the tier below, then evict here."""
 
-    drops_there: tuple[ChunkId, ...] = ()
+    drops_below: tuple[ChunkId, ...] = ()
     evictions_here: tuple[Eviction, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """No room can be made; it could if this much more were free on one tier, the other staying as it is."""
+    """No room can be made; it could if this much more were free on one of the two tiers, the other staying as it is."""
 
     here_nbytes: int
-    there_nbytes: int | None
-    """None: no room on the other tier would do; all that may leave is too little."""
+    below_nbytes: int | None
+    """None: no room on the tier below would do; all that may leave is too little."""
 
 
-def make_room(need_nbytes: int, here: TierRoom, there: TierRoom) -> RoomPlan | Shortage:
-    """Plan how `need_nbytes` become free on the tier `here`, spilling to `there` what has no other newest replica.
+def make_room(need_nbytes: int, here: TierRoom, below: TierRoom) -> RoomPlan | Shortage:
+    """Plan how `need_nbytes` become free on the tier `here`, spilling to `below` what has no other newest replica.
 
-    All or nothing: nothing is to be moved unless everything fits. The other tier makes room only by dropping
+    `below` is where what leaves a tier goes: the next one of the chain or, from the last, the one above it.
+    All or nothing: nothing is to be moved unless everything fits. The tier below makes room only by dropping
     replicas that are duplicates of a newest one, and never the duplicate an eviction here relies on. A `Shortage` is
     certain: no choice of evictions and drops under these rules would do.
     """
@@ -57,30 +58,30 @@ def make_room(need_nbytes: int, here: TierRoom, there: TierRoom) -> RoomPlan | S
         return RoomPlan()
     first = here.residents() if here.first is None else here.first(need_nbytes)
     victims = choose_victims(first, need_nbytes)
-    if victims is not None and _spilled_nbytes(victims) <= there.free_nbytes:
+    if victims is not None and _spilled_nbytes(victims) <= below.free_nbytes:
         return _room_plan(victims)
     residents = tuple(here.residents())
-    droppable = tuple(r for r in there.residents() if not r.spill)
-    within = _choose_within(residents, need_nbytes, there.free_nbytes, droppable)
+    droppable = tuple(r for r in below.residents() if not r.spill)
+    within = _choose_within(residents, need_nbytes, below.free_nbytes, droppable)
     if isinstance(within, Shortage):
         return within
     relied_on = {v.chunk for v in within if not v.spill}
     drops = choose_victims(
-        (r for r in droppable if r.chunk not in relied_on), _spilled_nbytes(within) - there.free_nbytes
+        (r for r in droppable if r.chunk not in relied_on), _spilled_nbytes(within) - below.free_nbytes
     )
     assert drops is not None
     return _room_plan(within, drops)
 
 
 def _choose_within(
-    residents: tuple[Resident, ...], need_nbytes: int, free_there_nbytes: int, droppable: tuple[Resident, ...]
+    residents: tuple[Resident, ...], need_nbytes: int, free_below_nbytes: int, droppable: tuple[Resident, ...]
 ) -> tuple[Resident, ...] | Shortage:
-    """Choose victims for which the other tier has room, from as short a beginning of the leaving order as possible.
+    """Choose victims for which the tier below has room, from as short a beginning of the leaving order as possible.
 
     Suppose it drops all it may. Then a victim takes of that room if it is spilled, and also if it relies on its
     duplicate there, which then stays: what counts is the sum over both kinds. The others leave for nothing.
     """
-    room = free_there_nbytes + sum(r.nbytes for r in droppable)
+    room = free_below_nbytes + sum(r.nbytes for r in droppable)
     duplicated = {r.chunk for r in droppable}
     costless: list[Resident] = []
     ways: dict[int, tuple[Resident, ...]] = {0: ()}  # by the room it takes, the first found choice of the costly ones

@@ -2,8 +2,8 @@
 
 A use is a run of moments in which a chunk has to be on DEVICE. Between two uses it may stay (the gap is *kept*: it
 takes room in every moment of the gap) or leave (its bytes come back later, and if DEVICE alone has the newest version
-they are written to HOST first). A step is a loop body, so the gap after a chunk's last use reaches into the next
-iteration.
+they are written to the tier below first). A step is a loop body, so the gap after a chunk's last use reaches into the
+next iteration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class After(enum.Enum):
     LIVES = "lives"
     """The next use reads it: keeping it saves a copy."""
     RENEWED = "renewed"
-    """HOST makes a new version of it, which has to be fetched: keeping it saves nothing."""
+    """The tier below makes a new version of it, which has to be fetched: keeping it saves nothing."""
     DIES = "dies"
     """The next use begins new content."""
 
@@ -41,7 +41,7 @@ class Use:
     creates: bool = False
     """It begins new content."""
     writes: bool = False
-    """It changes the content, so HOST's copy is no longer the newest."""
+    """It changes the content, so the copy below is no longer the newest."""
 
 
 @dataclass(slots=True)
@@ -59,10 +59,11 @@ class Gap:
     after: After
     ready: int
     """First moment in whose list a fetch for the next use may stand."""
-    hosted_by: int | None
-    """HOST needs the content at this moment: the update of a gradient there, or that it is used up without one."""
+    needed_below: int | None
+    """The tier below needs the content at this moment: the update of a gradient there, or that it is used up without
+    one."""
     epoch: int
-    """Gaps of one content version of a chunk share it; -1 if HOST always has the newest version."""
+    """Gaps of one content version of a chunk share it; -1 if the tier below always has the newest version."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,9 @@ def find_gaps(trace: Trace, update_tiers: Mapping[int, Tier], *, one_tier: bool 
     nbytes = tuple(trace.chunk_nbytes[chunk] for chunk in chunks)
     uses: list[list[Use]] = [[] for _ in chunks]
     renewed: list[list[int]] = [[] for _ in chunks]
-    """Moments at which HOST writes a new version."""
-    hosted: list[list[int]] = [[] for _ in chunks]
-    """Moments at which HOST has what DEVICE wrote."""
+    """Moments at which the tier below writes a new version."""
+    needed: list[list[int]] = [[] for _ in chunks]
+    """Moments at which the tier below has what DEVICE wrote."""
     for at, moment in enumerate(trace.moments):
         own = index[moment.chunk]
         if moment.kind is Kind.HOLD:
@@ -184,7 +185,7 @@ def find_gaps(trace: Trace, update_tiers: Mapping[int, Tier], *, one_tier: bool 
                     creates = trace.is_rounded(chunk)
                     uses[index[chunk]].append(Use(at, at + 1, creates=creates, writes=not reads_only))
                 else:
-                    (hosted if reads_only else renewed)[index[chunk]].append(at)
+                    (needed if reads_only else renewed)[index[chunk]].append(at)
         elif moment.kind is Kind.CONSUME:
             # Until then the content is there, on DEVICE where the update was there, else on HOST.
             last = uses[own][-1] if uses[own] else None
@@ -192,7 +193,7 @@ def find_gaps(trace: Trace, update_tiers: Mapping[int, Tier], *, one_tier: bool 
             if last is not None and (stays or trace.moments[last.start].kind is Kind.UPDATE):
                 last.stop = at + 1
             else:
-                hosted[own].append(at)
+                needed[own].append(at)
     for chain in uses if one_tier else ():
         if not chain:
             chain.append(Use(0, len(trace.moments)))
@@ -200,14 +201,14 @@ def find_gaps(trace: Trace, update_tiers: Mapping[int, Tier], *, one_tier: bool 
     first_gap = []
     for own, chain in enumerate(uses):
         first_gap.append(len(gaps))
-        gaps += _gaps_of(own, chain, renewed[own], hosted[own], len(trace.moments))
+        gaps += _gaps_of(own, chain, renewed[own], needed[own], len(trace.moments))
     return Problem(
         trace, update_tiers, chunks, nbytes, tuple(map(tuple, uses)), tuple(gaps), tuple(first_gap),
         _required(len(trace.moments), nbytes, uses),
     )  # fmt: skip
 
 
-def _gaps_of(chunk: int, chain: Sequence[Use], renewed: Sequence[int], hosted: Sequence[int], n: int) -> list[Gap]:
+def _gaps_of(chunk: int, chain: Sequence[Use], renewed: Sequence[int], needed: Sequence[int], n: int) -> list[Gap]:
     found = []
     # The version a gap carries begins with the last write at or before the use; before the first, in the last
     # iteration.
@@ -216,17 +217,19 @@ def _gaps_of(chunk: int, chain: Sequence[Use], renewed: Sequence[int], hosted: S
         following = chain[(at + 1) % len(chain)]
         stop = following.start + (n if at + 1 == len(chain) else 0)
         inside = [m + iteration for m in renewed for iteration in (0, n) if use.stop <= m + iteration < stop]
-        hosted_by = next(
-            (m + iteration for iteration in (0, n) for m in hosted if use.stop <= m + iteration < stop), None
+        needed_below = next(
+            (m + iteration for iteration in (0, n) for m in needed if use.stop <= m + iteration < stop), None
         )
         after = After.DIES if following.creates else After.RENEWED if inside else After.LIVES
         if use.writes:
             epoch = at
         ready = max([use.stop, *inside]) + 1
         if use.stop == n:  # it lies in the next iteration as a whole
-            gap = Gap(chunk, at, 0, stop - n, after, ready - n, None if hosted_by is None else hosted_by - n, epoch)
+            gap = Gap(
+                chunk, at, 0, stop - n, after, ready - n, None if needed_below is None else needed_below - n, epoch
+            )
         else:
-            gap = Gap(chunk, at, use.stop, stop, after, ready, hosted_by, epoch)
+            gap = Gap(chunk, at, use.stop, stop, after, ready, needed_below, epoch)
         found.append(gap)
     return found
 

@@ -14,14 +14,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from chunkmem.errors import PlanError
-from chunkmem.plan.model import Lane
+from chunkmem.plan.model import FETCH, LANE_LINKS, Lane
 from chunkmem.plan.timeline import Span
 from chunkmem.trace.model import Moment
 from chunkmem.types import ChunkId, Tier
 
-LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST_UPDATE, Lane.COLLECTIVE)
-"""The lanes of one rank without a disk. In a program a lane is an index into these."""
-COMPUTE, H2D, D2H, HOST_UPDATE, COLLECTIVE = range(5)
+LANES = tuple(Lane)
+"""In a program a lane is an index into these."""
+INDEX = {lane: at for at, lane in enumerate(LANES)}
+COMPUTE, HOST_UPDATE, COLLECTIVE = INDEX[Lane.COMPUTE], INDEX[Lane.HOST_UPDATE], INDEX[Lane.COLLECTIVE]
+FETCHES = INDEX[FETCH]
 _ALL = 2**63
 """More operations than there will ever be."""
 
@@ -224,9 +226,9 @@ class Lanes:
         end_s = start_s + operation.duration_s
         ends.append(end_s)
         if lane == COMPUTE:
-            if (seen := self._seen[COMPUTE][H2D]) > self._arrived:
+            if (seen := self._seen[COMPUTE][FETCHES]) > self._arrived:
                 iteration.late += sum(
-                    arrival_s > ready_s for arrival_s in self._ends[H2D][self._arrived + 1 : seen + 1]
+                    arrival_s > ready_s for arrival_s in self._ends[FETCHES][self._arrived + 1 : seen + 1]
                 )
                 self._arrived = seen
             if self._one_processor:
@@ -253,8 +255,7 @@ class Lanes:
         chunk, tier = self._program.replicas[replica]
         doing = {
             COMPUTE: f"computing the {moments[operation.moment].kind.value}",
-            H2D: f"Copy {operation.chunk} to DEVICE",
-            D2H: f"Copy {operation.chunk} to HOST",
+            **{INDEX[each]: f"Copy {operation.chunk} to {to.name}" for each, (_, to) in LANE_LINKS.items()},
             HOST_UPDATE: f"Update group {operation.chunk.group} on HOST",
             COLLECTIVE: f"exchanging {operation.chunk}",
         }[operation.lane]

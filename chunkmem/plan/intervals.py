@@ -1,4 +1,4 @@
-"""From kept gaps to stays: from when to when each chunk is on DEVICE and on HOST, and how early it is fetched. Pure."""
+"""From kept gaps to stays: when each chunk is on DEVICE, where it comes from, and how early it is fetched. Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from itertools import accumulate
 from chunkmem.plan.gaps import After, Gap, Problem
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.room import Room
+from chunkmem.types import Tier, neighbor
+
+BELOW = neighbor(Tier.DEVICE)
+"""Where chunks are when they are not on DEVICE."""
 
 
 @dataclass(slots=True)
@@ -22,12 +26,12 @@ class Stay:
     stop: int
     """The moment in whose list it may be freed, and a copy to HOST stands; past the trace's end if it lasts into the
     next iteration."""
-    fetched: bool
-    """Its content is copied from HOST; else the first use begins new content, in a slab that is taken then."""
+    source: Tier | None
+    """Where its content is copied from; None: the first use begins new content, in a slab that is taken then."""
     earliest: int
     """First moment in whose list the copy may stand; below 0 if that is in the iteration before."""
-    to_host: bool
-    """When it ends, its content goes to HOST: HOST has not the newest version, and somebody will read it."""
+    target: Tier | None
+    """Where its content goes when it ends; None: it is there, or nobody will read it."""
     issued: int = 0
     """The moment in whose list its slab is taken; below 0 if that is in the iteration before."""
     freed: int = 0
@@ -67,7 +71,7 @@ def _chain_of_stays(problem: Problem, chunk: int, gaps: Sequence[Gap], joined: S
     count = len(chain)
     breaks = [at for at in range(count) if not joined[at]]
     written: set[int] = set()
-    """Epochs that are on HOST already, walking through an iteration."""
+    """Epochs that are below already, walking through an iteration."""
     for _ in range(2):  # the second time round, what was written late in the iteration before is known
         found = []
         for index, last in enumerate(breaks):
@@ -78,14 +82,15 @@ def _chain_of_stays(problem: Problem, chunk: int, gaps: Sequence[Gap], joined: S
                     written.discard(use)
             gap = gaps[last]
             dirty = gap.epoch >= 0 and gap.epoch not in written
-            to_host = dirty and (gap.after is After.LIVES or gap.hosted_by is not None)
-            if to_host:
+            is_saved = dirty and (gap.after is After.LIVES or gap.needed_below is not None)
+            if is_saved:
                 written.add(gap.epoch)
             start = chain[first].start
             stop = chain[last].stop + (n if last < first else 0)
             before = gaps[previous]
             ready = before.ready - (n if before.stop > start else 0)
-            found.append(Stay(chunk, start, stop, not chain[first].creates, ready, to_host, start, stop))
+            source = None if chain[first].creates else BELOW
+            found.append(Stay(chunk, start, stop, source, ready, BELOW if is_saved else None, start, stop))
     return found
 
 
@@ -128,7 +133,7 @@ def prefetch(problem: Problem, stays: Stays, budget: Sequence[int], machine: Mac
         machine: the speed of the link.
         lead: 0 to fetch at the moment of need.
     """
-    fetches = [stay for stay in stays.passing if stay.fetched]
+    fetches = [stay for stay in stays.passing if stay.source is not None]
     if lead <= 0 or not fetches:
         return
     n = len(problem.trace.moments)
@@ -146,7 +151,7 @@ def prefetch(problem: Problem, stays: Stays, budget: Sequence[int], machine: Mac
 
 
 def linger(problem: Problem, stays: Stays, budget: Sequence[int], machine: Machine) -> None:
-    """Free what is copied to HOST when the copy is over, where there is room for so long. Changes `stays`.
+    """Free what is copied to the tier below when the copy is over, where there is room for so long. Changes `stays`.
 
     A slab freed sooner is the next to be taken, and computing would wait for the copy.
     """
@@ -154,11 +159,12 @@ def linger(problem: Problem, stays: Stays, budget: Sequence[int], machine: Machi
     begins = [0.0, *accumulate(moment.duration_s for moment in problem.trace.moments)]
     free = free_room(problem, stays, budget)
     limits = _last_frees(problem, stays)
+    link = machine.links[Tier.DEVICE, BELOW]
     over_s = 0.0
-    for stay in sorted((stay for stay in stays.passing if stay.to_host), key=lambda stay: stay.stop % n):
+    for stay in sorted((stay for stay in stays.passing if stay.target is not None), key=lambda stay: stay.stop % n):
         stop = stay.stop % n
         nbytes = problem.nbytes[stay.chunk]
-        over_s = max(over_s, begins[stop]) + machine.latency_s + nbytes / machine.d2h_Bps
+        over_s = max(over_s, begins[stop]) + link.copy_s(nbytes)
         freed = min(bisect_left(begins, over_s, hi=n), limits[stay.chunk, stay.start] - stay.stop + stop)
         if stop < freed and free.last_short(stop, freed, nbytes) is None:
             free.take(stop, freed, nbytes)
@@ -175,7 +181,7 @@ def free_room(problem: Problem, stays: Stays, budget: Sequence[int]) -> Room:
 
 
 def _last_frees(problem: Problem, stays: Stays) -> dict[tuple[int, int], int]:
-    """By (chunk, start) of a stay: the last moment it may be freed in; HOST writes or another stay begins after it."""
+    """By (chunk, start) of a stay: the last moment it may be freed in, as another begins or the tier below writes."""
     n = len(problem.trace.moments)
     chains: dict[int, list[Stay]] = {}
     for stay in stays.passing:
@@ -187,14 +193,14 @@ def _last_frees(problem: Problem, stays: Stays) -> dict[tuple[int, int], int]:
     for chunk, chain in chains.items():
         for at, stay in enumerate(chain):
             following = chain[(at + 1) % len(chain)]
-            begins = following.issued if following.fetched else following.start
+            begins = following.issued if following.source is not None else following.start
             while begins < stay.stop:
                 begins += n
             gap = by_use[chunk, stay.stop % n]
             if gap.after is After.RENEWED:
                 begins = min(begins, gap.ready - 1 - gap.start + stay.stop)
-            if gap.hosted_by is not None:
-                begins = min(begins, gap.hosted_by - gap.start + stay.stop)
+            if gap.needed_below is not None:
+                begins = min(begins, gap.needed_below - gap.start + stay.stop)
             last[chunk, stay.start] = begins
     return last
 
@@ -213,13 +219,14 @@ def _latest_starts(
     problem: Problem, fetches: Sequence[Stay], begins: Sequence[float], machine: Machine, lead: float
 ) -> list[float]:
     iteration_s = begins[-1]
+    link = machine.links[BELOW, Tier.DEVICE]
     starts = [0.0] * len(fetches)
     # The first copies of the next iteration queue behind the last ones of this: go round twice.
     limit_s = float("inf")
     for iteration in (1, 0):
         for at in range(len(fetches) - 1, -1, -1):
             stay = fetches[at]
-            takes_s = machine.latency_s + problem.nbytes[stay.chunk] / machine.h2d_Bps
+            takes_s = link.copy_s(problem.nbytes[stay.chunk])
             limit_s = min(begins[stay.start] + iteration * iteration_s, limit_s) - lead * takes_s
             limit_s = max(
                 limit_s, (iteration - 1) * iteration_s
@@ -236,7 +243,7 @@ def keep_slabs(problem: Problem, kept: frozenset[int], stays: Stays, budget: Seq
         at
         for at, g in enumerate(problem.gaps)
         if g.after is After.DIES
-        and g.hosted_by is None
+        and g.needed_below is None
         and g.start < g.stop
         and not problem.trace.is_remote(problem.chunks[g.chunk])
     ]
@@ -248,7 +255,7 @@ def keep_slabs(problem: Problem, kept: frozenset[int], stays: Stays, budget: Seq
             free.take(gap.start, gap.stop, nbytes)
     if not spare:
         return stays
-    issued = {(stay.chunk, stay.start): stay.issued for stay in stays.passing if stay.fetched}
+    issued = {(stay.chunk, stay.start): stay.issued for stay in stays.passing if stay.source is not None}
     freed = {(stay.chunk, stay.stop): stay.freed for stay in stays.passing}
     joined = find_stays(problem, kept | spare)
     for stay in joined.passing:

@@ -20,18 +20,18 @@ CONSUME frees replicas that are not on DEVICE, and empties one that is.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated
 
 from chunkmem.errors import PlanError
 from chunkmem.plan.machine import Machine
-from chunkmem.schema import BOOL, Check, integer, one_of
-from chunkmem.trace.reader import COUNT, LIST, TEXT, Fields, Format, item_of, member_of
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.trace.codec import Integer, Mark
+from chunkmem.trace.saved import Saved
+from chunkmem.types import ChunkId, Link, Tier, neighbor
 
 
 class Lane(enum.Enum):
@@ -42,9 +42,17 @@ class Lane(enum.Enum):
     D2H = "d2h"
     HOST_UPDATE = "host-update"
     COLLECTIVE = "collective"
-    DISK = "disk"
 
     __hash__ = object.__hash__
+
+
+LINK_LANES: Mapping[Link, Lane] = MappingProxyType(
+    {(Tier.HOST, Tier.DEVICE): Lane.H2D, (Tier.DEVICE, Tier.HOST): Lane.D2H}
+)
+"""The lane of each link: copies over it run one after the other."""
+LANE_LINKS: Mapping[Lane, Link] = MappingProxyType({lane: link for link, lane in LINK_LANES.items()})
+FETCH = LINK_LANES[neighbor(Tier.DEVICE), Tier.DEVICE]
+"""The lane that brings chunks to DEVICE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +81,7 @@ class Copy:
 
     @property
     def lane(self) -> Lane:
-        if Tier.DISK in (self.source, self.target):
-            return Lane.DISK
-        return Lane.H2D if self.target is Tier.DEVICE else Lane.D2H
+        return LINK_LANES[self.source, self.target]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,7 @@ class Wait:
 
     lane: Lane
     on: Lane
-    count: int
+    count: Integer
 
 
 Action = Alloc | Free | Copy | Update | Wait
@@ -118,7 +124,9 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(
+    Saved, name="chunkmem plan", error=PlanError, again="make it again with `chunkmem plan`", tables=("chunks",)
+):
     """A loop body: the residency at its start, and the actions at each moment."""
 
     trace_digest: str
@@ -128,108 +136,14 @@ class Plan:
     """The residency before the first moment, and after the last."""
     actions: tuple[tuple[Action, ...], ...]
     """One list a moment of the trace."""
-    update_tiers: Mapping[int, Tier]
+    update_tiers: Annotated[Mapping[int, Tier], Mark.SORTED]
     """Where each group that the trace updates is updated."""
     name: str = ""
     """How it was chosen, for reports."""
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file. A file that is there is replaced as a whole; no directory is created.
-
-        Raises:
-            PlanError: the file cannot be written, or it has a value, such as NaN, that none should have.
-        """
-        _FORMAT.save(self.to_dict(), path, self.from_dict)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Return what `save` wrote. Whether it can be followed is the simulator's to say.
-
-        Raises:
-            PlanError: it cannot be read, or is something else, of a newer version, or damaged; names the file.
-        """
-        return _FORMAT.load(path, cls.from_dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-serialisable data; equal plans give equal data.
-
-        Chunks are ``[role, group]``, and elsewhere an index of this table; the start is ``[chunk, tier, newest]``;
-        actions are a name and the action's own fields: ``["copy", chunk, "host", "device"]``.
-        """
-        chunks: dict[ChunkId, int] = {}
-        # A set has no order of its own.
-        placed = sorted(self.start, key=lambda p: (p.chunk.role.value, p.chunk.group, p.tier.value, p.newest))
-        start = [[_plain(p.chunk, chunks), p.tier.value, p.newest] for p in placed]
-        tiers = [[group, tier.value] for group, tier in sorted(self.update_tiers.items())]
-        actions = [[_action_to_list(action, chunks) for action in moment] for moment in self.actions]
-        machine = self.machine.to_dict()
-        return _FORMAT.document(self.name, self.trace_digest, machine, _chunk_table(chunks), start, tiers, actions)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
-        """Make one from what `to_dict` gave.
-
-        Raises:
-            PlanError: a key is missing or unknown, or a value is not allowed; says where it is.
-        """
-        fields = _FORMAT.fields(values)
-        chunk = item_of("chunks", [ChunkId(*row) for row in fields.rows("chunks", _ROLE, COUNT)])
-        start = fields.table("start", chunk, _TIER, BOOL)
-        read_action = _action_reader(fields, chunk)
-        return cls(
-            trace_digest=fields.one("trace_digest", TEXT),
-            machine=Machine.from_dict(fields.values["machine"], at="machine"),
-            start=frozenset(Placed(where, tier, newest) for (where, tier), newest in start.items()),
-            actions=tuple(
-                tuple(read_action(f"actions[{index}][{n}]", row) for n, row in enumerate(moment))
-                for index, moment in enumerate(fields.column("actions", LIST))
-            ),
-            update_tiers={group: tier for (group,), tier in fields.table("update_tiers", COUNT, _TIER).items()},
-            name=fields.one("name", TEXT),
-        )
-
-
-_FORMAT = Format(
-    name="chunkmem plan",
-    version=1,
-    keys=("name", "trace_digest", "machine", "chunks", "start", "update_tiers", "actions"),
-    error=PlanError,
-)
-_ROLE = member_of(Role)
-_TIER = member_of(Tier)
-_LANE = member_of(Lane)
-_INTEGER = integer(-(2**63))
-
-
-def _action_reader(fields: Fields, chunk: Check) -> Callable[[str, object], Action]:
-    columns: Mapping[str, tuple[Callable[..., Action], tuple[Check, ...]]] = {
-        "alloc": (Alloc, (chunk, _TIER)),
-        "free": (Free, (chunk, _TIER)),
-        "copy": (Copy, (chunk, _TIER, _TIER)),
-        "update": (Update, (COUNT, _TIER)),
-        "wait": (Wait, (_LANE, _LANE, _INTEGER)),
-    }
-    name = one_of(*columns)
-
-    def read(path: str, row: object) -> Action:
-        values = fields.checked(path, row, LIST)
-        make, checks = columns[fields.checked(f"{path}[0]", values[0] if values else None, name)]
-        return make(*fields.row(path, values, (name, *checks))[1:])
-
-    return read
-
-
-def _action_to_list(action: Action, chunks: dict[ChunkId, int]) -> list[object]:
-    # Fields are in the order in which the constructor takes them.
-    values = (getattr(action, field.name) for field in dataclasses.fields(action))
-    return [type(action).__name__.lower(), *(_plain(value, chunks) for value in values)]
-
-
-def _plain(value: object, chunks: dict[ChunkId, int]) -> object:
-    if isinstance(value, ChunkId):
-        return chunks.setdefault(value, len(chunks))
-    return value.value if isinstance(value, enum.Enum) else value
-
-
-def _chunk_table(chunks: Mapping[ChunkId, int]) -> list[list[object]]:
-    return [[chunk.role.value, chunk.group] for chunk in chunks]
+    def require_sound(self) -> None:
+        """Refuse a replica that is at the start twice."""
+        twice = Counter((placed.chunk, placed.tier) for placed in self.start).most_common(1)
+        if twice and twice[0][1] > 1:
+            chunk, tier = twice[0][0]
+            raise PlanError(f"start has {chunk} on {tier.name} twice, with the newest version and without")

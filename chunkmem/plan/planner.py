@@ -260,11 +260,11 @@ class _Candidates:
         way.tried.add(kept)
         machine, update_tiers = self.machine, way.problem.update_tiers
         program = _program(way.problem, kept, self.budget, machine, lead=_LEAD)
-        if program.host_peak_nbytes > machine.host_nbytes:
-            if self.least_host_nbytes is None or program.host_peak_nbytes < self.least_host_nbytes:
-                self.least_host_nbytes = program.host_peak_nbytes
+        if program.below_peak_nbytes > machine.host_nbytes:
+            if self.least_host_nbytes is None or program.below_peak_nbytes < self.least_host_nbytes:
+                self.least_host_nbytes = program.below_peak_nbytes
             return work // 2, None
-        log = min(machine.shadow_nbytes, machine.host_nbytes - program.host_peak_nbytes)
+        log = min(machine.shadow_nbytes, machine.host_nbytes - program.below_peak_nbytes)
         actions = advance_updates(self.trace, program.actions, limit_nbytes=log)
         waiting = add_waits(self.trace, program.start, actions)
         name = f"{name}, {reserve} set aside"
@@ -320,6 +320,6 @@ def _program(
     stays = keep_slabs(problem, kept, stays, budget)
     # While an evaluation runs, what never leaves DEVICE need not be on HOST: training will say whether it should.
     program = emit(problem, stays, home_residents=problem.trace.mode is Mode.TRAIN)
-    if program.host_peak_nbytes > machine.host_nbytes:
+    if program.below_peak_nbytes > machine.host_nbytes:
         program = emit(problem, stays, home_residents=False)
     return program

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from chunkmem.plan.gaps import Problem
-from chunkmem.plan.intervals import Stay, Stays
+from chunkmem.plan.intervals import BELOW, Stay, Stays
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Update
 from chunkmem.trace.model import Kind
 from chunkmem.types import ChunkId, Role, Tier
@@ -18,15 +18,16 @@ class Program:
 
     start: frozenset[Placed]
     actions: tuple[tuple[Action, ...], ...]
-    host_peak_nbytes: int
+    below_peak_nbytes: int
+    """Of the tier below DEVICE."""
 
 
 def emit(problem: Problem, stays: Stays, *, home_residents: bool) -> Program:
     """Write the actions down.
 
-    Chunks that DEVICE never writes have their home on HOST: a copy that is always there, so leaving DEVICE is free.
-    With `home_residents`, also those that never leave; it costs room on HOST, and spares copies when another plan
-    takes turns with this one. Weights that an update on HOST rounds again are there from then to their last fetch only:
+    Chunks that DEVICE never writes have their home on the tier below: a copy that is always there, so leaving DEVICE is
+    free. With `home_residents`, also those that never leave; it costs room there, and spares copies when another plan
+    takes turns with this one. Weights that an update there rounds again are there from then to their last fetch only:
     the gradient takes their place.
     """
     return _Emitter(problem, stays, home_residents=home_residents).run()
@@ -43,10 +44,10 @@ class _Emitter:
         self.creating: dict[int, Stay] = {}
         self.fetching: dict[int, list[Stay]] = defaultdict(list)
         for stay in stays.passing:
-            if stay.to_host:
+            if stay.target is not None:
                 self.leaving[stay.stop % n].append(stay)
             self.ending[stay.freed % n].append(stay)
-            if stay.fetched:
+            if stay.source is not None:
                 self.fetching[stay.issued % n].append(stay)
             else:
                 self.creating[stay.start] = stay
@@ -55,15 +56,14 @@ class _Emitter:
             for chunk, chain in enumerate(problem.uses)
             if not any(use.writes for use in chain) and (home_residents or chunk not in stays.resident or not chain)
         }
-        self.rounding, self.last_fetches = self._rounded_on_host()
+        self.rounding, self.last_fetches = self._rounded_below()
         self.homes -= set(self.rounding.values())
-        self.on_host = set(self.homes)
-        self.host_nbytes = sum(problem.nbytes[chunk] for chunk in self.homes)
-        self.host_peak_nbytes = self.host_nbytes
+        self.below = set(self.homes)
+        self.below_nbytes = sum(problem.nbytes[chunk] for chunk in self.homes)
+        self.below_peak_nbytes = self.below_nbytes
 
-    def _rounded_on_host(self) -> tuple[dict[int, int], dict[int, list[int]]]:
-        """Return which chunk an update on HOST begins again, by moment, and which ones are fetched for the last
-        time."""
+    def _rounded_below(self) -> tuple[dict[int, int], dict[int, list[int]]]:
+        """Return which chunk an update below begins again, by moment, and which ones are fetched for the last time."""
         problem, n = self.problem, self.n
         fetches: dict[int, list[int]] = defaultdict(list)
         for at, stays in self.fetching.items():
@@ -73,21 +73,19 @@ class _Emitter:
         last_fetches: dict[int, list[int]] = defaultdict(list)
         for at, moment in enumerate(problem.trace.moments):
             chunk = self.index[moment.chunk]
-            on_host = moment.kind is Kind.UPDATE and problem.update_tiers[moment.chunk.group] is Tier.HOST
-            if on_host and problem.trace.is_rounded(moment.chunk) and chunk in fetches:
+            is_below = moment.kind is Kind.UPDATE and problem.update_tiers[moment.chunk.group] is BELOW
+            if is_below and problem.trace.is_rounded(moment.chunk) and chunk in fetches:
                 rounding[at] = chunk
                 last_fetches[max(fetches[chunk], key=lambda fetch: (fetch - at - 1) % n)].append(chunk)
         return rounding, last_fetches
 
     def run(self) -> Program:
-        for moment in range(self.n):  # a first iteration only to see what is on HOST when the next one begins
+        for moment in range(self.n):  # a first iteration only to see what is below when the next one begins
             self._list(moment)
-        start = frozenset(self._placed_on_device()) | {
-            Placed(self.problem.chunks[c], Tier.HOST, True) for c in self.on_host
-        }
-        self.host_peak_nbytes = self.host_nbytes
+        start = frozenset(self._placed_on_device()) | {Placed(self.problem.chunks[c], BELOW, True) for c in self.below}
+        self.below_peak_nbytes = self.below_nbytes
         actions = tuple(tuple(self._list(moment)) for moment in range(self.n))
-        return Program(start, actions, self.host_peak_nbytes)
+        return Program(start, actions, self.below_peak_nbytes)
 
     def _placed_on_device(self) -> set[Placed]:
         chunks = set(self.stays.resident)
@@ -110,32 +108,32 @@ class _Emitter:
         moment = self.problem.trace.moments[at]
         actions: list[Action] = []
         for stay in self.leaving.get(at, ()):
-            if stay.chunk not in self.on_host:
-                self._host(stay.chunk)
-                actions.append(Alloc(chunks[stay.chunk], Tier.HOST))
-            actions.append(Copy(chunks[stay.chunk], Tier.DEVICE, Tier.HOST))
+            if stay.chunk not in self.below:
+                self._enter(stay.chunk)
+                actions.append(Alloc(chunks[stay.chunk], BELOW))
+            actions.append(Copy(chunks[stay.chunk], Tier.DEVICE, BELOW))
         for stay in self.ending.get(at, ()):
             actions.append(Free(chunks[stay.chunk], Tier.DEVICE))
         if at in self.creating:
             actions.append(Alloc(moment.chunk, Tier.DEVICE))
         for stay in self.fetching.get(at, ()):
-            actions += (Alloc(chunks[stay.chunk], Tier.DEVICE), Copy(chunks[stay.chunk], Tier.HOST, Tier.DEVICE))
+            actions += (Alloc(chunks[stay.chunk], Tier.DEVICE), Copy(chunks[stay.chunk], BELOW, Tier.DEVICE))
         for last in self.last_fetches.get(at, ()):
-            if last in self.on_host:  # not so in the first iteration that is only followed to see
-                self._unhost(last)
-                actions.append(Free(chunks[last], Tier.HOST))
-        # After the fetches: what this moment writes may only now have come from HOST.
+            if last in self.below:  # not so in the first iteration that is only followed to see
+                self._leave(last)
+                actions.append(Free(chunks[last], BELOW))
+        # After the fetches: what this moment writes may only now have come from below.
         for own in self._written_on_device(at):
-            if own in self.on_host:
-                self._unhost(own)
-                actions.append(Free(chunks[own], Tier.HOST))
-        if at in self.rounding and self.rounding[at] not in self.on_host:
-            self._host(self.rounding[at])
-            actions.append(Alloc(moment.chunk, Tier.HOST))
+            if own in self.below:
+                self._leave(own)
+                actions.append(Free(chunks[own], BELOW))
+        if at in self.rounding and self.rounding[at] not in self.below:
+            self._enter(self.rounding[at])
+            actions.append(Alloc(moment.chunk, BELOW))
         if moment.kind is Kind.UPDATE:
             actions.append(Update(moment.chunk.group, self.problem.update_tiers[moment.chunk.group]))
-        elif moment.kind is Kind.CONSUME and self.index[moment.chunk] in self.on_host:
-            self._unhost(self.index[moment.chunk])
+        elif moment.kind is Kind.CONSUME and self.index[moment.chunk] in self.below:
+            self._leave(self.index[moment.chunk])
         return actions
 
     def _written_on_device(self, at: int) -> list[int]:
@@ -147,11 +145,11 @@ class _Emitter:
             return [self.index[c] for c in self.problem.trace.update_chunks(group) if c.role is not Role.GRAD]
         return []
 
-    def _host(self, chunk: int) -> None:
-        self.on_host.add(chunk)
-        self.host_nbytes += self.problem.nbytes[chunk]
-        self.host_peak_nbytes = max(self.host_peak_nbytes, self.host_nbytes)
+    def _enter(self, chunk: int) -> None:
+        self.below.add(chunk)
+        self.below_nbytes += self.problem.nbytes[chunk]
+        self.below_peak_nbytes = max(self.below_peak_nbytes, self.below_nbytes)
 
-    def _unhost(self, chunk: int) -> None:
-        self.on_host.remove(chunk)
-        self.host_nbytes -= self.problem.nbytes[chunk]
+    def _leave(self, chunk: int) -> None:
+        self.below.remove(chunk)
+        self.below_nbytes -= self.problem.nbytes[chunk]

@@ -8,9 +8,9 @@ from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update, Wait
-from chunkmem.plan.semantics import ABSENT, NEWEST, PLACE, TIERS, State
+from chunkmem.plan.semantics import ABSENT, NEWEST, State
 from chunkmem.trace.model import Trace
-from chunkmem.types import ChunkId, Tier
+from chunkmem.types import PLACE, TIERS, ChunkId, Tier
 
 _STATES = ("absent", "without the newest version", "there")
 
@@ -45,7 +45,7 @@ class CheckedState(State):
         self._roles = [(tier, chunk.role.value) for chunk, tier in self.replicas]
         self.charge_nbytes = 0
         """Non-model data on DEVICE."""
-        self._caps = (machine.device_nbytes, machine.host_nbytes)
+        self._caps = tuple(machine.cap_nbytes[tier] for tier in TIERS)
         self._role_nbytes: dict[tuple[Tier, str], int] = {}
         self.role_peak_nbytes: dict[tuple[Tier, str], int] = {}
         self.start: list[int] = []
@@ -59,7 +59,7 @@ class CheckedState(State):
 
     def set_aside(self, nbytes: int) -> None:
         """Take bytes of HOST for the shadow buffers, all the time."""
-        host = TIERS.index(Tier.HOST)
+        host = PLACE[Tier.HOST]
         self.used_nbytes[host] += nbytes
         self.peak_nbytes[host] += nbytes
         self.role_peak_nbytes[Tier.HOST, SHADOW] = nbytes

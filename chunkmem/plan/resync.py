@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from chunkmem.errors import PlanError
 from chunkmem.plan.model import Action, Alloc, Copy, Free
 from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST, Residency, State
-from chunkmem.types import ChunkId, Tier
-
-_OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
+from chunkmem.types import PLACE, TIERS, ChunkId, Tier, neighbor
 
 
 def resync(
@@ -86,7 +84,7 @@ class _Way:
         self._free_the_needless()
         while missing := self._missing(content):
             # DEVICE makes room first: HOST is where chunks are when nothing else is known.
-            copied = [self._copy(chunk, _OTHER[tier], tier) for chunk, tier in missing]
+            copied = [self._bring(chunk, tier) for chunk, tier in missing]
             if not any(copied) and not self._free_a_spare({t for _, t in missing}) and not self._go_round(missing):
                 raise self._obstacle(*missing[0])
         for (chunk, tier), _ in sorted(self.wanted.newest.items(), key=lambda item: _order(item[0][0])):
@@ -102,7 +100,7 @@ class _Way:
         nbytes, free = self.chunk_nbytes[chunk], self.free_nbytes[tier]
         return PlanError(
             f"{chunk} takes {nbytes} bytes on {tier.name}, and {free} of {self.caps[tier]} are free there, and "
-            f"{self.free_nbytes[_OTHER[tier]]} of {self.caps[_OTHER[tier]]} on {_OTHER[tier].name}; raise "
+            f"{self.free_nbytes[neighbor(tier)]} of {self.caps[neighbor(tier)]} on {neighbor(tier).name}; raise "
             f"memory.{tier.value} by {max(0, nbytes - free)} bytes"
         )
 
@@ -136,17 +134,17 @@ class _Way:
                 continue
             self._gone_round.add(key)
             lacking = self.chunk_nbytes[chunk] - self.free_nbytes[tier]
-            room = self.free_nbytes[_OTHER[tier]]
+            room = self.free_nbytes[neighbor(tier)]
             moved = []
             here = [c for c, t in self.now.present() if t is tier and (c, t) not in self.held and c is not chunk]
             for other in sorted(here, key=lambda c: (self.chunk_nbytes[c], _order(c))):
                 nbytes = self.chunk_nbytes[other]
-                if lacking > 0 and nbytes <= room and self.now.on(other, _OTHER[tier]) == ABSENT:
+                if lacking > 0 and nbytes <= room and self.now.on(other, neighbor(tier)) == ABSENT:
                     moved.append(other)
                     lacking, room = lacking - nbytes, room - nbytes
             if lacking <= 0:
                 for other in moved:
-                    self._copy(other, tier, _OTHER[tier])
+                    self._copy(other, tier, neighbor(tier))
                     self._free(other, tier)
                 return True
         return False
@@ -200,6 +198,13 @@ class _Way:
         if (chunk, source) not in self.wanted.newest and (chunk, source) not in self.held:
             self._free(chunk, source)
         return True
+
+    def _bring(self, chunk: ChunkId, tier: Tier) -> bool:
+        """Copy from the nearest tier that has the newest version, one link of the chain; a further one comes next."""
+        here = PLACE[tier]
+        source = min((t for t in TIERS if self.now.on(chunk, t) == NEWEST), key=lambda t: abs(PLACE[t] - here))
+        towards = 1 if PLACE[source] < here else -1
+        return self._copy(chunk, source, TIERS[PLACE[source] + towards])
 
     def _alloc(self, chunk: ChunkId, tier: Tier) -> bool:
         if self.now.on(chunk, tier) != ABSENT:

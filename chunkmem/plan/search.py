@@ -1,7 +1,7 @@
 """Keep the gaps that save the most traffic: a search over what is kept when room is short. Pure.
 
 Belady's rule is not the best once evictions may cost a write-back. Here several ways to make room are followed side by
-side, as states (what is kept, whose version is on HOST already). All of them while they are few, so small problems are
+side, as states (what is kept, whose version is below already). All of them while they are few, so small problems are
 solved exactly; else the cheapest `width` at each moment.
 
 The search is a generator, so that it can be spread over training steps: it yields the work it has done since it yielded
@@ -17,7 +17,7 @@ from chunkmem.plan.choose import free_to_choose, furthest_next_use, sweep, traff
 from chunkmem.plan.gaps import After, Gap, Problem
 
 State = tuple[int, int]
-"""Bit masks over chunks: kept at present; the present version is on HOST."""
+"""Bit masks over chunks: kept at present; the present version is on the tier below."""
 Trail = tuple[int, "Trail"] | None
 """Gaps given up, the last first."""
 
@@ -86,7 +86,7 @@ class _Search:
         self.starts_at: list[list[int]] = [[] for _ in range(n)]
         """Gaps that begin, by moment."""
         self.new_versions: list[tuple[int, int]] = [(0, 0)] * n
-        """Chunks written on DEVICE, by moment: those whose version goes to HOST in any case, and the others."""
+        """Chunks written on DEVICE, by moment: those whose version goes below in any case, and the others."""
         self.crossing: dict[int, int] = {}
         """By chunk, the gap that reaches into the next iteration."""
         gaps = problem.gaps
@@ -96,16 +96,16 @@ class _Search:
             self.ends[gap.stop if gap.stop <= n else gap.stop - n] |= 1 << gap.chunk
             if gap.stop > n:
                 self.crossing[gap.chunk] = at
-        hosted = {(gap.chunk, gap.epoch) for gap in gaps if gap.hosted_by is not None}
+        needed = {(gap.chunk, gap.epoch) for gap in gaps if gap.needed_below is not None}
         for chunk, chain in enumerate(problem.uses):
             for index, use in enumerate(chain):
                 if use.writes:
-                    on_host, not_yet = self.new_versions[use.start]
-                    if (chunk, index) in hosted:
-                        on_host |= 1 << chunk
+                    saved, not_yet = self.new_versions[use.start]
+                    if (chunk, index) in needed:
+                        saved |= 1 << chunk
                     else:
                         not_yet |= 1 << chunk
-                    self.new_versions[use.start] = on_host, not_yet
+                    self.new_versions[use.start] = saved, not_yet
         self.dirty = sum(1 << gap.chunk for gap in {g.chunk: g for g in gaps if g.epoch >= 0}.values())
         self.carried = {chunk: gap.epoch for chunk, gap in self._last_gaps() if gap.after is After.LIVES}
         """By chunk whose content lives across an iteration's end, its version then; those in use at that point
@@ -123,7 +123,7 @@ class _Search:
         """Yield states an iteration may begin with: that of a known solution, then every other one where they are
         few."""
         kept = sum(1 << c for c, at in self.crossing.items() if at in known)
-        likely = kept, self._on_host_at_end(known)
+        likely = kept, self._saved_at_end(known)
         yield likely
         undecided = sorted({*self.crossing, *(c for c in self.carried if self.dirty >> c & 1)})
         if len(undecided) <= _ALL_CROSSING:
@@ -136,18 +136,18 @@ class _Search:
         if not undecided:
             yield state
             return
-        (kept, on_host), bit, others = state, 1 << undecided[0], undecided[1:]
+        (kept, saved), bit, others = state, 1 << undecided[0], undecided[1:]
         may_leave = undecided[0] in self.crossing
-        if may_leave:  # what left has its newest version on HOST
-            yield from self._possible_starts(others, (kept, on_host | self.dirty & bit))
+        if may_leave:  # what left has its newest version below
+            yield from self._possible_starts(others, (kept, saved | self.dirty & bit))
             kept |= bit
         if self.load(kept & ~self.ends[0]) <= self.room[0]:
-            yield from self._possible_starts(others, (kept, on_host))
+            yield from self._possible_starts(others, (kept, saved))
             if self.dirty & bit:
-                yield from self._possible_starts(others, (kept, on_host | bit))
+                yield from self._possible_starts(others, (kept, saved | bit))
 
-    def _on_host_at_end(self, known: frozenset[int]) -> int:
-        """Chunks whose last version of an iteration has been written to HOST by its end."""
+    def _saved_at_end(self, known: frozenset[int]) -> int:
+        """Chunks whose last version of an iteration has been written to the tier below by its end."""
         gaps = self.problem.gaps
         mask = 0
         for at in range(len(gaps)):
@@ -155,7 +155,7 @@ class _Search:
             if gap.epoch >= 0 and self.carried.get(gap.chunk) == gap.epoch and gap.start < gap.stop:
                 # Else the version is of the iteration before, or leaves in the next.
                 begun = gap.use >= gap.epoch and gap.start > 0
-                if begun and (at not in known or gap.hosted_by is not None):
+                if begun and (at not in known or gap.needed_below is not None):
                     mask |= 1 << gap.chunk
         return mask
 
@@ -178,15 +178,15 @@ class _Search:
         states: dict[State, tuple[int, Trail]] = {start: (0, None)}
         for moment in range(self.n):
             ends = self.ends[moment]
-            on_host, not_yet = self.new_versions[moment]
+            saved, not_yet = self.new_versions[moment]
             starts = 0
             for at in self.starts_at[moment]:
                 chunk = gaps[at].chunk
                 open_gap[chunk] = at
                 starts |= 1 << chunk
-            if ends or on_host or not_yet or starts:
+            if ends or saved or not_yet or starts:
                 locked &= ~ends
-                states = self._advance(states, ~ends, on_host, ~not_yet, starts)
+                states = self._advance(states, ~ends, saved, ~not_yet, starts)
                 for at in self.starts_at[moment]:
                     if gaps[at].stop > self.n:
                         bit = 1 << gaps[at].chunk
@@ -221,12 +221,12 @@ class _Search:
         return work
 
     def _advance(
-        self, states: dict[State, tuple[int, Trail]], ends: int, on_host: int, not_yet: int, starts: int
+        self, states: dict[State, tuple[int, Trail]], ends: int, saved: int, not_yet: int, starts: int
     ) -> dict[State, tuple[int, Trail]]:
         self._work += len(states)
         moved: dict[State, tuple[int, Trail]] = {}
         for (kept, paid), way in states.items():
-            state = kept & ends | starts, (paid | on_host) & not_yet
+            state = kept & ends | starts, (paid | saved) & not_yet
             if state not in moved or way[0] < moved[state][0]:
                 moved[state] = way
         return moved

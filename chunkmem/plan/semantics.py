@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Plan, Update
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import PLACE, TIERS, ChunkId, Role, Tier
 
 
 class ReplicaState(enum.IntEnum):
@@ -26,9 +26,6 @@ class ReplicaState(enum.IntEnum):
 
 
 ABSENT, EMPTY, NEWEST = ReplicaState
-TIERS = (Tier.DEVICE, Tier.HOST)
-"""From the one that computes to the one that is furthest from it."""
-PLACE = {tier: place for place, tier in enumerate(TIERS)}
 _STEPS = tuple(tuple(other - place for other in range(len(TIERS)) if other != place) for place in range(len(TIERS)))
 """By place of a replica: how far the numbers of the others of its chunk are from its own."""
 

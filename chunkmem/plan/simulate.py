@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from chunkmem.errors import PlanError
-from chunkmem.plan.hazards import H2D, Lanes, Program
+from chunkmem.plan.hazards import FETCHES, Lanes, Program
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
-from chunkmem.plan.semantics import TIERS
 from chunkmem.plan.timeline import Timeline
 from chunkmem.plan.verify import Reader
 from chunkmem.trace.model import Trace
-from chunkmem.types import Tier
+from chunkmem.types import TIERS, Tier
 
 
 def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, iterations: int = 3) -> Timeline:
@@ -42,13 +41,13 @@ def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, iterat
     for _ in range(iterations - 1):
         lanes.run_iteration(record=False)
     iteration = lanes.run_iteration(record=True)
-    state, fetched = reader.state, reader.num_issued[H2D]
+    state, fetched = reader.state, reader.num_issued[FETCHES]
     return Timeline(
         spans=tuple(iteration.spans),
         step_s=iteration.step_s,
         peak_nbytes=dict(zip(TIERS, state.peak_nbytes, strict=True)),
         role_peak_nbytes={key: nbytes for key, nbytes in state.role_peak_nbytes.items() if nbytes},
-        cap_nbytes={Tier.DEVICE: machine.device_nbytes, Tier.HOST: machine.host_nbytes},
+        cap_nbytes=dict(machine.cap_nbytes),
         device_nbytes=tuple(reader.device_nbytes),
         prefetched=fetched - iteration.late,
         fetched=fetched,

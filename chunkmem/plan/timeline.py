@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from chunkmem.errors import PlanError
-from chunkmem.plan.model import Lane
-from chunkmem.schema import BOOL, NULL, either, integer
+from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.sizes import format_nbytes
-from chunkmem.trace.reader import COUNT, FINITE, SECONDS, TEXT, Fields, Format, item_of, member_of
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.trace.codec import Integer, Label, Seconds
+from chunkmem.trace.saved import Saved
+from chunkmem.types import ChunkId, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +19,11 @@ class Span:
     """One operation on a lane, or a stall: COMPUTE waiting for another lane."""
 
     lane: Lane
-    label: str
+    label: Label
     start_s: float
     """Since the step began."""
     end_s: float
-    moment: int
+    moment: Integer
     """The moment it was issued in."""
     chunk: ChunkId | None = None
     nbytes: int = 0
@@ -34,11 +32,13 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(
+    Saved, name="chunkmem timeline", error=PlanError, again="record the run again", tables=("chunks", "labels")
+):
     """One step."""
 
     spans: tuple[Span, ...]
-    step_s: float
+    step_s: Seconds
     peak_nbytes: Mapping[Tier, int]
     """Highest sum over chunks; slabs kept for reuse do not count."""
     role_peak_nbytes: Mapping[tuple[Tier, str], int]
@@ -56,7 +56,7 @@ class Timeline:
     @cached_property
     def moved_nbytes(self) -> Mapping[Lane, int]:
         """Bytes copied on each link."""
-        moved = dict.fromkeys((Lane.H2D, Lane.D2H), 0)
+        moved = dict.fromkeys(LANE_LINKS, 0)
         for span in self.spans:
             if span.nbytes and not span.is_stall and span.lane is not Lane.COLLECTIVE:
                 moved[span.lane] = moved.get(span.lane, 0) + span.nbytes
@@ -82,106 +82,14 @@ class Timeline:
             f"peak {format_nbytes(self.peak_nbytes[Tier.DEVICE])} of {format_nbytes(self.cap_nbytes[Tier.DEVICE])}"
         )
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file. A file that is there is replaced as a whole; no directory is created.
-
-        Raises:
-            PlanError: the file cannot be written, or it has a value, such as NaN, that none should have.
-        """
-        _FORMAT.save(self.to_dict(), path, self.from_dict)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Timeline:
-        """Return what `save` wrote.
-
-        Raises:
-            PlanError: it cannot be read, or is something else, of a newer version, or damaged; names the file.
-        """
-        return _FORMAT.load(path, cls.from_dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-serialisable data.
-
-        Spans are ``[lane, index of the label, start_s, end_s, moment, index of the chunk or None, nbytes, is_stall]``.
-        """
-        chunks: dict[ChunkId, int] = {}
-        labels: dict[str, int] = {}
-        spans = [
-            [
-                span.lane.value,
-                labels.setdefault(span.label, len(labels)),
-                span.start_s,
-                span.end_s,
-                span.moment,
-                None if span.chunk is None else chunks.setdefault(span.chunk, len(chunks)),
-                span.nbytes,
-                span.is_stall,
-            ]
-            for span in self.spans
-        ]
-        return _FORMAT.document(
-            self.step_s,
-            self.plan_misses,
-            self.prefetched,
-            self.fetched,
-            [[tier.value, nbytes] for tier, nbytes in self.peak_nbytes.items()],
-            [[tier.value, role, nbytes] for (tier, role), nbytes in self.role_peak_nbytes.items()],
-            [[tier.value, nbytes] for tier, nbytes in self.cap_nbytes.items()],
-            list(self.device_nbytes),
-            [[chunk.role.value, chunk.group] for chunk in chunks],
-            list(labels),
-            spans,
-        )
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Timeline:
-        """Make one from what `to_dict` gave.
-
-        Raises:
-            PlanError: a key is missing or unknown, or a value is not allowed; says where it is.
-        """
-        fields = _FORMAT.fields(values)
-        chunk = item_of("chunks", [ChunkId(*row) for row in fields.rows("chunks", _ROLE, COUNT)])
-        label = item_of("labels", fields.column("labels", TEXT))
-        # A prefetch begins before the step that it is for.
-        rows = fields.rows("spans", _LANE, label, FINITE, FINITE, _INTEGER, either(NULL, chunk), COUNT, BOOL)
-        spans = tuple(Span(*row) for row in rows)
-        for index, span in enumerate(spans):
+    def require_sound(self) -> None:
+        """Refuse spans that end before they start, and a timeline without DEVICE."""
+        for index, span in enumerate(self.spans):
             if span.end_s < span.start_s:
                 raise PlanError(f"spans[{index}] ends at {span.end_s} s, before it starts at {span.start_s} s")
-        return cls(
-            spans=spans,
-            step_s=fields.one("step_s", SECONDS),
-            peak_nbytes=_by_tier(fields, "peak_nbytes"),
-            role_peak_nbytes=fields.table("role_peak_nbytes", _TIER, TEXT, COUNT),
-            cap_nbytes=_by_tier(fields, "cap_nbytes"),
-            device_nbytes=tuple(fields.column("device_nbytes", COUNT)),
-            plan_misses=fields.one("plan_misses", COUNT),
-            prefetched=fields.one("prefetched", COUNT),
-            fetched=fields.one("fetched", COUNT),
-        )
-
-
-_FORMAT = Format(
-    name="chunkmem timeline",
-    version=1,
-    keys=(
-        *("step_s", "plan_misses", "prefetched", "fetched", "peak_nbytes", "role_peak_nbytes", "cap_nbytes"),
-        *("device_nbytes", "chunks", "labels", "spans"),
-    ),
-    error=PlanError,
-)
-_ROLE = member_of(Role)
-_TIER = member_of(Tier)
-_LANE = member_of(Lane)
-_INTEGER = integer(-(2**63))
-
-
-def _by_tier(fields: Fields, key: str) -> dict[Tier, int]:
-    found = {tier: nbytes for (tier,), nbytes in fields.table(key, _TIER, COUNT).items()}
-    if Tier.DEVICE not in found:
-        raise PlanError(f'{key} has no row for "{Tier.DEVICE.value}", which every timeline has')
-    return found
+        for name, by_tier in (("peak_nbytes", self.peak_nbytes), ("cap_nbytes", self.cap_nbytes)):
+            if Tier.DEVICE not in by_tier:
+                raise PlanError(f'{name} has no row for "{Tier.DEVICE.value}", which every timeline has')
 
 
 def differences(predicted: Timeline, happened: Timeline) -> list[str]:

@@ -9,9 +9,8 @@ from chunkmem.plan.ahead import log_nbytes, updates_ahead
 from chunkmem.plan.hazards import (
     COLLECTIVE,
     COMPUTE,
-    D2H,
-    H2D,
     HOST_UPDATE,
+    INDEX,
     LANES,
     Await,
     Entry,
@@ -105,18 +104,18 @@ class Reader:
 
     def _wait(self, wait: Wait) -> None:
         for lane in (wait.lane, wait.on):
-            if lane not in LANES or lane is Lane.COLLECTIVE:
+            if lane is Lane.COLLECTIVE:
                 self._position.fail(f"no plan issues anything on {lane.name}")
         if wait.lane is wait.on:
             self._position.fail("a lane is in order by itself")
-        on = LANES.index(wait.on)
+        on = INDEX[wait.on]
         if wait.count > self.num_issued[on]:
             self._position.fail(
                 f"{wait.on.name} has only been issued {self.num_issued[on]} operations in this iteration"
             )
         if wait.count <= 0:
             self._far_waits.append((self._position.index, wait))
-        self._entries.append(Await(LANES.index(wait.lane), on, wait.count))
+        self._entries.append(Await(INDEX[wait.lane], on, wait.count))
 
     def _free(self, free: Free) -> None:
         state = self.state
@@ -145,7 +144,9 @@ class Reader:
         self._entries.append(Give(replica))
 
     def _copy(self, copy: Copy) -> None:
-        state, machine = self.state, self._machine
+        state, link = self.state, self._machine.links.get((copy.source, copy.target))
+        if link is None:
+            self._position.fail(f"no link leads from {copy.source.name} to {copy.target.name}")
         source, target = state.replica(copy.chunk, copy.source), state.replica(copy.chunk, copy.target)
         state.need_newest(source)
         if state.states[target] == NEWEST:
@@ -153,8 +154,7 @@ class Reader:
         state.need_slab(target)
         state.write(target)
         nbytes = state.nbytes[source]
-        lane, Bps = (H2D, machine.h2d_Bps) if copy.lane is Lane.H2D else (D2H, machine.d2h_Bps)
-        self._issue(lane, (source,), (target,), machine.latency_s + nbytes / Bps, copy.chunk, nbytes)
+        self._issue(INDEX[copy.lane], (source,), (target,), link.copy_s(nbytes), copy.chunk, nbytes)
 
     def _update(self, update: Update) -> None:
         moment = self._trace.moments[self._position.index]
@@ -301,7 +301,7 @@ class Reader:
 
     def _check_far_waits(self) -> None:
         for index, wait in self._far_waits:
-            num = self.num_issued[LANES.index(wait.on)]
+            num = self.num_issued[INDEX[wait.on]]
             if wait.count <= -num:
                 self._position.index, self._position.action = index, wait
                 self._position.fail(f"counts reach one iteration back, in which {wait.on.name} has {num} operations")

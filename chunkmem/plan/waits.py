@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Update, Wait
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import TIERS, ChunkId, Role, Tier
 
-_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST_UPDATE)
-_INDEX = {lane: at for at, lane in enumerate(_LANES)}
+_LANES = tuple(lane for lane in Lane if lane is not Lane.COLLECTIVE)
+_INDEX: dict[Lane, int] = {lane: at for at, lane in enumerate(_LANES)}
 _COMPUTE, _HOST_UPDATE = _INDEX[Lane.COMPUTE], _INDEX[Lane.HOST_UPDATE]
 _MAX_LAPS = 5
 
@@ -57,13 +57,12 @@ class _Follower:
         self.trace = trace
         self.slabs = {(placed.chunk, placed.tier): _Slab() for placed in start}
         self.idle: dict[tuple[Tier, int], list[_Slab]] = defaultdict(list)
-        self.done = [0, 0, 0, 0]
+        self.done = [0] * len(_LANES)
         """Operations issued on each lane, since the first iteration began."""
-        self.iteration_start = [0, 0, 0, 0]
-        self.iteration_length = [0, 0, 0, 0]
-        self.known: list[Clock] = [(0, 0, 0, 0)] * 4
+        self.iteration_start = list(self.done)
+        self.known: list[Clock] = [tuple(self.done)] * len(_LANES)
         """By lane: how far it knows the others to be."""
-        self.knew: list[list[Clock]] = [[], [], [], []]
+        self.knew: list[list[Clock]] = [[] for _ in _LANES]
         """By lane: the same at each of its operations."""
         self.out: list[Action] = []
         self.ahead: set[int] = set()
@@ -138,8 +137,9 @@ class _Follower:
         self._operate(_COMPUTE, reads, writes)
         if update is not None:
             self.out.append(update)
-        if moment.kind is Kind.CONSUME and (moment.chunk, Tier.HOST) in self.slabs:
-            self._free(moment.chunk, Tier.HOST)
+        for tier in TIERS:
+            if moment.kind is Kind.CONSUME and tier is not Tier.DEVICE and (moment.chunk, tier) in self.slabs:
+                self._free(moment.chunk, tier)
 
     def _is_exchanged(self, moment: Moment) -> bool:
         """Tell whether COMPUTE has to come after all that touched a chunk, or all others after it, for an exchange.

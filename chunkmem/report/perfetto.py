@@ -18,7 +18,7 @@ from chunkmem.types import Tier
 
 _PHASES, _STALLS = 0, 2
 """Rows besides those of lanes."""
-_ROWS: Mapping[Lane, int] = dict(zip(LANE_NAMES, (1, 3, 4, 5, 6), strict=True))
+_ROWS: Mapping[Lane, int] = {lane: row + (row > 1) for row, lane in enumerate(LANE_NAMES, 1)}
 _NAMES: Mapping[int, str] = {_PHASES: "step", _STALLS: "stalls"} | {_ROWS[lane]: LANE_NAMES[lane] for lane in _ROWS}
 _US = 1e6
 

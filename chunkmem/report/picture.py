@@ -12,7 +12,7 @@ from chunkmem.report.replay import replay, role_nbytes
 from chunkmem.report.run import Run, measured_nbytes
 from chunkmem.report.text import plan_misses
 from chunkmem.sizes import format_nbytes
-from chunkmem.types import Role, Tier
+from chunkmem.types import TIERS, Role, Tier
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,12 +52,12 @@ class _Columns:
     def of(cls, run: Run) -> _Columns:
         histories, machine = replay(run.plan, run.trace), run.plan.machine
         return cls(
-            roles={tier: role_nbytes(histories, run.trace, tier) for tier in (Tier.DEVICE, Tier.HOST)},
+            roles={tier: role_nbytes(histories, run.trace, tier) for tier in TIERS},
             non_model=[moment.non_model_peak_nbytes for moment in run.trace.moments],
             sampled=[moment.sampled_peak_nbytes for moment in run.trace.moments],
             predicted=run.predicted.device_nbytes,
             measured=measured_nbytes(run),
-            caps={Tier.DEVICE: machine.device_nbytes, Tier.HOST: machine.host_nbytes},
+            caps=machine.cap_nbytes,
             is_charged=machine.charges_non_model,
         )
 

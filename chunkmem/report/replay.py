@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update
-from chunkmem.plan.semantics import ABSENT, PLACE, TIERS, ReplicaState
+from chunkmem.plan.semantics import ABSENT, ReplicaState
 from chunkmem.plan.verify import Reader
 from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import PLACE, TIERS, ChunkId, Role, Tier
 
 ROLES = tuple(Role)
 """In the order of rows, and of the stack from the bottom."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chunkmem.plan.model import Lane
+from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.plan.timeline import Timeline, differences
 from chunkmem.report.run import Run
 from chunkmem.trace.model import Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
-LINKS = (Lane.H2D, Lane.D2H)
+LINKS = tuple(LANE_LINKS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from chunkmem.plan.model import LANE_LINKS
 from chunkmem.sizes import format_nbytes
 
 Row = tuple[str, ...]
-_LINKS = {"h2d": "moved to DEVICE", "d2h": "moved to HOST"}
+_LINKS = {lane.value: f"moved to {target.name}" for lane, (_, target) in LANE_LINKS.items()}
 
 
 def format_s(seconds: float) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from chunkmem.plan.model import Lane
-from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST, TIERS
+from chunkmem.plan.model import LANE_LINKS, Lane
+from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.report.clock import STEP, moment_starts_s, phases
 from chunkmem.report.modules import ModuleRun, layer_runs, submodule_runs
@@ -18,12 +18,12 @@ from chunkmem.report.run import LANE_NAMES, Run, label_of, lane_of
 from chunkmem.report.summary import PlainPyTorch
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.model import Trace
-from chunkmem.types import ChunkId
+from chunkmem.types import TIERS, ChunkId
 
 BOTH, NO_CONTENT, NOWHERE = "both", "no content", "nowhere"
 HELD, STALL, LAYER = "in use", "stall", "layer"
 """Styles, with those of phases, and of tiers by their value."""
-_COPY_STYLES = {Lane.H2D: "device", Lane.D2H: "host"}
+_COPY_STYLES = {lane: target.value for lane, (_, target) in LANE_LINKS.items()}
 _NS = 1e9
 
 

@@ -9,6 +9,12 @@ its slabs, and whatever is computed after those of the slabs that it touches. Th
 order, and waits for more than a plan would. It ends where a step begins with everything in its place and nothing under
 way.
 
+[Note: After a failed copy] Whatever waits for a copy that failed raises its `TierIOError`, and so does all that was
+issued behind it: nothing has touched its slabs since. The plan is left then, and when all lanes are still, no target of
+a failed copy is valid. Their sources are, if they have their slab yet; else the bytes are still in the slab that was
+given back, and are brought from there with a blocking copy. What that cannot bring is lost: its next use says so. An
+update that was under way is not finished: groups that came before have their new values.
+
 What is moved is checked in both ways, action by action: nothing is freed that is pinned, or the only replica of the
 newest version; nothing is copied from a replica that is not; nothing is allocated past a cap. Where an action would do
 that, the plan is left.
@@ -22,14 +28,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from chunkmem.plan.ahead import updates_ahead
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
+from chunkmem.plan.model import FETCH, LINK_LANES, Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
+from chunkmem.plan.semantics import ABSENT, NEWEST
 from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, Lanes
+from chunkmem.runtime.failed import drain
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.store import NO_CONTENT, Chunk
+from chunkmem.runtime.store import NO_CONTENT, Chunk, IssuedCopy
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import TIERS, ChunkId, Role, Tier, neighbor
 
 Step = Callable[[], object]
 
@@ -81,8 +89,12 @@ class PlanActions(ABC):
         """Return the next moment in which a group is updated."""
 
     def drain(self) -> None:
-        """Wait for every copy that was issued."""
-        self._lanes.drain()
+        """Wait for every copy that was issued; see [Note: After a failed copy].
+
+        Raises:
+            TierIOError: one has failed.
+        """
+        drain(self._lanes, self._store)
 
     def _compile(self) -> list[tuple[Step, ...]]:
         issued = dict.fromkeys(COPY_LANES, 0)
@@ -171,7 +183,7 @@ class PlanActions(ABC):
             for tier in tiers:
                 replica = chunk.replicas.get(tier)
                 if replica is not None and replica.slab.busy is not None and not replica.slab.busy.done():
-                    found.append((Lane.H2D if tier is Tier.DEVICE else Lane.D2H, replica.slab.busy))
+                    found.append((LINK_LANES[neighbor(tier), tier], replica.slab.busy))
         return found
 
     def _settle(self, kind: Kind, chunk: Chunk) -> None:
@@ -182,7 +194,7 @@ class PlanActions(ABC):
             for lane, event in self._busy(chunk, tiers=(Tier.DEVICE,)):
                 self._compute_waits(lane, event)
             return
-        for lane, event in self._busy(*self._group(chunk.id.group), tiers=Tier):
+        for lane, event in self._busy(*self._group(chunk.id.group), tiers=TIERS):
             self._compute_waits(lane, event)
             if self.plan.update_tiers.get(chunk.id.group) is not Tier.DEVICE:
                 event.wait()  # the host updates, and runs ahead of an accelerator
@@ -218,7 +230,7 @@ class PlanActions(ABC):
         replica = self._store.take_slab(chunk, tier)
         if tier is Tier.DEVICE and not self._is_host and replica.slab.busy is None:
             # New memory comes from torch's allocator, which orders its reuse on the stream that computes, and no other.
-            self._pending[Lane.H2D].append(self._lanes.compute_event())
+            self._pending[FETCH].append(self._lanes.compute_event())
 
     def _free(self, chunk: Chunk, tier: Tier) -> None:
         if not self._on_plan:
@@ -228,8 +240,7 @@ class PlanActions(ABC):
             return
         self._pager.notice_writes(chunk)  # what a user wrote makes this the only newest replica
         replica = chunk.replicas.get(tier)
-        is_last = chunk.ready(tier) and chunk.newest_besides(tier) is None and not chunk.can_be_rounded
-        if replica is None or replica.pins > 0 or is_last:
+        if replica is None or replica.pins > 0 or chunk.is_last(tier):
             self.depart()
             return
         self._store.drop(chunk, tier)
@@ -238,22 +249,24 @@ class PlanActions(ABC):
         if not self._on_plan:
             return
         lane = copy.lane
-        if chunk.version == NO_CONTENT or chunk.ready(copy.target):
+        if chunk.version == NO_CONTENT or chunk.on(copy.target) is NEWEST:
             self._is_exact = False
             self._events[lane].append(None)
             return
-        if copy.target not in chunk.replicas or not chunk.ready(copy.source):
+        if chunk.on(copy.target) is ABSENT or chunk.on(copy.source) is not NEWEST:
             self.depart()
             return
         target, source = chunk.replicas[copy.target], chunk.replicas[copy.source]
         after, self._pending[lane] = self._pending[lane], []
         if not self._is_exact:
-            after += [event for _, event in self._busy(chunk, tiers=Tier)]
+            after += [event for _, event in self._busy(chunk, tiers=TIERS)]
             if not self._is_host:
                 after.append(self._lanes.compute_event())
         event = self._lanes.copy(lane, target.flat, source.flat, after=after, label=chunk.label)
         target.slab.busy = source.slab.busy = event
         self._store.note_copy(chunk, copy.source, copy.target)
+        self._store.forget_done_copies()
+        self._store.issued.append(IssuedCopy(chunk, chunk.version, source.slab, copy.target, target.slab, event))
         self._events[lane].append(event)
         self.step_log.copied(lane, chunk, event)
         if isinstance(event, DoneEvent):  # lanes that block

@@ -16,12 +16,13 @@ from typing import Protocol, Self
 
 import torch
 
-from chunkmem.errors import StateError
-from chunkmem.plan.model import Lane
+from chunkmem.errors import StateError, TierIOError
+from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import runtime_mode
+from chunkmem.types import Tier
 
-COPY_LANES = (Lane.H2D, Lane.D2H)
-"""The lanes that copy between DEVICE and HOST."""
+COPY_LANES = tuple(LANE_LINKS)
+"""The lanes that copy between tiers."""
 
 
 class Event(Protocol):
@@ -33,12 +34,17 @@ class Event(Protocol):
     @property
     def ended_s(self) -> float: ...
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it has failed, once it is over; None if it is done."""
+        ...
+
     def done(self) -> bool:
         """Tell, without waiting, whether it is over: done or failed."""
         ...
 
     def wait(self) -> None:
-        """Block the calling thread until it is done; raise what it raised."""
+        """Block the calling thread until it is over; raise its failure."""
         ...
 
 
@@ -108,6 +114,11 @@ def closed_error(label: str) -> StateError:
     return StateError(f"{label}: the lanes are closed; nothing can be copied any more")
 
 
+def copy_error(label: str, source: Tier, target: Tier, cause: Exception) -> TierIOError:
+    """Return what whoever waits for a copy is told if it failed."""
+    return TierIOError(f"{label}: the copy from {source.name} to {target.name} failed: {cause}")
+
+
 @contextlib.contextmanager
 def _profiled(lane: Lane, label: str) -> Iterator[None]:
     with runtime_mode(), torch.profiler.record_function(f"chunkmem {lane.value} {label}"):
@@ -125,6 +136,7 @@ class DoneEvent:
 
     started_s: float
     ended_s: float
+    failure: None = None
 
     @classmethod
     def now(cls) -> Self:

@@ -2,7 +2,7 @@
 
 [Note: A failed copy] Operations of a lane are in order, so to wait for one is to rely on all before it, and on all they
 came after. A copy that fails in a thread therefore fails everything issued behind it on its lane, or `after` it on
-another, until `drain` has raised its error.
+another, until `drain` has raised its error. What that leaves of chunks is said in [Note: After a failed copy].
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from chunkmem.errors import StateError
-from chunkmem.plan.model import Lane
+from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
-from chunkmem.runtime.events import DoneEvent, Event, Lanes, closed_error, named_range, require_copyable
+from chunkmem.runtime.events import DoneEvent, Event, Lanes, closed_error, copy_error, named_range, require_copyable
 from chunkmem.runtime.queues import HostCopy, HostWork, Move, Worker
 from chunkmem.runtime.streams import StreamClock, StreamLanes
 
@@ -49,7 +49,10 @@ class BlockingLanes:
         started_s = time.perf_counter()
         with runtime_mode(), named_range(lane, label):
             require_copyable(lane, target, source, label)
-            target.view(torch.uint8).copy_(source.view(torch.uint8))
+            try:
+                target.view(torch.uint8).copy_(source.view(torch.uint8))
+            except Exception as error:
+                raise copy_error(label, *LANE_LINKS[lane], error) from error
         return DoneEvent(started_s, time.perf_counter())
 
     def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:

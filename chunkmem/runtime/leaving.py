@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 
 from chunkmem.plan.demand import TierRoom
+from chunkmem.plan.semantics import NEWEST
 from chunkmem.plan.victims import LeavingOrder, Resident, Standing
-from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
+from chunkmem.runtime.store import Chunk, ChunkStore
 from chunkmem.types import ChunkId, Role, Tier
 
-_OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
 _STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
 
 
@@ -48,13 +48,11 @@ def _resident(chunk: Chunk, tier: Tier) -> Resident | None:
     replica = chunk.replicas[tier]
     if replica.pins > 0:
         return None
-    is_newest = replica.version == chunk.version != NO_CONTENT
-    spill = is_newest and not chunk.ready(_OTHER[tier]) and not chunk.can_be_rounded
-    return Resident(chunk.id, chunk.nbytes, replica.last_use, _standing(chunk, replica), spill)
+    return Resident(chunk.id, chunk.nbytes, replica.last_use, _standing(chunk, tier), chunk.is_last(tier))
 
 
-def _standing(chunk: Chunk, replica: Replica) -> Standing:
-    if chunk.version == NO_CONTENT or replica.version != chunk.version:
+def _standing(chunk: Chunk, tier: Tier) -> Standing:
+    if chunk.on(tier) is not NEWEST:
         return Standing.DEAD
     if chunk.settled:
         return Standing.SETTLED

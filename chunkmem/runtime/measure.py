@@ -14,16 +14,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.tiers import TierCaps
+from chunkmem.types import Tier
 
 _COPY_NBYTES = 8 * 2**20
 _NUM_COPIES = 8
@@ -68,13 +69,13 @@ def cached_machine(compute: ComputeDevice, caps: TierCaps, *, path: Path | None 
     machine = measure_machine(compute, caps)
     if path is not None:
         with contextlib.suppress(OSError):
-            _write(path, made_of, _Speeds(**{field.name: getattr(machine, field.name) for field in fields(_Speeds)}))
+            _write(path, made_of, _Speeds.of(machine))
     return machine
 
 
 @dataclass(frozen=True)
 class _Speeds:
-    """What is measured of a `Machine`, under the same names."""
+    """What is measured of a `Machine`."""
 
     h2d_Bps: float
     d2h_Bps: float
@@ -82,13 +83,16 @@ class _Speeds:
     device_update_Bps: float = inf
     host_update_Bps: float = inf
 
+    @classmethod
+    def of(cls, machine: Machine) -> _Speeds:
+        fetch, save = machine.links[Tier.HOST, Tier.DEVICE], machine.links[Tier.DEVICE, Tier.HOST]
+        return cls(fetch.Bps, save.Bps, fetch.latency_s, machine.device_update_Bps, machine.host_update_Bps)
+
     def machine(self, compute: ComputeDevice, caps: TierCaps) -> Machine:
         return Machine(
             device_nbytes=caps.device_nbytes,
             host_nbytes=caps.host_nbytes,
-            h2d_Bps=self.h2d_Bps,
-            d2h_Bps=self.d2h_Bps,
-            latency_s=self.latency_s,
+            links=host_links(h2d_Bps=self.h2d_Bps, d2h_Bps=self.d2h_Bps, latency_s=self.latency_s),
             device_update_Bps=self.device_update_Bps,
             host_update_Bps=self.host_update_Bps,
             charges_non_model=compute.is_accelerator,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from chunkmem.errors import CapacityError, StateError
+from chunkmem.errors import CapacityError, StateError, TierIOError
 from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.leaving import Leaving
@@ -22,9 +22,7 @@ from chunkmem.runtime.policy import NoSpeculativeUpdates, OnDemand, SpeculativeU
 from chunkmem.runtime.shortage import shortage_error
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
 from chunkmem.trace.model import Kind
-from chunkmem.types import Tier
-
-_OTHER = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
+from chunkmem.types import TIERS, Role, Tier, neighbor
 
 
 class Holder(Protocol):
@@ -65,7 +63,7 @@ class Pager:
         self.policy: StepPolicy = OnDemand()
         """Of the step that runs."""
         self.speculative: SpeculativeUpdates = NoSpeculativeUpdates()
-        store.on_copy = lambda chunk, target, started_s: self.policy.copied(chunk, target, started_s)
+        store.on_copy = lambda *copy: self.policy.copied(*copy)
         self._clock = 0
 
     @property
@@ -245,16 +243,14 @@ class Pager:
 
     def place(self, chunk: Chunk, *, reader: object) -> Replica:
         """Begin content on HOST, or on DEVICE where HOST has no room left: how a model is packed."""
-        on_host = self._free_nbytes(Tier.HOST) >= chunk.nbytes
-        return self.create(chunk, Tier.HOST if on_host else Tier.DEVICE, reader=reader, zero=False, elastic=True)
+        return self.create(chunk, self._tier_with_room(chunk), reader=reader, zero=False, elastic=True)
 
     def restore(self, chunk: Chunk) -> bool:
         """Make content that was dropped everywhere again, on HOST if there is room; False if there is none."""
         if chunk.newest_tier() is not None or not chunk.can_be_rounded:
             return True
-        on_host = self._free_nbytes(Tier.HOST) >= chunk.nbytes
         try:
-            self._make_again(chunk, Tier.HOST if on_host else Tier.DEVICE, "resuming", elastic=True)
+            self._make_again(chunk, self._tier_with_room(chunk), "resuming", elastic=True)
         except CapacityError:
             return False
         return True
@@ -308,9 +304,13 @@ class Pager:
                 f"{reader}: {chunk.label} belongs to another rank and is read outside of its unit; read it inside "
                 "that module's forward, or inside manager.gather()"
             )
-        assert source is not None, f"{chunk.label} has no content"
+        if source is None:
+            advice = "load what was saved last"
+            if chunk.id.role is Role.GRAD:
+                advice = "call optimizer.zero_grad(), and repeat the step"
+            raise TierIOError(f"{reader}: {chunk.label} is lost, as the copy that was to save it has failed; {advice}")
         if tier not in chunk.replicas:
-            # The source must survive the making of room: it may be the other tier's redundant-looking copy.
+            # The source must survive the making of room: it may look like a copy that the tier below can do without.
             chunk.replicas[source].pins += 1
             try:
                 self._make_room(chunk, tier, reader, elastic)
@@ -334,61 +334,67 @@ class Pager:
             raise StateError(f"{reader}: {self.closed}")
 
     def _make_room(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> None:
-        other = _OTHER[tier]
+        below = neighbor(tier)
         if not elastic:
             self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
-        outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+        outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
         while isinstance(outcome, RoomPlan) and self._were_written(outcome):
-            outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+            outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
         if isinstance(outcome, Shortage):
             # A write that nobody has noticed yet makes a copy on the other tier stale, and its bytes free.
             for place in {Tier.DEVICE, tier}:
                 for resident in list(self.store.resident[place].values()):
                     self.notice_writes(resident)
-            outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+            outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
         ledger = self.store.pools[tier].ledger
         if isinstance(outcome, Shortage) and ledger.cap_nbytes < ledger.limit_nbytes:
             # The warm-up share is a wish; the largest moment has to fit all the same.
             ledger.cap_nbytes = min(ledger.limit_nbytes, ledger.cap_nbytes + outcome.here_nbytes)
-            outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+            outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
         if isinstance(outcome, Shortage):
             self.speculative.reserve({})  # speculative updates are a gain, and never a reason to stop
-            outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+            outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
         while isinstance(outcome, Shortage) and self.holder.relieve():
-            outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
+            outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
         if isinstance(outcome, Shortage):
             raise shortage_error(
                 chunk,
                 tier,
                 reader,
                 outcome,
+                below=below,
                 pools=self.store.pools,
                 chunks=self.store.chunks.values(),
                 pinned_nbytes=self.pinned_nbytes[tier],
                 holders=self.holder.holders(),
             )
-        self._evict(outcome, tier, other)
+        self._evict(outcome, tier, below)
 
     def _were_written(self, plan: RoomPlan) -> bool:
         """Notice writes to what is about to leave; tell whether there were any, so that it has to be decided again."""
-        leaving = (*plan.drops_there, *(eviction.chunk for eviction in plan.evictions_here))
+        leaving = (*plan.drops_below, *(eviction.chunk for eviction in plan.evictions_here))
         chunks = [self.store.chunks[key] for key in leaving]
         before = [chunk.version for chunk in chunks]
         for chunk in chunks:
             self.notice_writes(chunk)
         return [chunk.version for chunk in chunks] != before
 
-    def _evict(self, plan: RoomPlan, tier: Tier, other: Tier) -> None:
+    def _evict(self, plan: RoomPlan, tier: Tier, below: Tier) -> None:
         store = self.store
-        for drop in plan.drops_there:
-            store.drop(store.chunks[drop], other)
+        for drop in plan.drops_below:
+            store.drop(store.chunks[drop], below)
         for eviction in plan.evictions_here:
             victim = store.chunks[eviction.chunk]
             if eviction.spill:
-                if other not in victim.replicas:
-                    store.take_slab(victim, other)
-                store.copy(victim, tier, other)
+                if below not in victim.replicas:
+                    store.take_slab(victim, below)
+                store.copy(victim, tier, below)
             store.drop(victim, tier)
+
+    def _tier_with_room(self, chunk: Chunk) -> Tier:
+        """Return the first tier below DEVICE that a chunk fits as it is, else DEVICE, which can make room."""
+        fitting = (tier for tier in TIERS[1:] if self._free_nbytes(tier) >= chunk.nbytes)
+        return next(fitting, Tier.DEVICE)
 
     def _free_nbytes(self, tier: Tier) -> int:
         ledger = self.store.pools[tier].ledger

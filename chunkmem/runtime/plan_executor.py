@@ -24,12 +24,13 @@ or for as long as it is pinned.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from chunkmem.errors import PlanError
+from chunkmem.errors import PlanError, TierIOError
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.cursor import Said, TraceCursor
 from chunkmem.plan.model import Plan, Update, Wait
@@ -41,7 +42,7 @@ from chunkmem.runtime.garbage import no_collections
 from chunkmem.runtime.left_out import LeftOut
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.store import NO_CONTENT, Chunk
+from chunkmem.runtime.store import NO_CONTENT, Chunk, residency
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.runtime.transition import actions_to, go
 from chunkmem.trace.model import Kind, Mode, Trace
@@ -197,7 +198,19 @@ class PlanExecutor(PlanActions):
     # Events.
 
     def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
-        """Something happens; do what the plan says for it."""
+        """Something happens; do what the plan says for it.
+
+        Raises:
+            TierIOError: a copy has failed that this, or what comes next, has to wait for. The plan is left.
+        """
+        try:
+            self._begin_moment(kind, chunk, reader)
+        except TierIOError:
+            with contextlib.suppress(TierIOError):
+                self.depart()
+            raise
+
+    def _begin_moment(self, kind: Kind, chunk: Chunk, reader: object) -> None:
         cue = self._cues[self._cursor]
         if not (self._on_plan and cue.chunk is chunk and cue.kind is kind):
             found = self._unforeseen(kind, chunk, reader)
@@ -300,9 +313,9 @@ class PlanExecutor(PlanActions):
         """Leave the plan; see `depart`."""
         self.depart()
 
-    def copied(self, chunk: Chunk, target: Tier, started_s: float) -> None:
+    def copied(self, chunk: Chunk, source: Tier, target: Tier, started_s: float) -> None:
         """A copy was made on demand."""
-        self.step_log.served(chunk, target, started_s)
+        self.step_log.served(chunk, source, target, started_s)
 
     def arrived(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
         """An exchange is over."""
@@ -314,8 +327,10 @@ class PlanExecutor(PlanActions):
             self._note_departure("an access on demand")
             self._on_plan = False
             self.step_log.plan_misses += 1
-            self.drain()
-            self._tiers.leave_room_for_activations()
+            try:
+                self.drain()
+            finally:
+                self._tiers.leave_room_for_activations()
 
     def _note_departure(self, came: str) -> None:
         if not self.first_plan_miss:
@@ -368,7 +383,7 @@ class PlanExecutor(PlanActions):
     def _has(self, wanted: Residency) -> bool:
         """Tell whether the chunks of the plan are exactly where they should be."""
         chunks = (self._store.chunks[key] for key in self.trace.chunk_nbytes if key not in self._untouched)
-        return {(chunk.id, tier): chunk.ready(tier) for chunk in chunks for tier in chunk.replicas} == wanted.newest
+        return residency(chunks) == wanted
 
     def _find_untouched(self) -> frozenset[ChunkId]:
         touched = {moment.chunk for moment in self.trace.moments}

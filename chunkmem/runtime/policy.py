@@ -45,7 +45,7 @@ class StepPolicy(Protocol):
         """Return the order in which groups are to be updated; empty: any."""
         ...
 
-    def copied(self, chunk: Chunk, target: Tier, started_s: float) -> None:
+    def copied(self, chunk: Chunk, source: Tier, target: Tier, started_s: float) -> None:
         """A blocking copy, begun at `started_s`, is over."""
         ...
 
@@ -76,7 +76,7 @@ class OnDemand:
     def update_order(self, groups: Sequence[int]) -> Sequence[int]:
         return ()
 
-    def copied(self, chunk: Chunk, target: Tier, started_s: float) -> None:
+    def copied(self, chunk: Chunk, source: Tier, target: Tier, started_s: float) -> None:
         return
 
     def arrived(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:

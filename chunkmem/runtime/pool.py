@@ -8,6 +8,7 @@ resize such memory, so this needs a back end of `runtime.storage` that exchanges
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections import defaultdict, deque
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from chunkmem.errors import TierIOError
 from chunkmem.runtime.device import ComputeDevice, prefer_large_pages, runtime_mode
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.ledger import CACHE, Ledger
@@ -41,14 +43,24 @@ class Slab:
     """The last copy that reads or writes it; it may be given back before that is over, but not to the system."""
 
     def rest(self) -> None:
-        """Wait until no copy is at work on it."""
+        """Wait until no copy is at work on it.
+
+        Raises:
+            TierIOError: the copy failed, and what it was to save may be here alone.
+        """
         if self.busy is not None:
             self.busy.wait()
             self.busy = None
 
+    def give_up(self) -> None:
+        """Let its memory go back to the system, whoever keeps the slab. Raises what `rest` does."""
+        self.rest()
+        with runtime_mode():
+            self.bytes = torch.empty(0, dtype=torch.uint8)
+
     def poison(self) -> None:
-        """Fill it with NaN, unless a copy still reads it."""
-        if self.busy is None or self.busy.done():
+        """Fill it with NaN, unless a copy still reads it, or failed to."""
+        if self.busy is None or (self.busy.done() and self.busy.failure is None):
             with runtime_mode():
                 self.bytes.fill_(_POISON)
 
@@ -103,7 +115,7 @@ class DevicePool:
                 self.ledger.charge(role, nbytes)
                 return slab
         while self._kept and self.ledger.free_nbytes < nbytes:
-            self._discard(self._kept.popleft())
+            self._discard(self._kept[0])
         with runtime_mode():
             slab = Slab(nbytes, self._allocate(nbytes))
         self.ledger.charge(role, nbytes)
@@ -115,16 +127,19 @@ class DevicePool:
         self.ledger.release(role, slab.nbytes)
         if not self.keeps_all:
             if self._capacity == 0:
-                slab.rest()
+                slab.give_up()
                 return
             while len(self._kept) >= self._capacity:
-                self._discard(self._kept.popleft())
+                self._discard(self._kept[0])
         self.ledger.charge(CACHE, slab.nbytes)
         self._kept.append(slab)
 
     def close(self) -> None:
-        while self._kept:
-            self._discard(self._kept.popleft())
+        for slab in tuple(self._kept):
+            with contextlib.suppress(TierIOError):
+                slab.rest()
+            slab.busy = None
+            self._discard(slab)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if self._device.type == "cpu" and self.maps_slabs and nbytes >= _MAPPED_NBYTES:
@@ -138,7 +153,8 @@ class DevicePool:
         return memory
 
     def _discard(self, slab: Slab) -> None:
-        slab.rest()
+        slab.give_up()
+        self._kept.remove(slab)
         self.ledger.release(CACHE, slab.nbytes)
 
 
@@ -230,9 +246,10 @@ class HostArena:
     def _join_idle(self) -> bool:
         """Make runs of the freed slabs; tell whether there were any."""
         idle = [slab for slabs in self._idle.values() for slab in slabs]
-        self._idle.clear()
         for slab in idle:
             slab.rest()
+        self._idle.clear()
+        for slab in idle:
             self._join(slab)
         return bool(idle)
 

@@ -13,9 +13,9 @@ from typing import Protocol, Self
 import torch
 
 from chunkmem.errors import StateError
-from chunkmem.plan.model import Lane
+from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.events import Event, named_range, require_copyable
+from chunkmem.runtime.events import Event, copy_error, named_range, require_copyable
 
 Move = Callable[[int, int, int], object]
 """Copies bytes in RAM: target address, source address, number of bytes."""
@@ -72,6 +72,8 @@ class HostCopy:
         try:
             with named_range(self.lane, self.label):
                 move(self.target, self.source, self.nbytes)
+        except Exception as error:
+            raise copy_error(self.label, *LANE_LINKS[self.lane], error) from error
         finally:
             self.ended_s = time.perf_counter()
 

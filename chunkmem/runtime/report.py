@@ -26,7 +26,7 @@ def memory_report(tiers: Tiers, pager: Pager, *, padding_nbytes: int, exchange_n
     return MemoryReport(
         device=reports[Tier.DEVICE],
         host=reports[Tier.HOST],
-        moved=MovedReport(moved.h2d_nbytes, moved.d2h_nbytes),
+        moved=MovedReport(moved[Tier.HOST, Tier.DEVICE], moved[Tier.DEVICE, Tier.HOST]),
         padding_nbytes=padding_nbytes,
         non_model_nbytes=tiers.non_model_nbytes(),
         exchange_nbytes=exchange_nbytes,

@@ -18,6 +18,7 @@ def shortage_error(
     reader: object,
     shortage: Shortage,
     *,
+    below: Tier,
     pools: Mapping[Tier, SlabPool],
     chunks: Iterable[Chunk],
     pinned_nbytes: int,
@@ -27,6 +28,7 @@ def shortage_error(
 
     Args:
         shortage: what is missing, where.
+        below: where what leaves `tier` goes.
         pools: by tier; their ledgers know the caps.
         chunks: all there are, with content or without.
         pinned_nbytes: in use on `tier`.
@@ -35,8 +37,7 @@ def shortage_error(
     chunks = tuple(chunks)
     cap = pools[tier].ledger.cap_nbytes
     needed = cap + shortage.here_nbytes
-    other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
-    other_cap = pools[other].ledger.cap_nbytes
+    other_cap = pools[below].ledger.cap_nbytes
     if other_cap == 0:
         enough = max(needed, enough_for_all(each.nbytes for each in chunks))
         return CapacityError(
@@ -48,13 +49,13 @@ def shortage_error(
             cap_nbytes=cap,
             enough_nbytes=enough,
         )
-    if shortage.there_nbytes is not None:
-        other_needed = other_cap + shortage.there_nbytes
+    if shortage.below_nbytes is not None:
+        other_needed = other_cap + shortage.below_nbytes
         enough = max(other_needed, enough_for_all(each.nbytes for each in chunks))
         return CapacityError(
             f"{reader}: {format_nbytes(chunk.nbytes)} more needed on {tier.name} for {chunk.label}, but what would "
-            f"leave it finds no room on {other.name}, which is {format_nbytes(shortage.there_nbytes)} short; "
-            f"raise memory.{other.value} from {format_nbytes(other_cap)} to {format_nbytes(other_needed)} "
+            f"leave it finds no room on {below.name}, which is {format_nbytes(shortage.below_nbytes)} short; "
+            f"raise memory.{below.value} from {format_nbytes(other_cap)} to {format_nbytes(other_needed)} "
             f"({other_needed} bytes){_also(other_needed, enough)}, or memory.{tier.value} from {format_nbytes(cap)} to "
             f"{format_nbytes(needed)}",
             needed_nbytes=other_needed,

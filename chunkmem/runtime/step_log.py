@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from chunkmem.plan.model import Lane
+from chunkmem.plan.model import FETCH, LANE_LINKS, LINK_LANES, Lane
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.store import Chunk
@@ -65,9 +65,9 @@ class StepLog:
         self.exchanges.append((self._issued.get(chunk, self._moment), chunk, issued_s, now_s))
         self.stalls.append((Lane.COLLECTIVE, self._moment, waited_s, now_s - waited_s))
 
-    def served(self, chunk: Chunk, target: Tier, started_s: float) -> None:
+    def served(self, chunk: Chunk, source: Tier, target: Tier, started_s: float) -> None:
         """A copy was made on demand, and waited for."""
-        lane = Lane.H2D if target is Tier.DEVICE else Lane.D2H
+        lane = LINK_LANES[source, target]
         now_s = time.perf_counter()
         self.copies.append((lane, self._moment, chunk, (started_s, now_s)))
         self.stalls.append((lane, self._moment, started_s, now_s - started_s))
@@ -122,7 +122,7 @@ class StepLog:
         spans = self._moment_spans(trace)
         for lane, moment, chunk, event in self.copies:
             start_s, end_s = _times(event, otherwise_s=last_s)
-            label = f"{chunk.id} to {'DEVICE' if lane is Lane.H2D else 'HOST'}"
+            label = f"{chunk.id} to {LANE_LINKS[lane][1].name}"
             spans.append(Span(lane, label, start_s - first_s, end_s - first_s, moment, chunk.id, chunk.nbytes))
         for moment, chunk, start_s, end_s in self.exchanges:
             label = f"{chunk.id} between ranks"
@@ -139,8 +139,8 @@ class StepLog:
                 spans.append(
                     Span(Lane.COMPUTE, f"waits for {lane.value}", start_s, start_s + stall_s, moment, is_stall=True)
                 )
-        fetched = sum(lane is Lane.H2D for lane, *_ in self.copies)
-        late = sum(lane is Lane.H2D and stall_s > 0 for lane, _, _, stall_s in self.stalls)
+        fetched = sum(lane is FETCH for lane, *_ in self.copies)
+        late = sum(lane is FETCH and stall_s > 0 for lane, _, _, stall_s in self.stalls)
         return Timeline(
             spans=tuple(sorted(spans, key=lambda span: span.start_s)),
             step_s=last_s - first_s,

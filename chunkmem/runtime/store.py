@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from chunkmem.layout.spec import Group
+from chunkmem.plan.semantics import ReplicaState, Residency
 from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.events import Event, copy_error
 from chunkmem.runtime.pool import Slab, SlabPool
-from chunkmem.types import ChunkId, Tier
+from chunkmem.types import LINKS, TIERS, ChunkId, Link, Tier
 
 NO_CONTENT = -1
 """The version of a chunk, or of a replica, that holds nothing."""
 FIRST_CONTENT = NO_CONTENT + 1
 """The version of a chunk that was written to once."""
+_MANY_COPIES = 32
+"""So many are kept account of before those that are done are looked for."""
 
 
 class ChunkHome(Protocol):
@@ -45,7 +49,7 @@ class ChunkHome(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """A chunk's copy on one tier. READY if its version is the chunk's, EMPTY or stale otherwise."""
+    """A chunk's copy on one tier: `NEWEST` if its version is the chunk's, else `EMPTY`; see `plan.semantics`."""
 
     slab: Slab
     flat: torch.Tensor
@@ -84,14 +88,20 @@ class Chunk:
     def nbytes(self) -> int:
         return self.group.nbytes
 
+    def on(self, tier: Tier) -> ReplicaState:
+        """What there is of it on a tier, as plans see it."""
+        if tier not in self.replicas:
+            return ReplicaState.ABSENT
+        return ReplicaState.NEWEST if self.ready(tier) else ReplicaState.EMPTY
+
     def ready(self, tier: Tier) -> bool:
         """Whether `tier` holds the newest version."""
         replica = self.replicas.get(tier)
         return replica is not None and replica.version == self.version != NO_CONTENT
 
     def newest_tier(self) -> Tier | None:
-        """A tier that holds the newest version, DEVICE first; None if the chunk has no content."""
-        return next((tier for tier in (Tier.DEVICE, Tier.HOST) if self.ready(tier)), None)
+        """The first tier of the chain that holds the newest version; None if the chunk has no content."""
+        return next((tier for tier in TIERS if self.ready(tier)), None)
 
     @property
     def can_be_rounded(self) -> bool:
@@ -102,13 +112,36 @@ class Chunk:
         """A tier other than `tier` that holds the newest version."""
         return next((other for other in self.replicas if other is not tier and self.ready(other)), None)
 
+    def is_last(self, tier: Tier) -> bool:
+        """Whether its content goes with the replica on `tier`: no other one has it, and it cannot be made again."""
+        can_be_had = self.can_be_rounded or self.is_remote
+        return self.ready(tier) and self.newest_besides(tier) is None and not can_be_had
 
-@dataclass(slots=True)
-class MovedBytes:
-    """Bytes copied between tiers since the manager was made."""
 
-    h2d_nbytes: int = 0
-    d2h_nbytes: int = 0
+@dataclass(frozen=True, slots=True, eq=False)
+class IssuedCopy:
+    """A copy on a lane, as it was when it was issued. Slabs, not replicas: views of those would count as in use."""
+
+    chunk: Chunk
+    version: int
+    """Of the chunk."""
+    source: Slab
+    tier: Tier
+    target: Slab
+    """On `tier`."""
+    event: Event
+
+    @property
+    def replica(self) -> Replica | None:
+        """What it was to fill, if that has its slab yet, and this is the newest version yet."""
+        replica = self.chunk.replicas.get(self.tier)
+        is_current = replica is not None and replica.slab is self.target and self.chunk.version == self.version
+        return replica if is_current else None
+
+
+def residency(chunks: Iterable[Chunk]) -> Residency:
+    """Return what there is of some chunks, as plans see it."""
+    return Residency({(chunk.id, tier): chunk.ready(tier) for chunk in chunks for tier in chunk.replicas})
 
 
 class ChunkStore:
@@ -118,11 +151,14 @@ class ChunkStore:
         self.pools = pools
         self.chunks: dict[ChunkId, Chunk] = {}
         self.resident: dict[Tier, dict[ChunkId, Chunk]] = {tier: {} for tier in pools}
-        self.moved = MovedBytes()
+        self.moved: dict[Link, int] = dict.fromkeys(LINKS, 0)
+        """Bytes copied over each link since the manager was made."""
+        self.issued: list[IssuedCopy] = []
+        """Copies on lanes that may be under way yet, or have failed; in this order."""
         self.num_outdated = 0
         """Replicas that went because another one was written to: a plan frees them before."""
-        self.on_copy: Callable[[Chunk, Tier, float], None] = lambda chunk, target, started_s: None
-        """Called after each copy that was waited for: the chunk, where to, and when it began (`time.perf_counter`)."""
+        self.on_copy: Callable[[Chunk, Tier, Tier, float], None] = lambda chunk, source, target, started_s: None
+        """Called after each copy that was waited for: chunk, source, target, and its begin (`time.perf_counter`)."""
         self.on_sooner: Callable[[Chunk, Tier], None] = lambda chunk, tier: None
         """Called when a replica may leave, or sooner than before: it has come, settles, or its content is used up."""
 
@@ -160,15 +196,27 @@ class ChunkStore:
         return replica
 
     def copy(self, chunk: Chunk, source: Tier, target: Tier) -> None:
-        """Bring the newest version from `source` to `target`, which has a slab for it, and wait for it."""
+        """Bring the newest version from `source` to `target`, which has a slab for it, and wait for it.
+
+        Raises:
+            TierIOError: it failed; `source` is as it was, and `target` is not valid.
+        """
         to, origin = chunk.replicas[target], chunk.replicas[source]
         started_s = time.perf_counter()
         with runtime_mode():
-            to.flat.copy_(origin.flat)
+            try:
+                self.transfer(to.flat, origin.flat)
+            except Exception as error:
+                to.version = NO_CONTENT
+                raise copy_error(chunk.label, source, target, error) from error
             if target is Tier.DEVICE and chunk.home is not None:
                 chunk.home.bind()
         self.note_copy(chunk, source, target)
-        self.on_copy(chunk, target, started_s)
+        self.on_copy(chunk, source, target, started_s)
+
+    def transfer(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy the elements of `source`, 1-D, to `target`, and wait for it."""
+        target.copy_(source)
 
     def round(self, chunk: Chunk, target: Tier) -> None:
         """Make the content of `chunk`, of which there is no replica, again on `target`, which has a slab for it."""
@@ -229,17 +277,18 @@ class ChunkStore:
     def note_copy(self, chunk: Chunk, source: Tier, target: Tier) -> None:
         """The newest version is on its way from `source` to `target`; a reader there waits for it."""
         chunk.replicas[target].version = chunk.replicas[source].version
-        if target is Tier.DEVICE:
-            self.moved.h2d_nbytes += chunk.nbytes
-        else:
-            self.moved.d2h_nbytes += chunk.nbytes
+        self.moved[source, target] += chunk.nbytes
+
+    def forget_done_copies(self) -> None:
+        """Keep no account of copies that are done, once there are many."""
+        if len(self.issued) > _MANY_COPIES:
+            self.issued = [copy for copy in self.issued if not copy.event.done() or copy.event.failure is not None]
 
     def drop(self, chunk: Chunk, tier: Tier) -> None:
         """Give a replica's slab back. Never a pinned one, never the only one of the newest version."""
         replica = chunk.replicas[tier]
         assert replica.pins == 0, f"{chunk.label} is pinned on {tier.value}"
-        others = chunk.newest_besides(tier) is not None or chunk.can_be_rounded or chunk.is_remote
-        assert others or not chunk.ready(tier), f"{chunk.label}: its only newest replica is on {tier.value}"
+        assert not chunk.is_last(tier), f"{chunk.label}: its only newest replica is on {tier.value}"
         self._give_slab_back(chunk, tier)
 
     def mark_written(self, chunk: Chunk, tier: Tier) -> None:
@@ -281,6 +330,7 @@ class ChunkStore:
 
     def close(self) -> None:
         """Drop every replica and give all memory back."""
+        self.issued.clear()
         for chunk in self.chunks.values():
             for tier in list(chunk.replicas):
                 self._give_slab_back(chunk, tier)

@@ -62,6 +62,10 @@ class StreamEvent:
     def ended_s(self) -> float:
         return self.anchor.host_time_s(self.end)
 
+    @property
+    def failure(self) -> None:
+        return None  # what fails on a stream ends the process's use of the device
+
     def done(self) -> bool:
         return bool(self.end.query())
 

@@ -9,7 +9,7 @@ from chunkmem.plan.model import Action, Alloc, Copy, Free
 from chunkmem.plan.resync import resync
 from chunkmem.plan.semantics import Residency
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import ChunkStore
+from chunkmem.runtime.store import ChunkStore, residency
 from chunkmem.types import ChunkId, Tier
 
 
@@ -36,7 +36,7 @@ def actions_to(
         if wanted.has_content(chunk.id) and not pager.restore(chunk):
             raise PlanError(f"{chunk.id} takes {chunk.nbytes} bytes to be rounded again, and neither tier has them")
     return resync(
-        Residency({(c.id, tier): c.ready(tier) for c in chunks for tier in c.replicas}),
+        residency(chunks),
         wanted,
         held=frozenset((c.id, t) for c in chunks for t, r in c.replicas.items() if r.pins > 0),
         chunk_nbytes={chunk.id: chunk.nbytes for chunk in chunks},

@@ -13,6 +13,7 @@ from chunkmem.errors import TraceError
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.planner import PlanOptions
 from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.failed import drain
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.plan_executor import PlanExecutor, label_of
 from chunkmem.runtime.policy import BetweenSteps, OnDemand
@@ -232,7 +233,7 @@ class StepController(KnownSteps):
         self._pager.policy = OnDemand()
 
     def _leave_plans(self) -> None:
-        self._lanes.drain()
+        drain(self._lanes, self._pager.store)
         self._pager.speculative.reserve({})
 
     def _take_another_way(self, kind: Kind, chunk: Chunk, reader: object, left_out: int | None) -> bool:

@@ -44,6 +44,7 @@ class _Held:
     lanes: AdversarialLanes
     poisoned: bool = field(default=False, init=False)
     over: bool = field(default=False, init=False)
+    failure: BaseException | None = field(default=None, init=False)
 
     @property
     def started_s(self) -> float:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from chunkmem.errors import TraceError
-from chunkmem.schema import integer
-from chunkmem.trace.reader import COUNT, SECONDS, TEXT, Format, item_of, member_of
+from chunkmem.trace.codec import Label, Positive, Seconds
+from chunkmem.trace.saved import Saved
 from chunkmem.types import ChunkId, Role
 
 
@@ -66,9 +64,9 @@ class Moment:
     kind: Kind
     chunk: ChunkId
     """The chunk concerned; of an UPDATE, the group's PARAM chunk."""
-    label: str = ""
+    label: Label = ""
     """Who: "blocks.3.mlp forward"."""
-    duration_s: float = 0.0
+    duration_s: Seconds = 0.0
     """Time computed in it, waiting for copies not included."""
     non_model_peak_nbytes: int = 0
     """Peak bytes of non-model data on DEVICE: activations, gradients in flight, temporaries."""
@@ -80,16 +78,16 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Trace(Saved, name="chunkmem trace", error=TraceError, again="record it again", tables=("chunks", "labels")):
     """The moments of one step, which is the body of a loop: after the last comes the first again."""
 
     mode: Mode
     layout: str
     """Digest of the layout the chunks belong to; see `layout_digest`."""
-    chunk_nbytes: Mapping[ChunkId, int]
+    chunk_nbytes: Mapping[ChunkId, Positive]
     """Every chunk that a moment touches or an update needs."""
     moments: tuple[Moment, ...]
-    sampling_interval_s: float = 0.0
+    sampling_interval_s: Seconds = 0.0
     """Longest time between two looks of the sampling thread: what lives shorter may be missed; 0: none ran."""
     remote_groups: frozenset[int] = frozenset()
     """Groups that another rank owns: [Note: Remote groups]."""
@@ -164,73 +162,3 @@ class Trace:
         ranks = [sorted(self.remote_groups)] if self.remote_groups else []
         text = json.dumps([self.mode.value, self.layout, sizes, events, *ranks], separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace to a file. A file that is there is replaced as a whole; no directory is created.
-
-        Raises:
-            TraceError: the file cannot be written, or the trace has a value, such as NaN, that no trace should have.
-        """
-        _FORMAT.save(self.to_dict(), path, self.from_dict)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Return the trace that `save` wrote.
-
-        Raises:
-            TraceError: it cannot be read, or is no trace, or one of a newer version, or a damaged one; names the file.
-        """
-        return _FORMAT.load(path, cls.from_dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the trace as JSON-serialisable data.
-
-        Chunks are ``[role, group, nbytes]``; moments are ``[kind, index of the chunk, index of the label, duration_s,
-        non_model_peak_nbytes, sampled_peak_nbytes]``.
-        """
-        chunks = {chunk: index for index, chunk in enumerate(self.chunk_nbytes)}
-        labels: dict[str, int] = {}
-        moments = [
-            [
-                moment.kind.value,
-                chunks[moment.chunk],
-                labels.setdefault(moment.label, len(labels)),
-                moment.duration_s,
-                moment.non_model_peak_nbytes,
-                moment.sampled_peak_nbytes,
-            ]
-            for moment in self.moments
-        ]
-        table = [[chunk.role.value, chunk.group, nbytes] for chunk, nbytes in self.chunk_nbytes.items()]
-        added = self.sampling_interval_s, sorted(self.remote_groups)
-        return _FORMAT.document(self.mode.value, self.layout, table, list(labels), moments, *added)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Trace:
-        """Make a trace from what `to_dict` gave.
-
-        Raises:
-            TraceError: a key is missing or unknown, or a value is not allowed; says where it is.
-        """
-        fields = _FORMAT.fields(values)
-        sizes = {ChunkId(*names): nbytes for names, nbytes in fields.table("chunks", _ROLE, COUNT, integer(1)).items()}
-        chunk = item_of("chunks", list(sizes))
-        label = item_of("labels", fields.column("labels", TEXT))
-        moments = tuple(Moment(*row) for row in fields.rows("moments", _KIND, chunk, label, SECONDS, COUNT, COUNT))
-        mode, layout = fields.one("mode", _MODE), fields.one("layout", TEXT)
-        remote = frozenset(fields.column("remote_groups", COUNT))
-        return cls(mode, layout, sizes, moments, fields.one("sampling_interval_s", SECONDS), remote)
-
-
-_FORMAT = Format(
-    name="chunkmem trace",
-    version=1,
-    keys=("mode", "layout", "chunks", "labels", "moments"),
-    error=TraceError,
-    # Came later: traces of before are read as if no thread had run, which says nothing of what it missed, and are of
-    # one rank.
-    added={"sampling_interval_s": 0.0, "remote_groups": []},
-)
-_MODE = member_of(Mode)
-_ROLE = member_of(Role)
-_KIND = member_of(Kind)

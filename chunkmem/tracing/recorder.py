@@ -45,9 +45,9 @@ class Recorder(OnDemand):
         self._events.append((kind, chunk.id, label_of(kind, chunk.id, reader)))
         self.step_log.begin(len(self._events) - 1, kind, chunk)
 
-    def copied(self, chunk: Chunk, target: Tier, started_s: float) -> None:
+    def copied(self, chunk: Chunk, source: Tier, target: Tier, started_s: float) -> None:
         """A copy was made on demand."""
-        self.step_log.served(chunk, target, started_s)
+        self.step_log.served(chunk, source, target, started_s)
 
     def arrived(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
         """An exchange is over."""

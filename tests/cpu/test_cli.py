@@ -17,7 +17,7 @@ import chunkmem
 from chunkmem.cli.main import main
 from chunkmem.layout.pack import choose_slab_nbytes
 from chunkmem.layout.spec import TensorSpec
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane, Plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.trace.model import Trace
@@ -30,9 +30,7 @@ MIB = 1 << 20
 MACHINE = Machine(
     device_nbytes=1,
     host_nbytes=1,
-    h2d_Bps=1e9,
-    d2h_Bps=2e9,
-    latency_s=1e-5,
+    links=host_links(h2d_Bps=1e9, d2h_Bps=2e9, latency_s=1e-5),
     device_update_Bps=5e10,
     host_update_Bps=5e9,
 )
@@ -165,11 +163,12 @@ def test_the_machine_is_a_saved_one_or_a_saved_plan_s_with_other_caps_and_speeds
     data = json_of(run, "plan", trace, "--device", "8MiB", "--machine", files / "plan.json", "--h2d", "25GB/s")
     machine = Machine.from_dict(data["machine"])
     assert (machine.device_nbytes, machine.host_nbytes) == (8 * MIB, 48 * MIB)
-    assert (machine.h2d_Bps, machine.d2h_Bps, machine.latency_s) == (25e9, 2e9, 1e-5)
+    assert machine.links == host_links(h2d_Bps=25e9, d2h_Bps=2e9, latency_s=1e-5)
     assert (machine.device_update_Bps, machine.host_update_Bps) == (5e10, 5e9)
     options = ("--device", "8MiB", "--host", "100MiB", "--machine", files / "machine.json", "--d2h", "1000000")
     machine = Machine.from_dict(json_of(run, "plan", trace, *options)["machine"])
-    assert (machine.host_nbytes, machine.h2d_Bps, machine.d2h_Bps) == (100 * MIB, 1e9, 1e6)
+    assert machine.host_nbytes == 100 * MIB
+    assert machine.links == host_links(h2d_Bps=1e9, d2h_Bps=1e6, latency_s=1e-5)
 
 
 def test_without_a_machine_this_one_is_measured_once(
@@ -180,7 +179,12 @@ def test_without_a_machine_this_one_is_measured_once(
     assert len(list((tmp_path / ".cache" / "chunkmem").iterdir())) == 1
     assert json_of(run, "plan", files / "trace.json", "--device", "6MiB")["machine"] == first
     speeds = json_of(run, "info")["speeds"]
-    assert {name: first[name] for name in speeds} == speeds
+    latency_s, updates = speeds["latency_s"], ("device_update_Bps", "host_update_Bps")
+    assert sorted(first["links"]) == [
+        ["device", "host", speeds["d2h_Bps"], latency_s],
+        ["host", "device", speeds["h2d_Bps"], latency_s],
+    ]
+    assert [first[name] for name in updates] == [speeds[name] for name in updates]
 
 
 def test_states_go_where_the_ratio_lets_them(files: Path, run: Run) -> None:

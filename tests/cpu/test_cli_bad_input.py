@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from chunkmem.cli.main import main
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import make_plan
 from chunkmem.trace.model import Mode, Moment, Trace
 from tests.helpers.traces import training_trace
 
 MIB = 1 << 20
-MACHINE = Machine(device_nbytes=6 * MIB, host_nbytes=1 << 30, h2d_Bps=1e9, d2h_Bps=1e9)
+MACHINE = Machine(device_nbytes=6 * MIB, host_nbytes=1 << 30, links=host_links(h2d_Bps=1e9, d2h_Bps=1e9))
 EARLIER = "what was there before"
 
 Refused = Callable[..., str]
@@ -61,9 +61,11 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "newer.json").write_text(json.dumps({**trace.to_dict(), "version": 99}))
     Trace(Mode.TRAIN, "", {}, ()).save(tmp_path / "no_moments.json")
     (tmp_path / "damaged_plan.json").write_text(json.dumps({**plan.to_dict(), "name": 1}))
-    slow = {**MACHINE.to_dict(), "h2d_Bps": 0.0}
+    speeds = MACHINE.to_dict()["links"]
+    slow = {**MACHINE.to_dict(), "links": [["host", "device", 0.0, 0.0], *speeds[:1]]}
+    unknown = {**MACHINE.to_dict(), "links": [["host", "device", 1e9, float("nan")], *speeds[:1]]}
     (tmp_path / "slow_machine.json").write_text(json.dumps(slow))
-    (tmp_path / "nan_machine.json").write_text(json.dumps({**MACHINE.to_dict(), "latency_s": float("nan")}))
+    (tmp_path / "nan_machine.json").write_text(json.dumps(unknown))
     (tmp_path / "directory").mkdir()
     return tmp_path
 
@@ -163,8 +165,8 @@ def test_shares_that_are_none(refused: Refused, share: str) -> None:
         ("empty.json", "empty.json: the file is empty"),
         ("trace.json", "this has the format 'chunkmem trace', but a \"chunkmem machine\" is needed"),
         ("damaged_plan.json", "damaged_plan.json: name is 1, but must be a string"),
-        ("nan_machine.json", "nan_machine.json: latency_s is nan, but must be"),
-        ("slow_machine.json", "slow_machine.json: machine: h2d_Bps is 0.0 bytes/s"),
+        ("nan_machine.json", "nan_machine.json: links[0][3] is nan, but must be"),
+        ("slow_machine.json", "slow_machine.json: machine: the link from HOST to DEVICE is 0.0 bytes/s"),
     ],
 )
 def test_machines_that_are_none(refused: Refused, machine: str, says: str) -> None:

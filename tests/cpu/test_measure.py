@@ -18,16 +18,26 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkmem.errors import PlanError
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.runtime import device, measure
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.measure import cached_machine, measure_machine
 from chunkmem.runtime.tiers import TierCaps
+from chunkmem.types import LINKS, Tier
 
 CPU = ComputeDevice(torch.device("cpu"))
 CAPS = TierCaps(1000, 2000, shared=False)
 SPEEDS = {"h2d_Bps": 1e9, "d2h_Bps": 2e9, "latency_s": 3e-6, "device_update_Bps": None, "host_update_Bps": 4e9}
-MACHINE = Machine(1000, 2000, 1e9, 2e9, 3e-6, inf, 4e9, charges_non_model=False, one_processor=True)
+FETCH = (Tier.HOST, Tier.DEVICE)
+MACHINE = Machine(
+    1000,
+    2000,
+    host_links(h2d_Bps=1e9, d2h_Bps=2e9, latency_s=3e-6),
+    inf,
+    4e9,
+    charges_non_model=False,
+    one_processor=True,
+)
 
 
 @pytest.fixture
@@ -53,16 +63,14 @@ def test_in_time_and_with_the_caps_given() -> None:
     assert machine == Machine(
         device_nbytes=1000,
         host_nbytes=2000,
-        h2d_Bps=machine.h2d_Bps,
-        d2h_Bps=machine.h2d_Bps,
-        latency_s=machine.latency_s,
+        links=dict.fromkeys(LINKS, machine.links[FETCH]),
         device_update_Bps=inf,
         host_update_Bps=inf,
         charges_non_model=False,
         one_processor=True,
     )
-    assert 0 < machine.latency_s < 1
-    assert isfinite(machine.h2d_Bps)
+    assert 0 < machine.links[FETCH].latency_s < 1
+    assert isfinite(machine.links[FETCH].Bps)
 
 
 def test_the_speed_is_that_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +86,7 @@ def test_the_speed_is_that_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         return time.thread_time() - begin_s
 
     expected = source.nbytes / min(copy_s() for _ in range(5))
-    found = max(measure_machine(CPU, CAPS).h2d_Bps for _ in range(3))
+    found = max(measure_machine(CPU, CAPS).links[FETCH].Bps for _ in range(3))
     assert expected / 4 <= found <= expected * 4
 
 
@@ -107,9 +115,9 @@ def test_a_coarse_clock_is_not_an_infinite_speed() -> None:
 
 def test_a_speed_of_0_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(measure, "_measure", lambda compute, budget_s: measure._Speeds(0.0, 1e9, 1e-6))
-    with pytest.raises(PlanError, match="h2d_Bps is 0"):
+    with pytest.raises(PlanError, match="from HOST to DEVICE is 0"):
         measure_machine(CPU, CAPS)
-    with pytest.raises(PlanError, match="h2d_Bps is 0"):
+    with pytest.raises(PlanError, match="from HOST to DEVICE is 0"):
         cached_machine(CPU, CAPS, path=tmp_path / "machine.json")
     assert list(tmp_path.iterdir()) == []
 
@@ -145,7 +153,7 @@ def test_modes_and_defaults_of_the_user_do_not_reach_it() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with Refuses(), torch.device("meta"), torch.inference_mode():
-            assert measure_machine(CPU, CAPS, budget_s=0).h2d_Bps > 0
+            assert measure_machine(CPU, CAPS, budget_s=0).links[FETCH].Bps > 0
             with runtime_mode():
                 assert measure._update_Bps(CPU, 0) > 0
     finally:
@@ -178,7 +186,9 @@ def test_speeds_given_in_the_file_are_used(measured: list[float], tmp_path: Path
     content = json.loads(path.read_text())
     content["speeds"]["h2d_Bps"] = 5
     path.write_text(json.dumps(content))
-    assert cached_machine(CPU, CAPS, path=path) == replace(MACHINE, h2d_Bps=5)
+    assert cached_machine(CPU, CAPS, path=path) == replace(
+        MACHINE, links=host_links(h2d_Bps=5, d2h_Bps=2e9, latency_s=3e-6)
+    )
 
 
 def damaged(content: dict[str, Any]) -> dict[str, str | bytes]:

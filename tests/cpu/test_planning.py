@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import chunkmem
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import make_plan
 from chunkmem.steps import cached_plan
 from chunkmem.steps.planning import StepPlanner
@@ -54,7 +54,7 @@ def test_a_plan_is_followed_while_a_better_one_is_looked_for(monkeypatch: pytest
     monkeypatch.setattr(cached_plan, "_MAX_REFINEMENTS", 1)  # further ones come with noise, and begin the search again
     values = {"memory": {"device": 24 * CHUNK_NUMEL, "host": 1 << 22}, "default_chunk_size": CHUNK_NUMEL}
     names: list[str] = []
-    slow = Machine(1, 1, 1e7, 1e7)
+    slow = Machine(1, 1, host_links(h2d_Bps=1e7, d2h_Bps=1e7))
     with chunkmem.ChunkManager(chunkmem.Config.from_dict(values), machine=slow) as manager:
         found = train(manager, names)
         assert manager.trace is not None

@@ -10,7 +10,7 @@ import torch
 
 import chunkmem
 from chunkmem.errors import CapacityError, PlanError, StateError, TraceError
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
@@ -20,7 +20,7 @@ from tests.helpers.zoo import ZOO
 
 CASES = {case.name: case for case in ZOO}
 GPT, CNN, PLAIN = CASES["gpt"], CASES["cnn"], VARIANTS[0]
-SLOW = Machine(device_nbytes=0, host_nbytes=0, h2d_Bps=1e8, d2h_Bps=1e8)
+SLOW = Machine(device_nbytes=0, host_nbytes=0, links=host_links(h2d_Bps=1e8, d2h_Bps=1e8))
 """Speeds by hand; the caps are the configuration's."""
 
 
@@ -131,8 +131,8 @@ def test_plans_for_something_else_are_refused(recorded: Path, cap_nbytes: int) -
 
 
 def test_a_link_that_never_delivers_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"h2d_Bps is 0\.0 bytes/s, and nothing could ever arrive"):
-        Machine(device_nbytes=1, host_nbytes=1, h2d_Bps=0.0, d2h_Bps=1e9)
+    with pytest.raises(PlanError, match=r"the link from HOST to DEVICE is 0\.0 bytes/s, and nothing could ever arrive"):
+        Machine(device_nbytes=1, host_nbytes=1, links=host_links(h2d_Bps=0.0, d2h_Bps=1e9))
 
 
 def test_nothing_is_recorded_before_there_is_a_plan(tmp_path: Path, cap_nbytes: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.trace.model import Kind, Mode, Trace
@@ -21,7 +21,7 @@ WIDTH, NUM_BLOCKS = 32, 6
 PARAM_NBYTES = 4 * (WIDTH * WIDTH + WIDTH)
 """Of a block."""
 SLAB_NUMEL = WIDTH * WIDTH + WIDTH
-FAST = Machine(device_nbytes=0, host_nbytes=0, h2d_Bps=1e10, d2h_Bps=1e10)
+FAST = Machine(device_nbytes=0, host_nbytes=0, links=host_links(h2d_Bps=1e10, d2h_Bps=1e10))
 
 
 class Blocks(nn.Module):

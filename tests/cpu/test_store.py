@@ -68,9 +68,12 @@ def test_a_copy_is_of_the_same_version_and_counted_once(world: World) -> None:
     assert chunk.ready(DEVICE)
     assert chunk.ready(HOST)
     assert values_on(chunk, DEVICE) == [5.0] * 7
-    assert (world.store.moved.h2d_nbytes, world.store.moved.d2h_nbytes) == (2 * SLAB, 0)
+    assert (world.store.moved[Tier.HOST, Tier.DEVICE], world.store.moved[Tier.DEVICE, Tier.HOST]) == (2 * SLAB, 0)
     world.store.copy(chunk, DEVICE, HOST)
-    assert (world.store.moved.h2d_nbytes, world.store.moved.d2h_nbytes) == (2 * SLAB, 2 * SLAB)
+    assert (world.store.moved[Tier.HOST, Tier.DEVICE], world.store.moved[Tier.DEVICE, Tier.HOST]) == (
+        2 * SLAB,
+        2 * SLAB,
+    )
     world.check()
 
 

@@ -198,6 +198,7 @@ def test_a_target_is_poisoned_when_its_copy_may_begin_and_not_before() -> None:
 
 class NeverDone:
     started_s = ended_s = 0.0
+    failure = None
 
     def done(self) -> bool:
         return False

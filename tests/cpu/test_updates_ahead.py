@@ -28,6 +28,7 @@ class Later:
     """Work that is done when it is waited for, and not before."""
 
     started_s = ended_s = 0.0
+    failure = None
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work: Callable[[], object] | None = work

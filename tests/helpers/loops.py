@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.runtime.events import Lanes
 
 WIDTH = 32
 SLAB_NUMEL = WIDTH * WIDTH + WIDTH
-FAST = Machine(device_nbytes=0, host_nbytes=0, h2d_Bps=1e10, d2h_Bps=1e10)
+FAST = Machine(device_nbytes=0, host_nbytes=0, links=host_links(h2d_Bps=1e10, d2h_Bps=1e10))
 
 
 class Side:

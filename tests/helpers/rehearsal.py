@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 
 import chunkmem
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import PlanOptions, candidates
 from chunkmem.trace.model import Trace
@@ -40,7 +40,7 @@ def rehearsed(case: ZooModel, variant: Variant, device_nbytes: int) -> Trace:
 def plans(case: ZooModel, variant: Variant, device_nbytes: int) -> tuple[Plan, ...]:
     """Every different plan that the planner tries, in its order."""
     Bps = case.slab_nbytes / (_MOMENTS_A_COPY * _MOMENT_S)
-    machine = Machine(device_nbytes, HOST_NBYTES, h2d_Bps=Bps, d2h_Bps=Bps)
+    machine = Machine(device_nbytes, HOST_NBYTES, links=host_links(h2d_Bps=Bps, d2h_Bps=Bps))
     found: dict[object, Plan] = {}
     for candidate in candidates(rehearsed(case, variant, device_nbytes), machine, options=PlanOptions()):
         found.setdefault((candidate.plan.start, candidate.plan.actions), candidate.plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Span, Timeline
@@ -23,9 +23,7 @@ def machine_of(
     return Machine(
         device_nbytes=num_slabs * nbytes,
         host_nbytes=host_slabs * nbytes,
-        h2d_Bps=Bps,
-        d2h_Bps=Bps,
-        latency_s=20e-6,
+        links=host_links(h2d_Bps=Bps, d2h_Bps=Bps, latency_s=20e-6),
         device_update_Bps=40e9,
         host_update_Bps=10e9,
         charges_non_model=charges_non_model,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from tests.helpers.lanes import adversarial  # the one place where this suite takes lanes from
 from tests.hostile.models import WIDTH, Net
 
@@ -306,7 +306,7 @@ def manager_for(
     device_nbytes: int, *, seed: int | None = None, keys: tuple[tuple[str, Any], ...] = ()
 ) -> chunkmem.ChunkManager:
     """A manager whose freed memory is overwritten with NaN; with a seed, its lanes hold copies back."""
-    speeds = Machine(device_nbytes, AMPLE_NBYTES, h2d_Bps=2e9, d2h_Bps=2e9, latency_s=1e-5)
+    speeds = Machine(device_nbytes, AMPLE_NBYTES, links=host_links(h2d_Bps=2e9, d2h_Bps=2e9, latency_s=1e-5))
     lanes = None if seed is None else adversarial(seed)
     manager = chunkmem.ChunkManager(config(device_nbytes, keys), machine=speeds, make_lanes=lanes)
     manager.runtime.tiers.device_pool.poison = manager.runtime.tiers.host_pool.poison = True

@@ -13,7 +13,7 @@ from benchmarks.traffic.uses import device_budgets
 from chunkmem.bound import _reduce, _Relaxation, traffic_bound
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.gaps import budgets, find_gaps
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import PlanOptions, candidates
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Tier
@@ -40,7 +40,7 @@ def read(chunk: ChunkId) -> Events:
 
 
 def capped(device_nbytes: int, **options: bool) -> Machine:
-    return Machine(device_nbytes, AMPLE, 1e9, 1e9, **options)
+    return Machine(device_nbytes, AMPLE, host_links(h2d_Bps=1e9, d2h_Bps=1e9), **options)
 
 
 def tiers_of(trace: Trace, tier: Tier) -> dict[int, Tier]:

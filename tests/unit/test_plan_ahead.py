@@ -9,7 +9,7 @@ import pytest
 
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.ahead import SHADOW, advance_updates, log_nbytes, updates_ahead
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Action, Copy, Free, Lane, Plan, Update, Wait
 from chunkmem.plan.planner import PlanOptions, candidates, make_plan
 from chunkmem.plan.simulate import peak_nbytes, simulate
@@ -28,7 +28,12 @@ TRACE = training_trace(GROUPS, NBYTES, duration_s=1.0)
 
 def machine(log_slabs: int, **keys: float) -> Machine:
     return Machine(
-        4 * NBYTES, 10**6, h2d_Bps=1e6, d2h_Bps=1e6, one_processor=False, shadow_nbytes=log_slabs * NBYTES, **keys
+        4 * NBYTES,
+        10**6,
+        links=host_links(h2d_Bps=1e6, d2h_Bps=1e6),
+        one_processor=False,
+        shadow_nbytes=log_slabs * NBYTES,
+        **keys,
     )  # type: ignore[arg-type]
 
 

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkmem.errors import PlanError, TraceError
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import LinkSpeed, Machine, host_links
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Plan, Update, Wait
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import LINKS, ChunkId, Role, Tier
 from tests.helpers.cpu_time import cpu_s
 
 save_trace, load_trace = Trace.save, Trace.load
@@ -35,7 +35,7 @@ save_timeline, load_timeline, timeline_to_dict, timeline_from_dict = (
 
 PARAM, GRAD = ChunkId(Role.PARAM, 0), ChunkId(Role.GRAD, 0)
 
-MACHINE = Machine(device_nbytes=4096, host_nbytes=2**40, h2d_Bps=1.2e10, d2h_Bps=inf, latency_s=1e-5)
+MACHINE = Machine(device_nbytes=4096, host_nbytes=2**40, links=host_links(h2d_Bps=1.2e10, d2h_Bps=inf, latency_s=1e-5))
 
 PLAN = Plan(
     trace_digest="0123456789abcdef",
@@ -74,23 +74,23 @@ TRACE = Trace(
 )
 
 MACHINE_TEXT = (
-    '{"format":"chunkmem machine","version":1,"device_nbytes":4096,"host_nbytes":1099511627776,'
-    '"h2d_Bps":12000000000.0,"d2h_Bps":null,"latency_s":1e-05,"device_update_Bps":null,"host_update_Bps":null,'
+    '{"format":"chunkmem machine","version":2,"device_nbytes":4096,"host_nbytes":1099511627776,'
+    '"links":[["device","host",null,1e-05],["host","device",12000000000.0,1e-05]],"device_update_Bps":null,"host_update_Bps":null,'
     '"charges_non_model":false,"one_processor":true,"shadow_nbytes":0,"exchange_Bps":null}'
 )
 PLAN_TEXT = (
-    '{"format":"chunkmem plan","version":1,"name":"belady, 2 ahead","trace_digest":"0123456789abcdef",'
-    f'"machine":{MACHINE_TEXT},"chunks":[["grad",0],["param",0]],'
-    '"start":[[0,"device",false],[1,"host",true]],"update_tiers":[[0,"host"]],'
+    '{"format":"chunkmem plan","version":2,"chunks":[["grad",0],["param",0]],"trace_digest":"0123456789abcdef",'
+    f'"machine":{MACHINE_TEXT},"start":[[0,"device",false],[1,"host",true]],'
     '"actions":[[["alloc",1,"device"],["wait","h2d","compute",-2],["copy",1,"host","device"]],[],'
-    '[["update",0,"host"],["free",1,"device"]]]}'
+    '[["update",0,"host"],["free",1,"device"]]],"update_tiers":[[0,"host"]],"name":"belady, 2 ahead"}'
 )
 TIMELINE_TEXT = (
-    '{"format":"chunkmem timeline","version":1,"step_s":1.0,"plan_misses":1,"prefetched":2,"fetched":3,'
+    '{"format":"chunkmem timeline","version":2,"chunks":[["param",0]],"labels":["copy param 0","fc forward"],'
+    '"spans":[["h2d",0,-0.5,0.25,0,0,4096,false],["compute",1,0.0,0.25,0,null,0,true],'
+    '["compute",1,0.25,1.0,0,null,0,false]],"step_s":1.0,'
     '"peak_nbytes":[["device",4096],["host",8192]],"role_peak_nbytes":[["device","param",4096]],'
-    '"cap_nbytes":[["device",5000],["host",1099511627776]],"device_nbytes":[4096],"chunks":[["param",0]],'
-    '"labels":["copy param 0","fc forward"],"spans":[["h2d",0,-0.5,0.25,0,0,4096,false],'
-    '["compute",1,0.0,0.25,0,null,0,true],["compute",1,0.25,1.0,0,null,0,false]]}'
+    '"cap_nbytes":[["device",5000],["host",1099511627776]],"device_nbytes":[4096],'
+    '"plan_misses":1,"prefetched":2,"fetched":3}'
 )
 
 
@@ -120,7 +120,8 @@ def machines() -> st.SearchStrategy[Machine]:
     nbytes, speeds = st.integers(0, 2**63 - 1), st.floats(0, exclude_min=True)
     latency = st.floats(0, allow_infinity=False)
     flags = st.booleans()
-    return st.builds(Machine, nbytes, nbytes, speeds, speeds, latency, speeds, speeds, flags, flags)
+    links = st.fixed_dictionaries(dict.fromkeys(LINKS, st.builds(LinkSpeed, speeds, latency)))
+    return st.builds(Machine, nbytes, nbytes, links, speeds, speeds, flags, flags)
 
 
 def plans() -> st.SearchStrategy[Plan]:
@@ -147,7 +148,7 @@ def timelines() -> st.SearchStrategy[Timeline]:
         lambda lane, label, ends, *rest: Span(lane, label, *ends, *rest),
         *(st.sampled_from(Lane), st.text(), ends, moments, st.none() | chunks(), count, st.booleans()),
     )
-    by_tier = st.fixed_dictionaries({Tier.DEVICE: count}, optional={Tier.HOST: count, Tier.DISK: count})
+    by_tier = st.fixed_dictionaries({Tier.DEVICE: count}, optional={Tier.HOST: count})
     by_role = st.dictionaries(st.tuples(st.sampled_from(Tier), st.text()), count, max_size=5)
     lists = st.lists(spans, max_size=5).map(tuple), st.lists(count, max_size=5).map(tuple)
     return st.builds(Timeline, lists[0], seconds, by_tier, by_role, by_tier, lists[1], count, count, count)
@@ -190,7 +191,6 @@ def test_the_text_of_each_file(tmp_path: Path) -> None:
 def test_every_machine_survives(machine: Machine) -> None:
     read = machine_from_dict(json.loads(json.dumps(machine_to_dict(machine), allow_nan=False)))
     assert read == machine
-    assert read.h2d_Bps == machine.h2d_Bps
 
 
 @given(plans())
@@ -216,8 +216,13 @@ def test_equal_plans_make_equal_files(plan: Plan, rng: random.Random) -> None:
 
 def test_a_machine_written_by_hand(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
-    file.write_text(json.dumps(json.loads(MACHINE_TEXT) | {"h2d_Bps": 12_000_000_000, "latency_s": 0}, indent=2))
-    assert load_machine(file) == dataclasses.replace(MACHINE, h2d_Bps=1.2e10, latency_s=0.0)
+    file.write_text(
+        json.dumps(
+            json.loads(MACHINE_TEXT) | {"links": [["host", "device", 12_000_000_000, 0], ["device", "host", None, 0]]},
+            indent=2,
+        )
+    )
+    assert load_machine(file) == dataclasses.replace(MACHINE, links=host_links(h2d_Bps=1.2e10, d2h_Bps=inf))
 
 
 def test_time_grows_with_the_moments_and_not_with_their_square(tmp_path: Path) -> None:
@@ -259,7 +264,7 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
         (
             ("version",),
             7,
-            "version of this chunkmem plan is 7, but this chunkmem reads only up to 1; update chunkmem, or save it "
+            "version of this chunkmem plan is 7, but this chunkmem reads only up to 2; update chunkmem, or save it "
             "again with this one",
         ),
         (("name",), 5, "name is 5, but must be a string"),
@@ -273,8 +278,8 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
         ),
         (
             ("machine", "version"),
-            2,
-            "machine.version of this chunkmem machine is 2, but this chunkmem reads only up to 1; update chunkmem, or "
+            3,
+            "machine.version of this chunkmem machine is 3, but this chunkmem reads only up to 2; update chunkmem, or "
             "save it again with this one",
         ),
         (
@@ -285,15 +290,20 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
         (("chunks", 0), ["grad", "0"], "chunks[0][1] is '0', but must be an integer from 0 to 2**63 - 1"),
         (("start",), None, "start is None, but must be a list"),
         (("start", 0, 0), 2, "start[0][0] is 2, but must be an index into chunks, which has 2 of them"),
-        (("start", 0, 1), "gpu", 'start[0][1] is \'gpu\', but must be "device", "host" or "disk"'),
+        (("start", 0, 1), "gpu", 'start[0][1] is \'gpu\', but must be "device" or "host"'),
         (("start", 0, 2), 1, "start[0][2] is 1, but must be true or false"),
-        (("start", 0), [1, "host", False], "start[1] is [1, 'host', True], but an earlier row is for the same"),
+        (
+            ("start", 0),
+            [1, "host", False],
+            "start has param chunk 0 on HOST twice, with the newest version and without",
+        ),
+        (("start", 0), [1, "host", True], "start[1] is [1, 'host', True], but an earlier row is for the same"),
         (
             ("update_tiers",),
             [[0, "host"], [0, "device"]],
             "update_tiers[1] is [0, 'device'], but an earlier row is for",
         ),
-        (("update_tiers", 0, 1), None, 'update_tiers[0][1] is None, but must be "device", "host" or "disk"'),
+        (("update_tiers", 0, 1), None, 'update_tiers[0][1] is None, but must be "device" or "host"'),
         (("actions",), {"0": []}, "actions is {'0': []}, but must be a list"),
         (("actions", 1), 0, "actions[1] is 0, but must be a list"),
         (("actions", 2, 0), "free", "actions[2][0] is 'free', but must be a list"),
@@ -308,18 +318,18 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
             'actions[2][0][0] is \'move\', but must be "alloc", "free", "copy", "update" or "wait"',
         ),
         (("actions", 2, 0), ["free"], "actions[2][0] is ['free'], but must be a list of 3 values"),
-        (("actions", 0, 2, 3), "host ", 'actions[0][2][3] is \'host \', but must be "device", "host" or "disk"'),
+        (("actions", 0, 2, 3), "host ", 'actions[0][2][3] is \'host \', but must be "device" or "host"'),
         (
             ("actions", 0, 1, 2),
             "cpu",
-            'actions[0][1][2] is \'cpu\', but must be "compute", "h2d", "d2h", "host-update", "collective" or "disk"',
+            'actions[0][1][2] is \'cpu\', but must be "compute", "h2d", "d2h", "host-update" or "collective"',
         ),
         (
             ("actions", 0, 1, 3),
             0.5,
             "actions[0][1][3] is 0.5, but must be an integer from -9223372036854775808 to 2**63 - 1",
         ),
-        (("lanes",), 1, "this has a key 'lanes', which no chunkmem plan has; allowed: format, version, name, trace_"),
+        (("lanes",), 1, "this has a key 'lanes', which no chunkmem plan has; allowed: format, version, chunks, trace_"),
     ],
 )
 def test_values_that_no_plan_has(path: tuple[Any, ...], value: object, says: str) -> None:
@@ -331,17 +341,51 @@ def test_values_that_no_plan_has(path: tuple[Any, ...], value: object, says: str
     [
         ("device_nbytes", "8GiB", "device_nbytes is '8GiB', but must be an integer from 0 to 2**63 - 1"),
         ("device_nbytes", None, "device_nbytes is None, but must be an integer from 0 to 2**63 - 1"),
-        ("h2d_Bps", 0, "machine: h2d_Bps is 0.0 bytes/s, and nothing could ever arrive; measure again, or give a "),
-        ("d2h_Bps", -1.5, "machine: d2h_Bps is -1.5 bytes/s, and nothing could ever arrive; measure again, or give"),
-        ("h2d_Bps", math.nan, "h2d_Bps is nan, but must be null, or a finite number of bytes a second"),
-        ("h2d_Bps", inf, "h2d_Bps is inf, but must be null, or a finite number of bytes a second"),
+        (
+            "links",
+            [["host", "device", 0, 0.0], ["device", "host", 1e9, 0.0]],
+            "machine: the link from HOST to DEVICE is 0.0 bytes/s, and nothing could ever arrive; ",
+        ),
+        (
+            "links",
+            [["device", "host", -1.5, 0], ["host", "device", 1, 0]],
+            "machine: the link from DEVICE to HOST is -1.5 ",
+        ),
+        (
+            "links",
+            [["device", "host", 1, 0]],
+            "machine: the link from HOST to DEVICE has no speed; give one of each of ",
+        ),
+        (
+            "links",
+            [["device", "host", 1, 0]] * 2,
+            "links[1] is ['device', 'host', 1, 0], but an earlier row is for the same",
+        ),
+        (
+            "links",
+            [["host", "device", math.nan, 0.0], ["device", "host", 1e9, 0.0]],
+            "links[0][2] is nan, but must be null, or a finite number of bytes a second",
+        ),
+        (
+            "links",
+            [["host", "device", inf, 0.0], ["device", "host", 1e9, 0.0]],
+            "links[0][2] is inf, but must be null, or a finite number of bytes a second",
+        ),
         (
             "host_update_Bps",
             "fast",
             "host_update_Bps is 'fast', but must be null, or a finite number of bytes a second",
         ),
-        ("latency_s", None, "latency_s is None, but must be a finite number of seconds, 0 or more"),
-        ("latency_s", -1, "latency_s is -1, but must be a finite number of seconds, 0 or more"),
+        (
+            "links",
+            [["host", "device", 1e9, None], ["device", "host", 1e9, 0.0]],
+            "links[0][3] is None, but must be a finite number of seconds, 0 or more",
+        ),
+        (
+            "links",
+            [["host", "device", 1e9, -1], ["device", "host", 1e9, 0.0]],
+            "links[0][3] is -1, but must be a finite number of seconds, 0 or more",
+        ),
         ("one_processor", 1, "one_processor is 1, but must be true or false"),
         ("gpu", 1, "this has a key 'gpu', which no chunkmem machine has; allowed: format, version, device_nbytes, "),
     ],
@@ -378,7 +422,26 @@ def test_every_key_is_needed(key: str) -> None:
     assert raised_by(lambda: plan_from_dict(values)) == f"{key} is missing, which every chunkmem plan has"
 
 
-# Every kind of file: the wrong one, and damage.
+# Every kind of file: of an old version, the wrong one, and damage.
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("trace", "record it again"),
+        ("plan", "make it again with `chunkmem plan`"),
+        ("machine", "save it again with this one"),
+        ("timeline", "record the run again"),
+    ],
+)
+def test_a_file_of_the_first_version_is_refused_with_what_to_do(kind: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(json.dumps({"format": f"chunkmem {kind}", "version": 1, "chunks": [], "of the past": 3}))
+    with pytest.raises(KINDS[kind].error) as raised:
+        KINDS[kind].load(file)
+    assert str(raised.value) == (
+        f"{file}: version of this chunkmem {kind} is 1, but this chunkmem reads only 2; {says}"
+    )
 
 
 @pytest.mark.parametrize("wanted", KINDS)

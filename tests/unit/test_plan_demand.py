@@ -220,7 +220,7 @@ def check(scene: Scene, outcome: RoomPlan | Shortage) -> None:
     at_here = {r.chunk: r for r in scene.here}
     at_there = {r.chunk: r for r in scene.there}
     victims = [at_here[eviction.chunk] for eviction in outcome.evictions_here]
-    drops = [at_there[chunk] for chunk in outcome.drops_there]
+    drops = [at_there[chunk] for chunk in outcome.drops_below]
     assert [eviction.spill for eviction in outcome.evictions_here] == [r.spill for r in victims]
     assert len({r.chunk for r in victims}) == len(victims)
     assert len({r.chunk for r in drops}) == len(drops)
@@ -253,8 +253,8 @@ def test_a_shortage_is_exactly_that_large(scene: Scene) -> None:
         return
     assert isinstance(scene.plan(more_here=outcome.here_nbytes), RoomPlan)
     assert isinstance(scene.plan(more_here=outcome.here_nbytes - 1), Shortage)
-    if outcome.there_nbytes is None:
+    if outcome.below_nbytes is None:
         assert isinstance(scene.plan(more_there=10**6), Shortage)
     else:
-        assert isinstance(scene.plan(more_there=outcome.there_nbytes), RoomPlan)
-        assert isinstance(scene.plan(more_there=outcome.there_nbytes - 1), Shortage)
+        assert isinstance(scene.plan(more_there=outcome.below_nbytes), RoomPlan)
+        assert isinstance(scene.plan(more_there=outcome.below_nbytes - 1), Shortage)

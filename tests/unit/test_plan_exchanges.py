@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from chunkmem.errors import CapacityError, PlanError
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Alloc, Copy, Free, Lane, Plan, Wait
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.semantics import residency_before
@@ -86,8 +86,7 @@ def machine(slabs: float) -> Machine:
     return Machine(
         int(slabs * NBYTES),
         100 * NBYTES,
-        4.0 * NBYTES,
-        4.0 * NBYTES,
+        host_links(h2d_Bps=4.0 * NBYTES, d2h_Bps=4.0 * NBYTES),
         one_processor=False,
         exchange_Bps=NBYTES / GATHER_S,
     )

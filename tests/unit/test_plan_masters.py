@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from chunkmem.errors import PlanError
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Alloc, Free
 from chunkmem.plan.planner import PlanOptions, candidates, make_plan
 from chunkmem.plan.resync import resync
@@ -29,7 +29,7 @@ def lowered(**keys: int) -> Trace:
 
 
 def machine(slabs: int) -> Machine:
-    return Machine(slabs * NBYTES, 10**6, h2d_Bps=1e6, d2h_Bps=1e6)
+    return Machine(slabs * NBYTES, 10**6, links=host_links(h2d_Bps=1e6, d2h_Bps=1e6))
 
 
 def test_host_holds_fourteen_bytes_a_parameter_and_one_chunk() -> None:

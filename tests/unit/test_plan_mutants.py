@@ -25,7 +25,7 @@ import pytest
 from chunkmem.errors import PlanError
 from chunkmem.plan.gaps import budgets, find_gaps
 from chunkmem.plan.intervals import find_stays, prefetch
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
 from chunkmem.plan.program import emit
 from chunkmem.plan.search import least_traffic
@@ -87,8 +87,7 @@ def make_subject(rng: random.Random, trace: Trace) -> Plan:
     machine = Machine(
         device_nbytes=smallest + int(rng.choice((0.0, 0.2, 0.4)) * sum(problem.nbytes)),
         host_nbytes=2 * sum(problem.nbytes),
-        h2d_Bps=10 ** rng.uniform(4, 7),
-        d2h_Bps=10 ** rng.uniform(4, 7),
+        links=host_links(h2d_Bps=10 ** rng.uniform(4, 7), d2h_Bps=10 ** rng.uniform(4, 7)),
         charges_non_model=charges,
         one_processor=rng.random() < 0.5,
     )

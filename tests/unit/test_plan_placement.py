@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.placement import GroupBytes, place_states, placements
 from tests.helpers.cpu_time import cpu_s
 from tests.helpers.traces import training_trace
@@ -72,7 +72,7 @@ def test_ten_times_as_many_groups_are_placed_in_not_much_more_than_ten_times_the
 
     def place(num_groups: int) -> float:
         trace = training_trace(num_groups, 10)
-        machine = Machine(20 * num_groups, 1 << 30, 1.0, 1.0)
+        machine = Machine(20 * num_groups, 1 << 30, host_links(h2d_Bps=1.0, d2h_Bps=1.0))
         budget = [machine.device_nbytes] * len(trace.moments)
         return min(cpu_s(lambda: list(placements(trace, machine, budget, 0.8, with_half=True))) for _ in range(3))
 

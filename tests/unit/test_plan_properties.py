@@ -20,7 +20,7 @@ from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recently_used, sweep, traffic_nbytes
 from chunkmem.plan.gaps import Problem, find_gaps
 from chunkmem.plan.intervals import find_stays, prefetch
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Alloc, Copy, Free, Plan, Wait
 from chunkmem.plan.planner import Candidate, PlanOptions, candidates, make_plan
 from chunkmem.plan.program import emit
@@ -58,9 +58,10 @@ def drawn_machine(rng: random.Random, trace: Trace, *, one_tier: bool = False) -
     machine = Machine(
         device_nbytes=AMPLE,
         host_nbytes=0 if one_tier else AMPLE,
-        h2d_Bps=10 ** rng.uniform(4, 8),  # chunks of 64 to 1536 bytes, moments of 1 ms: link-bound to compute-bound
-        d2h_Bps=10 ** rng.uniform(4, 8),
-        latency_s=rng.choice((0.0, 1e-4)),
+        # Chunks of 64 to 1536 bytes, moments of 1 ms: link-bound to compute-bound.
+        links=host_links(
+            h2d_Bps=10 ** rng.uniform(4, 8), d2h_Bps=10 ** rng.uniform(4, 8), latency_s=rng.choice((0.0, 1e-4))
+        ),
         device_update_Bps=rng.choice((float("inf"), 1e7)),
         host_update_Bps=rng.choice((float("inf"), 1e6)),
         charges_non_model=rng.random() < 0.5,
@@ -358,7 +359,7 @@ def test_the_traffic_of_kept_gaps_is_what_the_plan_moves() -> None:
         rng = random.Random(seed)
         problem, room = drawn_problem(rng)
         trace, budget = problem.trace, [a + b for a, b in zip(room, problem.required, strict=True)]
-        machine = Machine(max(budget), AMPLE, h2d_Bps=10 ** rng.uniform(4, 8), d2h_Bps=1e6)
+        machine = Machine(max(budget), AMPLE, links=host_links(h2d_Bps=10 ** rng.uniform(4, 8), d2h_Bps=1e6))
         kept = sweep(problem, room, rng.choice((furthest_next_use, least_recently_used)))
         kept = frozenset(at for at in sorted(kept) if rng.random() < 0.8)
         stays = find_stays(problem, kept)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from chunkmem.errors import CapacityError, PlanError
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Plan, Update, Wait
 from chunkmem.plan.simulate import peak_nbytes, simulate
 from chunkmem.plan.timeline import Span
@@ -21,7 +21,7 @@ P0, P1, P2 = (ChunkId(Role.PARAM, group) for group in range(3))
 G0, G1 = (ChunkId(Role.GRAD, group) for group in range(2))
 A0 = ChunkId(Role.EXP_AVG, 0)
 
-MACHINE = Machine(device_nbytes=200, host_nbytes=400, h2d_Bps=100.0, d2h_Bps=50.0)
+MACHINE = Machine(device_nbytes=200, host_nbytes=400, links=host_links(h2d_Bps=100.0, d2h_Bps=50.0))
 """Two slabs on DEVICE, four on HOST; a chunk of 100 bytes takes 1 s to DEVICE and 2 s to HOST."""
 
 MOMENTS = (
@@ -177,7 +177,12 @@ def test_update_speeds_and_latency() -> None:
     machine = replace(MACHINE, device_update_Bps=50.0, host_update_Bps=50.0)
     assert simulate(PLAN, TRACE, machine=machine).step_s == 20.0 + (4 - 1) + (6 - 3)
     # Copies on the way of COMPUTE: P0, P0 again, then P1, G0 and G1 in a row.
-    assert simulate(PLAN, TRACE, machine=replace(MACHINE, latency_s=0.25)).step_s == 20.0 + 5 * 0.25
+    assert (
+        simulate(
+            PLAN, TRACE, machine=replace(MACHINE, links=host_links(h2d_Bps=100.0, d2h_Bps=50.0, latency_s=0.25))
+        ).step_s
+        == 20.0 + 5 * 0.25
+    )
 
 
 def test_a_lap_alone_starts_with_everything_arrived() -> None:
@@ -358,8 +363,13 @@ WRONG = {
         "Wait of H2D on COMPUTE, count 3: COMPUTE has only been issued 2",
     ),
     "wait for itself": (2, None, Wait(H2D, H2D, 1), "Wait of H2D on H2D, count 1: a lane is in order by itself"),
-    "no such lane": (2, None, Wait(Lane.DISK, H2D, 1), "Wait of DISK on H2D, count 1: no plan issues anything on DISK"),
-    "no disk": (2, None, Alloc(P1, Tier.DISK), "Alloc param chunk 1 on DISK: there is no DISK"),
+    "no such lane": (2, None, Wait(Lane.COLLECTIVE, H2D, 1), "Wait of COLLECTIVE on H2D, count 1: no plan issues"),
+    "no such link": (
+        2,
+        None,
+        Copy(P1, Tier.HOST, Tier.HOST),
+        "Copy param chunk 1 to HOST: no link leads from HOST to HOST",
+    ),
     "unknown chunk": (2, None, Alloc(P2, D), "Alloc param chunk 2 on DEVICE: the trace does not know param chunk 2"),
     "update elsewhere": (11, None, Update(0, H), "Update group 0 on HOST: 200 bytes pass the shadow buffers of 0"),
     "update another": (12, None, Update(1, D), "Update group 1 on DEVICE: this moment updates group 0"),

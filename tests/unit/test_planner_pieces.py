@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from chunkmem.errors import CapacityError
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import Planner, make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.trace.model import Trace
@@ -28,7 +28,11 @@ def uneven(seed: int, *, num_groups: int, num_uses: int, cap_share: float = 0.3)
     )
     weights = sum(nbytes for chunk, nbytes in trace.chunk_nbytes.items() if chunk.role is Role.PARAM)
     largest = max(trace.chunk_nbytes.values())
-    return trace, Machine(max(5 * largest, int(cap_share * weights)), 1 << 50, weights / 50e-3, weights / 50e-3)
+    return trace, Machine(
+        max(5 * largest, int(cap_share * weights)),
+        1 << 50,
+        host_links(h2d_Bps=weights / 50e-3, d2h_Bps=weights / 50e-3),
+    )
 
 
 def retimed(trace: Trace, factor: float) -> Trace:
@@ -85,6 +89,6 @@ def test_other_durations_are_planned_for_without_another_search(seed: int) -> No
 
 
 def test_a_planner_in_pieces_says_what_does_not_fit() -> None:
-    planner = Planner(training_trace(4, 1024), Machine(1024, 1 << 30, 1e6, 1e6))
+    planner = Planner(training_trace(4, 1024), Machine(1024, 1 << 30, host_links(h2d_Bps=1e6, d2h_Bps=1e6)))
     with pytest.raises(CapacityError, match=r"raise memory.device to at least 2.00 KiB"):
         planner.improve(1)

@@ -55,7 +55,7 @@ def test_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert cells["peak on DEVICE"] == ["4.00 MiB", "4.00 MiB", "4.00 MiB"]
     assert cells["copies in time"] == [f"{predicted.prefetched} of {predicted.fetched}"] * 2
-    assert cells["plan_misses"] == ["0", "0"]
+    assert cells["plan misses"] == ["0", "0"]
     assert cells["HOST exp_avg_sq"] == ["6.00 MiB", "6.00 MiB"]
     assert ["", "bytes on each link and the peak of each tier are as predicted"] in lines
     assert sorted(path.name for path in folder.iterdir()) == NAMES  # and no partial file

@@ -40,8 +40,9 @@ SMALL = Trace(
 )
 
 SMALL_TEXT = (
-    '{"format":"chunkmem trace","version":1,"mode":"train","layout":"5f0c",'
-    '"chunks":[["param",0,4096],["grad",0,2048]],"labels":["fc forward","fc backward","update 0",""],'
+    '{"format":"chunkmem trace","version":2,"chunks":[["param",0],["grad",0]],'
+    '"labels":["fc forward","fc backward","update 0",""],"mode":"train","layout":"5f0c",'
+    '"chunk_nbytes":[[0,4096],[1,2048]],'
     '"moments":[["hold",0,0,0.1,300,280],["create",1,1,1e-07,500,0],["release",0,0,0.0,0,0],["update",0,2,2.5,0,0],'
     '["consume",1,3,0.0,0,0]],"sampling_interval_s":0.002,"remote_groups":[]}'
 )
@@ -125,15 +126,6 @@ def test_every_trace_survives(trace: Trace) -> None:
     assert list(read.chunk_nbytes) == list(trace.chunk_nbytes)
     assert read.digest == trace.digest
     assert all(type(moment.duration_s) is float for moment in read.moments)
-
-
-def test_a_trace_of_before_the_sampling_interval_was_kept() -> None:
-    values = trace_to_dict(SMALL)
-    del values["sampling_interval_s"], values["remote_groups"]
-    read = trace_from_dict(values)
-    assert read == replace(SMALL, sampling_interval_s=0.0)
-    assert read.digest == SMALL.digest, "plans made from it still fit"
-    assert "sampling_interval_s" not in values, "what is given is only read"
 
 
 def test_an_editor_may_add_a_byte_order_mark_and_spaces(tmp_path: Path) -> None:
@@ -299,8 +291,8 @@ def test_what_is_no_path(path: Any) -> None:
             "this has the format 'chunkmem plan', but a \"chunkmem trace\" is needed here",
         ),
         (
-            b'{"format": "chunkmem trace", "version": 2, "lanes": []}',
-            "version of this chunkmem trace is 2, but this chunkmem reads only up to 1; update chunkmem, or save it "
+            b'{"format": "chunkmem trace", "version": 3, "lanes": []}',
+            "version of this chunkmem trace is 3, but this chunkmem reads only up to 2; update chunkmem, or save it "
             "again with this one",
         ),
     ],
@@ -350,16 +342,16 @@ def test_a_message_is_one_line_whatever_is_in_labels_and_paths(tmp_path: Path) -
     ("path", "value", "says"),
     [
         (("format",), 5, 'this has the format 5, but a "chunkmem trace" is needed here'),
-        (("version",), 0, "version is 0, but must be an integer from 1 to 1"),
-        (("version",), True, "version is True, but must be an integer from 1 to 1"),
-        (("version",), "1", "version is '1', but must be an integer from 1 to 1"),
+        (("version",), 0, "version is 0, but must be an integer from 1 to 2"),
+        (("version",), True, "version is True, but must be an integer from 1 to 2"),
+        (("version",), "1", "version is '1', but must be an integer from 1 to 2"),
         (("mode",), "test", 'mode is \'test\', but must be "train" or "eval"'),
         (("mode",), ["train"], 'mode is [\'train\'], but must be "train" or "eval"'),
         (("layout",), None, "layout is None, but must be a string"),
         (("chunks",), {}, "chunks is {}, but must be a list"),
         (("chunks", 1), 7, "chunks[1] is 7, but must be a list"),
-        (("chunks", 1), ["grad", 0], "chunks[1] is ['grad', 0], but must be a list of 3 values"),
-        (("chunks", 1), ["param", 0, 9], "chunks[1] is ['param', 0, 9], but an earlier row is for the same"),
+        (("chunks", 1), ["grad"], "chunks[1] is ['grad'], but must be a list of 2 values"),
+        (("chunks", 1), ["param", 0], "chunks[1] is ['param', 0], but an earlier row is for the same"),
         (
             ("chunks", 1, 0),
             "weights",
@@ -368,8 +360,13 @@ def test_a_message_is_one_line_whatever_is_in_labels_and_paths(tmp_path: Path) -
         (("chunks", 1, 1), -1, "chunks[1][1] is -1, but must be an integer from 0 to 2**63 - 1"),
         (("chunks", 1, 1), 0.0, "chunks[1][1] is 0.0, but must be an integer from 0 to 2**63 - 1"),
         (("chunks", 1, 1), True, "chunks[1][1] is True, but must be an integer from 0 to 2**63 - 1"),
-        (("chunks", 1, 2), 0, "chunks[1][2] is 0, but must be an integer from 1 to 2**63 - 1"),
-        (("chunks", 1, 2), 2**63, "chunks[1][2] is 9223372036854775808, but must be an integer from 1 to 2**63 - 1"),
+        (("chunk_nbytes", 1), [0, 9], "chunk_nbytes[1] is [0, 9], but an earlier row is for the same"),
+        (("chunk_nbytes", 1, 1), 0, "chunk_nbytes[1][1] is 0, but must be an integer from 1 to 2**63 - 1"),
+        (
+            ("chunk_nbytes", 1, 1),
+            2**63,
+            "chunk_nbytes[1][1] is 9223372036854775808, but must be an integer from 1 to 2**63 - 1",
+        ),
         (("labels", 2), 3, "labels[2] is 3, but must be a string"),
         (("moments",), "none", "moments is 'none', but must be a list"),
         (("moments", 1), "create", "moments[1] is 'create', but must be a list"),
@@ -393,8 +390,8 @@ def test_a_message_is_one_line_whatever_is_in_labels_and_paths(tmp_path: Path) -
         (
             ("lanes",),
             [],
-            "this has a key 'lanes', which no chunkmem trace has; allowed: format, version, mode, layout, chunks, "
-            "labels, moments, sampling_interval_s, remote_groups",
+            "this has a key 'lanes', which no chunkmem trace has; allowed: format, version, chunks, labels, mode, "
+            "layout, chunk_nbytes, moments, sampling_interval_s, remote_groups",
         ),
         (
             ("sampling_interval_s",),
@@ -412,8 +409,8 @@ def test_values_that_no_trace_has(path: tuple[Any, ...], value: object, says: st
     assert raised_by(lambda: trace_from_dict(changed(path, value))) == says
 
 
-@pytest.mark.parametrize("key", sorted({*trace_to_dict(SMALL)} - {"sampling_interval_s", "remote_groups"}))
-def test_every_key_of_the_first_day_is_needed(key: str) -> None:
+@pytest.mark.parametrize("key", sorted(trace_to_dict(SMALL)))
+def test_every_key_is_needed(key: str) -> None:
     values = trace_to_dict(SMALL)
     del values[key]
     assert raised_by(lambda: trace_from_dict(values)) == f"{key} is missing, which every chunkmem trace has"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from chunkmem.errors import PlanError, TraceError
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.trace.loop import as_loop
@@ -20,7 +20,7 @@ WHOLE = training_trace(GROUPS, NBYTES)
 
 
 def machine(slabs: int) -> Machine:
-    return Machine(slabs * NBYTES, 1 << 30, 1e6, 1e6)
+    return Machine(slabs * NBYTES, 1 << 30, host_links(h2d_Bps=1e6, d2h_Bps=1e6))
 
 
 def without(trace: Trace, *left_out: tuple[Kind, int]) -> Trace:

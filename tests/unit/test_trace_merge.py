@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 
 from chunkmem.plan.cursor import TraceCursor
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import PlanOptions, make_plan
 from chunkmem.trace.merge import merge
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from tests.helpers.traces import LAYOUT, grad, param, updated_chunks
 
 NUM_GROUPS = 8
-MACHINE = Machine(device_nbytes=1600, host_nbytes=10_000, h2d_Bps=1e9, d2h_Bps=1e9)
+MACHINE = Machine(device_nbytes=1600, host_nbytes=10_000, links=host_links(h2d_Bps=1e9, d2h_Bps=1e9))
 
 
 def moments(groups: Collection[int], shared: bool) -> Iterator[Moment]:

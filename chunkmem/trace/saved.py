@@ -1,0 +1,138 @@
+"""Frozen dataclasses that are kept in files: an object with a key for each field, and what is wrong with another one.
+
+Paths in messages are those of the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from chunkmem.errors import ChunkmemError
+from chunkmem.sizes import shown
+from chunkmem.trace.codec import Codec, Document, Tables, Wrong, codec_of, table_of
+from chunkmem.trace.files import JsonFile
+
+VERSION = 2
+"""Of all kinds of files, whose forms the codec decides."""
+
+
+class Saved(Document):
+    """A dataclass that is kept in files: ``class Trace(Saved, name="chunkmem trace", error=TraceError, ...)``."""
+
+    _name: ClassVar[str]
+    _error: ClassVar[type[ChunkmemError]]
+    _again: ClassVar[str]
+    _tables: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(
+        cls, *, name: str, error: type[ChunkmemError], again: str, tables: tuple[str, ...] = ()
+    ) -> None:
+        """Describe such files.
+
+        Args:
+            name: what one is called.
+            error: raised for all that is wrong with one.
+            again: how one is made again, if it is of an old version.
+            tables: those of `TABLES` that its fields need.
+        """
+        cls._name, cls._error, cls._again, cls._tables = name, error, again, tables
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file. A file that is there is replaced as a whole; no directory is created.
+
+        Raises:
+            ChunkmemError: the file cannot be written, or it has a value, such as NaN, that none should have.
+        """
+        JsonFile(self._name, self._error).save(self.to_dict(), path, self.from_dict)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Return what `save` wrote.
+
+        Raises:
+            ChunkmemError: it cannot be read, or is something else, of another version, or damaged; names the file.
+        """
+        return JsonFile(cls._name, cls._error).load(path, cls.from_dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-serialisable data; see the module's docstring for the form."""
+        tables: Tables = {name: {} for name in self._tables}
+        values = {key: codec.plain(getattr(self, key), tables) for key, codec in self._codecs().items()}
+        contents = {name: table_of(name).plain(table, {}) for name, table in tables.items()}
+        return {"format": self._name, "version": VERSION, **contents, **values}
+
+    @classmethod
+    def from_dict(cls, values: object) -> Self:
+        """Make one from what `to_dict` gave, which is only read.
+
+        Raises:
+            ChunkmemError: a key is missing or unknown, or a value is not allowed; says where it is.
+        """
+        try:
+            return cls.read(values)
+        except Wrong as wrong:
+            where = wrong.path.lstrip(".") or ("this" if isinstance(values, Mapping) else "the content")
+            raise cls._error(f"{where} {wrong.sentence}") from None
+
+    def require_sound(self) -> None:
+        """Refuse what the types of the fields allow and no file should have.
+
+        Raises:
+            ChunkmemError: says what it is.
+        """
+
+    @classmethod
+    def _codecs(cls) -> dict[str, Codec]:
+        hints = typing.get_type_hints(cls, include_extras=True)
+        assert dataclasses.is_dataclass(cls)
+        return {field.name: codec_of(hints[field.name]) for field in dataclasses.fields(cls)}
+
+    @classmethod
+    def read(cls, values: object) -> Self:
+        if not isinstance(values, Mapping):
+            raise Wrong.needs(values, f"an object: a {cls._name}")
+        codecs = cls._codecs()
+        cls._require_keys(values, ("format", "version", *cls._tables, *codecs))
+        tables: Tables = {}
+        for name in cls._tables:
+            tables[name] = _at(name, table_of(name), values, tables)
+        found = cls(**{key: _at(key, codec, values, tables) for key, codec in codecs.items()})
+        found.require_sound()
+        return found
+
+    @classmethod
+    def _require_keys(cls, values: Mapping[Any, Any], needed: Sequence[str]) -> None:
+        for key in ("format", "version"):
+            if key not in values:
+                raise Wrong(f"is missing, which every {cls._name} has").under(f".{key}")
+        if values["format"] != cls._name:
+            raise Wrong(f'has the format {shown(values["format"])}, but a "{cls._name}" is needed here')
+        cls._require_version(values["version"])
+        if missing := [key for key in needed if key not in values]:
+            raise Wrong(f"is missing, which every {cls._name} has").under(f".{missing[0]}")
+        if unknown := [key for key in values if key not in needed]:
+            raise Wrong(f"has a key {shown(unknown[0])}, which no {cls._name} has; allowed: {', '.join(needed)}")
+
+    @classmethod
+    def _require_version(cls, version: object) -> None:
+        sentence = ""
+        if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+            sentence = f"is {shown(version)}, but must be an integer from 1 to {VERSION}"
+        elif version != VERSION:
+            only, advice = f"only {VERSION}", cls._again
+            if version > VERSION:
+                only, advice = f"only up to {VERSION}", "update chunkmem, or save it again with this one"
+            sentence = f"of this {cls._name} is {shown(version)}, but this chunkmem reads {only}; {advice}"
+        if sentence:
+            raise Wrong(sentence).under(".version")
+
+
+def _at(key: str, codec: Codec, values: Mapping[str, Any], tables: Tables) -> Any:
+    try:
+        return codec.read(values[key], tables)
+    except Wrong as wrong:
+        raise wrong.under(f".{key}") from None
