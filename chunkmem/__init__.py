@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from chunkmem.manager import ChunkManager
     from chunkmem.memory import MemoryReport
     from chunkmem.optim.adam import Adam, AdamW
+    from chunkmem.optim.sgd import SGD
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
     "Adam",
     "AdamW",
     "CapacityError",
@@ -60,6 +62,7 @@ _HOMES = MappingProxyType(
         "Config": "chunkmem.config",
         "ExchangeMethod": "chunkmem.comm.methods",
         "MemoryReport": "chunkmem.memory",
+        "SGD": "chunkmem.optim.sgd",
         "initialize_engine": "chunkmem.engine",
     }
 )

@@ -40,6 +40,7 @@ from chunkmem.nn.served import ParameterServer
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.wrappers import WrapperCheck
+from chunkmem.optim.adam import AdamRule
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.optim.native import NativeUpdate
@@ -106,7 +107,14 @@ class Runtime:
         backend = default_backend()
         self.tiers.device_pool.maps_slabs = backend.moves_contents
         self.registry = ModelRegistry(
-            Packer(self.pager, backend, self.compute.device, expect_nbytes=self.tiers.host_pool.expect),
+            Packer(
+                self.pager,
+                backend,
+                self.compute.device,
+                expect_nbytes=self.tiers.host_pool.expect,
+                # Packing comes before any optimizer, and the configuration names Adam or AdamW.
+                states_nbytes=lambda group: sum(spec.form(group).nbytes for spec in AdamRule.all_states),
+            ),
             chunk_numel=None if size == "auto" else size,
             device_cap_nbytes=self.tiers.caps.device_nbytes,
             dtype=self.dtype,
@@ -140,12 +148,14 @@ class Runtime:
             place=self._place_states,
             expect_nbytes=self.tiers.host_pool.expect,
             native=native,
-            make_ahead=lambda intent_of: SpeculativeUpdater(
+            forget_plans=self._forget_plans,
+            make_ahead=lambda intent_of, chunks_of: SpeculativeUpdater(
                 self.store,
                 self._lanes,
                 ShadowBuffers(self.tiers.host_pool),
                 native,
                 intent_of=intent_of,
+                chunks_of=chunks_of,
                 num_threads=opts.update_threads or self.compute.num_update_threads(),
             ),
         )
@@ -264,8 +274,7 @@ class Runtime:
         built: Built = HERE,
     ) -> None:
         """Pack; gradients of `kept` modules, which are excluded, are not averaged over ranks."""
-        self.controller.forget()
-        self._trial = self._make_trial()
+        self._forget_plans()
         added = self.registry.add(roots, excluded, built)
         reduced = [module for module in excluded if module not in kept]
         self._averaged += [param for module in reduced for param in module.parameters(recurse=False)]
@@ -280,6 +289,11 @@ class Runtime:
             self._fit(packed)
         for module in (*roots, *excluded):
             move_ordinary_tensors(module, excluded, self.compute.device)
+
+    def _forget_plans(self) -> None:
+        """There are other chunks than in the steps that were recorded."""
+        self.controller.forget()
+        self._trial = self._make_trial()
 
     def _fit(self, packed: PackedModel) -> None:
         for managed in packed.parameters:

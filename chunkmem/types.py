@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 
 class Tier(enum.Enum):
@@ -39,17 +39,42 @@ def neighbor(tier: Tier) -> Tier:
     return TIERS[place + 1] if place + 1 < len(TIERS) else TIERS[place - 1]
 
 
-class Role(enum.Enum):
-    """What a chunk holds. The chunks of one group hold the same parameters at the same offsets in every role."""
+class Role(str):
+    """What a chunk holds: weights, gradients, master weights, or an optimizer state that a rule names.
 
-    PARAM = "param"
+    A string, since sets and tables of chunks hash and compare roles all the time. Those that every model has exist
+    once, so that `is` finds them.
+    """
+
+    __slots__ = ()
+    PARAM: ClassVar[Role]
     """Weights in the compute dtype; in fp32 training they are the master weights too."""
-    GRAD = "grad"
-    MASTER = "master"
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
+    GRAD: ClassVar[Role]
+    MASTER: ClassVar[Role]
+    """Weights in fp32, which those of PARAM are rounded from."""
 
-    __hash__ = object.__hash__
+    def __new__(cls, name: str) -> Role:
+        """Return the role of a name: ``Role("exp_avg")`` is an optimizer state."""
+        return next((role for role in _OF_MODELS if role == name), None) or super().__new__(cls, name)
+
+    @property
+    def value(self) -> str:
+        """The name, as files have it."""
+        return str(self)
+
+    @property
+    def is_state(self) -> bool:
+        """An optimizer makes and updates it."""
+        return self not in _OF_MODELS
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Sort key: PARAM, GRAD, MASTER, then optimizer states by name."""
+        return len(_OF_MODELS) if self.is_state else _OF_MODELS.index(self), self
+
+
+_OF_MODELS = tuple(str.__new__(Role, name) for name in ("param", "grad", "master"))
+Role.PARAM, Role.GRAD, Role.MASTER = _OF_MODELS
 
 
 class ChunkId(NamedTuple):

@@ -91,15 +91,13 @@ CHUNKMEM_INLINE float from_half(uint16_t x) {
   return float_of(unsigned_bits | (uint32_t(x & 0x8000u) << 16));
 }
 
-// `noise` is what is added below the last bit kept: that of rounding to nearest even, or a random one.
-CHUNKMEM_INLINE uint16_t to_bfloat16(float x, uint32_t noise) {
+// To nearest even.
+CHUNKMEM_INLINE uint16_t to_bfloat16(float x) {
   const uint32_t bits = bits_of(x);
   const uint32_t magnitude = bits & 0x7fffffffu;
-  const uint32_t rounded = magnitude < 0x7f800000u ? bits + noise : bits;
+  const uint32_t rounded = magnitude < 0x7f800000u ? bits + 0x7fffu + ((bits >> 16) & 1u) : bits;
   return uint16_t((magnitude > 0x7f800000u ? 0x7fc00000u : rounded) >> 16);
 }
-
-CHUNKMEM_INLINE uint16_t to_bfloat16(float x) { return to_bfloat16(x, 0x7fffu + ((bits_of(x) >> 16) & 1u)); }
 
 CHUNKMEM_INLINE uint16_t to_half(float x) {
   const uint32_t bits = bits_of(x);
@@ -110,34 +108,6 @@ CHUNKMEM_INLINE uint16_t to_half(float x) {
   const uint32_t large = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
   const uint32_t small = magnitude < 0x38800000u ? denormal : normal;
   return uint16_t((magnitude >= 0x47800000u ? large : small) | ((bits >> 16) & 0x8000u));
-}
-
-// Of `random`, 16 bits are used. What lies below 2^-40 of a float16 denormal is dropped.
-CHUNKMEM_INLINE uint16_t to_half_stochastic(float x, uint32_t random) {
-  const uint32_t bits = bits_of(x);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  const float below = magnitude < 0x38800000u ? float_of(magnitude) : 0.0f;
-  const uint32_t denormal = (uint32_t(int32_t(below * 0x1p40f)) + (random & 0xffffu)) >> 16;
-  const uint32_t normal = (magnitude - 0x38000000u + (random & 0x1fffu)) >> 13;
-  const uint32_t large = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  const uint32_t small = magnitude < 0x38800000u ? denormal : normal;
-  return uint16_t((magnitude >= 0x47800000u ? large : small) | ((bits >> 16) & 0x8000u));
-}
-
-// A permutation of 32 bits that leaves no visible pattern (bias 0.17). Source: Wellons, hash-prospector, 2018.
-CHUNKMEM_INLINE uint32_t scramble(uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x7feb352du;
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
-}
-
-// The random bits of an element depend on its number and the seed only. The part that neighbours share comes first.
-CHUNKMEM_INLINE uint32_t random_key(uint64_t seed, uint64_t element) {
-  return scramble(scramble(scramble(uint32_t(seed)) ^ uint32_t(seed >> 32)) ^ uint32_t(element >> 32));
-}
-
-CHUNKMEM_INLINE uint32_t random_bits(uint32_t key, uint32_t low_element) {
-  return scramble(scramble(low_element) ^ key);
 }
 
 // [Note: Order of the norm] All gradients of a call, end to end, are cut into blocks of 2048. In a block, lane i takes

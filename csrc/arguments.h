@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -32,8 +31,7 @@ struct Segment {
   float* out_exp_avg_sq;
   uint16_t* lowp_out;  // null if there is none
   int64_t numel;
-  int64_t num_main;        // the others, at the end, are torch's tail
-  uint64_t first_element;  // number of the first one, for random bits
+  int64_t num_main;  // the others, at the end, are torch's tail
   AdamScalars scalars;
 };
 
@@ -42,8 +40,6 @@ struct AdamCall {
   bool in_place = true;
   ScalarType grad_type = ScalarType::Float;
   ScalarType out_type = ScalarType::Undefined;
-  bool stochastic = false;
-  uint64_t seed = 0;
 };
 
 [[noreturn]] inline void refuse(const std::string& message) { throw std::runtime_error("chunkmem: " + message); }
@@ -118,12 +114,12 @@ inline AdamScalars make_scalars(const HyperParameters& h, double grad_scale, boo
 #define CHUNKMEM_ADAM_PARAMETERS                                                                                      \
   Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors lowp_outs, Doubles lr, Doubles beta1, \
       Doubles beta2, Doubles eps, Doubles weight_decay, std::vector<int64_t> step, double unscale,                    \
-      double clip_coefficient, bool decoupled, std::optional<int64_t> seed, int64_t first_element, int64_t tail_width
+      double clip_coefficient, bool decoupled, int64_t tail_width
 #define CHUNKMEM_ADAM_GIVEN                                                                                          \
   chunkmem::AdamArguments {                                                                                          \
     std::move(params), std::move(grads), std::move(exp_avgs), std::move(exp_avg_sqs), std::move(lowp_outs),          \
         std::move(lr), std::move(beta1), std::move(beta2), std::move(eps), std::move(weight_decay), std::move(step), \
-        unscale, clip_coefficient, decoupled, seed, first_element, tail_width                                        \
+        unscale, clip_coefficient, decoupled, tail_width                                                             \
   }
 
 struct AdamArguments {
@@ -132,8 +128,7 @@ struct AdamArguments {
   std::vector<int64_t> step;
   double unscale, clip_coefficient;
   bool decoupled;
-  std::optional<int64_t> seed;
-  int64_t first_element, tail_width;
+  int64_t tail_width;
 };
 
 // Where an update out of place writes.
@@ -163,8 +158,8 @@ inline void check_numbers(const AdamArguments& given) {
       refuse("step[" + std::to_string(i) + "] is " + std::to_string(given.step[i]) + "; updates are counted from 1");
     }
   }
-  if (given.tail_width < 0 || given.first_element < 0) {
-    refuse("tail_width and first_element must be at least 0");
+  if (given.tail_width < 0) {
+    refuse("tail_width is " + std::to_string(given.tail_width) + "; it must be at least 0");
   }
 }
 
@@ -229,9 +224,6 @@ inline AdamCall make_adam_call(const AdamArguments& given, const Outputs* output
   call.in_place = outputs == nullptr;
   call.grad_type = given.grads.empty() ? ScalarType::Float : given.grads[0].scalar_type();
   call.out_type = given.lowp_outs.empty() ? ScalarType::Undefined : given.lowp_outs[0].scalar_type();
-  call.stochastic = given.seed.has_value();
-  call.seed = uint64_t(given.seed.value_or(0));
-  uint64_t element = uint64_t(given.first_element);
   for (size_t i = 0; i < given.params.size(); ++i) {
     const auto at = [i](const auto& values) { return values[values.size() == 1 ? 0 : i]; };
     const HyperParameters h{at(given.lr),  at(given.beta1),        at(given.beta2),
@@ -250,10 +242,8 @@ inline AdamCall make_adam_call(const AdamArguments& given, const Outputs* output
     s.exp_avg_sq = given.exp_avg_sqs[i].const_data_ptr<float>();
     s.numel = numel;
     s.num_main = numel - num_tail;
-    s.first_element = element;
     s.scalars = make_scalars(h, given.unscale * given.clip_coefficient, given.decoupled);
     call.segments.push_back(s);
-    element += uint64_t(numel);
   }
   return call;
 }

@@ -35,7 +35,6 @@ NBYTES_PER_PARAM = 28
 """Both ways: reads p, m, v and the gradient, writes p, m, v and in the second case the output."""
 TORCH_FP32, TORCH_FP32_AGAIN, OURS_FP32 = "torch, fp32", "torch, fp32, again", "chunkmem, fp32"
 TORCH_BF16, OURS_BF16 = "torch, bf16 and clipping", "chunkmem, bf16 and clipping"
-OURS_STOCHASTIC = "chunkmem, bf16 and clipping, stochastic rounding"
 INTO_FP32, INTO_BF16 = "chunkmem, fp32, into", "chunkmem, bf16 without the norm, into"
 OURS_BF16_ONLY, OURS_NORM, COPY = "chunkmem, bf16 without the norm", "chunkmem, norm of bf16", "copy past the caches"
 RATIOS = (
@@ -44,7 +43,6 @@ RATIOS = (
     (OURS_FP32, COPY, "≤ 1.15"),
     (TORCH_BF16, OURS_BF16, "≥ 3"),
     (OURS_BF16_ONLY, COPY, "≤ 1.15"),
-    (OURS_STOCHASTIC, OURS_BF16, ""),
     (INTO_FP32, OURS_FP32, "≤ 1.15"),
     (INTO_BF16, OURS_BF16_ONLY, "≤ 1.15"),
 )
@@ -76,7 +74,6 @@ class Bench:
             OURS_FP32: lambda: self.kernels.adamw_(self.segments(self.grad), HYPER),
             TORCH_BF16: self.torch_chain,
             OURS_BF16: self.ours_clipped,
-            OURS_STOCHASTIC: lambda: self.ours_clipped(seed=1),
             OURS_BF16_ONLY: lambda: self.kernels.adamw_(self.segments(self.grad_bf16, self.out), HYPER),
             INTO_FP32: lambda: self.into(self.grad),
             INTO_BF16: lambda: self.into(self.grad_bf16, self.out),
@@ -108,14 +105,12 @@ class Bench:
         self.torch_adamw_(self.cast_grad)
         self.out.copy_(self.param)
 
-    def ours_clipped(self, *, seed: int | None = None) -> None:
+    def ours_clipped(self) -> None:
         squares, is_finite = self.kernels.norm_and_finite([self.grad_bf16]).tolist()
         if not is_finite:
             raise BenchmarkError("a gradient is not finite")
         coefficient = min(1.0, MAX_NORM / (squares**0.5 + 1e-6))
-        self.kernels.adamw_(
-            self.segments(self.grad_bf16, self.out), HYPER, Pass(clip_coefficient=coefficient, seed=seed)
-        )
+        self.kernels.adamw_(self.segments(self.grad_bf16, self.out), HYPER, Pass(clip_coefficient=coefficient))
 
     def into(self, grad: torch.Tensor, *outs: torch.Tensor) -> None:
         self.kernels.adamw_into(self.segments(grad, *outs), Outputs(*([output] for output in self.outputs)), HYPER)

@@ -29,7 +29,7 @@ def bounds_of_step(manager: Any, work: Work, speeds: Mapping[str, Any]) -> dict[
     rates = {name: speeds[name] for name in ("link_Bps", "host_memory_Bps", "flop_per_s", "memory_Bps")}
     found = lower_bounds_of(plan, trace, replace(HARDWARE["h200"], **rates))
     on_host = [group for group, tier in plan.update_tiers.items() if tier is Tier.HOST]
-    numel_of = {group: trace.chunk_nbytes.get(ChunkId(Role.EXP_AVG, group), 0) // 4 for group in plan.update_tiers}
+    numel_of = {group: trace.chunk_nbytes.get(ChunkId(Role("exp_avg"), group), 0) // 4 for group in plan.update_tiers}
     on_device_numel = sum(numel for group, numel in numel_of.items() if group not in set(on_host))
     compute_s = FLOP_PER_PARAM_AND_TOKEN * work.size.num_params * work.tokens / rates["flop_per_s"]
     compute_s += on_device_numel * UPDATE_NBYTES / rates["memory_Bps"]

@@ -128,7 +128,7 @@ def turn_cap(base: Setting) -> Iterator[dict[str, Any]]:
 def turn_margin(base: Setting) -> Iterator[dict[str, Any]]:
     """Yield a row for each `margin_use_ratio`, under several caps."""
     model_nbytes = base.role_nbytes(Role.PARAM, Role.GRAD)
-    states_nbytes = base.role_nbytes(Role.EXP_AVG, Role.EXP_AVG_SQ)
+    states_nbytes = base.role_nbytes(Role("exp_avg"), Role("exp_avg_sq"))
     for share in MARGIN_CAPS:
         cap_nbytes = round(base.peak_nbytes + model_nbytes + share * states_nbytes)
         for margin in MARGINS:

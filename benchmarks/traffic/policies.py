@@ -203,7 +203,7 @@ class _Pager:
             excess -= size[chunk]
 
     def _update_on_host(self, group: int) -> None:
-        for chunk in self._trace.update_chunks(group):
+        for chunk in self._trace.update(group).chunks:
             if chunk in self._residents:
                 self.d2h_nbytes += self._residents[chunk].is_dirty * self._trace.chunk_nbytes[chunk]
                 self._residents[chunk].is_dirty = False

@@ -30,7 +30,7 @@ def chunks_in_use(trace: Trace, update_tiers: Mapping[int, Tier]) -> tuple[froze
         elif moment.kind in (Kind.CREATE, Kind.WRITE):
             touched = (moment.chunk,)
         elif moment.kind is Kind.UPDATE and update_tiers[moment.chunk.group] is Tier.DEVICE:
-            touched = trace.update_chunks(moment.chunk.group)
+            touched = trace.update(moment.chunk.group).chunks
         in_use.append(frozenset((*held, *touched)))
     return tuple(in_use)
 
@@ -58,5 +58,5 @@ def chunks_written(trace: Trace, index: int) -> tuple[ChunkId, ...]:
     """Return the chunks that moment number `index` writes, on whatever tier."""
     moment = trace.moments[index]
     if moment.kind is Kind.UPDATE:
-        return tuple(c for c in trace.update_chunks(moment.chunk.group) if c.role is not Role.GRAD)
+        return tuple(c for c in trace.update(moment.chunk.group).chunks if c.role is not Role.GRAD)
     return (moment.chunk,) if moment.kind in (Kind.CREATE, Kind.WRITE) else ()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
 from chunkmem.sizes import format_nbytes
-from chunkmem.types import Tier
+from chunkmem.types import Role, Tier
 
 if TYPE_CHECKING:
     from chunkmem.errors import CapacityError
@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 DTYPES = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
 """Names of torch's dtypes by the precision a user asks for."""
-_ROLES = MappingProxyType(
-    {"param": "weights", "grad": "gradients", "master": "master weights", "exp_avg": "exp_avg",
-     "exp_avg_sq": "exp_avg_sq"}
-)  # fmt: skip
+_ROLES = MappingProxyType({Role.PARAM: "weights", Role.GRAD: "gradients", Role.MASTER: "master weights"})
 
 
 def yes(
@@ -165,7 +162,7 @@ def _subject_text(question: Question, rehearsal: Rehearsal, other: Rehearsal | N
     subject = _subject_line(question, rehearsal)
     params = max(1, rehearsal.num_params)
     rows = [
-        (_ROLES[role.value], format_nbytes(nbytes), f"{nbytes / params:.2f}")
+        (_ROLES.get(role, role.value), format_nbytes(nbytes), f"{nbytes / params:.2f}")
         for role, nbytes in rehearsal.role_nbytes.items()
     ]
     total = sum(rehearsal.role_nbytes.values())

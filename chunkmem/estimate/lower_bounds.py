@@ -9,9 +9,6 @@ from chunkmem.plan.model import Plan
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
-_UPDATE_NBYTES = 28
-"""An Adam update reads and writes so much for each parameter; 4 of its bytes are one state."""
-
 
 @dataclass(frozen=True)
 class LowerBounds:
@@ -47,7 +44,9 @@ def lower_bounds_of(plan: Plan, trace: Trace, hardware: Hardware, *, exchange_s:
     room = plan.machine.device_nbytes - min((m.non_model_peak_nbytes for m in trace.moments), default=0)
     to_device = updated + max(0, weights - room) if on_host else 0
     to_host = _nbytes(trace, on_host, Role.GRAD)
-    host_nbytes = _nbytes(trace, on_host, Role.EXP_AVG) / 4 * _UPDATE_NBYTES + to_device + to_host
+    updates = [trace.update(group) for group in on_host]
+    touched_nbytes = sum(trace.chunk_nbytes[chunk] for update in updates for chunk in (*update.reads, *update.writes))
+    host_nbytes = touched_nbytes + to_device + to_host
     return LowerBounds(
         compute_s=sum(m.duration_s for m in trace.moments if m.kind is not Kind.UPDATE),
         link_s=max(to_device / hardware.link_Bps, to_host / hardware.link_Bps),

@@ -60,7 +60,7 @@ def least_on_host(trace: Trace, *, device_nbytes: int, charges_non_model: bool) 
 
 def _living(trace: Trace) -> Iterator[int]:
     """Yield by moment the bytes of chunks with content that is not to be had from elsewhere, or in use."""
-    states = {chunk for chunk in trace.chunk_nbytes if chunk.role in (Role.EXP_AVG, Role.EXP_AVG_SQ)}
+    states = {chunk for chunk in trace.chunk_nbytes if chunk.role.is_state}
     here = {
         chunk
         for chunk in trace.chunk_nbytes

@@ -17,6 +17,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.reduction import Reduction
+from chunkmem.optim.adam import AdamRule
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.room import require_room
 from chunkmem.plan.placement import GroupBytes, place_states
@@ -30,8 +31,7 @@ from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import ChunkId, Role, Tier
 
-_STATES = (Role.EXP_AVG, Role.EXP_AVG_SQ)
-_UPDATED = (Role.PARAM, Role.GRAD, Role.MASTER, *_STATES)
+_STATES = AdamRule.all_states
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,8 @@ class RankStage:
         for group in layout.groups:
             weights = store.add_group(group)
             weights[0].home = _Home()
+            for spec in _STATES:
+                store.add(spec.chunk(weights[0]))
             for chunk in weights if shards is None or shards.owns(group.id) else ():
                 if margin_use_ratio is None:
                     store.create(chunk, Tier.DEVICE, zero=False)
@@ -177,7 +179,13 @@ class RankStage:
         self._margin_use_ratio = margin_use_ratio
         if margin_use_ratio is not None:
             trained = {m.group for m in self._parameters if m.requires_grad}
-            require_room({group for group in trained if not self._chunks(group)[0].is_remote}, store)
+            chunks = {group.id: self._chunks(group.id) for group in layout.groups}
+            states_nbytes = {
+                group: [chunk.nbytes for chunk in found if chunk.id.role.is_state]
+                for group, found in chunks.items()
+                if not found[0].is_remote
+            }
+            require_room(trained & states_nbytes.keys(), states_nbytes, store)
         self.units = _ReplayedUnits(shards, self._reduction, step.units)
 
     def measure_links(self) -> None:
@@ -235,7 +243,8 @@ class RankStage:
 
     def _chunks(self, group: int) -> list[Chunk]:
         """Return a group's chunks as an update takes them."""
-        return [self._store.chunks[key] for role in _UPDATED if (key := ChunkId(role, group)) in self._store.chunks]
+        roles = (Role.PARAM, Role.GRAD, Role.MASTER, *(spec.role for spec in _STATES))
+        return [self._store.chunks[key] for role in roles if (key := ChunkId(role, group)) in self._store.chunks]
 
     def _serve(self, call: Call) -> None:
         subject = call.subject
@@ -265,13 +274,13 @@ class RankStage:
             self._place_states(self._margin_use_ratio)
         groups = [group for group, landed in slots.landed.items() if landed]
         for group in dict.fromkeys(m.group for m in self._parameters if m in slots.landed.get(m.group, ())):
-            for role in _STATES:
-                chunk = self._store.chunks[ChunkId(role, group)]
-                if chunk.version == NO_CONTENT:
+            for chunk in self._chunks(group):
+                if chunk.id.role.is_state and chunk.version == NO_CONTENT:
                     tier = self._tier_for_states(chunk)
                     self._pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
         for group in in_order_of_update(groups, landing=groups):
-            with self._pager.updating(self._chunks(group), reader="optimizer step") as tier:
+            chunks, home = self._chunks(group), Tier.DEVICE if self._on_device.get(group, True) else Tier.HOST
+            with self._pager.updating(chunks, reader="optimizer step", stateless_tier=home) as tier:
                 for chunk in self._chunks(group):
                     if chunk.id.role is not Role.GRAD:
                         self._store.mark_written(chunk, tier)

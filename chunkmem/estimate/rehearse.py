@@ -148,10 +148,10 @@ class Rehearsal:
     @property
     def role_nbytes(self) -> Mapping[Role, int]:
         """Bytes of the chunks in each role, pads included."""
-        found = dict.fromkeys(Role, 0)
+        found = Counter[Role]()
         for chunk, nbytes in self.trace.chunk_nbytes.items():
             found[chunk.role] += nbytes
-        return {role: nbytes for role, nbytes in found.items() if nbytes}
+        return {role: found[role] for role in sorted(found, key=lambda role: role.order)}
 
 
 def rehearse(model: Model, setting: Setting) -> Rehearsal:

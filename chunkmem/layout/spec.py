@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from math import prod
@@ -88,6 +88,10 @@ class Group:
     @property
     def nbytes(self) -> int:
         return self.numel * self.itemsize
+
+    def in_float32(self) -> Group:
+        """Return the group with as many elements in float32: what its master weights are."""
+        return replace(self, dtype="float32", itemsize=4)
 
     @cached_property
     def pads(self) -> tuple[tuple[int, int], ...]:

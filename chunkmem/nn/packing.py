@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,13 +16,10 @@ from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.precision import AS_BUILT, Precision
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.shortage import enough_for_all
 from chunkmem.runtime.storage import ChunkStorage, StorageBackend
 from chunkmem.runtime.store import FIRST_CONTENT, Chunk
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
-
-_FP32_NBYTES = 4
 
 
 @dataclass(frozen=True)
@@ -48,16 +45,14 @@ def tensor_specs(named: Sequence[tuple[str, nn.Parameter]], precision: Precision
 
 
 def groups_by_role(group: Group) -> dict[Role, Group]:
-    """Return what the chunk of each role is made of; what has a master copy has states in float32, too."""
-    if group.master is MasterCopy.NONE:
-        return dict.fromkeys((Role.PARAM, Role.GRAD, Role.EXP_AVG, Role.EXP_AVG_SQ), group)
-    in_fp32 = replace(group, dtype="float32", itemsize=_FP32_NBYTES)
-    return {Role.PARAM: group, Role.GRAD: group} | dict.fromkeys((Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ), in_fp32)
+    """Return what the chunk of each role is made of that a group has before any optimizer."""
+    masters = {} if group.master is MasterCopy.NONE else {Role.MASTER: group.in_float32()}
+    return {Role.PARAM: group, Role.GRAD: group} | masters
 
 
 def packed_nbytes(group: Group) -> int:
     """Return the bytes of a group's weights from packing on."""
-    return group.nbytes + (group.numel * _FP32_NBYTES if group.master is MasterCopy.PACKED else 0)
+    return group.nbytes + (group.in_float32().nbytes if group.master is MasterCopy.PACKED else 0)
 
 
 class Packer:
@@ -70,10 +65,20 @@ class Packer:
         device: torch.device,
         *,
         expect_nbytes: Callable[[int], None],
+        states_nbytes: Callable[[Group], int],
     ) -> None:
-        """Make a packer; `expect_nbytes` is told how much of HOST a model is about to take."""
+        """Make a packer.
+
+        Args:
+            pager: brings chunks to tiers.
+            backend: of the storages of parameters.
+            device: that computes.
+            expect_nbytes: told how much of HOST a model is about to take.
+            states_nbytes: returns what the states of a group's optimizer are likely to take.
+        """
         self._pager = pager
         self._expect_nbytes = expect_nbytes
+        self._states_nbytes = states_nbytes
         self._backend = backend
         self._device = device
 
@@ -99,8 +104,7 @@ class Packer:
         built.agree(layout)
         own = [group for group in layout.groups if built.owns(group.id)]
         nbytes = sum(packed_nbytes(group) for group in own)
-        in_training = enough_for_all(form.nbytes for group in own for form in groups_by_role(group).values())
-        self._require_room(nbytes, built, in_training=in_training)
+        self._require_room(nbytes, built, in_training=sum(map(self._nbytes_in_training, own)))
         self._expect_nbytes(nbytes)
         managed: dict[int, ManagedParameter] = {}
         freed_nbytes = 0
@@ -117,21 +121,22 @@ class Packer:
             raise
         return PackedModel(root, layout, tuple(managed[i] for i in range(len(named))))
 
+    def _nbytes_in_training(self, group: Group) -> int:
+        return sum(form.nbytes for form in groups_by_role(group).values()) + self._states_nbytes(group)
+
     def unpack(self, layout: Layout) -> None:
         """Undo `pack`, also one that was interrupted: parameters get memory of their own again, chunks are gone."""
         store = self._pager.store
         for group in layout.groups:
-            chunks = [store.chunks[key] for role in Role if (key := ChunkId(role, group.id)) in store.chunks]
+            keys = [ChunkId(role, group.id) for role in groups_by_role(group)]
+            chunks = [store.chunks[key] for key in keys if key in store.chunks]
             for chunk in chunks:
                 if isinstance(chunk.home, BoundChunk):
                     self._give_back(
                         chunk if chunk.master is None or not chunk.can_be_rounded else chunk.master, chunk.home
                     )
             for chunk in chunks:
-                store.consume(chunk)
-                if Tier.DEVICE in chunk.replicas:
-                    store.drop(chunk, Tier.DEVICE)
-                del store.chunks[chunk.id]
+                store.remove(chunk)
 
     def _give_back(self, chunk: Chunk, home: BoundChunk) -> None:
         """Let the parameters have the chunk's values in memory of their own."""
@@ -151,7 +156,8 @@ class Packer:
             # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
             cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
             needed = cap + lacking
-            before = enough_for_all(c.nbytes for c in self._pager.store.chunks.values() if not c.is_remote)
+            own = (c for c in self._pager.store.chunks.values() if c.id.role is Role.PARAM and not c.is_remote)
+            before = sum(self._nbytes_in_training(chunk.group) for chunk in own)
             enough = max(needed, built.largest(before + in_training))
             where = "" if nbytes - free == lacking else f", and another rank lacks {format_nbytes(lacking)}"
             raise CapacityError(

@@ -1,25 +1,171 @@
-"""Adam and AdamW as torch optimizers whose states live in chunks."""
+"""Adam and AdamW: their rule, and the torch optimizers over it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from chunkmem.errors import StateError
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.checks import check_available, check_number, check_options, plain_options
-from chunkmem.optim.excluded import update_excluded
+from chunkmem.errors import ConfigError
+from chunkmem.optim.checks import check_available, check_number
 from chunkmem.optim.host import HasRuntime
-from chunkmem.optim.order import in_order_of_update
-from chunkmem.optim.pending import PendingGradients
-from chunkmem.optim.saved import StatefulOptimizer
-from chunkmem.optim.speculative import Intent
+from chunkmem.optim.native import NativeUpdate
+from chunkmem.optim.optimizer import RuleOptimizer
+from chunkmem.optim.rule import ChunkMemory, SlotTensors, StateSpec, UpdateItem, UpdateRule, fill
+from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments
+from chunkmem.types import Role
+
+EXP_AVG, EXP_AVG_SQ = Role("exp_avg"), Role("exp_avg_sq")
+_REFUSED = ("amsgrad", "maximize")
 
 
-class Adam(StatefulOptimizer):
+@dataclass(frozen=True)
+class AdamHyper:
+    """A parameter group's numbers."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+
+
+class AdamRule(UpdateRule[AdamHyper]):
+    """torch's fused kernels; the native ones where they have the same bits, for master weights and out of place."""
+
+    name = "Adam"
+    options = ("lr", "betas", "eps", "weight_decay")
+    all_states = (StateSpec(EXP_AVG), StateSpec(EXP_AVG_SQ))
+
+    def __init__(self, native: NativeUpdate, *, decoupled: bool) -> None:
+        """Make the rule of AdamW if weight decay is `decoupled` from the gradient, else that of Adam."""
+        self._native = native
+        self._decoupled = decoupled
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        betas = group["betas"]
+        if not isinstance(betas, Sequence) or len(betas) != 2:
+            raise ConfigError(f"betas = {betas} has to be two numbers from 0 to below 1")
+        for name, value, below in (
+            ("lr", group["lr"], None),
+            ("eps", group["eps"], None),
+            ("betas[0]", betas[0], 1),
+            ("betas[1]", betas[1], 1),
+            ("weight_decay", group["weight_decay"], None),
+        ):
+            check_number(name, value, below=below)
+        check_available(group, _REFUSED)
+
+    def hyper(self, group: Mapping[str, Any]) -> AdamHyper:
+        check_available(group, _REFUSED)
+        lr, eps, weight_decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
+        beta1, beta2 = map(float, group["betas"])
+        return AdamHyper(lr, beta1, beta2, eps, weight_decay, bool(group["decoupled_weight_decay"]))
+
+    def adopt(self, group: dict[str, Any]) -> None:
+        """Let what was saved decide, except in AdamW: so does torch."""
+        group["decoupled_weight_decay"] = self._decoupled or group.get("decoupled_weight_decay", False)
+
+    def update_(
+        self,
+        weights: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        states: Mapping[Role, list[torch.Tensor]],
+        steps: Sequence[torch.Tensor],
+        hyper: AdamHyper,
+    ) -> None:
+        kernel = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
+        kernel(
+            weights,
+            grads,
+            states[EXP_AVG],
+            states[EXP_AVG_SQ],
+            [],
+            [step.to(weights[0].device) for step in steps],
+            lr=hyper.lr,
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            weight_decay=hyper.weight_decay,
+            eps=hyper.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=None,
+            found_inf=None,
+        )
+
+    def apply_(
+        self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: AdamHyper, *, multiplier: float | None
+    ) -> None:
+        if not slots.rounded or not self._native.runs_on(slots.weights[0].device):
+            super().apply_(slots, steps, hyper, multiplier=multiplier)
+            return
+        exp_avgs, exp_avg_sqs = _flat(slots.states[EXP_AVG]), _flat(slots.states[EXP_AVG_SQ])
+        segments = Segments(_flat(slots.weights), _flat(slots.grads), exp_avgs, exp_avg_sqs, _flat(slots.rounded))
+        numbers = _numbers([(hyper, int(step)) for step in steps])
+        self._native.kernels.adamw_(segments, numbers, self._pass(hyper, multiplier))
+
+    def can_update_into(self, dtype: torch.dtype) -> bool:
+        """Tell whether there is a native kernel with torch's bits; those update float32 weights only."""
+        return dtype is torch.float32 and self._native.has_torch_bits
+
+    def update_into(
+        self,
+        old: Mapping[Role, ChunkMemory],
+        new: Mapping[Role, ChunkMemory],
+        items: Sequence[UpdateItem],
+        *,
+        multiplier: float | None,
+        num_threads: int,
+    ) -> None:
+        rows = [(p, step, item.hyper) for item in items for p, step in zip(item.params, item.steps, strict=True)]
+        rows.sort(key=lambda row: row[0].position)
+        positions = [managed.position for managed, _, _ in rows]
+        weights = Role.MASTER if Role.MASTER in old else Role.PARAM
+
+        def slots(chunks: Mapping[Role, ChunkMemory], role: Role) -> list[torch.Tensor]:
+            return _flat([chunks[role].views[at] for at in positions])
+
+        written = (weights, EXP_AVG, EXP_AVG_SQ)
+        rounded = slots(new, Role.PARAM) if weights is Role.MASTER else []
+        segments = Segments(
+            slots(old, weights), slots(old, Role.GRAD), slots(old, EXP_AVG), slots(old, EXP_AVG_SQ), rounded
+        )
+        outputs = Outputs(*(slots(new, role) for role in written))
+        numbers = _numbers([(hyper, int(step)) for _, step, hyper in rows])
+        how = self._pass(rows[0][2], multiplier)
+        self._native.kernels.adamw_into(segments, outputs, numbers, how, num_threads=num_threads)
+        for role, memory in new.items():
+            source = old[weights if role is Role.PARAM else role].flat
+            fill(memory.flat, source, memory.layout, besides=positions if role in (Role.PARAM, *written) else ())
+
+    def _pass(self, hyper: AdamHyper, multiplier: float | None) -> Pass:
+        tail_width = self._native.tail_width
+        assert tail_width is not None
+        unscale = 1.0 if multiplier is None else multiplier
+        return Pass(unscale=unscale, decoupled=hyper.decoupled, tail_width=tail_width)
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the same elements in the order of memory, as kernels take them."""
+    return [t if t.is_contiguous() else t.as_strided((t.numel(),), (1,)) for t in tensors]
+
+
+def _numbers(rows: Sequence[tuple[AdamHyper, int]]) -> HyperParameters:
+    return HyperParameters(
+        lr=[hyper.lr for hyper, _ in rows],
+        beta1=[hyper.beta1 for hyper, _ in rows],
+        beta2=[hyper.beta2 for hyper, _ in rows],
+        eps=[hyper.eps for hyper, _ in rows],
+        weight_decay=[hyper.weight_decay for hyper, _ in rows],
+        step=[step for _, step in rows],
+    )
+
+
+class Adam(RuleOptimizer):
     """`torch.optim.Adam` (L2 weight decay) over managed and excluded parameters, with torch's fused kernel.
 
     Parameter groups, LR schedulers and `state_dict()` are torch's. Gradients are consumed by `step()`.
@@ -36,6 +182,8 @@ class Adam(StatefulOptimizer):
         CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
     """
 
+    _decoupled = False
+
     def __init__(
         self,
         params: ParamsT,
@@ -50,12 +198,6 @@ class Adam(StatefulOptimizer):
         host = manager.runtime
         host.require_open()
         configured = host.config.optimizer.params_for("AdamW" if self._decoupled else "Adam")
-        if max_grad_norm is not None:
-            check_number("max_grad_norm", max_grad_norm)
-        self.max_grad_norm = host.config.gradient_clipping if max_grad_norm is None else max_grad_norm
-        """0 or less: gradients are not clipped."""
-        self._options_of: dict[ManagedParameter, int] = {}
-        """Which parameter group each one was in at the last step."""
         defaults = {
             "lr": configured.lr if lr is None else lr,
             "betas": configured.betas if betas is None else betas,
@@ -70,176 +212,8 @@ class Adam(StatefulOptimizer):
             "fused": True,
             "decoupled_weight_decay": self._decoupled,
         }
-        super().__init__(params, defaults, host=host)
-        self._complete = True
-        self._updater.claim(self._managed(), self)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as in torch.optim; its parameters have to be managed or excluded."""
-        self._host.require_open()
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            check_options(group)
-            looked_up = (self._host.registry.lookup(p) for p in group["params"])
-            managed = [m for m in looked_up if m is not None and self._host.owns(m)]
-            self._updater.require_room([*self._managed(), *managed])
-        except Exception:
-            self.param_groups.pop()
-            raise
-        if self._complete:  # until all its groups are accepted, an older optimizer keeps its parameters
-            self._updater.claim(managed, self)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip if asked to, update every parameter that has a gradient, and consume the gradients.
-
-        Args:
-            closure: called once before that, with gradients enabled, as torch's AdamW does: it runs forward and
-                backward.
-
-        Returns:
-            What `closure` returns; None without one.
-
-        Raises:
-            StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable. Over
-                ranks nothing is updated then: all of them may have left out their batch.
-        """
-        self._host.require_open()
-        for group in self.param_groups:
-            check_available(group)
-        if closure is None and self._is_initialization():
-            return self._initialize()
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        with self._host.step(self._options_in_words(), updates=True):
-            self._updater.check_owner(self._managed(), self)
-            pending, anywhere = self._pending(), self._pending_anywhere()
-            if anywhere or any(p.grad is not None for p in self._excluded()):
-                self._step_over(pending)
-                self._updater.gradients.anywhere.difference_update(anywhere)
-            elif self._is_trainable() and not self._host.is_shared:
-                raise StateError("step() without a gradient: call manager.backward(loss) or loss.backward() before it")
-        return result
-
-    def _step_over(self, pending: list[ManagedParameter]) -> None:
-        if not self._host.is_lowered:
-            if self.max_grad_norm > 0:  # where they are, as torch does: to the bit
-                self._gradients(pending).clip(self.max_grad_norm)
-            self._update(pending, multiplier=None)
-        else:
-            self._step_lowered(pending)
-        self._updater.gradients.consumed(m for m in self._looked_up() if m is not None)
-        self._updater.ahead.end_step()
-
-    def _step_lowered(self, pending: list[ManagedParameter]) -> None:
-        """Update with the loss scale and clipping folded in, or, if gradients overflowed, consume them."""
-        scaler = self._host.scaler
-        multiplier = self._gradients(pending).multiplier(self.max_grad_norm)
-        if scaler is not None:
-            scaler.step(overflow=multiplier is None)
-        if multiplier is None:
-            self._host.skip_step()
-            self._updater.gradients.discard(set(pending))
-        else:
-            self._update(pending, multiplier=None if multiplier == 1.0 else multiplier)
-
-    def intent(self, group: int) -> Intent | None:
-        """Return what `step()` would do with a chunk group now if nothing is clipped; None if it cannot be told yet."""
-        items: dict[int, tuple[dict[str, Any], list[tuple[ManagedParameter, torch.Tensor]]]] = {}
-        for managed in self._updater.gradients.landed.get(group, ()):
-            index = self._options_of.get(managed)
-            if index is None or index >= len(self.param_groups) or managed not in self._states.steps:
-                return None
-            item = items.setdefault(index, (plain_options(self.param_groups[index]), []))
-            item[1].append((managed, self._states.steps[managed] + 1))
-        scaler = self._host.scaler
-        multiplier = None if scaler is None or scaler.scale == 1.0 else 1.0 / scaler.scale
-        return Intent(items, multiplier, needs_norm=scaler is not None or self.max_grad_norm > 0)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that `step()` has not consumed, or set them to 0."""
-        self._host.require_open()
-        super().zero_grad(set_to_none)  # with lazy gradients, zeros reach the chunks
-        if set_to_none:
-            self._host.gradients_given_up([m for m in self._looked_up() if m is not None])
-            self._updater.gradients.discard({m for m in self._looked_up() if m is not None})
-            if self._host.scaler is not None:
-                self._host.scaler.is_used = False
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before that, 0-dim.
-
-        Raises:
-            StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable.
-        """
-        with self._host.step(f"a norm of {float(max_norm)}", updates=False):
-            pending = self._pending()
-            excluded = self._excluded()
-            if not pending and not self._is_trainable() and all(p.grad is None for p in excluded):
-                return torch.zeros((), device=self._host.device)
-            return self._gradients(pending).clip(max_norm)
-
-    def _options_in_words(self) -> str:
-        """Return what an update depends on in addition to gradients and states."""
-        found = []
-        for group in self.param_groups:
-            options = plain_options(group)
-            words = (f"{name} {value}" for name, value in options.items() if name != "params")
-            found.append(f"{len(options['params'])} parameters, {', '.join(words)}")
-        return "; ".join(found)
-
-    def _is_trainable(self) -> bool:
-        """Tell whether a managed parameter, of any rank, may get a gradient."""
-        return any(managed is not None and managed.param.requires_grad for managed in self._looked_up())
-
-    def _pending_anywhere(self) -> list[ManagedParameter]:
-        """Return the parameters of which a rank has a gradient; the same on all of them."""
-        if not self._host.is_shared:
-            return self._pending()
-        return [m for m in self._looked_up() if m is not None and m in self._updater.gradients.anywhere]
-
-    def _gradients(self, pending: list[ManagedParameter]) -> PendingGradients:
-        host = self._host
-        return PendingGradients(
-            host.registry.in_order(self._params()),
-            pending,
-            self._updater,
-            is_lowered=host.is_lowered,
-            scaler=host.scaler,
-            ranks=host.ranks,
-        )
-
-    def _update(self, pending: list[ManagedParameter], *, multiplier: float | None) -> None:
-        self._update_managed(pending, multiplier)
-        for options in self.param_groups:
-            params = [p for p in options["params"] if self._host.registry.lookup(p) is None and p.grad is not None]
-            update_excluded(params, self.state, options, multiplier=multiplier)
-
-    def _update_managed(self, pending: list[ManagedParameter], multiplier: float | None) -> None:
-        self._states.prepare(pending)
-        self._states.note(self._pending_anywhere())
-        waiting = set(pending)
-        by_group: dict[int, dict[int, tuple[dict[str, Any], list[tuple[ManagedParameter, torch.Tensor]]]]] = {}
-        for index, options in enumerate(self.param_groups):
-            for param in options["params"]:
-                managed = self._host.registry.lookup(param)
-                if managed is not None:
-                    self._options_of[managed] = index
-                    if managed in waiting:
-                        item = by_group.setdefault(managed.group, {}).setdefault(index, (options, []))
-                        item[1].append((managed, self._states.steps[managed] + 1))
-        landing = list(self._updater.gradients.landed)
-        for group in self._updater.planned_order(by_group) or in_order_of_update(list(by_group), landing=landing):
-            items = by_group[group]
-            self._updater.update(group, items, multiplier=multiplier)
-            done = {managed: step for _, pairs in items.values() for managed, step in pairs}
-            self._states.steps.update(done)
-            self._updater.gradients.discard(done.keys())
-            self._updater.mark_updated(done)
+        rule = AdamRule(host.updater.native, decoupled=self._decoupled)
+        super().__init__(params, defaults, rule=rule, host=host, max_grad_norm=max_grad_norm)
 
 
 class AdamW(Adam):

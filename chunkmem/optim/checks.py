@@ -8,50 +8,18 @@ from typing import Any
 import torch
 
 from chunkmem.errors import CheckpointError, ConfigError
-from chunkmem.types import Role
-
-STATE_ROLES = (Role.EXP_AVG, Role.EXP_AVG_SQ)
-STATE_KEYS = tuple(role.value for role in STATE_ROLES)
-OPTIONS = ("lr", "betas", "eps", "weight_decay")
-"""What every parameter group has to say."""
-_REFUSED = ("amsgrad", "maximize")
+from chunkmem.optim.rule import UpdateRule
 
 
-def check_options(group: Mapping[str, Any]) -> None:
-    """Check a parameter group's options.
-
-    Raises:
-        ConfigError: one is not a number, out of range, or not available.
-    """
-    betas = group["betas"]
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ConfigError(f"betas = {betas} has to be two numbers from 0 to below 1")
-    for name, value, below in (
-        ("lr", group["lr"], None),
-        ("eps", group["eps"], None),
-        ("betas[0]", betas[0], 1),
-        ("betas[1]", betas[1], 1),
-        ("weight_decay", group["weight_decay"], None),
-    ):
-        check_number(name, value, below=below)
-    check_available(group)
-
-
-def check_available(group: Mapping[str, Any]) -> None:
-    """Check that a parameter group has no option that there is no counterpart of.
+def check_available(group: Mapping[str, Any], refused: Sequence[str]) -> None:
+    """Check that a parameter group has none of the options that there is no counterpart of.
 
     Raises:
         ConfigError: it has one.
     """
-    for option in _REFUSED:
+    for option in refused:
         if group.get(option):
             raise ConfigError(f"{option}=True is not available; use torch.optim over an unmanaged model for it")
-
-
-def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group's options with the numbers that tensors and lists have now: they may change in place."""
-    numbers = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
-    return {**group, **numbers, "betas": tuple(map(float, group["betas"]))}
 
 
 def check_number(name: str, value: object, *, below: float | None = None) -> None:
@@ -70,7 +38,11 @@ def check_number(name: str, value: object, *, below: float | None = None) -> Non
 
 
 def check_state(
-    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], *, name_of: Callable[[torch.Tensor, int], str]
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    rule: UpdateRule[Any],
+    *,
+    name_of: Callable[[torch.Tensor, int], str],
 ) -> None:
     """Compare a saved optimizer state with the parameter groups it is to be loaded into.
 
@@ -85,34 +57,38 @@ def check_state(
     if ours != theirs:
         raise CheckpointError(f"the state has parameter groups of {theirs} parameters, this optimizer of {ours}")
     for group in saved:
-        if missing := [option for option in OPTIONS if option not in group]:
-            raise CheckpointError(f"the state is of another optimizer than Adam: it has no {', '.join(missing)}")
+        if missing := [option for option in rule.options if option not in group]:
+            raise CheckpointError(f"the state is of another optimizer than {rule.name}: it has no {', '.join(missing)}")
         try:
-            check_options(group)
+            rule.check(group)
         except ConfigError as error:
             raise CheckpointError(f"the state cannot be loaded: {error}") from None
     wrong = []
     for group, own in zip(saved, groups, strict=True):
         for index, param in zip(group["params"], own["params"], strict=True):
-            state = state_dict["state"].get(index)
-            wrong += [f"{name_of(param, index)} {problem}" for problem in state_problems(state, param)] if state else []
+            state = state_dict["state"].get(index, {})
+            has = [key for key in rule.keys if state.get(key) is not None]
+            # Where updates are counted, a state is whole or not there.
+            keys = rule.keys if state and rule.counts_steps else has
+            wrong += [f"{name_of(param, index)} {problem}" for problem in state_problems(state, param, rule, keys=keys)]
     if wrong:
         raise CheckpointError(f"the state does not fit the parameters ({'; '.join(wrong)}); nothing was loaded")
 
 
 def state_problems(
-    state: Mapping[str, Any], param: torch.Tensor, *, keys: Collection[str] = (*STATE_KEYS, "step")
+    state: Mapping[str, Any], param: torch.Tensor, rule: UpdateRule[Any], *, keys: Collection[str]
 ) -> list[str]:
     """Return what is wrong with the values of `keys` in a parameter's state, in words that follow its name."""
     found = []
-    for key in STATE_KEYS:
+    for spec in rule.all_states:
+        key, shape = spec.role.value, spec.shape_for(param)
         value = state.get(key)
         if key not in keys:
             continue
         if not isinstance(value, torch.Tensor):
             found.append(f"{key} is missing" if value is None else f"{key} is a {type(value).__name__}, not a tensor")
-        elif value.shape != param.shape:
-            found.append(f"{key} is {tuple(value.shape)} instead of {tuple(param.shape)}")
+        elif value.shape != shape:
+            found.append(f"{key} is {tuple(value.shape)} instead of {tuple(shape)}")
     step = state.get("step")
     is_number = isinstance(step, (int, float)) or (isinstance(step, torch.Tensor) and step.numel() == 1)
     if "step" in keys and not is_number:

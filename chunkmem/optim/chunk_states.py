@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, Final
 
 import torch
 
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.checks import STATE_KEYS, STATE_ROLES, state_problems
+from chunkmem.optim.checks import state_problems
+from chunkmem.optim.claims import Owner
 from chunkmem.optim.host import OptimizerHost
-from chunkmem.optim.update import Owner
+from chunkmem.optim.rule import UpdateRule
 from chunkmem.runtime.device import runtime_mode
+
+FIRST_STEP: Final = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 class ChunkStates:
     """Made when a parameter is first updated; over ranks, the owner of a parameter has its state."""
 
-    KEYS: ClassVar = ("step", *STATE_KEYS)
-
-    def __init__(self, host: OptimizerHost, optimizer: Owner, *, owned: Callable[[], list[ManagedParameter]]) -> None:
+    def __init__(
+        self,
+        host: OptimizerHost,
+        optimizer: Owner,
+        rule: UpdateRule[Any],
+        *,
+        owned: Callable[[], list[ManagedParameter]],
+    ) -> None:
         """Begin without any; `owned` returns the parameters of `optimizer` whose states this rank is to have."""
+        self.keys = rule.keys
+        """What the state of a parameter has."""
+        self._rule = rule
         self._host = host
         self._updater = host.updater
         self._optimizer = optimizer
@@ -45,6 +56,12 @@ class ChunkStates:
         """Some of `params` have a state from now on, on this rank or on the one that owns them."""
         self._anywhere.update(dict.fromkeys(params))
 
+    def next_step(self, managed: ManagedParameter, *, has_state: bool) -> torch.Tensor | None:
+        """Return the number of a parameter's next update, 1 if there is no state to count it; None before the first."""
+        if not has_state:
+            return FIRST_STEP
+        return None if managed not in self.steps else self.steps[managed] + 1
+
     def prepare(self, params: Iterable[ManagedParameter]) -> None:
         """Make states of zero where there are none, so that a lack of room is known before anything is updated.
 
@@ -55,28 +72,28 @@ class ChunkStates:
         for managed in new:
             if not managed.placeholder.is_floating_point():
                 raise ConfigError(
-                    f"parameter {managed.name} is {managed.placeholder.dtype}; torch's fused Adam takes reals"
+                    f"parameter {managed.name} is {managed.placeholder.dtype}; {self._rule.name} takes reals"
                 )
         self._updater.place(self._owned())
-        self._updater.make_states(new)
+        self._updater.make_states(new, {spec.role for spec in self._rule.all_states})
         for managed in new:
             self.steps[managed] = torch.zeros((), dtype=torch.float32, device="cpu")
 
-    def read(self, managed: ManagedParameter, keys: Collection[str] = KEYS) -> dict[str, torch.Tensor]:
-        """Return CPU copies of a parameter's state, empty if it has none; over ranks, all have to call it."""
+    def read(self, managed: ManagedParameter, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """Return CPU copies of a parameter's state, or some of it; empty if it has none; over ranks, all call it."""
         self._check(managed)
-        return self._host.from_owner(managed, lambda: self._read(managed, keys))
+        return self._host.from_owner(managed, lambda: self._read(managed, self.keys if keys is None else keys))
 
     def _check(self, managed: ManagedParameter) -> None:
         self._host.require_open()
         if self._host.owns(managed):
-            self._updater.check_owner([managed], self._optimizer)
+            self._updater.claims.check([managed], self._optimizer)
 
     def _read(self, managed: ManagedParameter, keys: Collection[str]) -> dict[str, torch.Tensor]:
         if managed not in self.steps:
             return {}
-        chunks = {role.value: self._updater.state(role, managed) for role in STATE_ROLES if role.value in keys}
-        values = {key: self._updater.read(chunk, managed) for key, chunk in chunks.items()}
+        roles = [spec.role for spec in self._updater.claims.states_of(managed) if spec.role in keys]
+        values = {role.value: self._updater.read(self._updater.state(role, managed), managed) for role in roles}
         with runtime_mode():
             return {"step": self.steps[managed].clone(), **values} if "step" in keys else values
 
@@ -87,17 +104,17 @@ class ChunkStates:
             StateError: a value does not fit; nothing has been changed.
         """
         self._check(managed)
-        if problems := state_problems(values, managed.param, keys=values):
+        if problems := state_problems(values, managed.param, self._rule, keys=values):
             raise StateError(f"optimizer.state of parameter {managed.name}: {'; '.join(problems)}")
         if self._host.owns(managed):
             if managed not in self.steps:
                 self.prepare([managed])
             self._updater.ahead.forget()  # an update overlapped with backward has read what is replaced here
-            for role in STATE_ROLES:
-                if role.value in values:
-                    self._updater.write(self._updater.state(role, managed), managed, values[role.value])
-            if "step" in values:
-                step = torch.as_tensor(values["step"], dtype=torch.float32, device="cpu")
+            for spec in self._rule.states_in(values):
+                self._updater.write(self._updater.state(spec.role, managed), managed, values[spec.role])
+            # A rule that counts no updates takes a state that was written for that of an earlier update.
+            step = torch.as_tensor(values.get("step", 1.0), dtype=torch.float32, device="cpu")
+            if "step" in values or not self._rule.counts_steps:
                 self.steps[managed] = step.reshape(()).clone()
         self.note([managed])
 
@@ -113,9 +130,9 @@ class ChunkStates:
             self.steps.pop(managed, None)
             self._anywhere.pop(managed, None)
             return
-        if set(state) != set(self.KEYS):
+        if set(state) != set(self.keys):
             raise StateError(
-                f"optimizer.state of parameter {managed.name} has the keys {', '.join(self.KEYS)}; this one has "
+                f"optimizer.state of parameter {managed.name} has the keys {', '.join(self.keys)}; this one has "
                 f"{', '.join(map(str, state))}"
             )
         self.write(managed, dict(state))

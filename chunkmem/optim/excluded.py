@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 
-from chunkmem.optim.checks import STATE_KEYS
-from chunkmem.optim.ops import AdamTensors, fused_adam_
+from chunkmem.optim.rule import SlotTensors, UpdateRule
 
 
-def first_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
+def first_state(param: torch.Tensor, rule: UpdateRule[Any]) -> dict[str, torch.Tensor]:
     """Return the state of a parameter that was not updated yet."""
-    step = torch.zeros((), dtype=torch.float32, device=param.device)
-    return {"step": step, **{key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in STATE_KEYS}}
+    state = {"step": torch.zeros((), dtype=torch.float32, device=param.device)} if rule.counts_steps else {}
+    for spec in rule.all_states:
+        like = torch.zeros_like(param, dtype=spec.dtype, memory_format=torch.preserve_format)
+        state[spec.role.value] = like if spec.numel_of is None else like.new_zeros(spec.shape_for(param))
+    return state
 
 
 def update_excluded(
     params: Sequence[torch.Tensor],
     states: MutableMapping[torch.Tensor, Any],
-    options: dict[str, Any],
+    rule: UpdateRule[Any],
+    hyper: Hashable,
     *,
     multiplier: float | None,
 ) -> None:
-    """Update parameters as torch's fused Adam does, with their own `.grad`.
+    """Update parameters as torch's own optimizer does, with their own `.grad`.
 
     Args:
         params: of one parameter group; each has a gradient.
         states: by parameter, as torch.optim keeps them; made where there is none.
-        options: of the parameter group.
+        rule: of the optimizer.
+        hyper: what the rule has read of the parameter group.
         multiplier: of the gradients; None: they are taken as they are.
     """
-    for param in params:
+    roles = [spec.role for spec in rule.states(hyper)]
+    steps = dict.fromkeys(params, torch.ones((), device="cpu"))
+    for param in params if roles else ():
         if not states[param]:
-            states[param] = first_state(param)
-        states[param]["step"] += 1
+            states[param] = first_state(param, rule)
+        elif not rule.counts_steps:
+            steps[param] = torch.full((), 2.0, device="cpu")
+        if rule.counts_steps:
+            states[param]["step"] += 1
+            steps[param] = states[param]["step"]
     for dtype in dict.fromkeys(param.dtype for param in params):
         alike = [param for param in params if param.dtype == dtype]
-        columns = [[states[param][key] for param in alike] for key in (*STATE_KEYS, "step")]
-        grads = [grad if multiplier is None else grad.mul(multiplier) for p in alike if (grad := p.grad) is not None]
-        fused_adam_(AdamTensors(alike, grads, *columns), options)
+        grads = [grad for param in alike if (grad := param.grad) is not None]
+        columns = {role: [states[param][role.value] for param in alike] for role in roles}
+        slots = SlotTensors(alike, grads, columns, [])
+        rule.apply_(slots, [steps[param] for param in alike], hyper, multiplier=multiplier)

@@ -24,13 +24,11 @@ from chunkmem.optim.segments import (
 NORM_BLOCK = 2048
 NORM_LANES = 32
 _BLOCKS_AT_ONCE = 4096
-_WORD = 0xFFFFFFFF
 
 
 def adamw_(segments: Segments, hyper: HyperParameters, how: Pass) -> None:
     """Update the parameters and states of `segments` in place; the arguments are those of `Kernels.adamw_`."""
     check_segments(segments, hyper, how)
-    element = how.first_element
     grad_scale = how.unscale * how.clip_coefficient
     for index, param in enumerate(segments.params):
         step = _Step(hyper, index, grad_scale=grad_scale, decoupled=how.decoupled)
@@ -40,10 +38,7 @@ def adamw_(segments: Segments, hyper: HyperParameters, how: Pass) -> None:
         step.update_(*(tensor[:num_main] for tensor in flat), is_tail=False)
         step.update_(*(tensor[num_main:] for tensor in flat), is_tail=True)
         if segments.lowp_outs:
-            out = segments.lowp_outs[index]
-            rounded = param if how.seed is None else round_stochastic(param, out.dtype, how.seed, element)
-            out.copy_(rounded)
-        element += param.numel()
+            segments.lowp_outs[index].copy_(param)
 
 
 def adamw_into(
@@ -142,39 +137,6 @@ def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tor
     needs_odd = (error != 0) & total.isfinite() & (bits & 1 == 0)
     odd = bits + torch.where((error > 0) == (total > 0), 1, -1)
     return torch.where(needs_odd, odd, bits).view(torch.float64).float()
-
-
-def round_stochastic(values: torch.Tensor, dtype: torch.dtype, seed: int, first_element: int) -> torch.Tensor:
-    """Round fp32 `values` to bfloat16 or float16, up as often as the part cut off is large.
-
-    The random bits of an element depend on `seed` and its number only, counted from `first_element`.
-    """
-    flat = values.reshape(-1)
-    element = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device) + first_element
-    low_seed, high_seed = (torch.tensor((seed >> shift) & _WORD, device=flat.device) for shift in (0, 32))
-    key = _scramble(_scramble(_scramble(low_seed) ^ high_seed) ^ ((element >> 32) & _WORD))
-    random = _scramble(_scramble(element & _WORD) ^ key)
-    bits = flat.view(torch.int32).long() & _WORD
-    magnitude = bits & 0x7FFFFFFF
-    if dtype == torch.bfloat16:
-        kept = torch.where(magnitude < 0x7F800000, bits + (random & 0xFFFF), bits)
-        rounded = torch.where(magnitude > 0x7F800000, 0x7FC00000, kept) >> 16
-    else:
-        is_denormal = magnitude < 0x38800000
-        fixed = (torch.where(is_denormal, flat.abs(), 0.0).double() * 2.0**40).long()
-        denormal = (fixed + (random & 0xFFFF)) >> 16
-        normal = (magnitude - 0x38000000 + (random & 0x1FFF)) >> 13
-        large = torch.where(magnitude > 0x7F800000, 0x7E00, 0x7C00)
-        rounded = torch.where(magnitude >= 0x47800000, large, torch.where(is_denormal, denormal, normal))
-        rounded = rounded | ((bits >> 16) & 0x8000)
-    return rounded.to(torch.int16).view(dtype).view(values.shape)
-
-
-def _scramble(x: torch.Tensor) -> torch.Tensor:
-    """Return `scramble` of adam_math.h of 32-bit words held in int64; products wrap, their low 32 bits stay right."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
-    return x ^ (x >> 16)
 
 
 def _single(value: float) -> torch.Tensor:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from itertools import chain
 from math import gcd
 from statistics import mode
 
 from chunkmem.errors import CapacityError
-from chunkmem.optim.checks import STATE_ROLES
 from chunkmem.runtime.store import NO_CONTENT, ChunkStore
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
 
 
-def require_room(groups: Collection[int], store: ChunkStore) -> None:
+def require_room(groups: Collection[int], states_nbytes: Mapping[int, Collection[int]], store: ChunkStore) -> None:
     """Check that all weights, and gradients and states of `groups`, fit the tiers together.
+
+    Args:
+        groups: that are trained, of those that this rank owns.
+        states_nbytes: by group, trained or not, what each chunk of its optimizer states takes, or will.
+        store: has all other chunks; those of states are not looked at.
 
     Raises:
         CapacityError: they cannot, whatever is moved.
     """
     ledgers = {tier: pool.ledger for tier, pool in store.pools.items()}
-    sizes = {key: chunk.nbytes for key, chunk in store.chunks.items() if not chunk.is_remote}
+    sizes = {key: c.nbytes for key, c in store.chunks.items() if not c.is_remote and not key.role.is_state}
     # Master copies of groups that are frozen so far have no content, and may never have.
     weights = [
         nbytes
@@ -28,13 +33,15 @@ def require_room(groups: Collection[int], store: ChunkStore) -> None:
         if key.role is Role.PARAM
         or (key.role is Role.MASTER and (key.group in groups or store.chunks[key].version != NO_CONTENT))
     ]
-    need = sum(weights) + sum(
-        sizes.get(ChunkId(role, group), 0) for group in groups for role in (Role.GRAD, *STATE_ROLES)
-    )
+    need = sum(weights) + sum(sizes[ChunkId(Role.GRAD, group)] + sum(states_nbytes[group]) for group in groups)
     # Gradients take the place of weights that can be rounded again; while a group is updated it has both.
     twice = [sizes[ChunkId(Role.PARAM, group)] for group in groups if ChunkId(Role.MASTER, group) in sizes]
     need -= sum(twice) - max(twice, default=0)
-    need, cap = room_for(need, sizes=sizes.values(), limits=[ledger.limit_nbytes for ledger in ledgers.values()])
+    need, cap = room_for(
+        need,
+        sizes=[*sizes.values(), *chain(*states_nbytes.values())],
+        limits=[ledger.limit_nbytes for ledger in ledgers.values()],
+    )
     if need > cap:
         # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
         host_cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from chunkmem.optim.excluded import first_state
 from chunkmem.optim.foreign import ChunkedOptimizer
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.masters import MASTER_KEY, check_masters, masters_to_save
+from chunkmem.optim.rule import StateSpec, UpdateRule
 from chunkmem.optim.speculative import Intent
 from chunkmem.optim.state import OptimizerState, ParameterState
 
@@ -24,15 +25,15 @@ from chunkmem.optim.state import OptimizerState, ParameterState
 class StatefulOptimizer(ChunkedOptimizer):
     """A real `torch.optim.Optimizer` whose states of managed parameters live in chunks."""
 
-    _decoupled = False
-    """Whether weight decay is decoupled from the gradient."""
-
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, host: OptimizerHost) -> None:
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, Any], *, rule: UpdateRule[Any], host: OptimizerHost
+    ) -> None:
         """Take parameters in; see `torch.optim.Optimizer`."""
         self._host = host
         self._updater = host.updater
+        self._rule = rule
         self._complete = False
-        self._states = ChunkStates(host, self, owned=self._managed)
+        self._states = ChunkStates(host, self, rule, owned=self._managed)
         super().__init__(params, defaults)
         self._complete = True
 
@@ -43,7 +44,7 @@ class StatefulOptimizer(ChunkedOptimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `torch.optim.AdamW(..., fused=True)` over the same parameters would: CPU copies, never views.
+        """Return what the optimizer of torch over the same parameters would: CPU copies, never views.
 
         Under the key "master_weights" it also has, by the index of a parameter, float32 weights of those built in bf16
         or fp16: the model's `state_dict` has them as they were built. torch leaves that key out.
@@ -53,7 +54,7 @@ class StatefulOptimizer(ChunkedOptimizer):
             return self._saved()
 
     def _saved(self) -> dict[str, Any]:
-        self._updater.check_owner(self._managed(), self)
+        self._updater.claims.check(self._managed(), self)
         with self._states_filled_in():
             state_dict: dict[str, Any] = super().state_dict()
         rows = self._by_index(state_dict["param_groups"])
@@ -79,8 +80,8 @@ class StatefulOptimizer(ChunkedOptimizer):
             self._load(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        self._updater.check_owner(self._managed(), self)
-        check_state(state_dict, self.param_groups, name_of=self._name_of)
+        self._updater.claims.check(self._managed(), self)
+        check_state(state_dict, self.param_groups, self._rule, name_of=self._name_of)
         saved = state_dict.get(MASTER_KEY, {})
         rows = self._by_index(state_dict["param_groups"])
         masters = {managed: saved[index] for index, managed in rows if index in saved and self._host.owns(managed)}
@@ -112,7 +113,7 @@ class StatefulOptimizer(ChunkedOptimizer):
                     yield index, managed
 
     def intent(self, group: int) -> Intent | None:
-        """See `chunkmem.optim.update.Owner`."""
+        """See `chunkmem.optim.claims.Owner`."""
         return None
 
     def _params(self) -> Iterator[torch.Tensor]:
@@ -155,14 +156,16 @@ class StatefulOptimizer(ChunkedOptimizer):
 
     def _initialize(self) -> None:
         """Make states of zero, and count no update: training continues as if nobody had asked for them."""
-        self._updater.check_owner(self._managed(), self)
-        found = [(param, self._host.registry.lookup(param)) for param in self._params() if param.requires_grad]
+        self._updater.claims.check(self._managed(), self)
+        groups = [group for group in self.param_groups if self._rule.states(self._rule.hyper(group))]
+        found = [(p, self._host.registry.lookup(p)) for group in groups for p in group["params"] if p.requires_grad]
         managed = [managed for _, managed in found if managed is not None]
         self._states.prepare([one for one in managed if self._host.owns(one)])
         self._states.note(managed)
-        self.state.excluded.update((param, first_state(param)) for param, one in found if one is None)
-        for param, _ in found:
-            param.grad = None
+        self.state.excluded.update((param, first_state(param, self._rule)) for param, one in found if one is None)
+        for param in self._params():
+            if param.requires_grad:
+                param.grad = None
 
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:
@@ -201,19 +204,35 @@ class StatefulOptimizer(ChunkedOptimizer):
 
     def _take_managed(self, state_dict: dict[str, Any], taken: dict[ManagedParameter, Any]) -> dict[str, Any]:
         """Move the states of managed parameters to `taken`, once it is certain that they can be loaded."""
-        check_state(state_dict, self.param_groups, name_of=self._name_of)
+        check_state(state_dict, self.param_groups, self._rule, name_of=self._name_of)
         states = dict(state_dict["state"])
-        for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            for index, param in zip(saved["params"], own["params"], strict=True):
-                managed = self._host.registry.lookup(param)
-                if managed is not None:
-                    taken[managed] = states.pop(index, {})
-        self._states.prepare([managed for managed, state in taken.items() if state and self._host.owns(managed)])
+        for index, managed in self._by_index(state_dict["param_groups"]):
+            taken[managed] = {k: value for k, value in states.pop(index, {}).items() if value is not None}
+        # The states that are saved may be others than those that the options so far call for.
+        keeps = {managed: self._rule.states_in(state) for managed, state in taken.items() if state}
+        self._claim_more(keeps)
+        self._states.prepare([managed for managed in keeps if self._host.owns(managed)])
         return {**state_dict, "state": states}
+
+    def _wanted(self, groups: Iterable[Mapping[str, Any]]) -> dict[ManagedParameter, tuple[StateSpec, ...]]:
+        """Return the states that managed parameters of some parameter groups need, over ranks all of them."""
+        found: dict[ManagedParameter, tuple[StateSpec, ...]] = {}
+        for group in groups:
+            specs = self._rule.states(self._rule.hyper(group))
+            looked_up = (self._host.registry.lookup(param) for param in group["params"])
+            found.update((managed, specs) for managed in looked_up if managed is not None)
+        return found
+
+    def _claim_more(self, wanted: Mapping[ManagedParameter, Sequence[StateSpec]]) -> None:
+        """Claim states that were not when a parameter was added."""
+        claims = self._updater.claims
+        lacking = {m: specs for m, specs in wanted.items() if not set(specs) <= set(claims.states_of(m))}
+        if lacking:
+            claims.require_room(lacking)
+            self._updater.claim(lacking, self)
 
     def _adopt(self, taken: Mapping[ManagedParameter, Mapping[str, Any]]) -> None:
         for managed, state in taken.items():
-            self._states.replace(managed, {key: state[key] for key in self._states.KEYS} if state else {})
+            self._states.replace(managed, {key: state[key] for key in self._states.keys if key in state})
         for group in self.param_groups:
-            # What was saved decides, except in AdamW: so does torch.
-            group["decoupled_weight_decay"] = self._decoupled or group.get("decoupled_weight_decay", False)
+            self._rule.adopt(group)

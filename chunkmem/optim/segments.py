@@ -21,7 +21,7 @@ class Segments:
     exp_avgs: list[torch.Tensor]
     exp_avg_sqs: list[torch.Tensor]
     lowp_outs: list[torch.Tensor] = field(default_factory=list)
-    """Empty, or bfloat16 or float16, all alike: take the new parameters, rounded."""
+    """Empty, or bfloat16 or float16, all alike: take the new parameters, rounded to nearest even."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,6 @@ class Pass:
     """Gradients are multiplied by `unscale * clip_coefficient`, in fp32."""
     decoupled: bool = True
     """AdamW; otherwise weight decay is added to the gradient (L2)."""
-    seed: int | None = None
-    """Of stochastic rounding of the low-precision output; None: to nearest even."""
-    first_element: int = 0
-    """The number of the call's first element, on which its random bits depend."""
     tail_width: int = 0
     """The last `numel % tail_width` elements are computed as torch's scalar tail does; 0: none."""
 
@@ -88,8 +84,8 @@ def check_segments(
     for index, step in enumerate(hyper.step):
         if step < 1:
             raise _refusal(f"step[{index}] is {step}; updates are counted from 1")
-    if how.tail_width < 0 or how.first_element < 0:
-        raise _refusal("tail_width and first_element must be at least 0")
+    if how.tail_width < 0:
+        raise _refusal(f"tail_width is {how.tail_width}; it must be at least 0")
 
 
 def check_grads(grads: Sequence[torch.Tensor]) -> None:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from chunkmem.nn.binding import ManagedParameter
-
-Items = Mapping[int, tuple[dict[str, Any], Sequence[tuple[ManagedParameter, torch.Tensor]]]]
-"""By any key: the options of a parameter group, and its (parameter, number of its update) in one chunk group."""
+from chunkmem.optim.rule import UpdateItem
 
 WINDOW = 10
 """Steps that are looked back on."""
@@ -24,18 +19,17 @@ MAX_WRONG = 3
 class UpdateInputs:
     """All that an update depends on in addition to the contents of chunks."""
 
-    options: frozenset[tuple[ManagedParameter, int, tuple[float, ...], bool]]
-    """By parameter: the number of its update, its numbers, and whether weight decay is decoupled."""
+    updates: frozenset[tuple[ManagedParameter, int, Hashable]]
+    """(parameter, number of its update, its hyper-parameters)."""
     multiplier: float | None
 
     @classmethod
-    def of(cls, items: Items, multiplier: float | None) -> UpdateInputs:
-        """Return what an update of `items` depends on; a tensor of a learning rate counts by its value."""
-        found: set[tuple[ManagedParameter, int, tuple[float, ...], bool]] = set()
-        for options, pairs in items.values():
-            numbers = (options["lr"], *options["betas"], options["eps"], options["weight_decay"])
-            alike = (tuple(map(float, numbers)), bool(options["decoupled_weight_decay"]))
-            found.update((managed, int(step), *alike) for managed, step in pairs)
+    def of(cls, items: Sequence[UpdateItem], multiplier: float | None) -> UpdateInputs:
+        """Return what an update of `items` depends on."""
+        found: set[tuple[ManagedParameter, int, Hashable]] = set()
+        for item in items:
+            steps = map(int, item.steps)
+            found.update((managed, step, item.hyper) for managed, step in zip(item.params, steps, strict=True))
         return cls(frozenset(found), multiplier)
 
 

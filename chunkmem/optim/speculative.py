@@ -12,25 +12,29 @@ import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from chunkmem.errors import TierIOError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.native import NativeUpdate, in_slot_order
-from chunkmem.optim.speculation import MAX_WRONG, WINDOW, Items, Speculation, UpdateInputs
+from chunkmem.optim.native import NativeUpdate
+from chunkmem.optim.rule import ChunkMemory, UpdateItem, UpdateRule
+from chunkmem.optim.speculation import MAX_WRONG, WINDOW, Speculation, UpdateInputs
+from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Event, Lanes
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.shadow import ShadowBuffers
-from chunkmem.runtime.store import Chunk, ChunkStore, Replica
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.runtime.store import Chunk, ChunkStore, Replica, slot_views
+from chunkmem.types import Role, Tier
 
 
 @dataclass(frozen=True)
 class Intent:
     """What an optimizer would do with a group if it stepped now."""
 
-    items: Items
+    rule: UpdateRule[Any]
+    items: Sequence[UpdateItem]
     multiplier: float | None
     """Of the gradients."""
     needs_norm: bool
@@ -95,6 +99,7 @@ class SpeculativeUpdater:
         native: NativeUpdate,
         *,
         intent_of: Callable[[int], Intent | None],
+        chunks_of: Callable[[int], Sequence[Chunk]],
         num_threads: int,
     ) -> None:
         """Begin with nothing under way.
@@ -103,8 +108,9 @@ class SpeculativeUpdater:
             store: whose chunks are updated.
             lanes: on whose HOST_UPDATE it is done.
             log: where new values are written.
-            native: the kernels.
+            native: the kernels, for norms.
             intent_of: returns what to update a group with; None: that cannot be known before the step.
+            chunks_of: returns the chunks that an update of a group touches.
             num_threads: of each update.
         """
         self._store = store
@@ -112,6 +118,7 @@ class SpeculativeUpdater:
         self._log = log
         self._native = native
         self._intent_of = intent_of
+        self._chunks_of = chunks_of
         self._num_threads = num_threads
         self._jobs: dict[int, _Job] = {}
         self.guesses = Speculation()
@@ -129,7 +136,7 @@ class SpeculativeUpdater:
             if left_over.is_sound:
                 return None
             self._drop(self._jobs.pop(group))
-        if not self.guesses.are_worthwhile or not self._native.has_torch_bits:
+        if not self.guesses.are_worthwhile:
             return None
         intent = self._intent_of(group)
         job = None if intent is None else self._make_job(group, intent)
@@ -140,14 +147,9 @@ class SpeculativeUpdater:
         return job.event
 
     def _make_job(self, group: int, intent: Intent) -> _Job | None:
-        chunks = {
-            role: chunk
-            for role in (Role.PARAM, Role.GRAD, Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
-            if (chunk := self._store.chunks.get(ChunkId(role, group))) is not None
-        }
+        chunks = {chunk.id.role: chunk for chunk in self._chunks_of(group)}
         read = {role: chunk for role, chunk in chunks.items() if role is not Role.PARAM or Role.MASTER not in chunks}
-        # The kernels update float32 weights only.
-        is_possible = chunks.get(Role.MASTER, chunks[Role.PARAM]).dtype is torch.float32
+        is_possible = intent.rule.can_update_into(chunks.get(Role.MASTER, chunks[Role.PARAM]).dtype)
         if not is_possible or not all(chunk.ready(Tier.HOST) for chunk in read.values()):
             return None
         slabs: dict[Role, Slab] = {}
@@ -169,11 +171,14 @@ class SpeculativeUpdater:
 
     def _work(self, job: _Job, intent: Intent) -> Callable[[], object]:
         """Return what a thread does; all tensors are looked up now."""
-        old = {role: replica.flat for role, replica in job.replicas.items()}
-        new = {role: slab.flat(job.chunks[role].dtype) for role, slab in job.slabs.items()}
-        views = self._store.views(job.chunks[Role.GRAD], Tier.HOST)
-        gradients = {managed: views[managed.position] for managed, _, _ in in_slot_order(intent.items)}
-        layout = job.chunks[Role.PARAM].group
+        chunks = job.chunks
+        old = {
+            role: ChunkMemory(replica.flat, self._store.views(chunks[role], Tier.HOST), chunks[role].group)
+            for role, replica in job.replicas.items()
+        }
+        new = {role: _memory_of(chunks[role], slab) for role, slab in job.slabs.items()}
+        params = sorted((p for item in intent.items for p in item.params), key=lambda managed: managed.position)
+        gradients = {managed: old[Role.GRAD].views[managed.position] for managed in params}
         native, num_threads = self._native, self._num_threads
 
         def update() -> None:
@@ -181,7 +186,7 @@ class SpeculativeUpdater:
                 job.norm.squares = native.squares(list(gradients.values()), num_threads=num_threads)
             elif intent.needs_norm:
                 job.norm.norms = {managed: torch.linalg.vector_norm(grad) for managed, grad in gradients.items()}
-            native.update_beside(layout, old, new, intent.items, multiplier=intent.multiplier, num_threads=num_threads)
+            intent.rule.update_into(old, new, intent.items, multiplier=intent.multiplier, num_threads=num_threads)
 
         def work() -> None:
             try:
@@ -200,7 +205,7 @@ class SpeculativeUpdater:
         job.finish()
         return job.norm if job.is_sound else NormParts()
 
-    def take_over(self, group: int, tier: Tier, items: Items, multiplier: float | None) -> bool:
+    def take_over(self, group: int, tier: Tier, items: Sequence[UpdateItem], multiplier: float | None) -> bool:
         """Let the results of a group's speculative update be its contents; False if there is none, or a wrong one.
 
         The group is updated on `tier`, where all chunks it writes have a replica; what those held becomes part of the
@@ -257,3 +262,10 @@ class SpeculativeUpdater:
     def _give_back(self, slabs: dict[Role, Slab]) -> None:
         for slab in slabs.values():
             self._log.give(slab)
+
+
+def _memory_of(chunk: Chunk, slab: Slab) -> ChunkMemory:
+    """Return a slab that is not the chunk's as memory of it."""
+    with runtime_mode():
+        flat = slab.flat(chunk.dtype)
+        return ChunkMemory(flat, slot_views(chunk, flat), chunk.group)

@@ -67,10 +67,10 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
         return self._states.read(self._managed, (key,))[key].as_subclass(StateCopy)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key not in self._states.KEYS:
+        if key not in self._states.keys:
             raise StateError(
                 f"optimizer.state of parameter {self._managed.name}: {key!r} cannot be kept, its chunks hold "
-                f"{', '.join(self._states.KEYS)}; keep it in a dict of your own"
+                f"{', '.join(self._states.keys)}; keep it in a dict of your own"
             )
         self._states.write(self._managed, {key: value})
 
@@ -81,10 +81,10 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
         )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._states.KEYS if self._managed in self._states else ())
+        return iter(self._states.keys if self._managed in self._states else ())
 
     def __contains__(self, key: object) -> bool:
-        return key in self._states.KEYS and self._managed in self._states
+        return key in self._states.keys and self._managed in self._states
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -124,7 +124,7 @@ class OptimizerState(MutableMapping[Any, Any]):
             self.excluded[param] = value
         elif not isinstance(value, Mapping):
             raise StateError(
-                f"optimizer.state of parameter {managed.name} is a mapping of {', '.join(self._states.KEYS)} to "
+                f"optimizer.state of parameter {managed.name} is a mapping of {', '.join(self._states.keys)} to "
                 f"tensors, not a {type(value).__name__}"
             )
         else:

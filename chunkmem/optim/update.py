@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 
-from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
-from chunkmem.optim.checks import STATE_ROLES
-from chunkmem.optim.native import NativeUpdate, fill
-from chunkmem.optim.ops import AdamTensors, fused_adam_
-from chunkmem.optim.room import require_room
-from chunkmem.optim.speculation import Items
+from chunkmem.optim.claims import Claims, Owner, Wanted
+from chunkmem.optim.native import NativeUpdate
+from chunkmem.optim.rule import UpdateItem, UpdateRule, fill, slot_tensors
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
 from chunkmem.plan.placement import GroupBytes
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.types import TIERS, ChunkId, Role, Tier
-
-
-class Owner(Protocol):
-    """An optimizer."""
-
-    def intent(self, group: int) -> Intent | None:
-        """Return what it would do with a group if it stepped now; None if it cannot tell."""
-        ...
-
 
 Place = Callable[[Sequence[GroupBytes]], frozenset[int]]
 """Which of these groups keep their states on DEVICE."""
@@ -49,7 +36,8 @@ class GroupUpdater:
         place: Place,
         expect_nbytes: Callable[[int], None],
         native: NativeUpdate,
-        make_ahead: Callable[[Callable[[int], Intent | None]], SpeculativeUpdater],
+        forget_plans: Callable[[], None],
+        make_ahead: Callable[[Callable[[int], Intent | None], Callable[[int], Sequence[Chunk]]], SpeculativeUpdater],
     ) -> None:
         self._pager = pager
         self._store = pager.store
@@ -58,31 +46,22 @@ class GroupUpdater:
         self._expect_nbytes = expect_nbytes
         self.gradients = gradients
         self.native = native
-        self.ahead = make_ahead(self._intent_of)
-        self._owner: dict[ManagedParameter, weakref.ref[Owner]] = {}
+        self._forget_plans = forget_plans
+        self.claims = Claims(self._store)
+        self.ahead = make_ahead(self._intent_of, self.claims.chunks)
         self._on_device: dict[int, bool] = {}
         """By group whose states were placed: do they live on DEVICE?"""
 
-    def claim(self, params: Iterable[ManagedParameter], owner: Owner) -> None:
-        """Make `owner` the one optimizer of `params` from now on."""
-        for managed in params:
-            self._owner[managed] = weakref.ref(owner)
+    def claim(self, wanted: Wanted, owner: Owner) -> None:
+        """Make `owner` the one optimizer of some parameters; see `Claims.claim`."""
+        self.claims.claim(wanted, owner, before_change=self._before_states_change)
 
-    def check_owner(self, params: Iterable[ManagedParameter], owner: Owner) -> None:
-        """Raise if a newer optimizer has taken one of `params`.
-
-        Raises:
-            StateError: two optimizers would share the states of a parameter.
-        """
-        for managed in params:
-            if self._owner[managed]() is not owner:
-                raise StateError(
-                    f"parameter {managed.name} was given to a newer optimizer; step that one, or make one optimizer "
-                    "with several parameter groups"
-                )
+    def _before_states_change(self) -> None:
+        self.ahead.forget()
+        self._forget_plans()
 
     def _intent_of(self, group: int) -> Intent | None:
-        owners = {self._owner[managed]() for managed in self.gradients.landed.get(group, ()) if managed in self._owner}
+        owners = {self.claims.owner(managed) for managed in self.gradients.landed.get(group, ())} - {None}
         owner = owners.pop() if len(owners) == 1 else None
         return None if owner is None else owner.intent(group)
 
@@ -94,27 +73,17 @@ class GroupUpdater:
         """Tell whether a group's finished gradient is wanted on HOST next."""
         return not self._on_device.get(group, True)
 
-    def require_room(self, params: Iterable[ManagedParameter]) -> None:
-        """Check that weights, and gradients and states of what is trained, fit the tiers together.
-
-        Raises:
-            CapacityError: they cannot, whatever is moved.
-        """
-        everything = (*params, *self._owner)  # of other optimizers too
-        groups = {managed.group for managed in everything if managed.param.requires_grad}
-        require_room(groups, self._store)
-
     def place(self, params: Iterable[ManagedParameter]) -> None:
         """Decide where the groups of `params` are updated, once; a decided group keeps its place."""
         groups = sorted({managed.group for managed in params} - self._on_device.keys())
-        sizes = [
-            GroupBytes(g, self._nbytes(g, Role.PARAM, Role.GRAD), self._nbytes(g, Role.MASTER, *STATE_ROLES))
-            for g in groups
-        ]
+        chunks = {group: self.claims.chunks(group) for group in groups}
+        # PARAM and GRAD come first.
+        sizes = [GroupBytes(g, _nbytes(found[:2]), _nbytes(found[2:])) for g, found in chunks.items()]
         chosen = self._place(sizes)
         self._on_device.update((group, group in chosen) for group in groups)
-        # On HOST a group has its gradient and both states in addition to its weights.
-        self._expect_nbytes(sum(self._nbytes(g, Role.GRAD, *STATE_ROLES) for g in groups if g not in chosen))
+        # On HOST a group has its gradient and its states, beside its weights.
+        away = [chunk for group in groups if group not in chosen for chunk in chunks[group]]
+        self._expect_nbytes(_nbytes([c for c in away if c.id.role is Role.GRAD or c.id.role.is_state]))
 
     def device_nbytes(self, *, besides: set[int]) -> int:
         """Return what groups other than `besides` are meant to take on DEVICE: PARAM, and by their place the rest."""
@@ -127,23 +96,38 @@ class GroupUpdater:
                 total += chunk.nbytes * is_there
         return total
 
-    def make_states(self, params: Iterable[ManagedParameter]) -> None:
-        """Give `params`, which have none yet, states of zero, and a master copy if it comes with the first update.
+    def make_states(self, params: Iterable[ManagedParameter], roles: Collection[Role]) -> None:
+        """Give `params`, which have none yet, states of zero in `roles`, and a master copy if that comes with them.
 
         Raises:
             CapacityError: the states fit neither tier; weights and gradients are untouched.
         """
         for managed in params:
-            self._make_master(managed.group)
-            for role in STATE_ROLES:
-                chunk = self._chunk(role, managed.group)
-                if chunk.version == NO_CONTENT:
-                    tier = self._tier_for_states(chunk)
-                    self._pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
-                else:
-                    self.write(chunk, managed, torch.zeros((), dtype=managed.placeholder.dtype, device="cpu"))
+            self.make_master(managed.group)
+            for chunk in self.claims.chunks(managed.group)[2:]:
+                if chunk.id.role in roles and chunk.version == NO_CONTENT:
+                    self._begin_state(chunk)
+                elif chunk.id.role in roles:
+                    self.write(chunk, managed, torch.zeros((), dtype=chunk.dtype, device="cpu"))
 
-    def _make_master(self, group: int) -> None:
+    def complete_states(self, params: Iterable[ManagedParameter]) -> None:
+        """Begin the states that another optimizer will need in the groups of `params`: an update touches all there are.
+
+        Raises:
+            CapacityError: they fit neither tier.
+        """
+        incomplete = self.claims.incomplete
+        for group in incomplete & {managed.group for managed in params} if incomplete else ():
+            for chunk in self.claims.chunks(group)[2:]:
+                if chunk.id.role.is_state and chunk.version == NO_CONTENT:
+                    self._begin_state(chunk)
+            incomplete.discard(group)
+
+    def _begin_state(self, chunk: Chunk) -> None:
+        tier = self._tier_for_states(chunk)
+        self._pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
+
+    def make_master(self, group: int) -> None:
         """Let a group that was frozen when it was packed have its master copy; see [Note: Master copies]."""
         param = self._chunk(Role.PARAM, group)
         master = param.master
@@ -157,66 +141,33 @@ class GroupUpdater:
             master.replicas[tier].flat.copy_(param.replicas[source].flat)
 
     def update(
-        self,
-        group: int,
-        items: Items,
-        *,
-        multiplier: float | None = None,
+        self, group: int, items: Sequence[UpdateItem], rule: UpdateRule[Any], *, multiplier: float | None = None
     ) -> None:
         """Update one group's parameters.
 
         Args:
             group: the group.
-            items: by any key, (options of a parameter group, its (parameter, step) pairs in this chunk group).
+            items: what to update, and how.
+            rule: of the optimizer.
             multiplier: of the gradients, in float32; None: they are taken as they are.
         """
-        master = self._store.chunks.get(ChunkId(Role.MASTER, group))
-        states = [self._chunk(role, group) for role in STATE_ROLES]
-        chunks = [self._chunk(Role.PARAM, group), self._chunk(Role.GRAD, group)]
-        chunks += states if master is None else [master, *states]
-        with self._pager.updating(chunks, reader="optimizer step") as tier, runtime_mode():
-            is_to_be_filled = not chunks[0].ready(tier)  # a plan that is gone on with has dropped it only now
-            if self.ahead.take_over(group, tier, items, multiplier):
-                pass
-            elif master is None:
-                for options, pairs in items.values():
-                    self._update_in_full(chunks, tier, pairs, options, multiplier=multiplier)
-            else:
-                for options, pairs in items.values():
-                    at, steps = [managed.position for managed, _ in pairs], [step for _, step in pairs]
-                    slots = {chunk.id.role: self._slots(chunk, tier, at) for chunk in chunks}
-                    self.native.update_lowered(
-                        slots, steps, options, multiplier=1.0 if multiplier is None else multiplier
-                    )
-                if is_to_be_filled:  # parameters that were not updated have to be there, too
-                    updated = [managed.position for _, pairs in items.values() for managed, _ in pairs]
-                    low, high = chunks[0].replicas[tier].flat, master.replicas[tier].flat
+        chunks = self.claims.chunks(group)
+        param, master = chunks[0], chunks[0].master
+        home = Tier.DEVICE if self._on_device[group] else Tier.HOST
+        with self._pager.updating(chunks, reader="optimizer step", stateless_tier=home) as tier, runtime_mode():
+            is_to_be_filled = not param.ready(tier)  # a plan that is gone on with has dropped it only now
+            if not self.ahead.take_over(group, tier, items, multiplier):
+                views = {chunk.id.role: self._store.views(chunk, tier) for chunk in chunks}
+                for item in items:
+                    slots = slot_tensors(views, item.positions)
+                    rule.apply_(slots, item.steps, item.hyper, multiplier=multiplier)
+                if is_to_be_filled and master is not None:  # parameters that were not updated have to be there, too
+                    updated = [position for item in items for position in item.positions]
+                    low, high = param.replicas[tier].flat, master.replicas[tier].flat
                     fill(low, high, master.group, besides=updated)
         for chunk in chunks:
             if chunk.id.role is not Role.GRAD:
                 self._store.mark_written(chunk, tier)
-
-    def _update_in_full(
-        self,
-        chunks: Sequence[Chunk],
-        tier: Tier,
-        pairs: Sequence[tuple[ManagedParameter, torch.Tensor]],
-        options: dict[str, Any],
-        *,
-        multiplier: float | None,
-    ) -> None:
-        """Update parameters that are their own master copy; see [Note: Slot views]."""
-        at, steps = [managed.position for managed, _ in pairs], [step for _, step in pairs]
-        param, grad, exp_avg, exp_avg_sq = ([self._store.views(chunk, tier)[i] for i in at] for chunk in chunks)
-        if multiplier is not None:
-            grad = [g.mul(multiplier) for g in grad]
-        on_device = [step.to(param[0].device) for step in steps]
-        fused_adam_(AdamTensors(param, grad, exp_avg, exp_avg_sq, on_device), options)
-
-    def _slots(self, chunk: Chunk, tier: Tier, at: Sequence[int]) -> list[torch.Tensor]:
-        """Return the memory of these slots as 1-D elements."""
-        flat, slots = chunk.replicas[tier].flat, chunk.group.slots
-        return [flat[slots[i].offset : slots[i].end] for i in at]
 
     def mark_updated(self, params: Iterable[ManagedParameter]) -> None:
         """Count the update in autograd's version counters: a backward of an older graph has to notice it."""
@@ -297,14 +248,13 @@ class GroupUpdater:
     def _chunk(self, role: Role, group: int) -> Chunk:
         return self._store.chunks[ChunkId(role, group)]
 
-    def _nbytes(self, group: int, *roles: Role) -> int:
-        """Return the bytes of a group's chunks in these roles, those that there are."""
-        found = (self._store.chunks.get(ChunkId(role, group)) for role in roles)
-        return sum(chunk.nbytes for chunk in found if chunk is not None)
-
     def _tier_for_states(self, chunk: Chunk) -> Tier:
         """Where planned; on the other tier if a full HOST leaves no choice."""
         host = self._store.pools[Tier.HOST].ledger
         if self._on_device[chunk.id.group] or host.free_nbytes < chunk.nbytes:
             return Tier.DEVICE
         return Tier.HOST
+
+
+def _nbytes(chunks: Iterable[Chunk]) -> int:
+    return sum(chunk.nbytes for chunk in chunks)

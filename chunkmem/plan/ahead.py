@@ -23,7 +23,7 @@ SHADOW = "shadow buffers"
 
 def log_nbytes(trace: Trace, group: int) -> int:
     """Return the bytes of the shadow buffers that a speculative update takes: those of all chunks it writes."""
-    return sum(trace.chunk_nbytes[chunk] for chunk in trace.update_chunks(group) if chunk.role is not Role.GRAD)
+    return sum(trace.chunk_nbytes[chunk] for chunk in trace.update(group).writes)
 
 
 def updates_ahead(trace: Trace, actions: Sequence[Sequence[Action]]) -> dict[int, int]:
@@ -70,7 +70,7 @@ def _candidates(trace: Trace, actions: Sequence[Sequence[Action]]) -> list[tuple
                 since = touched.get(action.group, 0)
                 if action.tier is Tier.HOST and since < at:
                     found.append((since, at, action))
-            elif _changes_host(action) and action.chunk in trace.update_reads(action.chunk.group):
+            elif _changes_host(action) and action.chunk in trace.update(action.chunk.group).reads:
                 touched[action.chunk.group] = at
         _note_gradient(trace, at, touched)
     return [(since, at, update) for since, at, update in found if num_updates[update.group] == 1]

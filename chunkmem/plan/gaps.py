@@ -179,8 +179,9 @@ def find_gaps(trace: Trace, update_tiers: Mapping[int, Tier], *, one_tier: bool 
             group = moment.chunk.group
             if group not in update_tiers:
                 raise PlanError(f"moment {at} ({moment}): no tier is given for the update of group {group}")
-            for chunk in trace.update_chunks(group):
-                reads_only = chunk.role is Role.GRAD
+            update = trace.update(group)
+            for chunk in update.chunks:
+                reads_only = chunk not in update.writes
                 if update_tiers[group] is Tier.DEVICE:
                     creates = trace.is_rounded(chunk)
                     uses[index[chunk]].append(Use(at, at + 1, creates=creates, writes=not reads_only))

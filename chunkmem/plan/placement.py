@@ -77,6 +77,6 @@ def _remote_nbytes(trace: Trace) -> int:
 
 
 def _group_bytes(trace: Trace, group: int) -> GroupBytes:
-    chunks = trace.update_chunks(group)
+    chunks = trace.update(group).chunks
     model = sum(trace.chunk_nbytes[c] for c in chunks if c.role in (Role.PARAM, Role.GRAD))
     return GroupBytes(group, model, sum(trace.chunk_nbytes[c] for c in chunks) - model)

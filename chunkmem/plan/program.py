@@ -9,7 +9,7 @@ from chunkmem.plan.gaps import Problem
 from chunkmem.plan.intervals import BELOW, Stay, Stays
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Update
 from chunkmem.trace.model import Kind
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import ChunkId, Tier
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class _Emitter:
             return [self.index[moment.chunk]]
         group = moment.chunk.group
         if moment.kind is Kind.UPDATE and self.problem.update_tiers[group] is Tier.DEVICE:
-            return [self.index[c] for c in self.problem.trace.update_chunks(group) if c.role is not Role.GRAD]
+            return [self.index[chunk] for chunk in self.problem.trace.update(group).writes]
         return []
 
     def _enter(self, chunk: int) -> None:

@@ -182,14 +182,14 @@ class Reader:
         self._log_nbytes += log_nbytes(self._trace, update.group)
         if self._log_nbytes > self._machine.shadow_nbytes:
             self._position.fail(f"{self._log_nbytes} bytes pass the shadow buffers of {self._machine.shadow_nbytes}")
-        reads = tuple(self.state.replica(chunk, Tier.HOST) for chunk in self._trace.update_reads(update.group))
+        reads = tuple(self.state.replica(chunk, Tier.HOST) for chunk in self._trace.update(update.group).reads)
         for replica in reads:
             self.state.need_newest(replica)
         self._ahead[update.group] = reads
         self._issue(HOST_UPDATE, reads, (), self._host_update_s(moments[at[0]]), moments[at[0]].chunk, is_ahead=True)
 
     def _host_update_s(self, moment: Moment) -> float:
-        nbytes = sum(self._trace.chunk_nbytes[chunk] for chunk in self._trace.update_chunks(moment.chunk.group))
+        nbytes = sum(self._trace.chunk_nbytes[chunk] for chunk in self._trace.update(moment.chunk.group).chunks)
         Bps = self._machine.host_update_Bps
         return nbytes / Bps if isfinite(Bps) else moment.duration_s
 
@@ -200,26 +200,27 @@ class Reader:
 
     def _issue_update(self, moment: Moment, tier: Tier, *, settles: bool = False) -> None:
         state, machine = self.state, self._machine
-        chunks = self._trace.update_chunks(moment.chunk.group)
+        update = self._trace.update(moment.chunk.group)
         reads: list[int] = []
         writes: list[int] = []
-        for chunk in chunks:
+        for chunk in update.chunks:
             replica = state.replica(chunk, tier)
             if chunk.role is Role.PARAM:
                 if self._trace.is_rounded(chunk):
                     state.need_slab(replica)
                 state.update(moment, self._trace, tier)
             state.need_newest(replica)
-            if chunk.role is not Role.GRAD:
+            is_written = chunk in update.writes
+            if is_written:
                 state.need_alone(replica)
-            (reads if chunk.role is Role.GRAD else writes).append(replica)
+            (writes if is_written else reads).append(replica)
         if tier is Tier.HOST:
             duration_s = 0.0 if settles else self._host_update_s(moment)
             self._issue(
                 HOST_UPDATE, () if settles else tuple(reads), tuple(writes), duration_s, moment.chunk, settles=settles
             )
             return
-        nbytes, Bps = sum(self._trace.chunk_nbytes[chunk] for chunk in chunks), machine.device_update_Bps
+        nbytes, Bps = sum(self._trace.chunk_nbytes[chunk] for chunk in update.chunks), machine.device_update_Bps
         duration_s = nbytes / Bps if isfinite(Bps) else moment.duration_s
         self._issue(COMPUTE, tuple(reads), tuple(writes), duration_s, moment.chunk)
 

@@ -105,7 +105,7 @@ class _Follower:
 
     def _update_ahead(self, update: Update) -> None:
         """Read what is on HOST, and write elsewhere; the chunks take that over at the group's moment."""
-        reads = [self.slabs[chunk, Tier.HOST] for chunk in self.trace.update_reads(update.group)]
+        reads = [self.slabs[chunk, Tier.HOST] for chunk in self.trace.update(update.group).reads]
         self._operate(_HOST_UPDATE, reads, ())
         self.ahead.add(update.group)
         self.out.append(update)
@@ -124,13 +124,12 @@ class _Follower:
             reads = (self.slabs[key],)
         if moment.kind is Kind.UPDATE and moment.chunk.group in self.ahead:
             self.ahead.remove(moment.chunk.group)
-            chunks = self.trace.update_chunks(moment.chunk.group)
-            self._operate(_HOST_UPDATE, (), [self.slabs[c, Tier.HOST] for c in chunks if c.role is not Role.GRAD])
+            written = self.trace.update(moment.chunk.group).writes
+            self._operate(_HOST_UPDATE, (), [self.slabs[chunk, Tier.HOST] for chunk in written])
         elif update is not None:
-            chunks = self.trace.update_chunks(update.group)
-            tier = update.tier
-            reads = tuple(self.slabs[c, tier] for c in chunks if c.role is Role.GRAD)
-            writes = tuple(self.slabs[c, tier] for c in chunks if c.role is not Role.GRAD)
+            touched, tier = self.trace.update(update.group), update.tier
+            reads = tuple(self.slabs[chunk, tier] for chunk in touched.chunks if chunk not in touched.writes)
+            writes = tuple(self.slabs[chunk, tier] for chunk in touched.writes)
             if tier is Tier.HOST:
                 self._operate(_HOST_UPDATE, reads, writes)
                 reads = writes = ()

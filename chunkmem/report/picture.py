@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 from chunkmem.report.clock import phases
@@ -18,14 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's colours keep apart for colour-blind eyes; neighbours in the stack also differ in lightness, for print.
-# In the order they are stacked: what comes and goes lies on what stays.
-_COLORS = {
-    Role.PARAM: "#0072B2",
-    Role.MASTER: "#F0E442",
-    Role.EXP_AVG: "#56B4E9",
-    Role.EXP_AVG_SQ: "#009E73",
-    Role.GRAD: "#E69F00",
-}
+_COLORS = {Role.PARAM: "#0072B2", Role.MASTER: "#F0E442", Role.GRAD: "#E69F00"}
+_STATE_COLORS = ("#56B4E9", "#009E73")
 _NON_MODEL_COLOR = "#DDDDDD"
 _CAP_COLOR = "#D55E00"
 _MEASURED_COLOR = "#CC79A7"
@@ -47,6 +43,14 @@ class _Columns:
     caps: Mapping[Tier, int]
     is_charged: bool
     """The cap on DEVICE covers non-model data, too."""
+
+    @cached_property
+    def colors(self) -> dict[Role, str]:
+        """By role, in the order they are stacked: what comes and goes lies on what stays."""
+        found = {role for roles in self.roles.values() for role in roles}
+        states = dict(zip(sorted(role for role in found if role.is_state), cycle(_STATE_COLORS), strict=False))
+        stack = {role: color for role, color in _COLORS.items() if role is not Role.GRAD} | states
+        return stack | {Role.GRAD: _COLORS[Role.GRAD]}
 
     @classmethod
     def of(cls, run: Run) -> _Columns:
@@ -105,7 +109,7 @@ def memory_picture(run: Run) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
     # One entry each, in the order they are stacked; a panel may lack some.
     patches = {text: patch for axes in panels for patch, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    order = [*(_NAMES.get(role, role.value) for role in _COLORS), _NON_MODEL, _PREDICTED, _MEASURED, _SAMPLED]
+    order = [*(_NAMES.get(role, role.value) for role in columns.colors), _NON_MODEL, _PREDICTED, _MEASURED, _SAMPLED]
     texts = [text for text in order if text in patches]
     figure.legend([patches[text] for text in texts], texts, loc="outside lower center", ncols=4, frameon=False)
     content = io.BytesIO()
@@ -189,11 +193,11 @@ def _draw_roles(axes: Axes, columns: _Columns, tier: Tier, scale: int) -> list[f
     """Stack the roles; return the stack's upper edge."""
     x = range(len(columns.non_model) + 1)
     bottom = [0.0] * len(x)
-    for role in (role for role in _COLORS if role in columns.roles[tier]):
+    for role in (role for role in columns.colors if role in columns.roles[tier]):
         nbytes = columns.roles[tier][role]
         above = [low + height / scale for low, height in zip(bottom, _held(nbytes), strict=True)]
         name = _NAMES.get(role, role.value)
-        axes.fill_between(x, bottom, above, step="post", color=_COLORS[role], linewidth=0, label=name)
+        axes.fill_between(x, bottom, above, step="post", color=columns.colors[role], linewidth=0, label=name)
         bottom = above
     return bottom
 

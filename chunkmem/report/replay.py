@@ -12,10 +12,6 @@ from chunkmem.plan.verify import Reader
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import PLACE, TIERS, ChunkId, Role, Tier
 
-ROLES = tuple(Role)
-"""In the order of rows, and of the stack from the bottom."""
-
-
 States = tuple[ReplicaState, ...]
 """What a chunk has on each tier, in the order of `TIERS`."""
 
@@ -32,7 +28,7 @@ class ChunkHistory:
 
 def row_order(trace: Trace) -> list[ChunkId]:
     """Return the trace's chunks by role, and in each role by group."""
-    return sorted(trace.chunk_nbytes, key=lambda chunk: (ROLES.index(chunk.role), chunk.group))
+    return sorted(trace.chunk_nbytes, key=lambda chunk: (chunk.role.order, chunk.group))
 
 
 def replay(plan: Plan, trace: Trace) -> dict[ChunkId, ChunkHistory]:
@@ -54,7 +50,7 @@ def replay(plan: Plan, trace: Trace) -> dict[ChunkId, ChunkHistory]:
         touched.update(chunk for action in plan.actions[index] for chunk in _chunks_of(action, trace))
         touched.add(moment.chunk)
         if moment.kind is Kind.UPDATE:
-            touched.update(trace.update_chunks(moment.chunk.group))
+            touched.update(trace.update(moment.chunk.group).chunks)
         for chunk in touched:
             states, changes = tuple(state.on(chunk, tier) for tier in TIERS), found[chunk].changes
             if not changes or changes[-1][1] != states:
@@ -80,13 +76,13 @@ def role_nbytes(histories: Mapping[ChunkId, ChunkHistory], trace: Trace, tier: T
                 role = deltas.setdefault(chunk.role, [0] * num_moments)
                 role[moment] += trace.chunk_nbytes[chunk] if is_there else -trace.chunk_nbytes[chunk]
             was_there = is_there
-    return {role: list(accumulate(deltas[role])) for role in ROLES if role in deltas}
+    return {role: list(accumulate(deltas[role])) for role in sorted(deltas, key=lambda role: role.order)}
 
 
 def _chunks_of(action: Action, trace: Trace) -> tuple[ChunkId, ...]:
     """Return the chunks that an action may change."""
     if isinstance(action, Update):
-        return trace.update_chunks(action.group)
+        return trace.update(action.group).chunks
     return (action.chunk,) if isinstance(action, Alloc | Free | Copy) else ()
 
 
@@ -98,7 +94,7 @@ def _uses(trace: Trace) -> Iterable[tuple[ChunkId, int, int]]:
         elif moment.kind is Kind.RELEASE:
             yield moment.chunk, since.pop(moment.chunk), index
         elif moment.kind is Kind.UPDATE:
-            for chunk in trace.update_chunks(moment.chunk.group):
+            for chunk in trace.update(moment.chunk.group).chunks:
                 yield chunk, index, index + 1
         elif moment.kind is not Kind.CONSUME:
             yield moment.chunk, index, index + 1

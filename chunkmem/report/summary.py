@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.plan.timeline import Timeline, differences
 from chunkmem.report.run import Run
@@ -83,10 +84,10 @@ def _by_lane(lane: Lane) -> int:
     return list(Lane).index(lane)
 
 
-def _by_tier_and_role(key: tuple[Tier, str]) -> tuple[int, int, str]:
+def _by_tier_and_role(key: tuple[Tier, str]) -> tuple[int, bool, int, str]:
     tier, role = key
-    # "cache" and the like are no chunks' roles, and come last.
-    return list(Tier).index(tier), [*(member.value for member in Role), role].index(role), role
+    # The log is no chunk's role, and comes last.
+    return list(Tier).index(tier), role == SHADOW, *Role(role).order
 
 
 def _non_model(run: Run) -> dict[str, Any]:

@@ -71,8 +71,7 @@ class PlanActions(ABC):
         self._log = Counter(
             trace.chunk_nbytes[chunk]
             for group in updates_ahead(trace, plan.actions)
-            for chunk in trace.update_chunks(group)
-            if chunk.role is not Role.GRAD
+            for chunk in trace.update(group).writes
         )
         """How many slabs of which sizes the shadow buffers needs."""
         self._copies_before: list[dict[Lane, int]] = []
@@ -200,7 +199,7 @@ class PlanActions(ABC):
                 event.wait()  # the host updates, and runs ahead of an accelerator
 
     def _group(self, group: int) -> list[Chunk]:
-        return [self._store.chunks[each] for each in self.trace.update_chunks(group)]
+        return [self._store.chunks[each] for each in self.trace.update(group).chunks]
 
     # What is done.
 

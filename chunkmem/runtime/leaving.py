@@ -11,8 +11,6 @@ from chunkmem.plan.victims import LeavingOrder, Resident, Standing
 from chunkmem.runtime.store import Chunk, ChunkStore
 from chunkmem.types import ChunkId, Role, Tier
 
-_STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
-
 
 class Leaving:
     """The replicas of a store that are not pinned, tier by tier."""
@@ -56,4 +54,4 @@ def _standing(chunk: Chunk, tier: Tier) -> Standing:
         return Standing.DEAD
     if chunk.settled:
         return Standing.SETTLED
-    return Standing.STATE if chunk.id.role in _STATE_ROLES else Standing.ACTIVE
+    return Standing.ACTIVE if chunk.id.role in (Role.PARAM, Role.GRAD) else Standing.STATE

@@ -183,15 +183,15 @@ def _hand_over_s(budget_s: float) -> float:
 
 def _update_Bps(compute: ComputeDevice, budget_s: float) -> float:
     numel = _UPDATE_NUMEL[compute.device.type]
-    param, grad, exp_avg, exp_avg_sq = (torch.ones(numel, dtype=torch.float32, device=compute.device) for _ in range(4))
+    param, grad, average, average_sq = (torch.ones(numel, dtype=torch.float32, device=compute.device) for _ in range(4))
     step = torch.ones((), dtype=torch.float32, device=compute.device)
 
     def update() -> None:
         torch._fused_adamw_(
             [param],
             [grad],
-            [exp_avg],
-            [exp_avg_sq],
+            [average],
+            [average_sq],
             [],
             [step],
             lr=1e-3,

@@ -183,19 +183,23 @@ class Pager:
         return replica.pins == 0
 
     @contextmanager
-    def updating(self, chunks: Sequence[Chunk], *, reader: object) -> Iterator[Tier]:
+    def updating(self, chunks: Sequence[Chunk], *, reader: object, stateless_tier: Tier) -> Iterator[Tier]:
         """Keep what an update of a group needs on the tier it runs on, which is the value.
 
         Args:
             chunks: PARAM, GRAD, then the states.
             reader: see `pin`.
+            stateless_tier: where it runs if there are no states, and no plan says it.
 
         Raises: what `pin` does.
         """
         self.policy.event(Kind.UPDATE, chunks[0], reader)
         tier = self.policy.update_tier(chunks[0].id.group)
-        if tier is None:
-            tier = Tier.DEVICE if all(chunk.ready(Tier.DEVICE) for chunk in chunks[2:]) else Tier.HOST
+        states = chunks[2:]
+        if tier is None and states:
+            tier = Tier.DEVICE if all(chunk.ready(Tier.DEVICE) for chunk in states) else Tier.HOST
+        elif tier is None:
+            tier = stateless_tier
         held = []
         try:
             for chunk in chunks:

@@ -392,6 +392,6 @@ class PlanExecutor(PlanActions):
         }
         for moment in self.trace.moments:
             if moment.kind is Kind.UPDATE:
-                touched.update(self.trace.update_chunks(moment.chunk.group))
+                touched.update(self.trace.update(moment.chunk.group).chunks)
         # Weights that can be rounded again would be dropped where nobody wants them.
         return frozenset(chunk for chunk in self.trace.chunk_nbytes if not self.trace.is_rounded(chunk)) - touched

@@ -118,6 +118,14 @@ class Chunk:
         return self.ready(tier) and self.newest_besides(tier) is None and not can_be_had
 
 
+def slot_views(chunk: Chunk, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return one tensor per slot of `flat`, which is laid out as the chunk, in slot order and as the chunk's forms."""
+    return tuple(
+        torch.as_strided(flat, shape, stride, flat.storage_offset() + slot.offset)
+        for slot, (shape, stride) in zip(chunk.group.slots, chunk.forms, strict=True)
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class IssuedCopy:
     """A copy on a lane, as it was when it was issued. Slabs, not replicas: views of those would count as in use."""
@@ -166,6 +174,13 @@ class ChunkStore:
         """Register a chunk; it has no content yet."""
         assert chunk.id not in self.chunks
         self.chunks[chunk.id] = chunk
+
+    def remove(self, chunk: Chunk) -> None:
+        """Give all memory of a chunk back, and forget it; its content is lost."""
+        self.consume(chunk)
+        if Tier.DEVICE in chunk.replicas:
+            self.drop(chunk, Tier.DEVICE)
+        del self.chunks[chunk.id]
 
     def take_slab(self, chunk: Chunk, tier: Tier) -> Replica:
         """Give the chunk a replica on `tier`, contents undefined. The caller has made room."""
@@ -320,12 +335,8 @@ class ChunkStore:
         """Return one tensor per slot of the replica on `tier`, in slot order, shaped as the parameters are."""
         replica = chunk.replicas[tier]
         if replica.views is None:
-            flat = replica.flat
             with runtime_mode():
-                replica.views = tuple(
-                    torch.as_strided(flat, shape, stride, flat.storage_offset() + slot.offset)
-                    for slot, (shape, stride) in zip(chunk.group.slots, chunk.forms, strict=True)
-                )
+                replica.views = slot_views(chunk, replica.flat)
         return replica.views
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 _MEASURING = "measuring the links between ranks"
 _JOINING = "taking part in what other ranks exchange"
 _NUM_TRIALS = 3
-_KEPT_ROLES = (Role.PARAM, Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
+_KEPT_ROLES = (Role.PARAM, Role.MASTER)
 """Of these only the owner has content between uses; every rank has gradients of its own."""
 
 

@@ -50,7 +50,7 @@ def _blocks(moments: Sequence[Moment]) -> list[_Block | Moment]:
 
 def _block_at(moments: Sequence[Moment], at: int) -> tuple[_Block | None, int]:
     role, block = moments[at].chunk.role, _Block()
-    while at < len(moments) and moments[at].kind in (Kind.HOLD, Kind.EXCHANGE) and moments[at].chunk.role is role:
+    while at < len(moments) and moments[at].kind in (Kind.HOLD, Kind.EXCHANGE) and moments[at].chunk.role == role:
         block.begins.append(moments[at])
         at += 1
     if not any(moment.kind is Kind.EXCHANGE for moment in block.begins):

@@ -18,13 +18,19 @@ from typing import Annotated, Any, Self
 
 from chunkmem.schema import BOOL, NULL, Check, either, integer, number, one_of
 from chunkmem.sizes import shown
-from chunkmem.types import ChunkId
+from chunkmem.types import ChunkId, Role
 
 
 def _parse_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError
     return value
+
+
+def _parse_role(value: object) -> Role:
+    if not isinstance(value, str) or not value.isidentifier():
+        raise ValueError
+    return Role(value)
 
 
 _TEXT = Check("a string", _parse_text)
@@ -279,7 +285,13 @@ def _order(value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else value
 
 
-_PLAIN = {str: _checked(_TEXT), int: _checked(integer(0)), float: _checked(_FINITE), bool: _checked(BOOL)}
+_PLAIN = {
+    str: _checked(_TEXT),
+    int: _checked(integer(0)),
+    float: _checked(_FINITE),
+    bool: _checked(BOOL),
+    Role: _checked(Check("the name of a role", _parse_role), str),
+}
 _MARKED = {
     Mark.POSITIVE: _checked(integer(1)),
     Mark.INTEGER: _checked(integer(-(2**63))),

@@ -54,9 +54,6 @@ class Mode(enum.Enum):
     __hash__ = object.__hash__
 
 
-_UPDATE_ORDER = (Role.PARAM, Role.GRAD, Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
-
-
 @dataclass(frozen=True, slots=True)
 class Moment:
     """The interval from one event to the next."""
@@ -75,6 +72,20 @@ class Moment:
 
     def __str__(self) -> str:
         return self.label or f"{self.kind.value} {self.chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUpdate:
+    """The chunks of one group that an optimizer's update touches, in the order of their roles."""
+
+    chunks: tuple[ChunkId, ...] = ()
+    reads: tuple[ChunkId, ...] = ()
+    """All but weights that are rounded from their master copy."""
+    writes: tuple[ChunkId, ...] = ()
+    """All but gradients."""
+
+
+_NO_UPDATE = GroupUpdate()
 
 
 @dataclass(frozen=True)
@@ -131,20 +142,23 @@ class Trace(Saved, name="chunkmem trace", error=TraceError, again="record it aga
         """Time computed in all moments."""
         return sum(moment.duration_s for moment in self.moments)
 
-    def update_chunks(self, group: int) -> tuple[ChunkId, ...]:
-        """Return the chunks that an update of `group` needs, PARAM first, GRAD second, then the states it has."""
-        return self._update_chunks.get(group, ())
+    def update(self, group: int) -> GroupUpdate:
+        """Return what an update of `group` reads and writes."""
+        return self._updates.get(group, _NO_UPDATE)
 
     @cached_property
-    def _update_chunks(self) -> dict[int, tuple[ChunkId, ...]]:
-        found: dict[int, tuple[ChunkId, ...]] = {}
-        for chunk in sorted(self.chunk_nbytes, key=lambda chunk: _UPDATE_ORDER.index(chunk.role)):
-            found[chunk.group] = (*found.get(chunk.group, ()), chunk)
-        return found
-
-    def update_reads(self, group: int) -> tuple[ChunkId, ...]:
-        """Return those of `update_chunks` whose content an update reads: all but a PARAM that MASTER is rounded to."""
-        return tuple(chunk for chunk in self.update_chunks(group) if not self.is_rounded(chunk))
+    def _updates(self) -> dict[int, GroupUpdate]:
+        found: dict[int, list[ChunkId]] = {}
+        for chunk in sorted(self.chunk_nbytes, key=lambda chunk: chunk.role.order):
+            found.setdefault(chunk.group, []).append(chunk)
+        return {
+            group: GroupUpdate(
+                chunks=tuple(chunks),
+                reads=tuple(chunk for chunk in chunks if not self.is_rounded(chunk)),
+                writes=tuple(chunk for chunk in chunks if chunk.role is not Role.GRAD),
+            )
+            for group, chunks in found.items()
+        }
 
     def is_remote(self, chunk: ChunkId) -> bool:
         """Tell whether another rank owns a chunk."""

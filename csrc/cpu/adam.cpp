@@ -83,11 +83,8 @@ AdamTile make_tile(const AdamCall& call, const Segment& segment, int64_t index) 
           segment.lowp_out ? segment.lowp_out + begin : nullptr,
           numel,
           std::clamp<int64_t>(segment.num_main - begin, 0, numel),
-          segment.first_element + uint64_t(begin),
-          call.seed,
           dtype_of(call.grad_type),
           dtype_of(call.out_type),
-          call.stochastic,
           call.in_place,
           false,
           &segment.scalars};

@@ -24,11 +24,8 @@ struct AdamTile {
   uint16_t* lowp_out;  // null if there is none
   int64_t numel;
   int64_t num_main;
-  uint64_t element;
-  uint64_t seed;
   Dtype grad_type;
   Dtype out_type;
-  bool stochastic;
   bool in_place;
   bool past_caches;  // writes what is not read again soon: all outputs but those in place
   const AdamScalars* scalars;

@@ -54,18 +54,6 @@ void round_nearest(const float* __restrict from, uint16_t* __restrict to, int64_
   }
 }
 
-// `n` elements whose numbers share their upper 32 bits.
-void round_stochastic(const float* __restrict from, uint16_t* __restrict to, int64_t n, Dtype dtype, uint32_t key,
-                      uint32_t element) {
-  if (dtype == Dtype::kBFloat16) {
-    for (int64_t i = 0; i < n; ++i) {
-      to[i] = to_bfloat16(from[i], random_bits(key, element + uint32_t(i)) & 0xffffu);
-    }
-  } else {
-    for (int64_t i = 0; i < n; ++i) to[i] = to_half_stochastic(from[i], random_bits(key, element + uint32_t(i)));
-  }
-}
-
 // Writes past the caches: nothing reads the output again before it is copied away, and an ordinary store would first
 // fetch the line. `to` is on a line, and `n` a number of whole lines.
 template <typename T>
@@ -98,15 +86,7 @@ void store_past_caches(T* to, const T* from, int64_t n) {
 void write_lowp(const AdamTile& tile, const float* param, int64_t begin, int64_t n) {
   alignas(64) uint16_t out_tile[kTile];
   uint16_t* to = tile.past_caches ? out_tile : tile.lowp_out + begin;
-  if (!tile.stochastic) {
-    round_nearest(param, to, n, tile.out_type);
-  } else {
-    const uint64_t element = tile.element + uint64_t(begin), until_carry = 0x100000000u - (element & 0xffffffffu);
-    const int64_t first = uint64_t(n) < until_carry ? n : int64_t(until_carry);
-    round_stochastic(param, to, first, tile.out_type, random_key(tile.seed, element), uint32_t(element));
-    round_stochastic(param + first, to + first, n - first, tile.out_type,
-                     random_key(tile.seed, element + uint64_t(first)), 0);
-  }
+  round_nearest(param, to, n, tile.out_type);
   if (tile.past_caches) {
     store_past_caches(tile.lowp_out + begin, to, n);
   }

@@ -6,16 +6,9 @@ namespace {
 
 constexpr int kGroup = 8;  // elements a thread takes at once: 16 bytes of low precision, twice 16 of fp32
 
-struct Rounding {
-  bool stochastic;
-  uint64_t seed;
-};
-
 template <Dtype kOut>
-__device__ uint16_t round_to(float x, Rounding rounding, uint64_t element) {
-  if (!rounding.stochastic) return kOut == Dtype::kBFloat16 ? to_bfloat16(x) : to_half(x);
-  const uint32_t random = random_bits(random_key(rounding.seed, element), uint32_t(element));
-  return kOut == Dtype::kBFloat16 ? to_bfloat16(x, random & 0xffffu) : to_half_stochastic(x, random);
+__device__ uint16_t round_to(float x) {
+  return kOut == Dtype::kBFloat16 ? to_bfloat16(x) : to_half(x);
 }
 
 __device__ void update(const Segment& s, int64_t i, float grad, float& param, float& exp_avg, float& exp_avg_sq) {
@@ -34,7 +27,7 @@ __device__ void copy_group(const float* from, float* to) {
 // Elements `head` to `head + kGroup * num_groups` lie on boundaries of 16 bytes in all tensors; the others go one by
 // one, to the threads behind those of the groups.
 template <Dtype kGrad, Dtype kOut>
-__global__ void adam_kernel(Segment s, int64_t head, int64_t num_groups, Rounding rounding) {
+__global__ void adam_kernel(Segment s, int64_t head, int64_t num_groups) {
   const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (thread >= num_groups) {
     const int64_t single = thread - num_groups;
@@ -45,9 +38,7 @@ __global__ void adam_kernel(Segment s, int64_t head, int64_t num_groups, Roundin
     s.out_param[i] = param;
     s.out_exp_avg[i] = exp_avg;
     s.out_exp_avg_sq[i] = exp_avg_sq;
-    if constexpr (kOut != Dtype::kNone) {
-      s.lowp_out[i] = round_to<kOut>(param, rounding, s.first_element + uint64_t(i));
-    }
+    if constexpr (kOut != Dtype::kNone) s.lowp_out[i] = round_to<kOut>(param);
     return;
   }
   const int64_t begin = head + kGroup * thread;
@@ -72,7 +63,7 @@ __global__ void adam_kernel(Segment s, int64_t head, int64_t num_groups, Roundin
     uint32_t pairs[kGroup / 2] = {};
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) {
-      const uint32_t rounded = round_to<kOut>(param[j], rounding, s.first_element + uint64_t(begin + j));
+      const uint32_t rounded = round_to<kOut>(param[j]);
       pairs[j / 2] |= rounded << (16 * (j % 2));
     }
     // Nothing reads it soon, so it need not stay in a cache.
@@ -94,19 +85,19 @@ int64_t find_head(const Segment& s, Dtype grad) {
 }
 
 template <Dtype kGrad, Dtype kOut>
-void launch(const Segment& s, Rounding rounding, cudaStream_t stream) {
+void launch(const Segment& s, cudaStream_t stream) {
   const int64_t head = find_head(s, kGrad), num_groups = (s.numel - head) / kGroup;
   const int64_t num_threads = s.numel - (kGroup - 1) * num_groups;
-  adam_kernel<kGrad, kOut><<<num_thread_blocks(num_threads), kThreads, 0, stream>>>(s, head, num_groups, rounding);
+  adam_kernel<kGrad, kOut><<<num_thread_blocks(num_threads), kThreads, 0, stream>>>(s, head, num_groups);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 template <Dtype kGrad>
-void launch(const Segment& s, Dtype out, Rounding rounding, cudaStream_t stream) {
+void launch(const Segment& s, Dtype out, cudaStream_t stream) {
   switch (out) {
-    case Dtype::kBFloat16: return launch<kGrad, Dtype::kBFloat16>(s, rounding, stream);
-    case Dtype::kHalf: return launch<kGrad, Dtype::kHalf>(s, rounding, stream);
-    default: return launch<kGrad, Dtype::kNone>(s, rounding, stream);
+    case Dtype::kBFloat16: return launch<kGrad, Dtype::kBFloat16>(s, stream);
+    case Dtype::kHalf: return launch<kGrad, Dtype::kHalf>(s, stream);
+    default: return launch<kGrad, Dtype::kNone>(s, stream);
   }
 }
 
@@ -114,13 +105,12 @@ void run_adam(const AdamCall& call, const Tensor& on) {
   const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
   const cudaStream_t stream = current_stream(on);
   const Dtype out = dtype_of(call.out_type);
-  const Rounding rounding{call.stochastic, call.seed};
   for (const Segment& s : call.segments) {
     if (s.numel == 0) continue;
     switch (call.grad_type) {
-      case ScalarType::BFloat16: launch<Dtype::kBFloat16>(s, out, rounding, stream); break;
-      case ScalarType::Half: launch<Dtype::kHalf>(s, out, rounding, stream); break;
-      default: launch<Dtype::kFloat>(s, out, rounding, stream);
+      case ScalarType::BFloat16: launch<Dtype::kBFloat16>(s, out, stream); break;
+      case ScalarType::Half: launch<Dtype::kHalf>(s, out, stream); break;
+      default: launch<Dtype::kFloat>(s, out, stream);
     }
   }
 }

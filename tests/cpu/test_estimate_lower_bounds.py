@@ -12,7 +12,7 @@ from chunkmem.plan.model import Plan
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
-ROLES = (Role.PARAM, Role.GRAD, Role.EXP_AVG, Role.EXP_AVG_SQ)
+ROLES = (Role.PARAM, Role.GRAD, Role("exp_avg"), Role("exp_avg_sq"))
 PARAMS = [ChunkId(Role.PARAM, group) for group in (0, 1)]
 EVENTS = [(kind, param, 2.0) for param in PARAMS for kind in (Kind.HOLD, Kind.RELEASE)]
 EVENTS += [(Kind.UPDATE, param, 50.0) for param in PARAMS]

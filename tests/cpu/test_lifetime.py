@@ -237,8 +237,8 @@ def test_the_memory_report() -> None:
         assert report.device.now_nbytes <= report.device.peak_nbytes <= 6 * 1024
         assert report.device.required_nbytes <= 6 * 1024
         for tier, side in ((Tier.DEVICE, report.device), (Tier.HOST, report.host)):
-            for role in (Role.PARAM, Role.GRAD, Role.EXP_AVG, Role.EXP_AVG_SQ):
-                live = [c for c in manager.runtime.store.chunks.values() if c.id.role is role and tier in c.replicas]
+            for role in (Role.PARAM, Role.GRAD, Role("exp_avg"), Role("exp_avg_sq")):
+                live = [c for c in manager.runtime.store.chunks.values() if c.id.role == role and tier in c.replicas]
                 assert side.by_role.get(role.value, (0, 0))[0] == sum(chunk.nbytes for chunk in live)
             assert sum(now for now, _ in side.by_role.values()) == side.now_nbytes
         assert report.moved.h2d_nbytes > 0 < report.moved.d2h_nbytes

@@ -257,7 +257,9 @@ def test_states_live_where_the_configuration_says(hybrid: bool, margin: float) -
         twin = Twin(manager, Blocks)
         assert twin.steps(*STEPS) == losses
         assert_equal(twin.left(), plain.left())
-        states = [c for key, c in manager.runtime.store.chunks.items() if key.role in (Role.EXP_AVG, Role.EXP_AVG_SQ)]
+        states = [
+            c for key, c in manager.runtime.store.chunks.items() if key.role in (Role("exp_avg"), Role("exp_avg_sq"))
+        ]
         on_device = sum(chunk.ready(Tier.DEVICE) for chunk in states)
         room = cap // 1024 - 2 * num_groups
         assert on_device == (2 * int(room * margin / 2) if hybrid else 0)

@@ -129,7 +129,7 @@ def test_consumed_content_goes_before_anything_else_and_is_not_copied() -> None:
 
 def test_a_settled_gradient_leaves_before_parameters_and_those_before_states() -> None:
     world = packed([1, 1, 1, 1], device=3)
-    world.pager.create(world.chunk(Role.EXP_AVG, 0), DEVICE, reader="states", zero=True)
+    world.pager.create(world.chunk(Role("exp_avg"), 0), DEVICE, reader="states", zero=True)
     use(world, 0)
     world.pager.create(world.grad(0), DEVICE, reader="gradient", zero=True)
     world.store.settle(world.grad(0))

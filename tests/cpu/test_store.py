@@ -169,7 +169,7 @@ def test_an_evicted_chunk_holds_no_device_memory(world: World) -> None:
 def test_closing_gives_everything_back(world: World) -> None:
     loaded(world, 0)
     loaded(world, 1)
-    world.store.create(world.chunk(Role.EXP_AVG, 2), HOST, zero=True)
+    world.store.create(world.chunk(Role("exp_avg"), 2), HOST, zero=True)
     world.store.close()
     assert (world.device.total_nbytes, world.host.total_nbytes) == (0, 0)
     assert all(managed.param.isnan().all() for group in world.parameters.values() for managed in group)

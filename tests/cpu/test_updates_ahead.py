@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.adam import AdamHyper
 from chunkmem.optim.native import NativeUpdate
-from chunkmem.optim.speculation import Items
+from chunkmem.optim.rule import UpdateItem, UpdateRule
 from chunkmem.optim.speculative import Intent, NormParts, SpeculativeUpdater
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Event, Lanes
@@ -19,9 +20,9 @@ from chunkmem.runtime.store import Chunk
 from chunkmem.types import Role, Tier
 from tests.helpers.world import SLAB, World, values_on
 
-ROLES = (Role.PARAM, Role.GRAD, Role.EXP_AVG)
-WRITTEN = (Role.PARAM, Role.EXP_AVG)
-OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
+ROLES = (Role.PARAM, Role.GRAD, Role("exp_avg"))
+WRITTEN = (Role.PARAM, Role("exp_avg"))
+HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, decoupled=True)
 
 
 class Later:
@@ -54,12 +55,13 @@ class LazyLanes:
 class PlusTen:
     """An update that adds 10 to whatever it reads."""
 
-    has_torch_bits = True
+    def can_update_into(self, dtype: torch.dtype) -> bool:
+        return True
 
-    def update_beside(self, layout: object, old: Any, new: Any, items: Items, **how: object) -> None:
+    def update_into(self, old: Any, new: Any, items: Sequence[UpdateItem], **how: object) -> None:
         with runtime_mode():
             for role, memory in new.items():
-                memory.copy_(old[role] + 10)
+                memory.flat.copy_(old[role].flat + 10)
 
 
 class Rig:
@@ -74,21 +76,22 @@ class Rig:
                 self.world.fill(chunk, Tier.HOST, value)
         self.lanes = LazyLanes()
         self.log = ShadowBuffers(self.world.store.pools[Tier.HOST])
-        self.intent: Intent | None = Intent(self.items(0), 0.5, needs_norm=True)
+        self.intent: Intent | None = Intent(cast(UpdateRule[Any], PlusTen()), self.items(0), 0.5, needs_norm=True)
         self.ahead = SpeculativeUpdater(
             self.world.store,
             cast(Lanes, self.lanes),
             self.log,
-            cast(NativeUpdate, PlusTen()),
+            cast(NativeUpdate, None),
             intent_of=lambda group: self.intent,
+            chunks_of=lambda group: [self.chunk(role, group) for role in ROLES],
             num_threads=1,
         )
         self.ahead.reserve({SLAB: reserve})
         self.reserved = reserve
 
-    def items(self, group: int) -> Items:
-        step = torch.tensor(1.0)
-        return {0: (OPTIONS, [(managed, step) for managed in self.world.parameters[group]])}
+    def items(self, group: int) -> list[UpdateItem]:
+        params = list(self.world.parameters[group])
+        return [UpdateItem(HYPER, params, [torch.tensor(1.0)] * len(params))]
 
     def chunk(self, role: Role, group: int = 0) -> Chunk:
         return self.world.chunk(role, group)
@@ -118,7 +121,7 @@ def test_its_results_are_taken_over_and_not_seen_before() -> None:
     assert rig.weights() == 1
     assert rig.take_over()
     assert rig.weights() == 11
-    assert values_on(rig.chunk(Role.EXP_AVG), Tier.HOST) == [13] * 7
+    assert values_on(rig.chunk(Role("exp_avg")), Tier.HOST) == [13] * 7
     assert rig.num_idle == rig.reserved
     assert not rig.take_over(), "once only"
 

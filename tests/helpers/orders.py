@@ -121,7 +121,7 @@ class Reading:
         self._idle[tier, self._trace.chunk_nbytes[chunk]].append(self.slabs.pop((chunk, tier)))
 
     def _updated(self, group: int, tier: Tier) -> tuple[set[SlabNumber], set[SlabNumber]]:
-        chunks = self._trace.update_chunks(group)
+        chunks = self._trace.update(group).chunks
         writes = {self.slabs[chunk, tier] for chunk in chunks if chunk.role is not Role.GRAD}
         return {self.slabs[chunk, tier] for chunk in chunks}, writes
 

@@ -140,6 +140,9 @@ class Task:
     """(step, rank, number): that rank has so many micro-batches in that step."""
     without_backward: tuple[tuple[int, int], ...] = ()
     """(step, rank): that rank leaves out every backward in that step."""
+    optimizer: str = "AdamW"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the optimizer, besides the learning rate."""
     adversarial: int | None = None
     """Seed of copies and exchanges that are as late as they may be, over memory full of NaN; None: they are not."""
 
@@ -199,7 +202,7 @@ def train(rank: int, task: Task) -> Outcome:
         torch.manual_seed(0)
         with manager.init():
             model = MODELS[task.model]()
-        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        optimizer = getattr(chunkmem, task.optimizer)(model.parameters(), manager=manager, lr=1e-2, **task.options)
         losses = []
         for step in range(task.steps):
             for micro in range(task.num_micro_batches(step, rank)):
@@ -224,7 +227,8 @@ def serial(task: Task, size: int) -> tuple[list[list[float]], dict[str, Tensor],
     torch.manual_seed(0)
     model = MODELS[task.model]()
     params = list(model.parameters())
-    optimizer = torch.optim.AdamW(params, lr=1e-2, fused=True)
+    options = {"fused": True, **task.options} if task.optimizer == "AdamW" else task.options
+    optimizer = getattr(torch.optim, task.optimizer)(params, lr=1e-2, **options)
     losses: list[list[float]] = [[] for _ in range(size)]
     for step in range(task.steps):
         grads: list[list[Tensor | None]] = []

@@ -11,7 +11,7 @@ from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Role
 
 LAYOUT = "made by arithmetic"
-STATES = (Role.EXP_AVG, Role.EXP_AVG_SQ)
+STATES = (Role("exp_avg"), Role("exp_avg_sq"))
 
 
 def param(group: int) -> ChunkId:

@@ -144,7 +144,7 @@ def _follow(
         if was_used and not is_used:
             walk.end_use(at)
         if moment.kind is Kind.UPDATE and update_tiers[moment.chunk.group] is Tier.HOST:
-            if chunk in trace.update_chunks(moment.chunk.group):
+            if chunk in trace.update(moment.chunk.group).chunks:
                 if is_used and chunk.role is not Role.GRAD:
                     raise TraceError(f"moment {index} ({moment}) updates {chunk} on HOST while DEVICE uses it")
                 walk.update_on_host(index)

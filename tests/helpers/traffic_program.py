@@ -188,7 +188,7 @@ class _Search:
                 moment = self.trace.moments[index]
                 live |= self.in_use[index]
                 if self._is_host_update(index):
-                    live |= set(self.trace.update_chunks(moment.chunk.group))
+                    live |= set(self.trace.update(moment.chunk.group).chunks)
                 if moment.kind in (Kind.CREATE, Kind.CONSUME):
                     live.discard(moment.chunk)
         return after
@@ -259,7 +259,7 @@ class _Search:
             moved += 0 if creates else self.trace.chunk_nbytes[chunk]
             state[chunk] = False
         if self._is_host_update(index):
-            for chunk in self.trace.update_chunks(moment.chunk.group):
+            for chunk in self.trace.update(moment.chunk.group).chunks:
                 if chunk in state:
                     moved += state[chunk] * self.trace.chunk_nbytes[chunk]
                     state[chunk] = False

@@ -153,21 +153,22 @@ def same(
     scenario: Callable[[Twin], Any],
     *,
     keys: Mapping[str, Any] | None = None,
+    twin: type[Twin] = Twin,
     **options: Any,
 ) -> int:
     """Assert that a scenario returns, and leaves, the same in plain PyTorch, with ample room, and at the smallest cap.
 
     Returns the smallest cap, in bytes.
     """
-    plain = Twin(None, build, **options)
+    plain = twin(None, build, **options)
     expected = copied(scenario(plain)), plain.left()
     required_nbytes = AMPLE_NBYTES
     for _ in range(2):
         with chunkmem.ChunkManager(config(required_nbytes, **(keys or {}))) as manager:
-            twin = Twin(manager, build, **options)
+            ours = twin(manager, build, **options)
             for chunk_pool in manager.runtime.store.pools.values():
                 chunk_pool.poison = True
-            assert_equal((copied(scenario(twin)), twin.left()), expected)
+            assert_equal((copied(scenario(ours)), ours.left()), expected)
             required_nbytes = manager.memory().device.required_nbytes
     return required_nbytes
 

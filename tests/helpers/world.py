@@ -60,7 +60,7 @@ class World:
         group = Group(index, "float32", 4, slabs, slabs * SLAB // 4, slots)
         home = BoundChunk(ChunkStorage(default_backend(), device=device, dtype=torch.float32), device=device)
         forms = tuple((torch.Size(shape), torch.empty(shape).stride()) for shape in SHAPES)
-        for role in (Role.PARAM, Role.GRAD, Role.EXP_AVG):
+        for role in (Role.PARAM, Role.GRAD, Role("exp_avg")):
             key = ChunkId(role, index)
             self.store.add(Chunk(key, group, torch.float32, str(key), forms, home if role is Role.PARAM else None))
         managed = []

@@ -31,6 +31,7 @@ PUBLIC_NAMES = {
     "MemoryReport",
     "PlanError",
     "RankError",
+    "SGD",
     "StateError",
     "TierIOError",
     "TraceError",

@@ -215,6 +215,19 @@ def test_banned_apis_stay_home(module: str) -> None:
     assert strays(SOURCES[module], module) == []
 
 
+def test_only_optimizers_name_their_states() -> None:
+    """A docstring may, as an example."""
+    states = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+    named = {
+        module
+        for module, source in SOURCES.items()
+        for node in ast.walk(ast.parse(source))
+        for name in (getattr(node, field, None) for field in ("value", "id", "attr", "arg"))
+        if isinstance(name, str) and name.lower().strip("_") in states
+    }
+    assert {module.split(".")[0] for module in named} == {"optim"}
+
+
 # The checks themselves.
 
 

@@ -113,7 +113,11 @@ KINDS = {
 
 
 def chunks() -> st.SearchStrategy[ChunkId]:
-    return st.builds(ChunkId, st.sampled_from(Role), st.integers(0, 5))
+    return st.builds(
+        ChunkId,
+        st.sampled_from([Role.PARAM, Role.GRAD, Role.MASTER, Role("exp_avg"), Role("another_state")]),
+        st.integers(0, 5),
+    )
 
 
 def machines() -> st.SearchStrategy[Machine]:

@@ -77,7 +77,7 @@ def step(*, ahead: bool) -> Trace:
         moments += [*arrived(0), *released(0), *held(1), *sent(1)]
     moments += [*arrived(1), *landed(1), *released(1), *reduced(1)]
     moments += [*held(0), *sent(0), *arrived(0), *landed(0), *released(0), *reduced(0), *updated(0), *updated(2)]
-    roles = {0: (Role.PARAM, Role.GRAD, Role.EXP_AVG, Role.EXP_AVG_SQ), 1: (Role.PARAM, Role.GRAD)}
+    roles = {0: (Role.PARAM, Role.GRAD, Role("exp_avg"), Role("exp_avg_sq")), 1: (Role.PARAM, Role.GRAD)}
     sizes = {chunk(role, group): NBYTES for group in range(4) for role in roles[group % 2]}
     return Trace(Mode.TRAIN, "", sizes, tuple(moments), remote_groups=REMOTE)
 

@@ -119,7 +119,7 @@ class Touch:
 
 
 def touch_of_update(subject: Subject, group: int, tier: Tier) -> Touch:
-    chunks = subject.trace.update_chunks(group)
+    chunks = subject.trace.update(group).chunks
     return Touch(
         reads=frozenset((c, tier) for c in chunks if c.role is Role.GRAD),
         writes=frozenset((c, tier) for c in chunks if c.role is not Role.GRAD),

@@ -86,7 +86,7 @@ def test_what_can_be_had_again_gives_way_for_a_while(is_newest: bool) -> None:
 
 def test_two_small_rooms_become_a_large_one() -> None:
     """States take two slabs, weights in bf16 one: one free slab on each tier holds no states."""
-    a, b = ChunkId(Role.EXP_AVG, 0), ChunkId(Role.EXP_AVG, 1)
+    a, b = ChunkId(Role("exp_avg"), 0), ChunkId(Role("exp_avg"), 1)
     small = [param(n) for n in range(2)]
     now = {(a, DEVICE): True, (b, HOST): True, (small[0], DEVICE): True, (small[1], HOST): True}
     wanted = now | {(a, HOST): True, (b, DEVICE): True}

@@ -19,7 +19,7 @@ D, H = Tier.DEVICE, Tier.HOST
 COMPUTE, H2D, D2H, HOST_UPDATE = Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST_UPDATE
 P0, P1, P2 = (ChunkId(Role.PARAM, group) for group in range(3))
 G0, G1 = (ChunkId(Role.GRAD, group) for group in range(2))
-A0 = ChunkId(Role.EXP_AVG, 0)
+A0 = ChunkId(Role("exp_avg"), 0)
 
 MACHINE = Machine(device_nbytes=200, host_nbytes=400, links=host_links(h2d_Bps=100.0, d2h_Bps=50.0))
 """Two slabs on DEVICE, four on HOST; a chunk of 100 bytes takes 1 s to DEVICE and 2 s to HOST."""

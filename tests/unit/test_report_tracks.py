@@ -254,7 +254,7 @@ def test_plain_pytorch_holds_all_chunks_and_the_highest_non_model_data() -> None
 def test_plain_pytorch_on_several_ranks_holds_the_states_of_all() -> None:
     # This rank has optimizer states of group 0 alone; group 2 is frozen.
     sizes = {param(group): 100 * (group + 1) for group in range(3)} | {grad(0): 100, grad(1): 200}
-    sizes |= {ChunkId(role, 0): 200 for role in (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)}
+    sizes |= {ChunkId(role, 0): 200 for role in (Role.MASTER, Role("exp_avg"), Role("exp_avg_sq"))}
     moments = (Moment(Kind.CREATE, G),)
     trace = Trace(Mode.TRAIN, "", sizes, moments, remote_groups=frozenset({1}))
     assert PlainPyTorch.of(trace).model_nbytes == (100 + 200 + 300) + (100 + 200) + 3 * (200 + 400)
@@ -304,6 +304,7 @@ def test_all_that_can_be_drawn_has_a_style_and_every_style_a_use() -> None:
 
 
 def test_the_scripts_know_no_tiers_roles_and_states() -> None:
-    words = {member.value for member in (*Tier, *Role, *Lane)} | {state.name.lower() for state in ReplicaState}
+    roles = (Role.PARAM, Role.GRAD, Role.MASTER, Role("exp_avg"), Role("exp_avg_sq"))
+    words = {member.value for member in (*Tier, *roles, *Lane)} | {state.name.lower() for state in ReplicaState}
     scripts = "".join(path.read_text() for path in Path(page.__file__).parent.glob("*.js")).lower()
     assert {word for word in words if re.search(rf"\b{word}\b", scripts)} == set()

@@ -192,7 +192,7 @@ def test_consumed_content_cannot_be_read() -> None:
 
 
 def test_host_cannot_update_what_device_uses() -> None:
-    state = ChunkId(Role.EXP_AVG, 0)
+    state = ChunkId(Role("exp_avg"), 0)
     trace = loop((HOLD, state), (CREATE, grad(0)), (UPDATE, A), (RELEASE, state))
     with pytest.raises(TraceError, match="while DEVICE uses it"):
         derive(trace, {0: Tier.HOST})

@@ -1,0 +1,130 @@
+"""Which optimizer updates which parameters, and the chunks of states that chunk groups have for it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from chunkmem.errors import StateError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.room import require_room
+from chunkmem.optim.rule import StateSpec
+from chunkmem.optim.speculative import Intent
+from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.types import ChunkId, Role
+
+Wanted = Mapping[ManagedParameter, Sequence[StateSpec]]
+"""By parameter: the states that its optimizer keeps."""
+
+
+class Owner(Protocol):
+    """An optimizer."""
+
+    def intent(self, group: int) -> Intent | None:
+        """Return what it would do with a group if it stepped now; None if it cannot tell."""
+        ...
+
+
+class Claims:
+    """A parameter belongs to the optimizer that was made last for it; a group has the states of all its parameters."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        """Begin with no optimizer."""
+        self._store = store
+        self._owner: dict[ManagedParameter, weakref.ref[Owner]] = {}
+        self._states: dict[int, dict[ManagedParameter, Sequence[StateSpec]]] = {}
+        """By group: what each of its parameters that has an owner needs."""
+        self._specs: dict[int, tuple[StateSpec, ...]] = {}
+        """By group: the states that it has, in the order of their names."""
+        self._chunks: dict[int, list[Chunk]] = {}
+        self.incomplete: set[int] = set()
+        """Groups with states that may have no content yet."""
+
+    def chunks(self, group: int) -> list[Chunk]:
+        """Return what an update of a group touches: PARAM, GRAD, MASTER if there is one, then the states."""
+        return self._chunks[group]
+
+    def states_of(self, managed: ManagedParameter) -> Sequence[StateSpec]:
+        """Return the states that were claimed for a parameter."""
+        return self._states[managed.group][managed]
+
+    def owner(self, managed: ManagedParameter) -> Owner | None:
+        """Return the optimizer of a parameter; None if it has none."""
+        found = self._owner.get(managed)
+        return None if found is None else found()
+
+    def check(self, params: Iterable[ManagedParameter], owner: Owner) -> None:
+        """Raise if a newer optimizer has taken one of `params`.
+
+        Raises:
+            StateError: two optimizers would share the states of a parameter.
+        """
+        for managed in params:
+            if self._owner[managed]() is not owner:
+                raise StateError(
+                    f"parameter {managed.name} was given to a newer optimizer; step that one, or make one optimizer "
+                    "with several parameter groups"
+                )
+
+    def claim(self, wanted: Wanted, owner: Owner, *, before_change: Callable[[], None]) -> None:
+        """Make `owner` the one optimizer of some parameters from now on, and let their groups have chunks of states.
+
+        States that no optimizer keeps any more are dropped, and their memory given back.
+
+        Args:
+            wanted: over ranks, the same on all of them; only the owner of a group has chunks of states for it.
+            owner: the optimizer.
+            before_change: called if the states of a group that had an optimizer become others.
+        """
+        after = self._after(wanted)
+        if any(group in self._specs and self._specs[group] != specs for group, specs in after.items()):
+            before_change()
+        for managed, specs in wanted.items():
+            self._owner[managed] = weakref.ref(owner)
+            self._states.setdefault(managed.group, {})[managed] = specs
+        for group, specs in after.items():
+            self._set_states(group, specs)
+
+    def _after(self, wanted: Wanted) -> dict[int, tuple[StateSpec, ...]]:
+        """Return by group the states it would have if these were claimed, too."""
+        found: dict[int, dict[Role, StateSpec]] = {}
+        for group in {managed.group for managed in wanted}:
+            kept = {m: specs for m, specs in self._states.get(group, {}).items() if m not in wanted}
+            found[group] = {spec.role: spec for specs in kept.values() for spec in specs}
+        for managed, specs in wanted.items():
+            found[managed.group].update((spec.role, spec) for spec in specs)
+        return {group: tuple(specs[role] for role in sorted(specs)) for group, specs in found.items()}
+
+    def _set_states(self, group: int, specs: tuple[StateSpec, ...]) -> None:
+        store = self._store
+        param = store.chunks[ChunkId(Role.PARAM, group)]
+        for spec in set(self._specs.get(group, ())).difference(specs):
+            if (chunk := store.chunks.get(ChunkId(spec.role, group))) is not None:
+                store.remove(chunk)
+        for spec in specs:
+            if not param.is_remote and ChunkId(spec.role, group) not in store.chunks:
+                store.add(spec.chunk(param))
+                self.incomplete.add(group)
+        self._specs[group] = specs
+        roles = (Role.PARAM, Role.GRAD, Role.MASTER, *(spec.role for spec in specs))
+        self._chunks[group] = [store.chunks[key] for role in roles if (key := ChunkId(role, group)) in store.chunks]
+
+    def require_room(self, wanted: Wanted) -> None:
+        """Check that weights, and gradients and states of what is trained, fit the tiers together.
+
+        Args:
+            wanted: what is about to be claimed.
+
+        Raises:
+            CapacityError: they cannot, whatever is moved.
+        """
+        trained = {managed.group for managed in (*wanted, *self._owner) if managed.param.requires_grad}
+        specs = self._specs | self._after(wanted)
+        params = {group: self._store.chunks[ChunkId(Role.PARAM, group)] for group in specs}
+        states_nbytes = {
+            group: [spec.form(param.group).nbytes for spec in specs[group]]
+            for group, param in params.items()
+            if not param.is_remote
+        }
+        require_room(trained & states_nbytes.keys(), states_nbytes, self._store)

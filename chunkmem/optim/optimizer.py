@@ -1,0 +1,261 @@
+"""What every optimizer over chunks does: claim parameters, clip, unscale, step by its rule, give gradients up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from chunkmem.errors import StateError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.checks import check_number
+from chunkmem.optim.chunk_states import FIRST_STEP
+from chunkmem.optim.excluded import update_excluded
+from chunkmem.optim.host import OptimizerHost
+from chunkmem.optim.order import in_order_of_update
+from chunkmem.optim.pending import PendingGradients
+from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule
+from chunkmem.optim.saved import StatefulOptimizer
+from chunkmem.optim.speculative import Intent
+
+
+class RuleOptimizer(StatefulOptimizer):
+    """A torch optimizer over managed and excluded parameters, which an `UpdateRule` updates."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        rule: UpdateRule[Any],
+        host: OptimizerHost,
+        max_grad_norm: float | None,
+    ) -> None:
+        """Claim parameters.
+
+        Args:
+            params: parameters or parameter groups, as in torch.optim.
+            defaults: of the options of parameter groups.
+            rule: the update.
+            host: of the manager that holds the parameters.
+            max_grad_norm: clip the global norm to this in `step()`; default: the configuration's `gradient_clipping`.
+
+        Raises:
+            ConfigError: an option is out of range.
+            StateError: a parameter is neither managed nor excluded.
+            CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
+        """
+        host.require_open()
+        if max_grad_norm is not None:
+            check_number("max_grad_norm", max_grad_norm)
+        self.max_grad_norm = host.config.gradient_clipping if max_grad_norm is None else max_grad_norm
+        """0 or less: gradients are not clipped."""
+        self._options_of: dict[ManagedParameter, int] = {}
+        """Which parameter group each one was in at the last step."""
+        self._needs: list[tuple[StateSpec, ...]] = []
+        """The states that the options of each parameter group called for at the last step."""
+        super().__init__(params, defaults, rule=rule, host=host)
+        self._updater.claim(self._wanted(self.param_groups), self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as in torch.optim; its parameters have to be managed or excluded."""
+        self._host.require_open()
+        super().add_param_group(param_group)
+        try:
+            self._rule.check(self.param_groups[-1])
+            wanted = self._wanted(self.param_groups[-1:])
+            self._updater.claims.require_room(self._wanted(self.param_groups))
+        except Exception:
+            self.param_groups.pop()
+            raise
+        if self._complete:  # until all its groups are accepted, an older optimizer keeps its parameters
+            self._updater.claim(wanted, self)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clip if asked to, update every parameter that has a gradient, and consume the gradients.
+
+        Args:
+            closure: called once before that, with gradients enabled, as torch's AdamW does: it runs forward and
+                backward.
+
+        Returns:
+            What `closure` returns; None without one.
+
+        Raises:
+            StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable. Over
+                ranks nothing is updated then: all of them may have left out their batch.
+        """
+        self._host.require_open()
+        for group in self.param_groups:
+            self._rule.hyper(group)  # what it refuses is refused before anything is done
+        if closure is None and self._is_initialization():
+            return self._initialize()
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        with self._host.step(self._options_in_words(), updates=True):
+            self._updater.claims.check(self._managed(), self)
+            pending, anywhere = self._pending(), self._pending_anywhere()
+            if anywhere or any(p.grad is not None for p in self._excluded()):
+                self._step_over(pending)
+                self._updater.gradients.anywhere.difference_update(anywhere)
+            elif self._is_trainable() and not self._host.is_shared:
+                raise StateError("step() without a gradient: call manager.backward(loss) or loss.backward() before it")
+        return result
+
+    def _step_over(self, pending: list[ManagedParameter]) -> None:
+        if not self._host.is_lowered:
+            if self.max_grad_norm > 0:  # where they are, as torch does: to the bit
+                self._gradients(pending).clip(self.max_grad_norm)
+            self._update(pending, multiplier=None)
+        else:
+            self._step_lowered(pending)
+        self._updater.gradients.consumed(m for m in self._looked_up() if m is not None)
+        self._updater.ahead.end_step()
+
+    def _step_lowered(self, pending: list[ManagedParameter]) -> None:
+        """Update with the loss scale and clipping folded in, or, if gradients overflowed, consume them."""
+        scaler = self._host.scaler
+        multiplier = self._gradients(pending).multiplier(self.max_grad_norm)
+        if scaler is not None:
+            scaler.step(overflow=multiplier is None)
+        if multiplier is None:
+            self._host.skip_step()
+            self._updater.gradients.discard(set(pending))
+        else:
+            self._update(pending, multiplier=None if multiplier == 1.0 else multiplier)
+
+    def intent(self, group: int) -> Intent | None:
+        """Return what `step()` would do with a chunk group now if nothing is clipped; None if it cannot be told yet."""
+        items: dict[int, UpdateItem] = {}
+        for managed in self._updater.gradients.landed.get(group, ()):
+            index = self._options_of.get(managed)
+            if index is None or index >= len(self.param_groups):
+                return None
+            item = items.get(index)
+            if item is None:
+                item = items[index] = UpdateItem(self._rule.hyper(self.param_groups[index]), [], [])
+            if (step := self._states.next_step(managed, has_state=bool(self._rule.states(item.hyper)))) is None:
+                return None
+            item.params.append(managed)
+            item.steps.append(step)
+        scaler = self._host.scaler
+        multiplier = None if scaler is None or scaler.scale == 1.0 else 1.0 / scaler.scale
+        needs_norm = scaler is not None or self.max_grad_norm > 0
+        return Intent(self._rule, list(items.values()), multiplier, needs_norm=needs_norm)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard gradients that `step()` has not consumed, or set them to 0."""
+        self._host.require_open()
+        super().zero_grad(set_to_none)  # with lazy gradients, zeros reach the chunks
+        if set_to_none:
+            self._host.gradients_given_up([m for m in self._looked_up() if m is not None])
+            self._updater.gradients.discard({m for m in self._looked_up() if m is not None})
+            if self._host.scaler is not None:
+                self._host.scaler.is_used = False
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before that, 0-dim.
+
+        Raises:
+            StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable.
+        """
+        with self._host.step(f"a norm of {float(max_norm)}", updates=False):
+            pending = self._pending()
+            excluded = self._excluded()
+            if not pending and not self._is_trainable() and all(p.grad is None for p in excluded):
+                return torch.zeros((), device=self._host.device)
+            return self._gradients(pending).clip(max_norm)
+
+    def _options_in_words(self) -> str:
+        """Return what an update depends on in addition to gradients and states."""
+        found = []
+        for group in self.param_groups:
+            words = (f"{name} {_plain(value)}" for name, value in group.items() if name != "params")
+            found.append(f"{len(group['params'])} parameters, {', '.join(words)}")
+        return "; ".join(found)
+
+    def _is_trainable(self) -> bool:
+        """Tell whether a managed parameter, of any rank, may get a gradient."""
+        return any(managed is not None and managed.param.requires_grad for managed in self._looked_up())
+
+    def _pending_anywhere(self) -> list[ManagedParameter]:
+        """Return the parameters of which a rank has a gradient; the same on all of them."""
+        if not self._host.is_shared:
+            return self._pending()
+        return [m for m in self._looked_up() if m is not None and m in self._updater.gradients.anywhere]
+
+    def _gradients(self, pending: list[ManagedParameter]) -> PendingGradients:
+        host = self._host
+        return PendingGradients(
+            host.registry.in_order(self._params()),
+            pending,
+            self._updater,
+            is_lowered=host.is_lowered,
+            scaler=host.scaler,
+            ranks=host.ranks,
+        )
+
+    def _update(self, pending: list[ManagedParameter], *, multiplier: float | None) -> None:
+        hypers = [self._rule.hyper(options) for options in self.param_groups]
+        self._update_managed(pending, hypers, multiplier)
+        for options, hyper in zip(self.param_groups, hypers, strict=True):
+            params = [p for p in options["params"] if self._host.registry.lookup(p) is None and p.grad is not None]
+            update_excluded(params, self.state, self._rule, hyper, multiplier=multiplier)
+
+    def _update_managed(
+        self, pending: list[ManagedParameter], hypers: Sequence[Hashable], multiplier: float | None
+    ) -> None:
+        stateless = self._make_states(pending, hypers)
+        waiting, steps = set(pending), self._states.steps
+        by_group: dict[int, dict[int, UpdateItem]] = {}
+        for index, (options, hyper) in enumerate(zip(self.param_groups, hypers, strict=True)):
+            for param in options["params"]:
+                managed = self._host.registry.lookup(param)
+                if managed is not None:
+                    self._options_of[managed] = index
+                    if managed in waiting:
+                        items = by_group.setdefault(managed.group, {})
+                        if index not in items:
+                            items[index] = UpdateItem(hyper, [], [])
+                        items[index].params.append(managed)
+                        items[index].steps.append(FIRST_STEP if managed in stateless else steps[managed] + 1)
+        landing = list(self._updater.gradients.landed)
+        for group in self._updater.planned_order(by_group) or in_order_of_update(list(by_group), landing=landing):
+            found = list(by_group[group].values())
+            self._updater.update(group, found, self._rule, multiplier=multiplier)
+            done = {m: step for item in found for m, step in zip(item.params, item.steps, strict=True)}
+            self._states.steps.update(done if not stateless else {m: s for m, s in done.items() if m not in stateless})
+            self._updater.gradients.discard(done.keys())
+            self._updater.mark_updated(done)
+
+    def _make_states(self, pending: list[ManagedParameter], hypers: Sequence[Hashable]) -> set[ManagedParameter]:
+        """Make the states that are missing, also those that options call for only now; return what needs none."""
+        needs = [self._rule.states(hyper) for hyper in hypers]
+        if needs != self._needs:  # else a look at each parameter would find nothing
+            self._claim_more(self._wanted(self.param_groups))
+            self._needs = needs
+        anywhere = self._pending_anywhere()
+        updated = pending
+        stateless = set(self._wanted(group for group, specs in zip(self.param_groups, needs, strict=True) if not specs))
+        if stateless:
+            for group in {managed.group for managed in pending if managed in stateless}:
+                self._updater.make_master(group)
+            pending = [managed for managed in pending if managed not in stateless]
+            anywhere = [managed for managed in anywhere if managed not in stateless]
+        self._states.prepare(pending)
+        self._states.note(anywhere)
+        self._updater.complete_states(updated)
+        return stateless
+
+
+def _plain(value: object) -> object:
+    """Return an option with the numbers that tensors have now."""
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value

@@ -1,0 +1,215 @@
+"""What an update rule is: the states it keeps, the options it reads, and the update itself.
+
+[Note: Slot views] A rule is given one tensor for each parameter, a view of its slot, in the parameter's shape and
+strides. torch's kernels work tensor by tensor, so a list of slot views gives the bits that the same parameters give in
+plain PyTorch; one call over a whole flat chunk does not (its vector loop ends elsewhere).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from chunkmem.layout.spec import ALIGN_NBYTES, Group, MasterCopy, Slot
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.runtime.store import Chunk
+from chunkmem.types import ChunkId, Role
+
+H = TypeVar("H", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """A state that a rule keeps for each parameter; those of a chunk group are a chunk of their own."""
+
+    role: Role
+    """Its name, by which `optimizer.state[param]` has it, too."""
+    dtype: torch.dtype | None = None
+    """None: that of the weights the rule updates, which is float32 where there are master weights."""
+    numel_of: Callable[[int], int] | None = None
+    """Elements for a parameter of so many; None: as many, in the parameter's shape."""
+
+    def shape_for(self, param: torch.Tensor) -> torch.Size:
+        """Return the shape of a parameter's state."""
+        return param.shape if self.numel_of is None else torch.Size([self.numel_of(param.numel())])
+
+    def form(self, weights: Group) -> Group:
+        """Return what a chunk of this state is made of, for the group of PARAM chunk `weights`."""
+        group = weights if weights.master is MasterCopy.NONE else weights.in_float32()
+        if self.dtype is not None:
+            group = replace(group, dtype=str(self.dtype).removeprefix("torch."), itemsize=self.dtype.itemsize)
+        if self.numel_of is None:
+            return group
+        align, end, slots = ALIGN_NBYTES // group.itemsize, 0, []
+        for slot in weights.slots:
+            slots.append(Slot(slot.tensor, slot.group, end, self.numel_of(slot.numel)))
+            end = -(-slots[-1].end // align) * align
+        return replace(group, num_slabs=1, numel=end, slots=tuple(slots))
+
+    def chunk(self, param: Chunk) -> Chunk:
+        """Return a new chunk for the states of the parameters in the PARAM chunk `param`."""
+        key, form = ChunkId(self.role, param.id.group), self.form(param.group)
+        forms = param.forms
+        if self.numel_of is not None:
+            forms = tuple((torch.Size([slot.numel]), (1,)) for slot in form.slots)
+        label = f"{key}{param.label.removeprefix(str(param.id))}"
+        return Chunk(key, form, getattr(torch, form.dtype), label, forms)
+
+
+@dataclass(frozen=True)
+class SlotTensors:
+    """Parallel lists, one entry a parameter: views of slots, all on one device."""
+
+    weights: list[torch.Tensor]
+    """What is updated: float32 master weights where there are some."""
+    grads: list[torch.Tensor]
+    states: Mapping[Role, list[torch.Tensor]]
+    rounded: list[torch.Tensor]
+    """The weights that are rounded from master weights; empty if there are none."""
+
+
+@dataclass(frozen=True)
+class UpdateItem:
+    """Parameters of one chunk group that have the options of one parameter group."""
+
+    hyper: Any
+    """What the rule's `hyper` has read."""
+    params: list[ManagedParameter]
+    steps: list[torch.Tensor]
+    """The number of each one's update, from 1: 0-dim float32, on the CPU."""
+
+    @property
+    def positions(self) -> list[int]:
+        """Indices of slots."""
+        return [managed.position for managed in self.params]
+
+
+@dataclass(frozen=True)
+class ChunkMemory:
+    """The memory of one chunk of a group."""
+
+    flat: torch.Tensor  # 1D
+    views: Sequence[torch.Tensor]
+    """One tensor a slot."""
+    layout: Group
+
+
+class UpdateRule(ABC, Generic[H]):
+    """How an optimizer updates parameters. It has no state itself; `H` are its hyper-parameters, as plain numbers."""
+
+    name: ClassVar[str]
+    """For messages."""
+    options: ClassVar[tuple[str, ...]]
+    """What every parameter group has to say."""
+    all_states: ClassVar[tuple[StateSpec, ...]]
+    """Every state it may keep."""
+    counts_steps: ClassVar[bool] = True
+    """`optimizer.state[param]` has the number of updates, as "step"."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What `optimizer.state[param]` may have."""
+        return (*(("step",) if self.counts_steps else ()), *(spec.role.value for spec in self.all_states))
+
+    @abstractmethod
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Check a parameter group's options.
+
+        Raises:
+            ConfigError: one is not a number, out of range, or not available.
+        """
+
+    @abstractmethod
+    def hyper(self, group: Mapping[str, Any]) -> H:
+        """Return a parameter group's options with the values that they have now: schedulers change them in place."""
+
+    def adopt(self, group: dict[str, Any]) -> None:
+        """A parameter group was loaded: change what is not for the saved state to decide."""
+
+    def states(self, hyper: H) -> tuple[StateSpec, ...]:
+        """Return the states that an update with `hyper` needs."""
+        return self.all_states
+
+    def states_in(self, state: Mapping[str, Any]) -> tuple[StateSpec, ...]:
+        """Return those states that a parameter's saved state has."""
+        return tuple(spec for spec in self.all_states if spec.role in state)
+
+    @abstractmethod
+    def update_(
+        self,
+        weights: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        states: Mapping[Role, list[torch.Tensor]],
+        steps: Sequence[torch.Tensor],
+        hyper: H,
+    ) -> None:
+        """Update weights and states in place; gradients stay. The lists are parallel, one entry a parameter.
+
+        Args:
+            weights: slot views; see [Note: Slot views].
+            grads: slot views, of the dtype of the weights.
+            states: slot views, zero before the first update.
+            steps: the number of each one's update, from 1: 0-dim float32, on the CPU.
+            hyper: what `hyper` has returned.
+        """
+
+    def apply_(self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: H, *, multiplier: float | None) -> None:
+        """Update in place, with gradients times `multiplier`, in float32 if there are master weights; round those."""
+        grads = slots.grads
+        if slots.rounded:
+            grads = [grad.float().mul(1.0 if multiplier is None else multiplier) for grad in grads]
+        elif multiplier is not None:
+            grads = [grad.mul(multiplier) for grad in grads]
+        self.update_(slots.weights, grads, slots.states, steps, hyper)
+        for low, full in zip(slots.rounded, slots.weights, strict=True) if slots.rounded else ():
+            low.copy_(full)
+
+    def can_update_into(self, dtype: torch.dtype) -> bool:
+        """Tell whether `update_into` has the bits of `apply_` for weights of a dtype."""
+        return True
+
+    def update_into(
+        self,
+        old: Mapping[Role, ChunkMemory],
+        new: Mapping[Role, ChunkMemory],
+        items: Sequence[UpdateItem],
+        *,
+        multiplier: float | None,
+        num_threads: int,
+    ) -> None:
+        """Write a group's chunks as they are after an update to other memory; what is not updated is copied.
+
+        Args:
+            old: by role, what is read, on HOST: all but weights that are rounded from master weights.
+            new: by role, what is written: all but gradients.
+            items: what to update.
+            multiplier: of the gradients.
+            num_threads: of a kernel that has threads of its own.
+        """
+        for role, memory in new.items():
+            memory.flat.copy_(old[role if role in old else Role.MASTER].flat)
+        for item in items:
+            views = {role: memory.views for role, memory in {**new, Role.GRAD: old[Role.GRAD]}.items()}
+            self.apply_(slot_tensors(views, item.positions), item.steps, item.hyper, multiplier=multiplier)
+
+
+def slot_tensors(views: Mapping[Role, Sequence[torch.Tensor]], at: Sequence[int]) -> SlotTensors:
+    """Return the slots at some positions in the chunks of a group, of which there are `views` by role."""
+    columns = {role: [slots[i] for i in at] for role, slots in views.items()}
+    params, grads = columns.pop(Role.PARAM), columns.pop(Role.GRAD)
+    masters = columns.pop(Role.MASTER, None)
+    return SlotTensors(params if masters is None else masters, grads, columns, [] if masters is None else params)
+
+
+def fill(to: torch.Tensor, of: torch.Tensor, layout: Group, *, besides: Iterable[int]) -> None:
+    """Copy all slots of a chunk, and zero its pads, but leave out the slots at some positions."""
+    left_out = set(besides)
+    for position, slot in enumerate(layout.slots):
+        if position not in left_out:
+            to[slot.offset : slot.end].copy_(of[slot.offset : slot.end])
+    for start, stop in layout.pads:
+        to[start:stop].zero_()
