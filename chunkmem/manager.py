@@ -87,8 +87,8 @@ class ChunkManager:
             )
         collector = self.runtime.collector = Collector()
         built = HERE
-        if self.runtime.sharing is not None and not self.runtime.config.release_after_init:
-            built = BuiltOverRanks(self.runtime.sharing, collector)
+        if self.runtime.shards.sharing is not None and not self.runtime.config.release_after_init:
+            built = BuiltOverRanks(self.runtime.shards.sharing, collector)
         try:
             with self.runtime.random_numbers(), collector.watching(), built.watching():
                 yield
@@ -123,7 +123,7 @@ class ChunkManager:
         self.runtime.require_open()
         if not isinstance(module, nn.Module):
             raise LayoutError(f"manager.unit() takes a torch.nn.Module, not a {type(module).__name__}")
-        self.runtime.units.mark(module)
+        self.runtime.shards.units.mark(module)
         return module
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:
@@ -141,11 +141,11 @@ class ChunkManager:
         self.runtime.require_open()
         if not isinstance(loss, torch.Tensor):
             raise StateError(f"manager.backward() takes the loss as a tensor, not a {type(loss).__name__}")
-        self.runtime.units.declared = last
+        self.runtime.shards.units.declared = last
         if self.runtime.scaler is not None:
             self.runtime.scaler.is_used = True
             loss = loss if is_scaled else loss.float() * self.runtime.scaler.scale
-        guard = self.runtime.make_guard()
+        guard = self.runtime.calls.make_guard()
         with self.runtime.ranks.telling(), guard or contextlib.nullcontext():
             loss.backward(**kwargs)
 
@@ -163,7 +163,7 @@ class ChunkManager:
         self.runtime.require_open()
         if not isinstance(num_backwards, int) or isinstance(num_backwards, bool) or num_backwards < 1:
             raise StateError(f"manager.accumulate() takes a number of backwards of at least 1, not {num_backwards!r}")
-        self.runtime.units.accumulate(num_backwards)
+        self.runtime.shards.units.accumulate(num_backwards)
 
     @property
     def loss_scale(self) -> float:
@@ -193,23 +193,23 @@ class ChunkManager:
         )
         managed = dict.fromkeys(m for m in wanted if m is not None)
         self.runtime.registry.check()
-        self.runtime.gathers_open += 1
+        self.runtime.calls.gathers_open += 1
         try:
             with (
                 self.runtime.together("manager.gather()"),
                 gathered(
                     managed,
                     grads=grads,
-                    executor=self.runtime.executor,
-                    access=self.runtime.access,
+                    executor=self.runtime.memory.executor,
+                    access=self.runtime.modules.access,
                     gradients=self.runtime.gradients,
                     take_up=self.runtime.updater.take_up,
-                    reduction=self.runtime.reduction,
+                    reduction=self.runtime.shards.reduction,
                 ),
             ):
                 yield
         finally:
-            self.runtime.gathers_open -= 1
+            self.runtime.calls.gathers_open -= 1
 
     def state_dict(self, model: nn.Module | None = None, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the keys, order, shapes and dtypes of `model.state_dict()`: CPU copies, never views.
@@ -220,8 +220,8 @@ class ChunkManager:
         self.runtime.require_open()
         self.runtime.registry.check()
         with self.runtime.together("manager.state_dict()"):
-            self.runtime.ordinary.follow()
-            state = self.runtime.surface.state_dict(self.runtime.registry.only_root(model))
+            self.runtime.calls.ordinary.follow()
+            state = self.runtime.modules.surface.state_dict(self.runtime.registry.only_root(model))
         return {} if rank0_only and self.runtime.ranks.rank > 0 else state
 
     def load_state_dict(
@@ -237,17 +237,18 @@ class ChunkManager:
         self.runtime.registry.check()
         root = self.runtime.registry.only_root(model)
         with self.runtime.together("manager.load_state_dict()"):
-            check_fits(state_dict, self.runtime.surface.expected_state(root), strict=strict)
+            check_fits(state_dict, self.runtime.modules.surface.expected_state(root), strict=strict)
             keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
         return keys
 
     def memory(self) -> MemoryReport:
         """Return bytes by tier and role, now and at the peak, and what has been moved. `str()` is a table."""
+        sharing = self.runtime.shards.sharing
         return memory_report(
             self.runtime.tiers,
-            self.runtime.executor,
+            self.runtime.memory.executor,
             padding_nbytes=self.runtime.registry.padding_nbytes,
-            exchange_nbytes=(0, 0) if self.runtime.sharing is None else self.runtime.sharing.buffered_nbytes,
+            exchange_nbytes=(0, 0) if sharing is None else sharing.buffered_nbytes,
         )
 
     @property
@@ -306,14 +307,15 @@ class ChunkManager:
 
     def close(self) -> None:
         """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent."""
-        self.runtime.foreign_steps.remove()
-        self.runtime.foreign_wrappers.remove()
-        if self.runtime.executor.closed is None:
-            self.runtime.conductor.close()
-            self.runtime.access.close()
-            self.runtime.backward.reset(step=True)
-            self.runtime.units.close()
-            self.runtime.ranks.close()
-            self.runtime.executor.close("its manager is closed; take manager.state_dict() before manager.close()")
-            self.runtime.store.close()
+        runtime, executor = self.runtime, self.runtime.memory.executor
+        runtime.foreign_steps.remove()
+        runtime.foreign_wrappers.remove()
+        if executor.closed is None:
+            runtime.conductor.close()
+            runtime.modules.access.close()
+            runtime.modules.backward.reset(step=True)
+            runtime.shards.units.close()
+            runtime.ranks.close()
+            executor.close("its manager is closed; take manager.state_dict() before manager.close()")
+            executor.store.close()
             give_back_freed_ram()

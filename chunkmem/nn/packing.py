@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -17,7 +18,6 @@ from chunkmem.nn.precision import AS_BUILT, Precision
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.shortage import enough_for_all
-from chunkmem.runtime.storage import ChunkStorage, StorageBackend
 from chunkmem.runtime.store import FIRST_CONTENT, Chunk
 from chunkmem.types import ChunkId, Role, Tier
 from chunkmem.units import format_nbytes
@@ -66,16 +66,11 @@ class Packer:
     def __init__(
         self,
         executor: DemandExecutor,
-        backend: StorageBackend,
-        device: torch.device,
-        *,
-        expect_nbytes: Callable[[int], None],
+        make_home: Callable[[torch.dtype], BoundChunk],
     ) -> None:
-        """Make a packer; `expect_nbytes` is told how much of HOST a model is about to take."""
+        """Make a packer; `make_home` makes the DEVICE side of a PARAM chunk."""
         self._executor = executor
-        self._expect_nbytes = expect_nbytes
-        self._backend = backend
-        self._device = device
+        self._make_home = make_home
 
     def pack(
         self,
@@ -101,7 +96,7 @@ class Packer:
         nbytes = sum(packed_nbytes(group) for group in own)
         in_training = enough_for_all(form.nbytes for group in own for form in groups_by_role(group).values())
         self._require_room(nbytes, built, in_training=in_training)
-        self._expect_nbytes(nbytes)
+        self._executor.store.pools[Tier.HOST].expect(nbytes)
         managed: dict[int, ManagedParameter] = {}
         freed_nbytes = 0
         try:
@@ -169,12 +164,10 @@ class Packer:
     ) -> list[ManagedParameter]:
         params = [named[slot.tensor] for slot in group.slots]
         strides = [built.stride(param) for _, param in params]
-        chunk = self._add_chunks(group, params, strides)
-        home, filled = chunk.home, [chunk]
-        if chunk.master is not None and group.master is MasterCopy.PACKED:
-            filled.append(chunk.master)
-        assert isinstance(home, BoundChunk)
-        views = self._place(filled) if built.owns(group.id) else _elsewhere(filled)
+        forms = tuple((param.shape, stride) for (_, param), stride in zip(params, strides, strict=True))
+        inside = [name for name, _ in params]
+        chunk, views = self.make_chunks(group, inside, forms, is_own=built.owns(group.id))
+        home = cast(BoundChunk, chunk.home)
         packed = []
         for position, (slot, (name, param)) in enumerate(zip(group.slots, params, strict=True)):
             values = built.take(param, group.id, name=name)
@@ -184,14 +177,44 @@ class Packer:
                 parameter = ManagedParameter(
                     param, name, slot, position, home, stride=strides[position], dtype=chunk.dtype
                 )
-                home.add(parameter)
-                param.data = parameter.placeholder  # frees the source
-                parameter.version = param._version
+                home.take(parameter)
             packed.append(parameter)
         if chunk.newest_tier() is Tier.DEVICE:
             with runtime_mode():
                 home.bind()
         return packed
+
+    def make_chunks(
+        self,
+        group: Group,
+        inside: Sequence[str],
+        forms: tuple[tuple[torch.Size, tuple[int, ...]], ...] = (),
+        *,
+        is_own: bool,
+    ) -> tuple[Chunk, list[tuple[torch.Tensor, ...]]]:
+        """Register the chunks of all roles of a group, and begin the content of its weights.
+
+        Args:
+            group: what is packed together.
+            inside: names of its parameters.
+            forms: shape and strides of each.
+            is_own: it has content on this rank.
+
+        Returns:
+            The PARAM chunk, and slots of each chunk that is to be filled, before anything else is placed.
+        """
+        store = self._executor.store
+        what = inside[0] if len(inside) == 1 else f"{inside[0]} .. {inside[-1]}"
+        for role, form in groups_by_role(group).items():
+            key, dtype = ChunkId(role, group.id), getattr(torch, form.dtype)
+            home = self._make_home(dtype) if role is Role.PARAM else None
+            store.add(Chunk(key, form, dtype, f"{key} ({what})", forms, home))
+        chunk = store.chunks[ChunkId(Role.PARAM, group.id)]
+        chunk.master = store.chunks.get(ChunkId(Role.MASTER, group.id))
+        filled = [chunk]
+        if chunk.master is not None and group.master is MasterCopy.PACKED:
+            filled.append(chunk.master)
+        return chunk, self._place(filled) if is_own else _elsewhere(filled)
 
     def _place(self, chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:
         """Begin the content of chunks; return views of their slots, to be written before anything else is placed."""
@@ -200,26 +223,6 @@ class Packer:
         # The first may have made way for the second.
         tiers = [chunk.newest_tier() for chunk in chunks]
         return [self._executor.store.views(chunk, tier) for chunk, tier in zip(chunks, tiers, strict=True) if tier]
-
-    def _add_chunks(
-        self,
-        group: Group,
-        params: Sequence[tuple[str, nn.Parameter]],
-        strides: Sequence[tuple[int, ...]],
-    ) -> Chunk:
-        """Register the chunks of all roles; return that of PARAM."""
-        store = self._executor.store
-        forms = tuple((param.shape, stride) for (_, param), stride in zip(params, strides, strict=True))
-        inside = params[0][0] if len(params) == 1 else f"{params[0][0]} .. {params[-1][0]}"
-        for role, form in groups_by_role(group).items():
-            key, dtype = ChunkId(role, group.id), getattr(torch, form.dtype)
-            home = None
-            if role is Role.PARAM:
-                home = BoundChunk(ChunkStorage(self._backend, device=self._device, dtype=dtype), device=self._device)
-            store.add(Chunk(key, form, dtype, f"{key} ({inside})", forms, home))
-        chunk = store.chunks[ChunkId(Role.PARAM, group.id)]
-        chunk.master = store.chunks.get(ChunkId(Role.MASTER, group.id))
-        return chunk
 
 
 def _elsewhere(chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:

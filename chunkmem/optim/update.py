@@ -17,9 +17,9 @@ from chunkmem.optim.checks import STATE_ROLES
 from chunkmem.optim.guesses import Items
 from chunkmem.optim.native import NativeUpdate, fill
 from chunkmem.optim.ops import AdamTensors, fused_adam_
+from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.room import require_room
-from chunkmem.plan.placement import GroupBytes
-from chunkmem.runtime.device import ComputeDevice, runtime_mode
+from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.types import ChunkId, Role, Tier
@@ -33,10 +33,6 @@ class Owner(Protocol):
         ...
 
 
-Place = Callable[[Sequence[GroupBytes]], frozenset[int]]
-"""Which of these groups keep their states on DEVICE."""
-
-
 class GroupUpdater:
     """States and updates of managed parameters, for one optimizer or several over disjoint parameters."""
 
@@ -44,24 +40,18 @@ class GroupUpdater:
         self,
         executor: DemandExecutor,
         gradients: GradientBook,
-        compute: ComputeDevice,
         *,
-        place: Place,
-        expect_nbytes: Callable[[int], None],
+        places: StatePlaces,
         native: NativeUpdate,
         make_ahead: Callable[[Callable[[int], Intent | None]], UpdatesAhead],
     ) -> None:
         self._executor = executor
         self._store = executor.store
-        self._compute = compute
-        self._place = place
-        self._expect_nbytes = expect_nbytes
+        self._places = places
         self.gradients = gradients
         self.native = native
         self.ahead = make_ahead(self._intent_of)
         self._owner: dict[ManagedParameter, weakref.ref[Owner]] = {}
-        self._on_device: dict[int, bool] = {}
-        """By group whose states were placed: do they live on DEVICE?"""
 
     def claim(self, params: Iterable[ManagedParameter], owner: Owner) -> None:
         """Make `owner` the one optimizer of `params` from now on."""
@@ -90,10 +80,6 @@ class GroupUpdater:
         """Return groups in the order in which a plan has them updated; none: there is no such plan."""
         return self._executor.policy.update_order(list(groups))
 
-    def settles(self, group: int) -> bool:
-        """Tell whether a group's finished gradient is wanted on HOST next."""
-        return not self._on_device.get(group, True)
-
     def require_room(self, params: Iterable[ManagedParameter]) -> None:
         """Check that weights, and gradients and states of what is trained, fit the tiers together.
 
@@ -106,26 +92,7 @@ class GroupUpdater:
 
     def place(self, params: Iterable[ManagedParameter]) -> None:
         """Decide where the groups of `params` are updated, once; a decided group keeps its place."""
-        groups = sorted({managed.group for managed in params} - self._on_device.keys())
-        sizes = [
-            GroupBytes(g, self._nbytes(g, Role.PARAM, Role.GRAD), self._nbytes(g, Role.MASTER, *STATE_ROLES))
-            for g in groups
-        ]
-        chosen = self._place(sizes)
-        self._on_device.update((group, group in chosen) for group in groups)
-        # On HOST a group has its gradient and both states, beside its weights.
-        self._expect_nbytes(sum(self._nbytes(g, Role.GRAD, *STATE_ROLES) for g in groups if g not in chosen))
-
-    def device_nbytes(self, *, besides: set[int]) -> int:
-        """Return what groups other than `besides` are meant to take on DEVICE: PARAM, and by their place the rest."""
-        total = 0
-        for key, chunk in self._store.chunks.items():
-            if key.group not in besides and not chunk.is_remote:
-                is_there = key.role is Role.PARAM or (
-                    key.group in self._on_device if key.role is Role.GRAD else self._on_device.get(key.group, False)
-                )
-                total += chunk.nbytes * is_there
-        return total
+        self._places.decide({managed.group for managed in params})
 
     def make_states(self, params: Iterable[ManagedParameter]) -> None:
         """Give `params`, which have none yet, states of zero, and a master copy if it comes with the first update.
@@ -138,7 +105,7 @@ class GroupUpdater:
             for role in STATE_ROLES:
                 chunk = self._chunk(role, managed.group)
                 if chunk.version == NO_CONTENT:
-                    tier = self._tier_for_states(chunk)
+                    tier = self._places.tier_for(chunk)
                     self._executor.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
                 else:
                     self.write(chunk, managed, torch.zeros((), dtype=managed.placeholder.dtype, device="cpu"))
@@ -150,7 +117,7 @@ class GroupUpdater:
         if master is None or master.version != NO_CONTENT:
             return
         self._executor.notice_writes(param)
-        tier = self._tier_for_states(master)
+        tier = self._places.tier_for(master)
         self._executor.create(master, tier, reader="master weights", zero=False, elastic=True)
         source = next(each for each in (Tier.DEVICE, Tier.HOST) if param.ready(each))
         with runtime_mode():
@@ -296,15 +263,3 @@ class GroupUpdater:
 
     def _chunk(self, role: Role, group: int) -> Chunk:
         return self._store.chunks[ChunkId(role, group)]
-
-    def _nbytes(self, group: int, *roles: Role) -> int:
-        """Return the bytes of a group's chunks in these roles, those that there are."""
-        found = (self._store.chunks.get(ChunkId(role, group)) for role in roles)
-        return sum(chunk.nbytes for chunk in found if chunk is not None)
-
-    def _tier_for_states(self, chunk: Chunk) -> Tier:
-        """Where planned; on the other tier if a full HOST leaves no choice."""
-        host = self._store.pools[Tier.HOST].ledger
-        if self._on_device[chunk.id.group] or host.free_nbytes < chunk.nbytes:
-            return Tier.DEVICE
-        return Tier.HOST

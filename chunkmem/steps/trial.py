@@ -38,7 +38,11 @@ class AheadTrial:
         self._conductor = conductor
         self._ranks = ranks
         self._measure = measure
-        course.is_wanted = conductor.may_record = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again before the first step: there is more to exchange."""
+        self._course.is_wanted = self._conductor.may_record = False
         self._states = iter((self._learned, self._recorded, self._recorded_ahead, self._followed))
 
     def end_step(self) -> None:

@@ -72,7 +72,7 @@ def trained(
 
 def is_overlapped(manager: chunkmem.ChunkManager) -> bool:
     """Whether gathers are begun ahead."""
-    course = manager.runtime.units.course
+    course = manager.runtime.shards.units.course
     assert course is not None
     return course.is_wanted
 
@@ -234,13 +234,17 @@ def read_too_early(rank: int) -> list[float]:
         torch.manual_seed(0)
         with manager.init():
             block = Block()
-        sharing = manager.runtime.sharing
+        sharing = manager.runtime.shards.sharing
         assert sharing is not None
         late = LateExchange(sharing.exchange, rank=rank, seed=0)
         sharing.exchange = late
         sharing.hold([0], reader="test")
         sharing.send([0], reader="test")
-        flat = manager.runtime.store.chunks[next(iter(manager.runtime.store.chunks))].replicas[Tier.DEVICE].flat
+        flat = (
+            manager.runtime.memory.store.chunks[next(iter(manager.runtime.memory.store.chunks))]
+            .replicas[Tier.DEVICE]
+            .flat
+        )
         before = float(flat[0])
         assert late.num_late == 1
         sharing.arrive([0], reader="test")
@@ -283,7 +287,7 @@ def choose(rank: int, slow: int) -> tuple[int, float]:
         with manager.init():
             model = MODELS["tied"]()
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
-        sharing = manager.runtime.sharing
+        sharing = manager.runtime.shards.sharing
         assert sharing is not None
         ways = [Slow(sharing.exchange, 0.05 if (index == slow and rank == 1) else 0.0) for index in range(2)]
         sharing._exchanges, sharing.exchange = ways, ways[0]
@@ -291,7 +295,7 @@ def choose(rank: int, slow: int) -> tuple[int, float]:
             manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
             optimizer.step()
             optimizer.zero_grad()
-        return [way is sharing.exchange for way in ways].index(True), manager.runtime.exchange_Bps
+        return [way is sharing.exchange for way in ways].index(True), manager.runtime.links.exchange_Bps
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -365,8 +369,8 @@ def stack(rank: int, size: int, device_nbytes: int, micro_batches: int) -> Measu
             model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
         manager.accumulate(micro_batches)
-        assert manager.runtime.sharing is not None
-        traffic = manager.runtime.sharing.exchange.traffic
+        assert manager.runtime.shards.sharing is not None
+        traffic = manager.runtime.shards.sharing.exchange.traffic
         before = (0, 0, 0, 0)
         for step in range(6):
             before = (traffic.num_gathers, traffic.num_reductions, traffic.sent_nbytes, traffic.received_nbytes)

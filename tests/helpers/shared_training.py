@@ -183,9 +183,11 @@ def open_manager(rank: int, task: Task) -> chunkmem.ChunkManager:
         return chunkmem.ChunkManager(make_config(task))
     manager = chunkmem.ChunkManager(make_config(task), make_lanes=lambda compute: AdversarialLanes(1000 * rank + seed))
     for tier in (Tier.DEVICE, Tier.HOST):
-        manager.runtime.store.pools[tier].poison = True
-    assert manager.runtime.sharing is not None
-    manager.runtime.sharing.exchange = LateExchange(manager.runtime.sharing.exchange, rank=rank, seed=seed)
+        manager.runtime.memory.store.pools[tier].poison = True
+    assert manager.runtime.shards.sharing is not None
+    manager.runtime.shards.sharing.exchange = LateExchange(
+        manager.runtime.shards.sharing.exchange, rank=rank, seed=seed
+    )
     return manager
 
 
@@ -208,8 +210,8 @@ def train(rank: int, task: Task) -> Outcome:
                 losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-        assert manager.runtime.sharing is not None
-        traffic = manager.runtime.sharing.exchange.traffic
+        assert manager.runtime.shards.sharing is not None
+        traffic = manager.runtime.shards.sharing.exchange.traffic
         counts = traffic.num_gathers, traffic.num_reductions
         memory = manager.memory()
         states = optimizer.state_dict()["state"]
