@@ -45,13 +45,13 @@ from chunkmem.plan.machine import Machine
 from chunkmem.plan.planner import PlanOptions
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
-from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.lanes import open_lanes
 from chunkmem.runtime.measure import cached_machine
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.storage import ChunkStorage, StorageBackend, default_backend
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.runtime.tiers import Tiers, undo_log_nbytes
-from chunkmem.steps.conductor import Conductor
+from chunkmem.runtime.tiers import Tiers, shadow_nbytes
+from chunkmem.steps.controller import StepController
 from chunkmem.steps.trial import AheadTrial
 from chunkmem.tracing.watch import Watch
 from chunkmem.types import Tier
@@ -86,18 +86,18 @@ class Runtime:
         blocking = not (opts.with_async_move and backend.moves_contents)
         lanes = (make_lanes or partial(open_lanes, blocking=blocking))(compute)
         places = StatePlaces(self.memory.store, self.tiers.caps, margin_use_ratio=margin_use_ratio(config))
-        self.gradients = GradientBook(self.memory.executor, settles=places.settles, is_shared=self.ranks.size > 1)
+        self.gradients = GradientBook(self.memory.pager, settles=places.updates_on_host, is_shared=self.ranks.size > 1)
         exchanges = possible_exchanges(self.ranks, compute.device, memory_saving=opts.with_mem_saving_comm)
         self.shards = make_shards(self.memory, self.ranks, exchanges, self.gradients)
         self.updater = make_updater(self.memory, self.gradients, places, lanes, num_threads=opts.update_threads)
         self.modules = make_modules(config, self.memory, self.shards, self.gradients, self.updater)
         self.registry = self.modules.registry
         self.links = Links(self.shards, compute)
-        log_nbytes = 0 if blocking else undo_log_nbytes(opts, compute, self.tiers.caps)
-        speeds = partial(_machine_for, self.tiers, self.links, machine, undo_log_nbytes=log_nbytes)
-        self.conductor = make_conductor(config, self.memory, self.shards, self.modules, self.tiers, lanes, speeds)
+        log_nbytes = 0 if blocking else shadow_nbytes(opts, compute, self.tiers.caps)
+        speeds = partial(_machine_for, self.tiers, self.links, machine, shadow_nbytes=log_nbytes)
+        self.controller = make_controller(config, self.memory, self.shards, self.modules, self.tiers, lanes, speeds)
         course = self.shards.units.course
-        trial = None if course is None else AheadTrial(course, self.conductor, self.ranks, measure=self.links.measure)
+        trial = None if course is None else AheadTrial(course, self.controller, self.ranks, measure=self.links.measure)
         self.foreign_steps = ForeignStepCheck(self.registry, self.gradients)
         self.foreign_wrappers = WrapperCheck(self.registry)
         collect_others = partial(collect_abandoned, self.foreign_steps.is_alone)
@@ -106,7 +106,7 @@ class Runtime:
             self.shards,
             self.modules,
             tiers=self.tiers,
-            conductor=self.conductor,
+            controller=self.controller,
             trial=trial,
             scaler=self.scaler,
             autocast=AutocastCache(compute.device.type, precision=config.precision),
@@ -164,7 +164,7 @@ class Runtime:
 
     def require_open(self) -> None:
         """Raise a `StateError` if the manager is closed."""
-        require_open(self.memory.executor)
+        require_open(self.memory.pager)
 
     def owns(self, managed: ManagedParameter) -> bool:
         """Tell whether this rank has a parameter's states."""
@@ -184,7 +184,7 @@ class Runtime:
 
     def skip_step(self) -> None:
         """The optimizer's step changes nothing: neither record it nor learn from it."""
-        self.conductor.excuse_lap()
+        self.controller.excuse_iteration()
 
     def gradients_given_up(self, params: Iterable[ManagedParameter]) -> None:
         """A user discards gradients; see `Calls.gradients_given_up`."""
@@ -216,10 +216,10 @@ def open_memory(tiers: Tiers, backend: StorageBackend) -> Memory:
         return BoundChunk(ChunkStorage(backend, device=device, dtype=dtype), device=device)
 
     store = ChunkStore({Tier.DEVICE: tiers.device_pool, Tier.HOST: tiers.host_pool})
-    return Memory(tiers.compute, tiers.caps, DemandExecutor(store), make_home)
+    return Memory(tiers.compute, tiers.caps, Pager(store), make_home)
 
 
-def make_conductor(
+def make_controller(
     config: Config,
     memory: Memory,
     shards: Shards,
@@ -227,13 +227,13 @@ def make_conductor(
     tiers: Tiers,
     lanes: Lanes,
     machine: Callable[[], Machine],
-) -> Conductor:
+) -> StepController:
     """Return what decides before each step whether to record it, to follow a plan, or to serve it on demand."""
     tracer, registry = config.client.mem_tracer, modules.registry
     static_nbytes = int(tiers.caps.device_nbytes * tracer.warmup_gpu_chunk_mem_ratio)
     where = "" if shards.sharing is None else f" on rank {shards.ranks.rank} of {shards.ranks.size}"
-    return Conductor(
-        memory.executor,
+    return StepController(
+        memory.pager,
         tiers,
         lanes,
         machine=machine,
@@ -249,13 +249,13 @@ def make_conductor(
     )
 
 
-def _machine_for(tiers: Tiers, links: Links, machine: Machine | None, *, undo_log_nbytes: int) -> Machine:
+def _machine_for(tiers: Tiers, links: Links, machine: Machine | None, *, shadow_nbytes: int) -> Machine:
     """Return what plans are made for: the speeds are the user's, the caps are the configuration's."""
     return replace(
         cached_machine(tiers.compute, tiers.caps) if machine is None else machine,
         device_nbytes=tiers.caps.device_nbytes,
         host_nbytes=tiers.caps.host_nbytes,
-        undo_log_nbytes=undo_log_nbytes,
+        shadow_nbytes=shadow_nbytes,
         exchange_Bps=links.exchange_Bps,
     )
 

@@ -49,18 +49,19 @@ _GRAIN = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class TrafficBound:
-    """Bytes moved in a lap, to DEVICE and to HOST together."""
+    """Bytes moved in an iteration, to DEVICE and to HOST together."""
 
     nbytes: int
-    """No plan moves less in a lap: `relaxed_nbytes` rounded up to what laps that repeat can move at all."""
+    """No plan moves less in an iteration: `relaxed_nbytes` rounded up to what iterations that repeat can move at
+    all."""
     relaxed_nbytes: float
-    """The same for the mean of laps that need not be alike."""
+    """The same for the mean of iterations that need not be alike."""
     certain_nbytes: int
-    """Moved whatever is kept: what updates on HOST take and give back, and chunks that fit beside nothing."""
+    """Moved whatever is kept: what updates on HOST take and give back, and chunks that fit next to nothing."""
 
 
 def traffic_bound(trace: Trace, machine: Machine, update_tiers: Mapping[int, Tier]) -> TrafficBound:
-    """Return a lower bound on what a lap moves between HOST and DEVICE. See [Note: The bound].
+    """Return a lower bound on what an iteration moves between HOST and DEVICE. See [Note: The bound].
 
     It holds for every plan of this trace within the cap on DEVICE, with each group updated on its tier of
     `update_tiers`. The cap on HOST is not looked at: a smaller one can only cost more.
@@ -96,7 +97,7 @@ class _Question:
     """The gaps that may be kept or not, in units of `unit_nbytes`, and what is certain."""
 
     unit_nbytes: int
-    """Divides the size of every chunk, so room beside used chunks can be rounded down to it."""
+    """Divides the size of every chunk, so room left by used chunks can be rounded down to it."""
     certain_nbytes: int
     room: Array
     """By moment, in units."""
@@ -216,7 +217,7 @@ class _Relaxation:
         self._rooms = question.room[moments]
         self._num = len(moments)
         self._sizes = np.array(question.sizes, dtype=np.int64)
-        # Columns of two laps' moments: a gap that reaches into the next lap ends there.
+        # Columns of two iterations' moments: a gap that reaches into the next iteration ends there.
         columns = np.concatenate([moments, moments + n])
         self._starts = np.searchsorted(columns, [gap.start for gap in question.gaps])
         self._stops = np.searchsorted(columns, [gap.stop for gap in question.gaps])

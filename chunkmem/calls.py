@@ -19,7 +19,7 @@ from chunkmem.nn.ordinary import OrdinaryTensors
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.parts import Memory, Modules, Shards, require_open
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.steps.conductor import Conductor
+from chunkmem.steps.controller import StepController
 from chunkmem.steps.trial import AheadTrial
 
 
@@ -33,7 +33,7 @@ class Calls:
         modules: Modules,
         *,
         tiers: Tiers,
-        conductor: Conductor,
+        controller: StepController,
         trial: AheadTrial | None,
         scaler: LossScaler | None,
         autocast: AutocastCache,
@@ -44,7 +44,7 @@ class Calls:
         self._shards = shards
         self._modules = modules
         self._tiers = tiers
-        self._conductor = conductor
+        self._controller = controller
         self._trial = trial
         self._scaler = scaler
         self._autocast = autocast
@@ -68,7 +68,7 @@ class Calls:
 
     def begin_root(self, root: nn.Module) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
-        require_open(self._memory.executor)
+        require_open(self._memory.pager)
         modules, units = self._modules, self._shards.units
         self._autocast.switch_off()
         modules.access.reset(step=False)
@@ -77,16 +77,18 @@ class Calls:
         grad_enabled = torch.is_grad_enabled()
         units.begin_root(grad_enabled=grad_enabled)
         self._state_frozen()
-        self._conductor.begin_root(id(root), grad_enabled=grad_enabled, before_lap=modules.gradients.discard_unset)
+        self._controller.begin_root(
+            id(root), grad_enabled=grad_enabled, before_iteration=modules.gradients.discard_unset
+        )
         modules.registry.check()
         modules.surface.check_copies()
         modules.gradient_hooks.watch(modules.registry.parameters)
 
     def make_guard(self) -> AccessGuard | None:
         """Steps that are recorded run under a check; it would cost too much in every one."""
-        if not self._conductor.is_recording:
+        if not self._controller.is_recording:
             return None
-        watch, declared = self._conductor.watch, self._modules.declared
+        watch, declared = self._controller.watch, self._modules.declared
         run = None if watch is None else watch.run_operator
         return AccessGuard(declared.undeclared, lambda: self.phase, note_write=declared.note_write, run=run)
 
@@ -112,7 +114,7 @@ class Calls:
 
         All ranks come here with the same `options`, such as learning rates: each of them updates its own chunks.
         """
-        require_open(self._memory.executor)
+        require_open(self._memory.pager)
         label = f"{'optimizer.step()' if updates else 'clipping of gradients'} with {options}"
         with self._modules.turn.taken(), self._shards.ranks.telling():
             self._look_over()
@@ -135,7 +137,7 @@ class Calls:
 
     def forget_steps(self) -> None:
         """There is more to train than was recorded, and to exchange: begin again."""
-        self._conductor.forget()
+        self._controller.forget()
         if self._trial is not None:
             self._trial.restart()
 
@@ -143,7 +145,7 @@ class Calls:
         """Drop what was interrupted; take up what users have written."""
         if self.gathers_open:
             raise StateError("optimizer.step() inside manager.gather(): leave the block first, its writes count then")
-        modules, executor = self._modules, self._memory.executor
+        modules, pager = self._modules, self._memory.pager
         modules.access.reset(step=True)
         modules.backward.reset(step=True)
         self._shards.units.reset()
@@ -151,8 +153,8 @@ class Calls:
         modules.surface.check()
         modules.surface.check_copies()
         for chunk in modules.access.chunks.values():
-            executor.notice_writes(chunk)
-        if self._conductor.plan is None and not self._conductor.is_recording:
+            pager.notice_writes(chunk)
+        if self._controller.plan is None and not self._controller.is_recording:
             self._tiers.leave_room_for_activations()
         self._has_given_up = self._has_given_up or modules.gradients.any_unset()
 
@@ -171,7 +173,7 @@ class Calls:
 
     def _end_step(self) -> None:
         self.ordinary.follow()
-        self._conductor.end_step()
+        self._controller.end_step()
         self._shards.units.end_step()
         self._has_given_up = False
         if self._trial is not None:

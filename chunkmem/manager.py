@@ -38,7 +38,7 @@ class ChunkManager:
         process_group: the ranks that train a model together; None is torch.distributed's default group, or one process.
         device_index: which CUDA device to compute on; None is the current one.
         machine: speeds that plans are made for; None measures this machine, once, and remembers.
-        make_lanes: makes what copies beside computing; None is threads, or streams on CUDA.
+        make_lanes: makes what copies while the device computes; None is threads, or streams on CUDA.
 
     Raises:
         ConfigError: a key is set whose feature this version does not have.
@@ -200,10 +200,10 @@ class ChunkManager:
                 gathered(
                     managed,
                     grads=grads,
-                    executor=self.runtime.memory.executor,
+                    pager=self.runtime.memory.pager,
                     access=self.runtime.modules.access,
                     gradients=self.runtime.gradients,
-                    take_up=self.runtime.updater.take_up,
+                    sync_masters=self.runtime.updater.sync_masters,
                     reduction=self.runtime.shards.reduction,
                 ),
             ):
@@ -246,7 +246,7 @@ class ChunkManager:
         sharing = self.runtime.shards.sharing
         return memory_report(
             self.runtime.tiers,
-            self.runtime.memory.executor,
+            self.runtime.memory.pager,
             padding_nbytes=self.runtime.registry.padding_nbytes,
             exchange_nbytes=(0, 0) if sharing is None else sharing.buffered_nbytes,
         )
@@ -258,12 +258,12 @@ class ChunkManager:
         Raises:
             TraceError: what is set is of another model or layout.
         """
-        return self.runtime.conductor.trace
+        return self.runtime.controller.trace
 
     @trace.setter
     def trace(self, trace: Trace) -> None:
         self.runtime.require_open()
-        self.runtime.conductor.adopt_trace(trace)
+        self.runtime.controller.adopt_trace(trace)
 
     @property
     def plan(self) -> Plan | None:
@@ -272,16 +272,16 @@ class ChunkManager:
         Raises:
             PlanError: what is set is of another trace or for other caps.
         """
-        return self.runtime.conductor.plan
+        return self.runtime.controller.plan
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
         self.runtime.require_open()
-        self.runtime.conductor.adopt_plan(plan)
+        self.runtime.controller.adopt_plan(plan)
 
     def timeline(self) -> Timeline | None:
         """Return what happened in the last step that is over; `str()` is one line. None before the first."""
-        return self.runtime.conductor.timelines.last()
+        return self.runtime.controller.timelines.last()
 
     def record(self, directory: str | os.PathLike[str]) -> None:
         """Write a run directory: `trace.json`, `plan.json`, and the last training step as `timeline.json`.
@@ -293,7 +293,7 @@ class ChunkManager:
             TraceError, PlanError: a file cannot be written.
         """
         self.runtime.require_open()
-        trace, plan, timeline = self.trace, self.plan, self.runtime.conductor.timelines.last_training()
+        trace, plan, timeline = self.trace, self.plan, self.runtime.controller.timelines.last_training()
         if trace is None or plan is None or timeline is None:
             raise StateError("there is nothing to record yet: the first step is traced and the second one planned")
         folder = Path(directory)
@@ -307,15 +307,15 @@ class ChunkManager:
 
     def close(self) -> None:
         """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent."""
-        runtime, executor = self.runtime, self.runtime.memory.executor
+        runtime, pager = self.runtime, self.runtime.memory.pager
         runtime.foreign_steps.remove()
         runtime.foreign_wrappers.remove()
-        if executor.closed is None:
-            runtime.conductor.close()
+        if pager.closed is None:
+            runtime.controller.close()
             runtime.modules.access.close()
             runtime.modules.backward.reset(step=True)
             runtime.shards.units.close()
             runtime.ranks.close()
-            executor.close("its manager is closed; take manager.state_dict() before manager.close()")
-            executor.store.close()
+            pager.close("its manager is closed; take manager.state_dict() before manager.close()")
+            pager.store.close()
             give_back_freed_ram()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from chunkmem.units import format_nbytes
+from chunkmem.sizes import format_nbytes
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MemoryReport:
     padding_nbytes: int
     """Bytes of PARAM chunks that hold no parameter."""
     non_model_nbytes: int
-    """Bytes beside the chunks: activations, buffers, the interpreter. On an accelerator, what torch allocated there."""
+    """Bytes of non-model data: activations, buffers, the interpreter. On an accelerator, what torch allocated there."""
     exchange_nbytes: tuple[int, int] = (0, 0)
     """Of those, now and at the peak, what reductions over ranks take to receive in: no cap covers them."""
 

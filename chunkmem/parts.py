@@ -10,7 +10,7 @@ modules     parameters packed and served, reads and backwards kept track of
 steps       a plan recorded, made and followed (`chunkmem.assembly`)
 calls       what happens when a model is called and an optimizer steps (`chunkmem.calls`)
 
-Two arrows lead back, both to updates ahead of the step, which run in the background of all the others: the executor
+Two arrows lead back, both to updates ahead of the step, which run in the background of all the others: the pager
 begins them when a plan says so, and gradients that a user changes undo them.
 """
 
@@ -46,17 +46,17 @@ from chunkmem.nn.sharing import Sharing
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.units import Units
-from chunkmem.optim.ahead import Intent, UpdatesAhead
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.places import StatePlaces
+from chunkmem.optim.speculative import Intent, SpeculativeUpdater
 from chunkmem.optim.update import GroupUpdater
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.shadow import ShadowBuffers
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import TierCaps
-from chunkmem.runtime.undo import UndoLog
 from chunkmem.types import Tier
 
 T = TypeVar("T")
@@ -70,14 +70,14 @@ class Memory:
 
     compute: ComputeDevice
     caps: TierCaps
-    executor: DemandExecutor
+    pager: Pager
     make_home: Callable[[torch.dtype], BoundChunk]
     """Makes the DEVICE side of a PARAM chunk."""
 
     @property
     def store(self) -> ChunkStore:
         """All chunks."""
-        return self.executor.store
+        return self.pager.store
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ def make_shards(memory: Memory, ranks: Ranks, exchanges: Sequence[Exchange], gra
     """Return what ranks share chunks by; `exchanges` are the ways to do so, the usual one first."""
     if ranks.size == 1:
         return Shards(ranks, None, None, Units(None, None))
-    sharing = Sharing(ranks, exchanges, memory.executor)
-    reduction = Reduction(sharing, gradients, memory.executor)
+    sharing = Sharing(ranks, exchanges, memory.pager)
+    reduction = Reduction(sharing, gradients, memory.pager)
     return Shards(ranks, sharing, reduction, Units(sharing, reduction))
 
 
@@ -166,14 +166,14 @@ def make_updater(
     compute, store = memory.compute, memory.store
     native = NativeUpdate(lambda: load_kernels(with_cuda=compute.is_accelerator))  # compiled when first needed
 
-    def make_ahead(intent_of: Callable[[int], Intent | None]) -> UpdatesAhead:
-        log = UndoLog(store.pools[Tier.HOST])
+    def make_ahead(intent_of: Callable[[int], Intent | None]) -> SpeculativeUpdater:
+        log = ShadowBuffers(store.pools[Tier.HOST])
         threads = num_threads or compute.num_update_threads()
-        return UpdatesAhead(store, lanes, log, native, intent_of=intent_of, num_threads=threads)
+        return SpeculativeUpdater(store, lanes, log, native, intent_of=intent_of, num_threads=threads)
 
-    updater = GroupUpdater(memory.executor, gradients, places=places, native=native, make_ahead=make_ahead)
-    gradients.before_change = updater.ahead.mistaken
-    memory.executor.speculative = updater.ahead
+    updater = GroupUpdater(memory.pager, gradients, places=places, native=native, make_ahead=make_ahead)
+    gradients.before_change = updater.ahead.roll_back
+    memory.pager.speculative = updater.ahead
     return updater
 
 
@@ -187,9 +187,9 @@ def make_modules(
     is_rehearsal: bool = False,
 ) -> Modules:
     """Return what models are packed and served by; `is_rehearsal` is as for `BackwardTracker`."""
-    executor, size = memory.executor, config.default_chunk_size
+    pager, size = memory.pager, config.default_chunk_size
     registry = ModelRegistry(
-        Packer(executor, memory.make_home),
+        Packer(pager, memory.make_home),
         chunk_numel=None if size == "auto" else size,
         device_cap_nbytes=memory.caps.device_nbytes,
         dtype=DTYPES[config.precision],
@@ -197,9 +197,9 @@ def make_modules(
         num_ranks=shards.ranks.size,
     )
     turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
-    access = AccessTracker(executor)
-    backward = BackwardTracker(executor, access, shards.units, turn, is_rehearsal=is_rehearsal)
-    server = ParameterServer(executor, access, backward, turn, is_shared=shards.sharing is not None)
+    access = AccessTracker(pager)
+    backward = BackwardTracker(pager, access, shards.units, turn, is_rehearsal=is_rehearsal)
+    server = ParameterServer(pager, access, backward, turn, is_shared=shards.sharing is not None)
     return Modules(
         registry,
         turn,
@@ -209,8 +209,8 @@ def make_modules(
         GradientHooks(gradients, backward, turn),
         server,
         ModuleSurface(
-            read=partial(_read, executor, shards, updater),
-            write=partial(_write, executor, shards, updater),
+            read=partial(_read, pager, shards, updater),
+            write=partial(_write, pager, shards, updater),
             saving=server.saving,
         ),
         Borders(is_outermost=access.is_outermost),
@@ -219,20 +219,18 @@ def make_modules(
     )
 
 
-def require_open(executor: DemandExecutor) -> None:
+def require_open(pager: Pager) -> None:
     """Raise a `StateError` if the manager is closed."""
-    if executor.closed is not None:
-        raise StateError(f"this manager cannot be used: {executor.closed}")
+    if pager.closed is not None:
+        raise StateError(f"this manager cannot be used: {pager.closed}")
 
 
-def _read(executor: DemandExecutor, shards: Shards, updater: GroupUpdater, managed: ManagedParameter) -> torch.Tensor:
-    require_open(executor)
+def _read(pager: Pager, shards: Shards, updater: GroupUpdater, managed: ManagedParameter) -> torch.Tensor:
+    require_open(pager)
     return shards.from_owner(managed, lambda: updater.read_weight(managed).to(managed.built_dtype))
 
 
-def _write(
-    executor: DemandExecutor, shards: Shards, updater: GroupUpdater, managed: ManagedParameter, value: torch.Tensor
-) -> None:
-    require_open(executor)
+def _write(pager: Pager, shards: Shards, updater: GroupUpdater, managed: ManagedParameter, value: torch.Tensor) -> None:
+    require_open(pager)
     if shards.owns(managed):
         updater.write_weight(managed, value)

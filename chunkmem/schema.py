@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from chunkmem.errors import ConfigError
-from chunkmem.units import parse_nbytes, shown
+from chunkmem.sizes import parse_nbytes, shown
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from tqdm import tqdm
 import chunkmem
 from chunkmem.report.files import write_report
 from chunkmem.report.run import load_run
-from chunkmem.units import format_nbytes
+from chunkmem.sizes import format_nbytes
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,8 @@ def _output(*command: str) -> str:
 
 
 def speeds(probe: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the rates that floors are worked out with: those of a probe's rows as far as it has them, else assumed.
+    """Return the rates that lower bounds are worked out with: those of a probe's rows as far as it has them, else
+    assumed.
 
     Args:
         probe: the rows of ``probe.json`` as plain data, or None.

@@ -15,7 +15,7 @@ STATE = "state"
 
 
 def filled(text: str, results: Path) -> str:
-    """Return the page with what stands between each part's marks made anew from the files in `results`.
+    """Return the page with what stands between each part's marks made again from the files in `results`.
 
     Raises:
         StoreError: a file is damaged, or of a dry run.
@@ -57,7 +57,7 @@ def _between(text: str, name: str, content: str) -> str:
 
 
 def main() -> int:
-    """Write the page anew; return the exit status."""
+    """Write the page again; return the exit status."""
     try:
         PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
     except (StoreError, ValueError, OSError) as error:

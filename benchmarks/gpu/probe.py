@@ -19,7 +19,7 @@ LINK, HOST, DEVICE = (f"benchmarks.gpu.probe_{name}" for name in ("link", "host"
 
 
 def tasks(setting: Setting, _store: Store) -> Iterator[Task]:
-    """Yield the rows, those that floors are worked out from first."""
+    """Yield the rows, those that lower bounds are worked out from first."""
     dry = setting.dry
     threads = setting.threads(1, 2) if dry else setting.threads(1, 2, 4, 8, 12, 16)
     sizes = [1, 4, 16, 64, 256]

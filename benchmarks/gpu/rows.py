@@ -108,12 +108,12 @@ class Store:
         return None if row is None else row.figures
 
     def put(self, row: Row) -> None:
-        """Add or replace a row, and write the file anew."""
+        """Add or replace a row, and write the file again."""
         self._rows[row.key] = row
         self.save()
 
     def leave(self, keys: list[str]) -> None:
-        """Note which rows there was no time for, and write the file anew."""
+        """Note which rows there was no time for, and write the file again."""
         self._head["left"] = list(keys)
         self.save()
 

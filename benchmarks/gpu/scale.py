@@ -166,7 +166,7 @@ def ask(size: Size, device_nbytes: int, host_nbytes: int, batch: int) -> dict[st
         "fits": True,
         "step_s": step_s,
         "stall_s": finding.timeline.stall_s,
-        "binding": finding.floors.binding,
+        "binding": finding.lower_bounds.binding,
     }
 
 

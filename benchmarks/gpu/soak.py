@@ -27,7 +27,7 @@ NUM_STEPS, NUM_TOY_STEPS = 500, 24
 WARM_UP = 10
 EVERY = 10
 HEADER = ("row", "steps", "constant", "reserved, GiB", "streams", "threads", "open files", "RSS, GiB",
-          "allocations tried again", "departures", "loss")  # fmt: skip
+          "allocations tried again", "plan_misses", "loss")  # fmt: skip
 CONSTANT = ("reserved_nbytes", "streams", "threads", "files")
 """What must be the same at every look after the warm-up. RSS is told, but the C library's heap breathes."""
 
@@ -54,12 +54,12 @@ def soak(*, work: Mapping[str, Any], num_steps: int, every: int) -> dict[str, An
     training = open_training(asked)
     steps = batches_of(asked, device)
     looks = []
-    departures = 0
+    plan_misses = 0
     loss = torch.zeros(())
     for index in range(num_steps):
         loss = training.step(steps[index % NUM_BATCHES])
         if index + 1 > WARM_UP:
-            departures += training.told().get("departures", 0)
+            plan_misses += training.told().get("plan_misses", 0)
             if (index + 1 - WARM_UP) % every == 0:
                 looks.append({"step": index + 1, **holdings(device)})
     final = float(loss)
@@ -70,7 +70,7 @@ def soak(*, work: Mapping[str, Any], num_steps: int, every: int) -> dict[str, An
         "num_steps": num_steps,
         "looks": looks,
         "changed": changed(looks),
-        "departures": departures,
+        "plan_misses": plan_misses,
         "last_loss": final,
     }
 
@@ -130,6 +130,6 @@ def _cells(_key: str, figures: Mapping[str, Any], _rows: Rows) -> list[str]:
         span("files"),
         span("rss_nbytes", GIB, 2),
         span("num_alloc_retries"),
-        str(figures["departures"]),
+        str(figures["plan_misses"]),
         f"{figures['last_loss']:.3f}",
     ]

@@ -18,7 +18,7 @@ from benchmarks.gpu.work import Work
 from chunkmem.estimate.gpt import VOCAB
 
 NAME = "speed"
-SUMMARY = "tokens/s and TFLOP/s at 1-13 B parameters, beside floors, no offload and the others"
+SUMMARY = "tokens/s and TFLOP/s at 1-13 B parameters, beside lower bounds, no offload and the others"
 BUDGET_S = 600.0
 MODELS = ("6.7b", "1.3b", "13b", "2.7b")
 """Those first whose rows say most."""
@@ -112,12 +112,14 @@ def table(content: Mapping[str, Any]) -> str:
 
 
 def _assumed(rows: Rows) -> str:
-    names = {name for row in rows.values() for name in (_floors(row.get("figures") or {}) or {}).get("assumed", ())}
+    names = {
+        name for row in rows.values() for name in (_lower_bounds(row.get("figures") or {}) or {}).get("assumed", ())
+    }
     return f" Assumed, as no probe found them: {', '.join(sorted(names))}." if names else ""
 
 
-def _floors(figures: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    found: Mapping[str, Any] | None = figures.get("floors")
+def _lower_bounds(figures: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    found: Mapping[str, Any] | None = figures.get("lower_bounds")
     return found
 
 
@@ -127,7 +129,7 @@ def cells(key: str, figures: Mapping[str, Any], rows: Rows) -> list[str]:
     base = [row["figures"] for other, row in rows.items() if row.get("figures")
             and other.startswith(f"{NO_OFFLOAD} / {model} / {tokens} / ")]  # fmt: skip
     share = f"{figures['tokens_per_s'] / base[0]['tokens_per_s']:.0%}" if base else "–"
-    floors = _floors(figures)
+    lower_bounds = _lower_bounds(figures)
     step_s = sum(figures["step_s"]) / len(figures["step_s"])
     return [
         f"{figures['tokens_per_s']:,.0f}",
@@ -136,9 +138,9 @@ def cells(key: str, figures: Mapping[str, Any], rows: Rows) -> list[str]:
         f"{step_s:.3f}",
         f"{min(figures['step_s']):.3f} – {max(figures['step_s']):.3f}",
         f"{figures['stall_s']:.3f}" if "stall_s" in figures else "–",
-        "–" if floors is None else f"{floors['floor_s']:.3f}",
-        "–" if floors is None else f"{step_s / floors['floor_s']:.2f}",
-        "–" if floors is None else str(floors["binding"]),
+        "–" if lower_bounds is None else f"{lower_bounds['floor_s']:.3f}",
+        "–" if lower_bounds is None else f"{step_s / lower_bounds['floor_s']:.2f}",
+        "–" if lower_bounds is None else str(lower_bounds["binding"]),
         gib(figures["device_reserved_nbytes"]),
         str(figures["num_micro_batches"]),
     ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import peers
-from benchmarks.gpu.floors import floors_of_step
+from benchmarks.gpu.lower_bounds import bounds_of_step
 from benchmarks.gpu.model import build, tokens
 from benchmarks.gpu.work import ADAMW, MAX_NORM, NUM_BATCHES, Training, Work, compute_device
 from chunkmem.estimate.model import checkpointed
@@ -132,7 +132,7 @@ def _of_manager(manager: Any) -> dict[str, Any]:
     if timeline is not None:
         found |= {
             "stall_s": timeline.stall_s,
-            "departures": timeline.departures,
+            "plan_misses": timeline.plan_misses,
             "h2d_nbytes": timeline.moved_nbytes.get(Lane.H2D, 0),
             "d2h_nbytes": timeline.moved_nbytes.get(Lane.D2H, 0),
         }
@@ -151,7 +151,8 @@ def batches_of(work: Work, device: torch.device) -> list[list[Tensor]]:
 
 
 def measure(work: Mapping[str, Any], speeds: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Train as a `Work` says; return its figures, beside their floors if rates are given. What a row's process calls.
+    """Train as a `Work` says; return its figures, beside their lower bounds if rates are given. What a row's process
+    calls.
 
     Raises:
         ValueError: a loss is not finite.
@@ -159,7 +160,7 @@ def measure(work: Mapping[str, Any], speeds: Mapping[str, Any] | None = None) ->
     asked = Work.of(work)
     training, figures = run(asked)
     if training.manager is not None and speeds is not None:
-        figures["floors"] = floors_of_step(training.manager, asked, speeds)
+        figures["lower_bounds"] = bounds_of_step(training.manager, asked, speeds)
     training.close()
     return figures
 

@@ -90,7 +90,7 @@ def measure(
     """Train all variants in turns; return the load average after each round, and a row for each variant.
 
     Raises:
-        BenchmarkError: a variant failed, departed from its plan, or computed something else than the others.
+        BenchmarkError: a variant failed, missed its plan, or computed something else than the others.
     """
     draw = random.Random(0)
     loads: list[float] = []
@@ -129,8 +129,8 @@ def check(turns: dict[str, list[list[Step]]], summaries: dict[str, Summary]) -> 
         if losses[name] != losses[NO_OFFLOAD.name] or summaries[name].weights != summaries[NO_OFFLOAD.name].weights:
             raise BenchmarkError(f"{name}: losses or weights differ from those without offload")
         for step in (step for turn in of[1:] for step in turn):
-            if step.departures:
-                raise BenchmarkError(f"{name}: {step.departures} departures from the plan in a timed step")
+            if step.plan_misses:
+                raise BenchmarkError(f"{name}: {step.plan_misses} plan misses in a timed step")
             if step.moved_nbytes != summaries[name].predicted_nbytes:
                 raise BenchmarkError(
                     f"{name}: {step.moved_nbytes} bytes moved, {summaries[name].predicted_nbytes} planned"

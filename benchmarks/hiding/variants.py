@@ -71,7 +71,7 @@ class Step:
     """To DEVICE, to HOST."""
     prefetched: int
     fetched: int
-    departures: int
+    plan_misses: int
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Trainee:
             moved_nbytes=(timeline.moved_nbytes[Lane.H2D], timeline.moved_nbytes[Lane.D2H]),
             prefetched=timeline.prefetched,
             fetched=timeline.fetched,
-            departures=timeline.departures,
+            plan_misses=timeline.plan_misses,
         )
 
     def summary(self) -> Summary:

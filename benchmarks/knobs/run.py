@@ -97,7 +97,9 @@ def _position(row: Row) -> str:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Simulated step, traffic and peak over the knobs of planning.")
-    parser.add_argument("--record", action="store_true", help="record the traces anew instead of using those kept here")
+    parser.add_argument(
+        "--record", action="store_true", help="record the traces again instead of using those kept here"
+    )
     parser.add_argument("--pictures", type=Path, nargs="?", const=IMAGES, metavar="FOLDER",
                         help="draw the pictures (default: into docs/images)")  # fmt: skip
     arguments = parse(parser)

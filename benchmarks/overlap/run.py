@@ -26,7 +26,7 @@ from chunkmem.plan.model import Lane
 
 HERE = Path(__file__).parent
 AIM = 0.85
-VARIANTS = ("waits", "waits again", "beside backward")
+VARIANTS = ("waits", "waits again", "overlapped with backward")
 PRECISIONS = ("fp32", "bf16")
 MAX_NORM = 1e9
 """Clipping is on, and no gradient comes near it."""
@@ -68,7 +68,7 @@ class Variant:
     def __init__(self, name: str, precision: str, *, num_layers: int, layer_numel: int, gradient: Tensor) -> None:
         self.name = name
         nbytes = num_layers * layer_numel * 4
-        overlap = name == "beside backward"
+        overlap = name == "overlapped with backward"
         opts = {"overlap_optimizer": overlap, "undo_log_ratio": 0.5}
         config = {
             "precision": precision,
@@ -108,9 +108,9 @@ class Variant:
         timeline = self.manager.timeline()
         spans = () if timeline is None else timeline.spans
         ahead = sum(span.lane is Lane.HOST_UPDATE for span in spans)
-        wanted = self.num_layers if self.name == "beside backward" else 0
+        wanted = self.num_layers if self.name == "overlapped with backward" else 0
         if ahead != wanted:
-            raise BenchmarkError(f"{self.name}: {ahead} of {wanted} updates were begun beside backward")
+            raise BenchmarkError(f"{self.name}: {ahead} of {wanted} updates were begun overlapped with backward")
 
 
 def measure(precision: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class _Running:
         self.side.rows = rows
         self._loop = LOOPS[name](self.side)
         self.cpu_s: list[float] = []
-        self.num_departures = self.num_left_out = self.num_recorded = 0
+        self.num_plan_misses = self.num_left_out = self.num_recorded = 0
         torch.manual_seed(0)
         next(self._loop)  # builds the model
 
@@ -38,12 +38,12 @@ class _Running:
         if is_measured:
             self.cpu_s.append(time.process_time() - began_s)
         if is_measured and self.side.manager is not None:
-            performer = self.side.manager.runtime.conductor._performer
-            if performer is None:
+            plan_executor = self.side.manager.runtime.controller.now.plan_executor
+            if plan_executor is None:
                 self.num_recorded += 1
             else:
-                self.num_departures += performer.journal.departures
-                self.num_left_out += bool(performer.left_out.spans)
+                self.num_plan_misses += plan_executor.step_log.plan_misses
+                self.num_left_out += bool(plan_executor.left_out.spans)
 
 
 def measure(num_steps: int) -> list[dict[str, Any]]:
@@ -79,7 +79,7 @@ def _row(title: str, name: str, plain: _Running, ours: _Running) -> dict[str, An
         "plain_cpu_s": plain.cpu_s,
         "cpu_s": ours.cpu_s,
         "ratio": statistics.mean(ours.cpu_s) / statistics.mean(plain.cpu_s),
-        "departures": ours.num_departures,
+        "plan_misses": ours.num_plan_misses,
         "recorded": ours.num_recorded,
         "left_out": ours.num_left_out,
         "are_losses_equal": plain.side.losses == ours.side.losses,
@@ -90,12 +90,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the lines of a table in Markdown."""
     yield (
         "| loop | a plain step | plain, processor ms | chunkmem, processor ms | ratio | to the steady loop's | "
-        "departures | recorded | steps that left something out |"
+        "plan misses | recorded | steps that left something out |"
     )
     yield "|---" * 9 + "|"
     steady = {row["steps"]: row["ratio"] for row in rows if row["loop"] == "steady"}
     for row in rows:
         times = " | ".join(f"{1e3 * statistics.mean(row[key]):.2f}" for key in ("plain_cpu_s", "cpu_s"))
-        counts = " | ".join(str(row[key]) for key in ("departures", "recorded", "left_out"))
+        counts = " | ".join(str(row[key]) for key in ("plan_misses", "recorded", "left_out"))
         ratios = f"{row['ratio']:.2f} | {row['ratio'] / steady[row['steps']]:.2f}"
         yield f"| {row['loop']} | {row['steps']} | {times} | {ratios} | {counts} |"

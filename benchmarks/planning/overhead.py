@@ -46,11 +46,11 @@ class Loop:
 
 
 def _stop_listening(manager: ChunkManager) -> None:
-    """Leave the plan for good: from here on nobody hears of events, and no lap begins or ends."""
-    conductor = manager.runtime.conductor
-    conductor.close()
-    conductor._mode = None
-    conductor.begin_root = lambda root, **_: None  # type: ignore[method-assign]
+    """Leave the plan for good: from here on nobody hears of events, and no iteration begins or ends."""
+    controller = manager.runtime.controller
+    controller.close()
+    controller.now.mode = None
+    controller.begin_root = lambda root, **_: None  # type: ignore[method-assign]
 
 
 def measure(num_steps: int) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def measure(num_steps: int) -> dict[str, Any]:
     followed = loops["plan followed"]
     timeline = followed.manager.timeline()
     assert timeline is not None
-    assert timeline.departures == 0
+    assert timeline.plan_misses == 0
     assert not any(timeline.moved_nbytes.values())
     differences = [a - b for a, b in zip(times_s["plan followed"], times_s["no listener"], strict=True)]
     for loop in loops.values():

@@ -1,9 +1,9 @@
 """The least bytes that any plan has to move for a trace: an interval program, solved by HiGHS.
 
-See [Note: The interval program] in `gaps.py`. The linear relaxation also bounds the mean of laps that are not alike, as
-demand paging has them, for the mean of their decisions is feasible; the integer optimum is that of one lap repeated, as
-plans are. `brute_force` finds the same optimum by following every course of residency there is, and shares nothing with
-the program but which chunks are in use and which are written.
+See [Note: The interval program] in `gaps.py`. The linear relaxation also bounds the mean of iterations that are not
+alike, as demand paging has them, for the mean of their decisions is feasible; the integer optimum is that of one
+iteration repeated, as plans are. `brute_force` finds the same optimum by following every course of residency there is,
+and shares nothing with the program but which chunks are in use and which are written.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from chunkmem.types import ChunkId, Role, Tier
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Bytes moved in a lap, H2D and D2H together."""
+    """Bytes moved in an iteration, H2D and D2H together."""
 
     lp_nbytes: float
-    """No plan and no policy moves less, on the mean of its laps."""
+    """No plan and no policy moves less, on the mean of its iterations."""
     integer_nbytes: int | None
     """What the best plan moves; None if not asked for, or not found in time."""
     certain_nbytes: int
@@ -38,7 +38,7 @@ class Bound:
 def traffic_bound(
     trace: Trace, budgets: Sequence[int], update_tiers: Mapping[int, Tier], *, integer_within_s: float | None = None
 ) -> Bound:
-    """Bound the bytes that a lap moves between HOST and DEVICE.
+    """Bound the bytes that an iteration moves between HOST and DEVICE.
 
     Args:
         budgets: bytes that chunks may take on DEVICE in each moment.
@@ -132,11 +132,13 @@ Residency = frozenset[tuple[ChunkId, bool]]
 
 
 def brute_force(trace: Trace, budgets: Sequence[int], update_tiers: Mapping[int, Tier]) -> int:
-    """Return the least bytes moved by a lap that ends as it began, of all laps there are. For a few chunks only.
+    """Return the least bytes moved by an iteration that ends as it began, of all iterations there are. For a few chunks
+    only.
 
     Chunks come when they are used and leave when there is no room: to fetch earlier or to drop sooner saves nothing.
-    How a lap begins is decided chunk by chunk. Meanwhile the undecided ones are taken to begin on both tiers and may
-    end anywhere, which costs no lap more than it does; what already moves as much as the best lap known is cut off.
+    How an iteration begins is decided chunk by chunk. Meanwhile the undecided ones are taken to begin on both tiers and
+    may end anywhere, which costs no iteration more than it does; what already moves as much as the best iteration known
+    is cut off.
 
     Raises:
         CapacityError: what a moment uses does not fit its budget.
@@ -145,12 +147,12 @@ def brute_force(trace: Trace, budgets: Sequence[int], update_tiers: Mapping[int,
     # Where there is the least room the fewest chunks can be.
     start = min(range(len(trace.moments)), key=search.rooms.__getitem__)
     least = search.least_nbytes(start, decided={}, best=None)
-    assert least is not None, "every lap can begin with all on HOST but what is in use"
+    assert least is not None, "every iteration can begin with all on HOST but what is in use"
     return least
 
 
 class _Begin(enum.Enum):
-    """Where a lap has a chunk's content as it begins."""
+    """Where an iteration has a chunk's content as it begins."""
 
     HOST = enum.auto()
     BOTH = enum.auto()
@@ -176,7 +178,7 @@ class _Search:
         return moment.kind is Kind.UPDATE and self.update_tiers[moment.chunk.group] is Tier.HOST
 
     def _live_after(self) -> list[frozenset[ChunkId]]:
-        """The chunks whose content after each moment is read before it is consumed or begun anew."""
+        """The chunks whose content after each moment is read before it is consumed or begun again."""
         live: set[ChunkId] = set()
         after: list[frozenset[ChunkId]] = [frozenset()] * len(self.trace.moments)
         for _ in range(2):
@@ -191,18 +193,19 @@ class _Search:
         return after
 
     def least_nbytes(self, start: int, *, decided: dict[ChunkId, _Begin], best: int | None) -> int | None:
-        """Return the least bytes of a lap from the end of moment `start` to it again, or `best` if none is better."""
+        """Return the least bytes of an iteration from the end of moment `start` to it again, or `best` if none is
+        better."""
         undecided = [chunk for chunk in self._present_after(start, decided) if chunk not in decided]
         first = {**decided, **dict.fromkeys(undecided, _Begin.BOTH)}
         costs = {frozenset((c, how is _Begin.DEVICE) for c, how in first.items() if how is not _Begin.HOST): 0}
         for step in range(1, len(self.rooms) + 1):
             costs = self._after_moment((start + step) % len(self.rooms), costs, below=best)
         closings = {last: self._closing_nbytes(last, decided) for last in costs}
-        laps = [cost + closing for last, cost in costs.items() if (closing := closings[last]) is not None]
-        if not laps or (best is not None and min(laps) >= best):
+        iterations = [cost + closing for last, cost in costs.items() if (closing := closings[last]) is not None]
+        if not iterations or (best is not None and min(iterations) >= best):
             return best
         if not undecided:
-            return min(laps)
+            return min(iterations)
         for how in _Begin:
             if how is not _Begin.DEVICE or undecided[0] in self._written:
                 best = self.least_nbytes(start, decided={**decided, undecided[0]: how}, best=best)
@@ -266,12 +269,12 @@ class _Search:
         return frozenset(item for item in state.items() if item[0] in self._live[index]), moved
 
     def _closing_nbytes(self, last: Residency, decided: Mapping[ChunkId, _Begin]) -> int | None:
-        """Bytes that make the end of a lap its beginning; None if something would have to be fetched."""
+        """Bytes that make the end of an iteration its beginning; None if something would have to be fetched."""
         ended, moved = dict(last), 0
         for chunk, how in decided.items():
             if how is not _Begin.HOST and chunk not in ended:
                 return None
-            # What is clean at the end serves a lap that begins with it dirty: that costs no more.
+            # What is clean at the end serves an iteration that begins with it dirty: that costs no more.
             if how is not _Begin.DEVICE and ended.get(chunk, False):
                 moved += self.trace.chunk_nbytes[chunk]
         return moved

@@ -4,7 +4,7 @@
 Between two uses, cyclically, lies a *gap*. A gap is kept, and then takes the chunk's bytes in each of its moments; or
 it is not, and then the next use costs one copy H2D, and HOST needs the newest version. If that was written on DEVICE,
 HOST gets it by one copy D2H for the whole *dirty epoch*, from one write to the next, however many of its gaps are not
-kept. Content that is consumed, or written anew from nothing, is worth no copy. An update on HOST reads there what
+kept. Content that is consumed, or written again from nothing, is worth no copy. An update on HOST reads there what
 DEVICE wrote (D2H), and what it writes DEVICE has to fetch again (H2D): both are certain, whatever is kept.
 
     moment     0 1 2 3 4 5 6 7 8 9        budget of moment i: in use + kept gaps over i <= B_i
@@ -107,7 +107,7 @@ def chunks_written(trace: Trace, index: int) -> tuple[ChunkId, ...]:
 
 @dataclass
 class _Course:
-    """One chunk on its way through two laps; what is seen in the first one prepares the second."""
+    """One chunk on its way through two iterations; what is seen in the first one prepares the second."""
 
     chunk: ChunkId
     since: int | None = None

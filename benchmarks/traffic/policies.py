@@ -1,8 +1,8 @@
 """Demand paging: what a trace moves if chunks come when they are used, and a policy picks who leaves for lack of room.
 
-One account for all policies, so that they differ by their victims alone: content begun anew is not fetched, consumed
+One account for all policies, so that they differ by their victims alone: content begun again is not fetched, consumed
 content is gone at once, a replica that HOST has too leaves without a copy, and a chunk that HOST updates leaves DEVICE.
-Nothing is fetched early. Only PatrickStar as it moves departs from this account, and says so.
+Nothing is fetched early. Only PatrickStar as it moves misses its plan from this account, and says so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chunkmem.types import ChunkId, Role, Tier
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes moved in a lap; means over the laps after which paging repeats itself."""
+    """Bytes moved in an iteration; means over the iterations after which paging repeats itself."""
 
     h2d_nbytes: float
     d2h_nbytes: float
@@ -37,7 +37,7 @@ class Resident:
     is_dirty: bool
     """HOST lacks its content."""
     arrived: int
-    """Moment since the first lap's start."""
+    """Moment since the first iteration's start."""
     last_used: int
 
 
@@ -68,7 +68,7 @@ def first_in_first_out(trace: Trace, in_use: Sequence[frozenset[ChunkId]]) -> Ra
 def belady(trace: Trace, in_use: Sequence[frozenset[ChunkId]]) -> Rank:
     """Rank by the next moment in use, cyclically. Blind to what leaving costs.
 
-    Source: Belady, IBM Systems Journal 5(2), 1966.
+    Source: Belady, IBM Systems StepLog 5(2), 1966.
     """
     used_at: dict[ChunkId, list[int]] = defaultdict(list)
     for index, chunks in enumerate(in_use):
@@ -114,7 +114,7 @@ def patrickstar(trace: Trace, in_use: Sequence[frozenset[ChunkId]]) -> Rank:
 
 
 def _next(times: Sequence[int], now: int, *, period: int) -> int:
-    """The first of the ascending `times` after `now`, or of the next lap."""
+    """The first of the ascending `times` after `now`, or of the next iteration."""
     index = bisect_right(times, now)
     return times[index] if index < len(times) else times[0] + period
 
@@ -130,7 +130,7 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def page(trace: Trace, budgets: Sequence[int], update_tiers: Mapping[int, Tier], policy: Policy) -> Traffic:
-    """Run laps until one ends as an earlier one did; return the mean of those between.
+    """Run iterations until one ends as an earlier one did; return the mean of those between.
 
     Raises:
         CapacityError: what a moment uses does not fit its budget.
@@ -144,9 +144,9 @@ def page(trace: Trace, budgets: Sequence[int], update_tiers: Mapping[int, Tier],
             pager.run(index)
         moved.append((pager.h2d_nbytes, pager.d2h_nbytes))
     first = seen[state]
-    num_laps = len(moved) - 1 - first
+    num_iterations = len(moved) - 1 - first
     h2d, d2h = (last - before for last, before in zip(moved[-1], moved[first], strict=True))
-    return Traffic(h2d / num_laps, d2h / num_laps)
+    return Traffic(h2d / num_iterations, d2h / num_iterations)
 
 
 class _Pager:
@@ -162,7 +162,7 @@ class _Pager:
         self.d2h_nbytes = 0
 
     def state(self) -> Hashable:
-        """All that the next laps depend on: who is here, dirty or not, in both orders."""
+        """All that the next iterations depend on: who is here, dirty or not, in both orders."""
         orders = (
             tuple(sorted(self._residents, key=lambda chunk: (getattr(self._residents[chunk], by), _order(chunk))))
             for by in ("arrived", "last_used")

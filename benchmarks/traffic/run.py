@@ -1,4 +1,4 @@
-"""How many bytes do our plans move, beside the least that any plan could and beside what demand paging moves?
+"""How many bytes do our plans move, next to the least that any plan could and beside what demand paging moves?
 
 Needs scipy (the `test` extra). What is moved is arithmetic; only which plan is fastest depends on the machine.
 """
@@ -56,7 +56,7 @@ def record(case: ZooModel, variant: Variant) -> tuple[Trace, Machine]:
 
 
 def moved_nbytes(plan: Plan, trace: Trace) -> int:
-    """Return what the simulator says a lap moves, on both links."""
+    """Return what the simulator says an iteration moves, on both links."""
     return sum(simulate(plan, trace).moved_nbytes.values())
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from chunkmem.cli.answer import Answer, table
 from chunkmem.cli.machine import count, parse_size
 from chunkmem.errors import ChunkmemError, ConfigError
-from chunkmem.units import format_nbytes, shown
+from chunkmem.sizes import format_nbytes, shown
 
 if TYPE_CHECKING:
     from chunkmem.testing import CheckReport, Comparison

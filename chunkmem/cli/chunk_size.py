@@ -9,7 +9,7 @@ from chunkmem.cli.answer import Answer, table
 from chunkmem.cli.machine import parse_size
 from chunkmem.errors import ChunkmemError, ConfigError
 from chunkmem.layout.pack import SlabCandidate, search_slab_nbytes, slab_candidates
-from chunkmem.units import format_nbytes, shown
+from chunkmem.sizes import format_nbytes, shown
 
 if TYPE_CHECKING:
     from chunkmem.layout.spec import TensorSpec

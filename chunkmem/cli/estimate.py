@@ -67,8 +67,8 @@ def run(options: argparse.Namespace) -> Answer:
     from tqdm import tqdm
 
     from chunkmem.cli.estimate_answer import no, without_plan, yes
-    from chunkmem.estimate.beside import beside
     from chunkmem.estimate.changes import smallest_changes
+    from chunkmem.estimate.forked import in_fork
     from chunkmem.estimate.question import device_need, find, trains_on_demand
 
     question = _question(options)
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> Answer:
     gc.freeze()
     progress = tqdm(desc="rehearsing", unit=" steps", disable=None, leave=False)
     with silenced("torch._subclasses.fake_tensor"), progress as bar:
-        rehearse_other = beside(lambda: _rehearsed_if_possible(other))
+        rehearse_other = in_fork(lambda: _rehearsed_if_possible(other))
 
         def rehearse(asked: Question) -> Rehearsal:
             if asked not in known:

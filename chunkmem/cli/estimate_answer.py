@@ -6,8 +6,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import Answer, table
+from chunkmem.sizes import format_nbytes
 from chunkmem.types import Tier
-from chunkmem.units import format_nbytes
 
 if TYPE_CHECKING:
     from chunkmem.errors import CapacityError
@@ -30,8 +30,8 @@ def yes(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need:
         chunks + moment.non_model_peak_nbytes
         for chunks, moment in zip(finding.timeline.device_nbytes, finding.trace.moments, strict=True)
     )
-    step_s = max(finding.timeline.step_s, finding.floors.network_s)
-    floors, tokens = finding.floors, rehearsal.tokens
+    step_s = max(finding.timeline.step_s, finding.lower_bounds.network_s)
+    bounds, tokens = finding.lower_bounds, rehearsal.tokens
     data = _subject(question, rehearsal, other, need) | {
         "fits": True,
         "limit": None,
@@ -39,8 +39,9 @@ def yes(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need:
         "step_s": step_s,
         "tokens_per_s": tokens / step_s if tokens and step_s else None,
         "stall_s": finding.timeline.stall_s,
-        "floors": {"compute_s": floors.compute_s, "link_s": floors.link_s, "host_memory_s": floors.host_memory_s,
-                   "network_s": floors.network_s, "binding": floors.binding},
+        "lower_bounds": {"compute_s": bounds.compute_s, "link_s": bounds.link_s,
+                         "host_memory_s": bounds.host_memory_s, "network_s": bounds.network_s,
+                         "binding": bounds.binding},
         "moved_nbytes": {lane.value: nbytes for lane, nbytes in finding.timeline.moved_nbytes.items()},
         "device": {"peak_nbytes": with_activations, "chunk_peak_nbytes": peaks[Tier.DEVICE],
                    "cap_nbytes": question.device_nbytes},
@@ -59,10 +60,10 @@ def yes(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need:
         f"(at least {format_nbytes(need.nbytes)} is needed), "
         f"HOST at {format_nbytes(peaks[Tier.HOST])}{host_cap}",
         f"a step takes {step_s:.3g} s{speed}, of which computing waits {finding.timeline.stall_s:.3g} s for copies",
-        f"floors: compute {floors.compute_s:.3g} s, link {floors.link_s:.3g} s, "
-        f"host memory {floors.host_memory_s:.3g} s"
-        + (f", network {floors.network_s:.3g} s" if question.world > 1 else "")
-        + f"; {floors.binding} binds",
+        f"lower bounds: compute {bounds.compute_s:.3g} s, link {bounds.link_s:.3g} s, "
+        f"host memory {bounds.host_memory_s:.3g} s"
+        + (f", network {bounds.network_s:.3g} s" if question.world > 1 else "")
+        + f"; {bounds.binding} binds",
     ]
     if question.world > 1:
         lines.append(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import Answer, table
-from chunkmem.units import format_nbytes
+from chunkmem.sizes import format_nbytes
 
 if TYPE_CHECKING:
     from chunkmem.runtime.device import ComputeDevice

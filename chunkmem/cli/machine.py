@@ -9,7 +9,7 @@ from pathlib import Path
 from chunkmem.errors import ConfigError, PlanError
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
-from chunkmem.units import parse_nbytes
+from chunkmem.sizes import parse_nbytes
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:

@@ -77,4 +77,4 @@ def _print(answer: Answer, *, as_json: bool) -> int:
 
 
 Run = Callable[[argparse.Namespace], Answer]
-"""What each command's module has as `run`, beside `NAME`, `SUMMARY`, `DESCRIPTION` and `add_arguments`."""
+"""What each command's module has as `run`, in addition to `NAME`, `SUMMARY`, `DESCRIPTION` and `add_arguments`."""

@@ -16,9 +16,9 @@ from chunkmem.plan.model import Lane, Plan
 from chunkmem.plan.planner import PlanOptions, make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
+from chunkmem.sizes import format_nbytes, shown
 from chunkmem.trace.model import Trace
 from chunkmem.types import Tier
-from chunkmem.units import format_nbytes, shown
 
 if TYPE_CHECKING:
     from chunkmem.bound import TrafficBound
@@ -27,7 +27,7 @@ NAME = "plan"
 SUMMARY = "plan a recorded step for another machine"
 DESCRIPTION = """\
 Plan a recorded step for other caps and speeds, without a model and without a GPU: how long it would take, what it would
-wait for, and what it would move, beside the least that any plan could.
+wait for, and what it would move, next to the least that any plan could.
 
   chunkmem plan runs/demo --device 8GiB
   chunkmem plan trace.json --device 24GiB --host 128GiB --h2d 25GB --d2h 22GB --out plan.json
@@ -210,7 +210,7 @@ class Result:
         ])  # fmt: skip
         if self.plan.machine.charges_non_model:
             beside = max(moment.non_model_peak_nbytes for moment in self.trace.moments)
-            yield f"the cap on DEVICE also covers up to {format_nbytes(beside)} beside the chunks"
+            yield f"the cap on DEVICE also covers up to {format_nbytes(beside)} of non-model data"
         if self.out is not None:
             yield f"\nwritten to {self.out}"
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkmem.comm.roll import named
+from chunkmem.comm.failure_detector import named
 
 _NOTHING = 1 << 62
 """Larger than any hash, rank or flag."""

@@ -1,6 +1,6 @@
 """A rank's connection to the others: what they agree on before they begin it, and what happens when one is missing.
 
-See [Note: Agreement] in `chunkmem.comm.agreement` and [Note: Roll call] in `chunkmem.comm.roll`.
+See [Note: Agreement] in `chunkmem.comm.agreement` and [Note: Failure detection] in `chunkmem.comm.failure_detector`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from chunkmem.comm.agreement import (
     unpacked,
     verdict,
 )
-from chunkmem.comm.roll import Answer, call_roll, hang_up
+from chunkmem.comm.failure_detector import RankStatus, collect_statuses, hang_up
 from chunkmem.errors import ConfigError, RankError, StateError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _T = TypeVar("_T")
-_MAX_ROLL_CALL_S = 10.0
-_ROLL_CALL_SHARE = 0.25
+_MAX_DETECTION_S = 10.0
+_DETECTION_SHARE = 0.25
 """Of the timeout; the rest is what an exchange may take."""
 _LINGER_SHARE = 0.1
-"""Of the roll call."""
+"""Of the failure detection."""
 
 
 class Connection:
@@ -54,7 +54,8 @@ class Connection:
 
         Args:
             process_group: None is the default one; if torch.distributed is not initialised, this process alone.
-            timeout_s: after this much waiting, the roll call included, a rank counts as lost. The same on all ranks.
+            timeout_s: after this much waiting, the failure detection included, a rank counts as lost. The same on all
+            ranks.
 
         Raises:
             ConfigError: `process_group` was given but torch.distributed is not initialised, or this process is not one
@@ -92,19 +93,19 @@ class Connection:
         # Not `new_group`: it names groups by what each process has opened before, which may differ between ranks, and
         # gives a name again when its group was closed. gloo then waits for the addresses that it finds under it.
         count = met_in.add(f"chunkmem opened by rank {self.rank}", 1)
-        self._store = _within(met_in, f"chunkmem {count} roll call")
+        self._store = _within(met_in, f"chunkmem {count} failure detection")
         with self.waiting("opening the process groups"):
             self._chunks = self._gloo(_within(met_in, f"chunkmem {count} chunks"))
             self._numbers = self._gloo(_within(met_in, f"chunkmem {count} numbers"))
 
     def _gloo(self, store: Store) -> dist.ProcessGroup:
-        timeout = timedelta(seconds=self.timeout_s - self._roll_call_s)
+        timeout = timedelta(seconds=self.timeout_s - self._detection_s)
         # By itself, not as part of a group of several backends; it is used in the same way.
         return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, self.rank, self.size, timeout))
 
     @property
-    def _roll_call_s(self) -> float:
-        return min(_MAX_ROLL_CALL_S, _ROLL_CALL_SHARE * self.timeout_s)
+    def _detection_s(self) -> float:
+        return min(_MAX_DETECTION_S, _DETECTION_SHARE * self.timeout_s)
 
     def group(self, device: torch.device) -> dist.ProcessGroup:
         """Return the group to exchange chunks over that are on a device; all ranks issue the same on it, in one order.
@@ -209,7 +210,7 @@ class Connection:
 
     @contextlib.contextmanager
     def waiting(self, label: str) -> Iterator[None]:
-        """Turn what torch.distributed raises inside into an error that names ranks: [Note: Roll call].
+        """Turn what torch.distributed raises inside into an error that names ranks: [Note: Failure detection].
 
         Args:
             label: what is waited for; the messages of other ranks may have it too.
@@ -226,18 +227,20 @@ class Connection:
             raise self._give_up(label, time.monotonic() - started_s, error) from error
 
     def _give_up(self, label: str, waited_s: float, error: RuntimeError) -> RankError:
-        # Several threads may be waiting when a rank is lost: the first of them calls the roll for all.
+        # Several threads may be waiting when a rank is lost: the first of them asks for all.
         with self._lock:
             if self._failure is None:
                 assert self._store is not None
-                linger_s = _LINGER_SHARE * self._roll_call_s
+                linger_s = _LINGER_SHARE * self._detection_s
                 time.sleep(linger_s)
                 groups = [group for group in (self._chunks, self._numbers) if group is not None]
                 closed = {peer for group in groups for peer in hang_up(group, self.rank, self.size)}
-                answer = Answer(label, waited_s, sorted(closed))
+                answer = RankStatus(label, waited_s, sorted(closed))
                 # Stores may take longer to run out of time than they are told.
-                limit_s = min(self._roll_call_s, self.timeout_s - waited_s) - linger_s
-                self._failure = call_roll(self._store, self.rank, self._names, answer, limit_s=limit_s, error=error)
+                limit_s = min(self._detection_s, self.timeout_s - waited_s) - linger_s
+                self._failure = collect_statuses(
+                    self._store, self.rank, self._names, answer, limit_s=limit_s, error=error
+                )
             return self._failure
 
     # Bytes, once all have agreed.

@@ -4,8 +4,8 @@ A list of shards goes in: the chunks that are exchanged together, each with the 
 this rank. After a gather every rank has the owner's content; after a reduction the owner has the mean over ranks.
 
 [Note: Means] A mean is a sum in fp32 (float64 for float64), divided once by the number of ranks, rounded once to the
-dtype of the chunk. Point to point, the sum begins with rank 0's and goes on in the order of the ranks: the bits depend
-on the values alone, and a single process can repeat them. The libraries add in an order of their own.
+dtype of the chunk. Point to point, the sum begins with rank 0's and continues in the order of the ranks: the bits
+depend on the values alone, and a single process can repeat them. The libraries add in an order of their own.
 
 [Note: Order of exchanges] Every rank issues the same exchanges in the same order. They may be waited for in any order,
 on each rank in another one: whatever an exchange sends or receives was issued with it.

@@ -1,7 +1,7 @@
 """Three ways to exchange chunks, by the operations of torch.distributed that they use.
 
 ===============  =======================  =======================  ======================================
-way              gather                   reduce                   memory beside the shards, on each rank
+way              gather                   reduce                   extra memory, on each rank
 ===============  =======================  =======================  ======================================
 `Grouped`        one all-gather           one reduce-scatter       up to a copy of all shards, in the library
 `Chunkwise`      a broadcast for each     a reduce for each        none
@@ -102,7 +102,7 @@ class _Method(ABC):
 
     @abstractmethod
     def _memory(self, shards: Sequence[Shard]) -> list[list[torch.Tensor]]:
-        """Return the memory that reducing takes beside the shards, for each of them."""
+        """Return the extra memory that reducing takes, for each of them."""
 
     @abstractmethod
     def _sent(self, shard: Shard, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -195,7 +195,7 @@ class PointToPoint(_Method):
 
 
 class Chunkwise(_Method):
-    """Collectives of one chunk each, which need no memory beside it."""
+    """Collectives of one chunk each, which need no extra memory."""
 
     def _issue_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
         return [self._group(s).broadcast([s.flat], _rooted(dist.BroadcastOptions(), s.owner)) for s in shards]

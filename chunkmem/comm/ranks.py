@@ -10,7 +10,7 @@ import torch
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection
-from chunkmem.comm.roll import named
+from chunkmem.comm.failure_detector import named
 from chunkmem.errors import ConfigError
 
 _T = TypeVar("_T")

@@ -1,6 +1,6 @@
-"""The log of a rehearsed step: what the model's hooks ask of the executor, of the gradients and of units.
+"""The log of a rehearsed step: what the model's hooks ask of the pager, of the gradients and of units.
 
-Alone, backward lets go of chunks in other places than with units. But among several ranks none of it depends on how
+Alone, backward releases chunks in other places than with units. But among several ranks none of it depends on how
 many there are, since ranks differ in what is done then. So a model is run once, and the log is replayed for every rank
 of any number of them (`chunkmem.estimate.rank_steps`).
 """
@@ -19,7 +19,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.sharing import Sharing
 from chunkmem.nn.units import Unit, Units
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk, ChunkStore, Replica
 from chunkmem.types import Role, Tier
 
@@ -36,7 +36,7 @@ class Asked(enum.Enum):
     """A call of a unit begins."""
     LEAVE = "leave"
     ANNOUNCE = "announce"
-    """Backward goes on in a unit."""
+    """Backward continues in a unit."""
     END_BACKWARD = "end backward"
     STEP = "step"
     """The optimizer steps."""
@@ -104,7 +104,7 @@ class CallLog:
         self.calls.append(Call(asked, subject, str(reader), torch.is_grad_enabled(), self._measure()))
 
 
-class LoggedExecutor(DemandExecutor):
+class LoggedPager(Pager):
     """Serves accesses, and logs those to weights on DEVICE."""
 
     def __init__(self, store: ChunkStore, *, log: CallLog) -> None:
@@ -125,9 +125,9 @@ class LoggedExecutor(DemandExecutor):
 class LoggedGradients(GradientBook):
     """Takes gradients, and logs them."""
 
-    def __init__(self, executor: DemandExecutor, log: CallLog, **options: Any) -> None:
+    def __init__(self, pager: Pager, log: CallLog, **options: Any) -> None:
         """Make an empty book; `options` are those of `GradientBook`."""
-        super().__init__(executor, **options)
+        super().__init__(pager, **options)
         self._log = log
         self.parameters: dict[ManagedParameter, RehearsedParameter] = {}
 

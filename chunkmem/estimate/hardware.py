@@ -58,7 +58,7 @@ class Hardware:
             host_update_Bps=self.host_memory_Bps / _UPDATE_MOVES_PER_BYTE,
             charges_non_model=self.is_accelerator,
             one_processor=False,
-            undo_log_nbytes=int(host_nbytes * OptsConfig().undo_log_ratio) if self.is_accelerator else 0,
+            shadow_nbytes=int(host_nbytes * OptsConfig().undo_log_ratio) if self.is_accelerator else 0,
             # Of a chunk, all but the part of its owner passes each rank.
             exchange_Bps=self.exchange_Bps(world) * world / (world - 1) if world > 1 else inf,
         )

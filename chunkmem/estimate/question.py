@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from chunkmem.errors import CapacityError
-from chunkmem.estimate.floors import Floors, floors_of
 from chunkmem.estimate.hardware import Hardware
+from chunkmem.estimate.lower_bounds import LowerBounds, lower_bounds_of
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.needs import Need, least_on_device, least_on_host
 from chunkmem.estimate.rank_stage import Exchanged, Step
@@ -85,7 +85,7 @@ class Finding:
     trace: Trace
     plan: Plan
     timeline: Timeline
-    floors: Floors
+    lower_bounds: LowerBounds
     exchanged: Exchanged
     first_host_nbytes: int
     """What the first step needs on HOST, where gradients may wait for the optimizer's step."""
@@ -127,8 +127,8 @@ def find(question: Question, rehearsal: Rehearsal) -> Finding:
     step, plan, timeline = _faster(question, steps)
     most_nbytes = max(step.exchanged.sent_nbytes, step.exchanged.received_nbytes)
     exchange_s = most_nbytes / question.hardware.exchange_Bps(question.world)
-    floors = floors_of(plan, step.trace, question.hardware, exchange_s=exchange_s)
-    return Finding(step.trace, plan, timeline, floors, step.exchanged, _least_on_host(question, steps))
+    lower_bounds = lower_bounds_of(plan, step.trace, question.hardware, exchange_s=exchange_s)
+    return Finding(step.trace, plan, timeline, lower_bounds, step.exchanged, _least_on_host(question, steps))
 
 
 def fits(question: Question, rehearsal: Rehearsal) -> bool:

@@ -75,7 +75,7 @@ class _Meter:
 
 
 class _TimedRecorder(Recorder):
-    """Takes the logged times of a step beside its events."""
+    """Takes the logged times of a step with its events."""
 
     def __init__(self, meter: _Meter) -> None:
         super().__init__(Mode.TRAIN, take_peaks=lambda: (meter.take_peak_nbytes(), 0))
@@ -106,14 +106,14 @@ class RankStage:
             CapacityError: there is no room for the weights, or for what training adds to them.
         """
         self._calls, self._memory = step.calls, memory
-        self._executor, self._store = memory.executor, memory.store
+        self._pager, self._store = memory.pager, memory.store
         self._parameters = cast(list[ManagedParameter], list(step.parameters))
         self._meter = _Meter()
         self._exchange = CountedExchange(
             ranks, step.layout, is_accelerator=is_accelerator, on_buffer=self._meter.buffer
         )
         places = StatePlaces(memory.store, memory.caps, margin_use_ratio=margin_use_ratio)
-        self._slots = GradientSlots(memory.executor, settles=places.settles)
+        self._slots = GradientSlots(memory.pager, settles=places.updates_on_host)
         self._shards = make_shards(memory, ranks, [self._exchange], self._slots)
         gradients = cast(GradientBook, self._slots)  # there is no `.grad` to keep in line
         self._updater = make_updater(memory, gradients, places, BlockingLanes(memory.compute))
@@ -129,7 +129,7 @@ class RankStage:
         return self._shards.units
 
     def _pack(self, step: StepCalls) -> None:
-        packer, sharing = Packer(self._executor, self._memory.make_home), self._shards.sharing
+        packer, sharing = Packer(self._pager, self._memory.make_home), self._shards.sharing
         names = {managed.slot.tensor: managed.name for managed in self._parameters}
         for group in step.layout.groups:
             inside = [names[slot.tensor] for slot in group.slots]
@@ -155,7 +155,7 @@ class RankStage:
 
     def step(self) -> Step:
         """Do one step, and write it down."""
-        self._executor.policy = recorder = _TimedRecorder(self._meter)
+        self._pager.policy = recorder = _TimedRecorder(self._meter)
         traffic = self._exchange.traffic
         before, traffic.peak_buffered_nbytes = replace(traffic), traffic.buffered_nbytes
         self.units.begin_root(grad_enabled=True)
@@ -171,7 +171,7 @@ class RankStage:
         trace = recorder.trace(self._layout, self._store.chunks)
         timed = zip(trace.moments, durations_s, strict=True)
         trace = replace(trace, moments=tuple(replace(moment, duration_s=s) for moment, s in timed))
-        self._executor.policy = OnDemand()
+        self._pager.policy = OnDemand()
         self.units.end_step()
         sent, received = traffic.sent_nbytes - before.sent_nbytes, traffic.received_nbytes - before.received_nbytes
         return Step(trace, Exchanged(sent, received, traffic.peak_buffered_nbytes))
@@ -181,9 +181,9 @@ class RankStage:
         if isinstance(subject, int):
             chunk = self._store.chunks[ChunkId(Role.PARAM, subject)]
             if call.asked is Asked.PIN:
-                self._executor.pin(chunk, Tier.DEVICE, reader=call.reader)
+                self._pager.pin(chunk, Tier.DEVICE, reader=call.reader)
             else:
-                self._executor.unpin(chunk, Tier.DEVICE)
+                self._pager.unpin(chunk, Tier.DEVICE)
         elif isinstance(subject, Unit):
             if self._shards.reduction is not None:  # alone, there are no units
                 by_name = {Asked.ENTER: self.units.enter, Asked.LEAVE: self.units.leave}

@@ -1,8 +1,8 @@
 """Run one training step without memory and without hardware, and write down the trace it would leave.
 
 The model runs under torch's fake tensors, and everything that listens to it is what listens in training: the same
-hooks, the same frames, the same executor. Only chunks have no memory, copies are none, and operators take the time that
-a clock says. What is asked of the executor is logged, and replayed for each rank with what ranks train with and the
+hooks, the same frames, the same pager. Only chunks have no memory, copies are none, and operators take the time that
+a clock says. What is asked of the pager is logged, and replayed for each rank with what ranks train with and the
 same recorder (`chunkmem.estimate.rank_steps`). So the moments are those that `manager.trace` would have.
 """
 
@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkmem.config import Config
 from chunkmem.errors import ChunkmemError, LayoutError, TraceError
-from chunkmem.estimate.calls import Asked, CallLog, LoggedExecutor, LoggedGradients, LoggedUnits, Measured, StepCalls
+from chunkmem.estimate.calls import Asked, CallLog, LoggedGradients, LoggedPager, LoggedUnits, Measured, StepCalls
 from chunkmem.estimate.clock import OperatorClock
 from chunkmem.estimate.model import Model, checkpointed
 from chunkmem.estimate.peers import UnisonRanks
@@ -146,7 +146,7 @@ class Rehearsal:
 
     @property
     def activation_nbytes(self) -> int:
-        """The highest bytes beside the chunks: activations, gradients under way, temporaries."""
+        """Peak bytes of non-model data: activations, gradients under way, temporaries."""
         return max((moment.non_model_peak_nbytes for moment in self.trace.moments), default=0)
 
     @property
@@ -230,9 +230,9 @@ class _Stage:
         self._clock = clock
         self.log = CallLog(self._measure)
         config = setting.config()
-        memory = counted_memory(*one_tier(setting.device_nbytes), make_executor=partial(LoggedExecutor, log=self.log))
+        memory = counted_memory(*one_tier(setting.device_nbytes), make_pager=partial(LoggedPager, log=self.log))
         places = StatePlaces(memory.store, memory.caps, margin_use_ratio=0.0)
-        self._gradients = LoggedGradients(memory.executor, self.log, settles=places.settles)
+        self._gradients = LoggedGradients(memory.pager, self.log, settles=places.updates_on_host)
         self._units = LoggedUnits(self.log, is_alone=setting.num_ranks == 1)
         shards = Shards(UnisonRanks(0, setting.num_ranks), None, None, self._units)
         updater = make_updater(memory, self._gradients, places, BlockingLanes(memory.compute))

@@ -10,8 +10,8 @@ import torch
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.parts import Memory
 from chunkmem.runtime.device import ComputeDevice
-from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.ledger import Ledger
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.store import Chunk, ChunkStore, Replica
 from chunkmem.runtime.tiers import TierCaps
@@ -116,7 +116,7 @@ class RehearsedChunk:
         self._storages: dict[ManagedParameter, int] = {}
         self._num_own: dict[ManagedParameter, int] = {}
 
-    def take(self, managed: ManagedParameter) -> None:
+    def add(self, managed: ManagedParameter) -> None:
         """Take a parameter in: it has the chunk's dtype from now on."""
         self.parameters.append(managed)
         with torch._C.DisableTorchFunctionSubclass():
@@ -158,10 +158,8 @@ def one_tier(device_nbytes: int = NO_CAP_NBYTES) -> tuple[Ledger, Ledger]:
     return open_ledger(Tier.DEVICE, device_nbytes), Ledger(Tier.HOST, 0, 0)
 
 
-def counted_memory(
-    device: Ledger, host: Ledger, *, make_executor: Callable[[ChunkStore], DemandExecutor] = DemandExecutor
-) -> Memory:
+def counted_memory(device: Ledger, host: Ledger, *, make_pager: Callable[[ChunkStore], Pager] = Pager) -> Memory:
     """Return chunks that are only counted, on two tiers; where HOST has no room, the two are one."""
-    executor = make_executor(WeightlessStore([device, host]))
+    pager = make_pager(WeightlessStore([device, host]))
     caps = TierCaps(device.cap_nbytes, host.cap_nbytes, shared=host.limit_nbytes == 0)
-    return Memory(ComputeDevice(_CPU), caps, executor, lambda dtype: cast(BoundChunk, RehearsedChunk()))
+    return Memory(ComputeDevice(_CPU), caps, pager, lambda dtype: cast(BoundChunk, RehearsedChunk()))

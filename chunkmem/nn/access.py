@@ -29,7 +29,7 @@ from chunkmem.nn.guard import AccessGuard
 from chunkmem.nn.transforms import check_transforms, unwrapped, wrapped_error
 from chunkmem.nn.units import Unit
 from chunkmem.nn.values import storage_id
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -43,7 +43,7 @@ def not_copyable() -> StateError:
     """Return the error for `deepcopy`, `pickle` and `torch.save` of a managed module."""
     return StateError(
         "a managed model cannot be copied or pickled: its parameters live in chunks. Take manager.state_dict() and "
-        "load it into a model built anew"
+        "load it into a model built again"
     )
 
 
@@ -167,8 +167,8 @@ class Frame:
 class AccessTracker:
     """The stack of running modules, and the chunks that are held for somebody outside of them."""
 
-    def __init__(self, executor: DemandExecutor) -> None:
-        self._executor = executor
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
         self.chunks: dict[int, Chunk] = {}
         """PARAM chunk by group."""
         self.stack: list[Frame] = []
@@ -182,7 +182,7 @@ class AccessTracker:
         """Groups of which somebody has an address: it is kept until the next call of a model or step."""
         self._held: dict[int, None] = {}
         """Groups that are pinned for somebody who keeps references; see [Note: References]."""
-        executor.holder = self
+        pager.holder = self
 
     @property
     def pinning(self) -> tuple[object, ...]:
@@ -193,7 +193,7 @@ class AccessTracker:
     def add(self, parameters: Iterable[ManagedParameter]) -> None:
         """Take in the parameters of a model that was packed."""
         for managed in parameters:
-            self.chunks[managed.group] = self._executor.store.chunks[ChunkId(Role.PARAM, managed.group)]
+            self.chunks[managed.group] = self._pager.store.chunks[ChunkId(Role.PARAM, managed.group)]
 
     def look_up(self, managed: ManagedParameter) -> None:
         """Serve a lookup: inside of modules the parameter is on DEVICE when this returns. Raises what `read` does."""
@@ -209,12 +209,12 @@ class AccessTracker:
         """
         if managed in frame.reads:
             return
-        if self._executor.closed is not None:
-            raise StateError(f"parameter {managed.name}: {self._executor.closed}")
+        if self._pager.closed is not None:
+            raise StateError(f"parameter {managed.name}: {self._pager.closed}")
         check_transforms(managed.name)
         group = managed.group
         if group not in frame.groups:
-            self._executor.pin(self.chunks[group], Tier.DEVICE, reader=frame)
+            self._pager.pin(self.chunks[group], Tier.DEVICE, reader=frame)
             frame.groups[group] = None
             frame.before[group] = managed.bound, managed.bound.num_references()
             frame.left_inside.pop(group, None)
@@ -307,9 +307,9 @@ class AccessTracker:
             for group in groups:
                 if group in held and group not in self._held:
                     self._held[group] = None
-                    self._executor.held.add(self.chunks[group])
+                    self._pager.held.add(self.chunks[group])
                 else:
-                    self._executor.unpin(self.chunks[group], Tier.DEVICE)
+                    self._pager.unpin(self.chunks[group], Tier.DEVICE)
 
     def is_stale(self, module: nn.Module) -> bool:
         """Tell whether the stack is left over from a call that was torn down without its hooks (KeyboardInterrupt).
@@ -334,7 +334,7 @@ class AccessTracker:
         return not self.stack or self.is_stale(root)
 
     def relieve(self) -> bool:
-        """Let go of chunks that nobody keeps references to any more; False if there are none."""
+        """Release chunks that nobody keeps references to any more; False if there are none."""
         free = [group for group in self._held if not self._is_kept(group)]
         for group in free:
             self._let_go(group)
@@ -350,9 +350,9 @@ class AccessTracker:
         """Hold those of these groups, which the caller has pinned, that somebody keeps references to."""
         for group in groups:
             if group not in self._held and self._is_kept(group):
-                self._executor.pin(self.chunks[group], Tier.DEVICE, reader="held")
+                self._pager.pin(self.chunks[group], Tier.DEVICE, reader="held")
                 self._held[group] = None
-                self._executor.held.add(self.chunks[group])
+                self._pager.held.add(self.chunks[group])
 
     def keep_address(self, groups: Iterable[int]) -> None:
         """Hold these groups, which the caller has pinned, until the next call of a model or step."""
@@ -362,8 +362,8 @@ class AccessTracker:
     def refresh_held(self) -> None:
         """Bring the newest values to where somebody outside looks: an update may have been made elsewhere."""
         for group in self._held:
-            self._executor.pin(self.chunks[group], Tier.DEVICE, reader="held")
-            self._executor.unpin(self.chunks[group], Tier.DEVICE)
+            self._pager.pin(self.chunks[group], Tier.DEVICE, reader="held")
+            self._pager.unpin(self.chunks[group], Tier.DEVICE)
 
     def reset(self, *, step: bool) -> None:
         """Drop what an interrupted call left; at a step, also what graphs of before it are waited for."""
@@ -391,7 +391,7 @@ class AccessTracker:
 
     def _let_go(self, group: int) -> None:
         chunk = self.chunks[group]
-        self._executor.notice_writes(chunk)
+        self._pager.notice_writes(chunk)
         del self._held[group]
-        self._executor.held.discard(chunk)
-        self._executor.unpin(chunk, Tier.DEVICE)
+        self._pager.held.discard(chunk)
+        self._pager.unpin(chunk, Tier.DEVICE)

@@ -1,7 +1,7 @@
 """Autocast around a managed model: its cache of cast weights is switched off.
 
 [Note: Autocast's cache] Inside `torch.autocast` torch keeps the cast copy of each weight until the outermost autocast
-ends: a second model in low precision beside the chunks, which no plan can move, and which goes on being used after an
+ends: a second model in low precision outside the chunks, which no plan can move, and which is still used after an
 update inside the region has changed the weights. The switch is the thread's, and an autocast leaves it as it found it.
 So a call of a model inside one has only to turn it off:
 

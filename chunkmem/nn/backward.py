@@ -28,7 +28,7 @@ from chunkmem.nn.references import Findings, GraphSearch
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.units import Unit, Units
 from chunkmem.nn.values import kept_tensors, tensors_in
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
 from chunkmem.types import Tier
 
@@ -67,7 +67,7 @@ class BackwardCall:
         for group, count in self.references.items():
             access.awaited[group] = access.awaited.get(group, 0) + count
         self.uncertain = uncertain
-        """Groups that are let go when references are gone."""
+        """Groups that are released when references are gone."""
         self.nodes = nodes
         self.counter = None if is_hidden else access.num_calls
         """Where it counts as one that is to come. None: it does not, or no longer."""
@@ -112,7 +112,7 @@ class BackwardTracker:
 
     def __init__(
         self,
-        executor: DemandExecutor,
+        pager: Pager,
         access: AccessTracker,
         units: Units,
         turn: Turn,
@@ -121,7 +121,7 @@ class BackwardTracker:
     ) -> None:
         """Begin with nothing announced. In a rehearsal, what modules leave is taken for their graphs': it has views of
         fake tensors, whose references cannot be told apart."""
-        self._executor = executor
+        self._pager = pager
         self._is_rehearsal = is_rehearsal
         self._turn = turn
         self._access = access
@@ -134,7 +134,7 @@ class BackwardTracker:
         """Announced calls by the id of autograd's graph task."""
         self._graphs = GraphSearch()
         self._nodes = NodePins(
-            executor, access, turn, graphs=self._graphs, watch=self.watch, then=lambda: self._settle_left()
+            pager, access, turn, graphs=self._graphs, watch=self.watch, then=lambda: self._settle_left()
         )
         self._recomputed_in: dict[int, dict[int, Counter[int]]] = {}
         """By graph task and group: references left by recomputed calls, by the identity of their module."""
@@ -239,7 +239,7 @@ class BackwardTracker:
         self._waiting.clear()
         if step:
             for chunk in self._held:
-                self._executor.unpin(chunk, Tier.DEVICE)
+                self._pager.unpin(chunk, Tier.DEVICE)
             self._held.clear()
 
     def _announce(self, call: BackwardCall) -> None:
@@ -273,12 +273,12 @@ class BackwardTracker:
         for managed in call.reads:
             group = managed.group
             if group not in call.open:
-                self._executor.pin(self._chunks[group], Tier.DEVICE, reader=call)
+                self._pager.pin(self._chunks[group], Tier.DEVICE, reader=call)
                 call.open[group] = set()
                 if group in self._counted:
                     self._lower_level(task, group, by=call.references.get(group, 0))
                 if holding:
-                    self._executor.pin(self._chunks[group], Tier.DEVICE, reader=call)
+                    self._pager.pin(self._chunks[group], Tier.DEVICE, reader=call)
                     self._held.append(self._chunks[group])
             if managed.requires_grad:
                 call.open[group].add(managed)
@@ -318,7 +318,7 @@ class BackwardTracker:
         del call.open[group]
         if call.references and not torch._C._autograd._get_current_graph_task_keep_graph():
             call.used_up(group)
-        self._executor.unpin(self._chunks[group], Tier.DEVICE)
+        self._pager.unpin(self._chunks[group], Tier.DEVICE)
 
     def _settle_left(self) -> None:
         """Look again at calls that wait for references to go."""
@@ -396,7 +396,7 @@ class BackwardTracker:
             for group in call.open:
                 if is_through:
                     call.used_up(group)
-                self._executor.unpin(self._chunks[group], Tier.DEVICE)
+                self._pager.unpin(self._chunks[group], Tier.DEVICE)
             call.open.clear()
 
 

@@ -238,7 +238,7 @@ class BoundChunk:
         """Return the identity of the storage that a parameter is in."""
         return self.storage_id
 
-    def take(self, managed: ManagedParameter) -> None:
+    def add(self, managed: ManagedParameter) -> None:
         """Take a parameter in, in the order of the group's slots: it stands on its placeholder, its memory is freed."""
         self.parameters.append(managed)
         managed.param.data = managed.placeholder

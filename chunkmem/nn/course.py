@@ -126,7 +126,7 @@ class Course:
         return max(self._gathers(), key=len, default=())
 
     def reset(self) -> None:
-        """Drop what an interrupted step has begun. If that failed, whoever exchanges next hears of it."""
+        """Drop what an interrupted step has begun. If that failed, the next exchange raises."""
         with contextlib.suppress(RankError):
             self._drop()
         with contextlib.suppress(RankError):

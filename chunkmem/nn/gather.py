@@ -14,10 +14,10 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.sharing import Sharing
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
+from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
-from chunkmem.units import format_nbytes
 
 
 @contextmanager
@@ -25,17 +25,17 @@ def gathered(
     params: Iterable[ManagedParameter],
     *,
     grads: bool,
-    executor: DemandExecutor,
+    pager: Pager,
     access: AccessTracker,
     gradients: GradientBook,
-    take_up: Callable[[Iterable[int]], None],
+    sync_masters: Callable[[Iterable[int]], None],
     reduction: Reduction | None = None,
 ) -> Iterator[None]:
     """Pin the chunks of `params` on DEVICE; with `grads`, `.grad` is the gradient's slot meanwhile.
 
-    `take_up` has the master copies of these groups, where there are some, follow what was written. With `reduction`,
-    all ranks call it, weights and means of gradients come from their owners, and what an owner has written to its own
-    is kept.
+    `sync_masters` has the master copies of these groups, where there are some, follow what was written. With
+    `reduction`, all ranks call it, weights and means of gradients come from their owners, and what an owner has written
+    to its own is kept.
 
     Raises:
         CapacityError: they do not fit DEVICE together; nothing has been moved.
@@ -47,20 +47,20 @@ def gathered(
     landed = [m for m in exposed if m in gradients.landed.get(m.group, ())]
     if reduction is not None and grads:
         landed = reduction.reduce_early(exposed)
-    weights = [executor.store.chunks[group] for group in dict.fromkeys(ChunkId(Role.PARAM, m.group) for m in wanted)]
+    weights = [pager.store.chunks[group] for group in dict.fromkeys(ChunkId(Role.PARAM, m.group) for m in wanted)]
     grad_chunks = [gradients.chunks[group] for group in dict.fromkeys(m.group for m in landed)]
-    _require_room([*weights, *grad_chunks], executor)
+    _require_room([*weights, *grad_chunks], pager)
     with ExitStack() as stack:
         if sharing is not None:
-            stack.enter_context(_shared([chunk.id.group for chunk in weights], sharing, executor))
+            stack.enter_context(_shared([chunk.id.group for chunk in weights], sharing, pager))
         own = [chunk for chunk in weights if not chunk.is_remote]
-        stack.enter_context(_pinned(own, executor))
-        stack.callback(_hold_kept, own, executor, access)
-        stack.callback(_take_writes, own, executor, take_up)
+        stack.enter_context(_pinned(own, pager))
+        stack.callback(_hold_kept, own, pager, access)
+        stack.callback(_take_writes, own, pager, sync_masters)
         stack.enter_context(_open(wanted))
         lent = [m for m in landed if sharing is not None and not sharing.owns(m.group)]
         others = {m.group for m in lent}
-        stack.enter_context(_pinned((chunk for chunk in grad_chunks if chunk.id.group not in others), executor))
+        stack.enter_context(_pinned((chunk for chunk in grad_chunks if chunk.id.group not in others), pager))
         stack.enter_context(gradients.borrowing(lent, reader="gather"))
         if sharing is not None and grad_chunks:
             sharing.gather_chunks(grad_chunks, reader="gather")
@@ -68,8 +68,8 @@ def gathered(
             yield
 
 
-def _hold_kept(own: list[Chunk], executor: DemandExecutor, access: AccessTracker) -> None:
-    if executor.closed is None:
+def _hold_kept(own: list[Chunk], pager: Pager, access: AccessTracker) -> None:
+    if pager.closed is None:
         access.hold_kept(chunk.id.group for chunk in own)
 
 
@@ -88,48 +88,48 @@ def _open(params: Iterable[ManagedParameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _shared(groups: list[int], sharing: Sharing, executor: DemandExecutor) -> Iterator[None]:
+def _shared(groups: list[int], sharing: Sharing, pager: Pager) -> Iterator[None]:
     sharing.hold(groups, reader="gather")
     try:
         sharing.gather(groups, reader="gather")
         yield
     finally:
-        if executor.closed is None:
-            sharing.renew(groups)  # whoever goes on holding them reads what was written
+        if pager.closed is None:
+            sharing.renew(groups)  # other holders read what was written
             sharing.release(groups)
 
 
-def _take_writes(own: list[Chunk], executor: DemandExecutor, take_up: Callable[[Iterable[int]], None]) -> None:
-    if executor.closed is None:
-        executor.policy.before_demand()
+def _take_writes(own: list[Chunk], pager: Pager, sync_masters: Callable[[Iterable[int]], None]) -> None:
+    if pager.closed is None:
+        pager.policy.before_demand()
         for chunk in own:
             # What was written through `.data` or numpy passed autograd's version counter by.
             assert chunk.home is not None
             chunk.home.take_written()
-            executor.store.mark_written(chunk, Tier.DEVICE)
-        take_up(chunk.id.group for chunk in own)
+            pager.store.mark_written(chunk, Tier.DEVICE)
+        sync_masters(chunk.id.group for chunk in own)
 
 
 @contextmanager
-def _pinned(chunks: Iterable[Chunk], executor: DemandExecutor) -> Iterator[None]:
+def _pinned(chunks: Iterable[Chunk], pager: Pager) -> Iterator[None]:
     pinned: list[Chunk] = []
     try:
         for chunk in chunks:
-            executor.pin(chunk, Tier.DEVICE, reader="gather", elastic=True)
+            pager.pin(chunk, Tier.DEVICE, reader="gather", elastic=True)
             pinned.append(chunk)
         yield
     finally:
-        for chunk in pinned if executor.closed is None else ():
-            executor.unpin(chunk, Tier.DEVICE)
+        for chunk in pinned if pager.closed is None else ():
+            pager.unpin(chunk, Tier.DEVICE)
 
 
-def _require_room(chunks: list[Chunk], executor: DemandExecutor) -> None:
-    store = executor.store
+def _require_room(chunks: list[Chunk], pager: Pager) -> None:
+    store = pager.store
     cap = store.pools[Tier.DEVICE].ledger.limit_nbytes
     while True:
         extra = sum(c.nbytes for c in chunks if Tier.DEVICE not in c.replicas or c.replicas[Tier.DEVICE].pins == 0)
-        needed = executor.pinned_nbytes[Tier.DEVICE] + extra
-        if needed <= cap or not executor.holder.relieve():
+        needed = pager.pinned_nbytes[Tier.DEVICE] + extra
+        if needed <= cap or not pager.holder.relieve():
             break
     if needed > cap:
         raise CapacityError(

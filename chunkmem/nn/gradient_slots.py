@@ -9,7 +9,7 @@ import torch
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -17,14 +17,14 @@ from chunkmem.types import ChunkId, Role, Tier
 class GradientSlots:
     """Which gradients have landed since the last step, and where."""
 
-    def __init__(self, executor: DemandExecutor, *, settles: Callable[[int], bool]) -> None:
+    def __init__(self, pager: Pager, *, settles: Callable[[int], bool]) -> None:
         """Begin with none.
 
         Args:
-            executor: serves the accesses.
+            pager: serves the accesses.
             settles: tells whether a group is updated on HOST.
         """
-        self._executor = executor
+        self._pager = pager
         self._settles = settles
         self.chunks: dict[int, Chunk] = {}
         """GRAD chunk by group."""
@@ -57,7 +57,7 @@ class GradientSlots:
     def add(self, parameters: Iterable[ManagedParameter]) -> None:
         """Take in the parameters of a model that was packed."""
         for managed in sorted(parameters, key=lambda m: (m.group, m.position)):
-            self.chunks[managed.group] = self._executor.store.chunks[ChunkId(Role.GRAD, managed.group)]
+            self.chunks[managed.group] = self._pager.store.chunks[ChunkId(Role.GRAD, managed.group)]
             self.members[managed.group] = (*self.members.get(managed.group, ()), managed)
 
     def land(self, managed: ManagedParameter, grad: torch.Tensor, *, replacing: bool = False) -> None:
@@ -81,11 +81,11 @@ class GradientSlots:
             self.given.discard(managed)
             self._clear_carried(managed)
         if chunk.version == NO_CONTENT:
-            self._executor.create(chunk, Tier.DEVICE, reader=reader, zero=False)
+            self._pager.create(chunk, Tier.DEVICE, reader=reader, zero=False)
             self._landed[managed.group] = set()
             self._expected[managed.group] = sum(m.requires_grad for m in self.members[managed.group])
         else:
-            self._executor.use(chunk, Tier.DEVICE, reader=reader)
+            self._pager.use(chunk, Tier.DEVICE, reader=reader)
         landed = self._landed[managed.group] = self._landed.pop(managed.group)
         slot = self._slot(managed)
         with runtime_mode():
@@ -95,9 +95,9 @@ class GradientSlots:
                 slot.copy_(grad)
                 landed.add(managed)
         if len(chunk.replicas) > 1:
-            self._executor.store.mark_written(chunk, Tier.DEVICE)
+            self._pager.store.mark_written(chunk, Tier.DEVICE)
         is_settled = len(landed) >= self._expected[managed.group] and self._settles(managed.group)
-        self._executor.store.settle(chunk, is_settled=is_settled)
+        self._pager.store.settle(chunk, is_settled=is_settled)
 
     def complete(self, group: int, wanted: Collection[ManagedParameter], *, reader: str) -> None:
         """Have a gradient, of zeros where none has landed, for parameters of a group on DEVICE: to be reduced."""
@@ -107,16 +107,16 @@ class GradientSlots:
         if group in self._reduced:
             self._carry(group, reader)
         if chunk.version == NO_CONTENT:
-            self._executor.create(chunk, Tier.DEVICE, reader=reader, zero=True)
+            self._pager.create(chunk, Tier.DEVICE, reader=reader, zero=True)
             self._landed[group] = set()
         else:
-            self._executor.use(chunk, Tier.DEVICE, reader=reader)
+            self._pager.use(chunk, Tier.DEVICE, reader=reader)
         missing = set(wanted) - self._landed[group]
         with runtime_mode():
             for managed in missing:
                 self._slot(managed).zero_()
         if len(chunk.replicas) > 1:
-            self._executor.store.mark_written(chunk, Tier.DEVICE)
+            self._pager.store.mark_written(chunk, Tier.DEVICE)
 
     def reduced(self, group: int) -> None:
         """A group's gradient, on DEVICE, is the mean over ranks now."""
@@ -127,8 +127,8 @@ class GradientSlots:
             with runtime_mode():
                 chunk.replicas[Tier.DEVICE].flat.add_(carried.to(chunk.replicas[Tier.DEVICE].flat.device))
         self._reduced.add(group)
-        self._executor.store.mark_written(chunk, Tier.DEVICE)
-        self._executor.store.settle(chunk, is_settled=self._settles(group))
+        self._pager.store.mark_written(chunk, Tier.DEVICE)
+        self._pager.store.settle(chunk, is_settled=self._settles(group))
 
     def show_reduced(self, managed: ManagedParameter) -> None:
         """Count a mean, of gradients that other ranks had, as this one's."""
@@ -138,19 +138,19 @@ class GradientSlots:
         """Another rank has a group's gradient now."""
         self.given |= self._landed.pop(group, set())
         chunk = self.chunks[group]
-        self._executor.consume(chunk)
-        self._executor.discard_remote(chunk)  # unlike the owner's, it is not wanted before the next backward
+        self._pager.consume(chunk)
+        self._pager.discard_remote(chunk)  # unlike the owner's, it is not wanted before the next backward
 
     def _carry(self, group: int, reader: str) -> None:
         """More comes after a mean was formed: set that aside, and accumulate from zero."""
         chunk = self.chunks[group]
-        replica = self._executor.use(chunk, Tier.DEVICE, reader=reader)
+        replica = self._pager.use(chunk, Tier.DEVICE, reader=reader)
         with runtime_mode():
             self._carried[group] = replica.flat.to("cpu", copy=True)
             replica.flat.zero_()
         for managed in set(self.members[group]) - self._landed[group]:
             self._clear_carried(managed)  # discarded since the mean was formed
-        self._executor.store.mark_written(chunk, Tier.DEVICE)
+        self._pager.store.mark_written(chunk, Tier.DEVICE)
         self._reduced.discard(group)
 
     def _clear_carried(self, managed: ManagedParameter) -> None:
@@ -163,16 +163,16 @@ class GradientSlots:
         """Set to zero what has landed, on all tiers, and the mean that was set aside."""
         if managed.group in self.under_way:
             self.under_way[managed.group]()
-        self._executor.policy.drain()
+        self._pager.policy.drain()
         self._clear_carried(managed)
         chunk = self.chunks[managed.group]
         with runtime_mode():
             for tier in chunk.replicas:
                 if chunk.ready(tier):
-                    self._executor.store.views(chunk, tier)[managed.position].zero_()
+                    self._pager.store.views(chunk, tier)[managed.position].zero_()
 
     def _slot(self, managed: ManagedParameter) -> torch.Tensor:
-        return self._executor.store.views(self.chunks[managed.group], Tier.DEVICE)[managed.position]
+        return self._pager.store.views(self.chunks[managed.group], Tier.DEVICE)[managed.position]
 
     def forget(self, params: Collection[ManagedParameter]) -> None:
         """Give up what has landed of `params`; a group without any gradient has no content any more."""
@@ -189,7 +189,7 @@ class GradientSlots:
                 del self._landed[group]
                 self._reduced.discard(group)
                 self._carried.pop(group, None)
-                self._executor.consume(self.chunks[group])
+                self._pager.consume(self.chunks[group])
 
     def any_landed(self, params: Iterable[ManagedParameter]) -> bool:
         """Tell whether one of `params` has a gradient."""

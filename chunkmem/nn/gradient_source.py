@@ -29,7 +29,7 @@ class GradientState(Enum):
 
 
 class GradientOwner(Protocol):
-    """Whoever keeps the slots."""
+    """The owner of the slots."""
 
     def locate(self, source: GradientSource, *, writing: bool, overwriting: bool = False) -> list[torch.Tensor]:
         """Return the slot where it is; with `writing`, on every tier that has it, the newest first.
@@ -80,7 +80,7 @@ class GradientSource:
 
     @property
     def owner(self) -> GradientOwner:
-        """Whoever keeps the slot.
+        """The owner of the slot.
 
         Raises:
             StateError: there is nobody any more.

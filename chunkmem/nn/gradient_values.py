@@ -11,16 +11,16 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradient_source import GradientSource, GradientState
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.types import Tier
 
 
 class GradientValues(GradientSlots):
     """Serves what users do to lazy gradients; see `GradientOwner`."""
 
-    def __init__(self, executor: DemandExecutor, *, settles: Callable[[int], bool], is_shared: bool = False) -> None:
+    def __init__(self, pager: Pager, *, settles: Callable[[int], bool], is_shared: bool = False) -> None:
         """Begin with none; see `GradientSlots`. `is_shared`: summed over ranks, what one has is not the gradient."""
-        super().__init__(executor, settles=settles)
+        super().__init__(pager, settles=settles)
         self.is_shared = is_shared
         self.before_change: Callable[[], None] = lambda: None
         """Called before gradients are changed by a user: updates that have read them are wrong."""
@@ -78,8 +78,8 @@ class GradientValues(GradientSlots):
             StateError: there are no values, or only this rank's part of them.
         """
         managed = self.members[source.group][source.position]
-        if self._executor.closed is not None:
-            raise StateError(f"the gradient of {source.name}: {self._executor.closed}")
+        if self._pager.closed is not None:
+            raise StateError(f"the gradient of {source.name}: {self._pager.closed}")
         known = (GradientState.LIVE, GradientState.ZEROED)
         if source.state not in known and (source.state is GradientState.NONE or not overwriting):
             raise source.lacks_values()
@@ -95,10 +95,10 @@ class GradientValues(GradientSlots):
             self._land_zeros(managed)
         if writing:
             self.before_change()
-        self._executor.policy.drain()
+        self._pager.policy.drain()
         chunk = self.chunks[source.group]
         tiers = [tier for tier in (Tier.DEVICE, Tier.HOST) if chunk.ready(tier)]
-        return [self._executor.store.views(chunk, tier)[source.position] for tier in tiers[: None if writing else 1]]
+        return [self._pager.store.views(chunk, tier)[source.position] for tier in tiers[: None if writing else 1]]
 
     def zero(self, source: GradientSource) -> None:
         """Set a gradient to zero, over ranks this one's part of it; one that was consumed is zero from now on.
@@ -107,8 +107,8 @@ class GradientValues(GradientSlots):
             StateError: the manager is closed, or the gradient was discarded.
         """
         managed = self.members[source.group][source.position]
-        if self._executor.closed is not None:
-            raise StateError(f"the gradient of {source.name}: {self._executor.closed}")
+        if self._pager.closed is not None:
+            raise StateError(f"the gradient of {source.name}: {self._pager.closed}")
         if source.state is GradientState.NONE:
             raise source.lacks_values()
         if source.state is not GradientState.LIVE:

@@ -20,7 +20,7 @@ from chunkmem.nn.gradient_values import GradientValues
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.types import Tier
 
 
@@ -29,13 +29,13 @@ class GradientBook(GradientValues):
 
     def __init__(
         self,
-        executor: DemandExecutor,
+        pager: Pager,
         *,
         settles: Callable[[int], bool],
         is_shared: bool = False,
     ) -> None:
         """Make an empty book; the arguments are those of `GradientValues`."""
-        super().__init__(executor, settles=settles, is_shared=is_shared)
+        super().__init__(pager, settles=settles, is_shared=is_shared)
         self.exposed: set[ManagedParameter] = set()
         """Parameters whose `.grad` is the user's for a while, inside `manager.gather(grads=True)`."""
         self._shown: dict[ManagedParameter, LazyGradient] = {}
@@ -58,7 +58,7 @@ class GradientBook(GradientValues):
     def _take(self, managed: ManagedParameter, *, from_autograd: bool = False) -> None:
         """Let an ordinary tensor in `.grad` be the gradient.
 
-        One that somebody else refers to stays there: they may go on writing to it, and plain PyTorch would notice. It
+        One that somebody else refers to stays there: they may keep writing to it, and plain PyTorch would notice. It
         is copied at the step.
         """
         is_held = not self.is_shared and self._is_held(managed.param, from_autograd=from_autograd)
@@ -93,7 +93,7 @@ class GradientBook(GradientValues):
         managed.grad = self._shown[managed]
 
     def _is_shown_elsewhere(self, managed: ManagedParameter) -> bool:
-        """Tell whether somebody has kept what `.grad` was: that has to go on saying that its gradient is gone."""
+        """Tell whether somebody has kept what `.grad` was: that has to keep saying that its gradient is gone."""
         in_graphs = self._shown[managed]._use_count() > 1  # type: ignore[attr-defined]
         return in_graphs or _num_holders(self._shown, managed) > self._unshown
 
@@ -139,7 +139,7 @@ class GradientBook(GradientValues):
             yield
         finally:
             self.exposed.difference_update(exposed)
-            if self._executor.closed is None:
+            if self._pager.closed is None:
                 for managed in exposed:
                     self._take_exposed(managed, before.get(managed))
 
@@ -153,8 +153,8 @@ class GradientBook(GradientValues):
         before: dict[ManagedParameter, torch.Tensor | None] = {}
         try:
             for group in dict.fromkeys(managed.group for managed in lent):
-                self._executor.create(self.chunks[group], Tier.DEVICE, reader=reader, zero=True, elastic=True)
-                self._executor.pin(self.chunks[group], Tier.DEVICE, reader=reader, elastic=True)
+                self._pager.create(self.chunks[group], Tier.DEVICE, reader=reader, zero=True, elastic=True)
+                self._pager.pin(self.chunks[group], Tier.DEVICE, reader=reader, elastic=True)
                 made.append(group)
             for managed in lent:
                 before[managed] = managed.grad
@@ -165,8 +165,8 @@ class GradientBook(GradientValues):
             self.exposed.difference_update(lent)
             for managed, grad in before.items():
                 managed.grad = grad
-            for group in made if self._executor.closed is None else ():
-                self._executor.unpin(self.chunks[group], Tier.DEVICE)
+            for group in made if self._pager.closed is None else ():
+                self._pager.unpin(self.chunks[group], Tier.DEVICE)
                 self.give_up(group)
 
     def _take_exposed(self, managed: ManagedParameter, before: torch.Tensor | None) -> None:
@@ -182,7 +182,7 @@ class GradientBook(GradientValues):
                     slot.copy_(grad.whole() if isinstance(grad, LazyGradient) else grad)
                 is_slot = True
             if is_slot:
-                self._executor.store.mark_written(chunk, Tier.DEVICE)
+                self._pager.store.mark_written(chunk, Tier.DEVICE)
                 if before is None:
                     self._show(managed)
                     return

@@ -1,6 +1,6 @@
 """Pin chunks around the single nodes of autograd's graph that have saved their memory.
 
-[Note: Ends by nodes] A call's chunks are let go when the gradients of what it read have landed. That end does not
+[Note: Ends by nodes] A call's chunks are released when the gradients of what it read have landed. That end does not
 come in every backward, and not always in time:
 
     torch.autograd.grad(loss, x), backward(inputs=[x])   no gradient of a weight lands
@@ -33,7 +33,7 @@ from chunkmem.nn.access import AccessTracker, Frame
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.references import GraphSearch, nodes_between
 from chunkmem.nn.turn import Turn
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.types import Tier
 
 
@@ -90,7 +90,7 @@ class NodePins:
 
     def __init__(
         self,
-        executor: DemandExecutor,
+        pager: Pager,
         access: AccessTracker,
         turn: Turn,
         *,
@@ -100,7 +100,7 @@ class NodePins:
     ) -> None:
         """Begin with none. `watch` announces the backward of what a node makes under `create_graph`; `then` is called
         whenever a node has run."""
-        self._executor = executor
+        self._pager = pager
         self._access = access
         self._turn = turn
         self._graphs = graphs
@@ -159,7 +159,7 @@ class NodePins:
                         self._access.read(run.frame, managed)
                 return
             for group in run.groups:
-                self._executor.pin(self._access.chunks[group], Tier.DEVICE, reader=run.call)
+                self._pager.pin(self._access.chunks[group], Tier.DEVICE, reader=run.call)
                 run.pinned.append(group)
         finally:
             if took_turn:
@@ -190,4 +190,4 @@ class NodePins:
             self._access.release(frame, held=held)
         pinned, run.pinned = run.pinned, []
         for group in pinned:
-            self._executor.unpin(self._access.chunks[group], Tier.DEVICE)
+            self._pager.unpin(self._access.chunks[group], Tier.DEVICE)

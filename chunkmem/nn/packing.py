@@ -16,11 +16,11 @@ from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.precision import AS_BUILT, Precision
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.shortage import enough_for_all
 from chunkmem.runtime.store import FIRST_CONTENT, Chunk
+from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
-from chunkmem.units import format_nbytes
 
 _FP32_NBYTES = 4
 
@@ -65,11 +65,11 @@ class Packer:
 
     def __init__(
         self,
-        executor: DemandExecutor,
+        pager: Pager,
         make_home: Callable[[torch.dtype], BoundChunk],
     ) -> None:
         """Make a packer; `make_home` makes the DEVICE side of a PARAM chunk."""
-        self._executor = executor
+        self._pager = pager
         self._make_home = make_home
 
     def pack(
@@ -96,7 +96,7 @@ class Packer:
         nbytes = sum(packed_nbytes(group) for group in own)
         in_training = enough_for_all(form.nbytes for group in own for form in groups_by_role(group).values())
         self._require_room(nbytes, built, in_training=in_training)
-        self._executor.store.pools[Tier.HOST].expect(nbytes)
+        self._pager.store.pools[Tier.HOST].expect(nbytes)
         managed: dict[int, ManagedParameter] = {}
         freed_nbytes = 0
         try:
@@ -114,7 +114,7 @@ class Packer:
 
     def unpack(self, layout: Layout) -> None:
         """Undo `pack`, also one that was interrupted: parameters get memory of their own again, chunks are gone."""
-        store = self._executor.store
+        store = self._pager.store
         for group in layout.groups:
             chunks = [store.chunks[key] for role in Role if (key := ChunkId(role, group.id)) in store.chunks]
             for chunk in chunks:
@@ -134,19 +134,19 @@ class Packer:
         for parameter in home.parameters if tier is not None else ():
             assert tier is not None
             with runtime_mode():
-                values = self._executor.store.views(chunk, tier)[parameter.position]
+                values = self._pager.store.views(chunk, tier)[parameter.position]
                 parameter.param.data = values.to(parameter.built_dtype, copy=True)
 
     def _require_room(self, nbytes: int, built: Built, *, in_training: int) -> None:
         """Raise if there is no room for `nbytes` of weights, which take `in_training` with gradients and states."""
-        ledgers = {tier: pool.ledger for tier, pool in self._executor.store.pools.items()}
+        ledgers = {tier: pool.ledger for tier, pool in self._pager.store.pools.items()}
         free = sum(ledger.limit_nbytes - ledger.total_nbytes for ledger in ledgers.values())
         lacking = built.largest(nbytes - free)
         if lacking > 0:
             # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
             cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
             needed = cap + lacking
-            before = enough_for_all(c.nbytes for c in self._executor.store.chunks.values() if not c.is_remote)
+            before = enough_for_all(c.nbytes for c in self._pager.store.chunks.values() if not c.is_remote)
             enough = max(needed, built.largest(before + in_training))
             where = "" if nbytes - free == lacking else f", and another rank lacks {format_nbytes(lacking)}"
             raise CapacityError(
@@ -177,7 +177,7 @@ class Packer:
                 parameter = ManagedParameter(
                     param, name, slot, position, home, stride=strides[position], dtype=chunk.dtype
                 )
-                home.take(parameter)
+                home.add(parameter)
             packed.append(parameter)
         if chunk.newest_tier() is Tier.DEVICE:
             with runtime_mode():
@@ -203,7 +203,7 @@ class Packer:
         Returns:
             The PARAM chunk, and slots of each chunk that is to be filled, before anything else is placed.
         """
-        store = self._executor.store
+        store = self._pager.store
         what = inside[0] if len(inside) == 1 else f"{inside[0]} .. {inside[-1]}"
         for role, form in groups_by_role(group).items():
             key, dtype = ChunkId(role, group.id), getattr(torch, form.dtype)
@@ -219,10 +219,10 @@ class Packer:
     def _place(self, chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:
         """Begin the content of chunks; return views of their slots, to be written before anything else is placed."""
         for chunk in chunks:
-            self._executor.place(chunk, reader="packing")
+            self._pager.place(chunk, reader="packing")
         # The first may have made way for the second.
         tiers = [chunk.newest_tier() for chunk in chunks]
-        return [self._executor.store.views(chunk, tier) for chunk, tier in zip(chunks, tiers, strict=True) if tier]
+        return [self._pager.store.views(chunk, tier) for chunk, tier in zip(chunks, tiers, strict=True) if tier]
 
 
 def _elsewhere(chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:

@@ -12,7 +12,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.sharing import Sharing
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
 from chunkmem.types import Tier
 
@@ -23,10 +23,10 @@ _BUCKET_NUMEL = 1 << 22
 class Reduction:
     """Reduces what has landed on any rank and has not been reduced yet."""
 
-    def __init__(self, sharing: Sharing, gradients: GradientSlots, executor: DemandExecutor) -> None:
+    def __init__(self, sharing: Sharing, gradients: GradientSlots, pager: Pager) -> None:
         self.sharing = sharing
         self._gradients = gradients
-        self._executor = executor
+        self._pager = pager
         self._under_way: list[tuple[list[Chunk], Callable[[], None]]] = []
         """Chunks that are being reduced, and what waits for that."""
 
@@ -110,7 +110,7 @@ class Reduction:
             for group in together:
                 trainable = {m for m in gradients.members[group] if m.requires_grad}
                 gradients.complete(group, trainable, reader=_READER)
-                self._executor.pin(gradients.chunks[group], Tier.DEVICE, reader=_READER)
+                self._pager.pin(gradients.chunks[group], Tier.DEVICE, reader=_READER)
                 held.append(gradients.chunks[group])
             wait = self.sharing.begin_reduction(held, reader=_READER)
         except BaseException:
@@ -121,7 +121,7 @@ class Reduction:
 
     def _unpin(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
-            self._executor.unpin(chunk, Tier.DEVICE)
+            self._pager.unpin(chunk, Tier.DEVICE)
 
     def reduce_excluded(self, params: Sequence[torch.Tensor]) -> None:
         """Let every rank have the means of the gradients of parameters that no chunk holds.

@@ -1,6 +1,6 @@
 """Find who in autograd's graph keeps the memory of chunks: what nodes have saved, and what will have run before it.
 
-[Note: Certain ends] Backward lets go of a call's chunks when the gradients of the parameters it read have landed. That
+[Note: Certain ends] Backward releases a call's chunks when the gradients of the parameters it read have landed. That
 is late enough if every node that has saved memory of the chunk leads to one of those parameters: then it has run before
 their gradients are complete. `F.linear(f(x, w.detach()), w)` has one that does not: `f` leads to `x` only. Its call is
 *uncertain*: its nodes are pinned one by one (`chunkmem.nn.nodes`), or, where that cannot be, backward counts references

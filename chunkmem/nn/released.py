@@ -1,4 +1,4 @@
-"""A model that several ranks build: each of them lets go of what others hold as soon as its module is attached.
+"""A model that several ranks build: each of them frees what others hold as soon as its module is attached.
 
 [Note: Holders] Every rank runs every initialisation, so that all draw the same random numbers. When a module is
 attached to its parent, each of its parameters gets a *holder*, the rank that was given the fewest bytes so far, and its

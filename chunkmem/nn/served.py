@@ -30,7 +30,7 @@ from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter, Served
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.wrappers import sharding_caller, wrapped
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.types import Tier
 
 Args = tuple[Any, ...]
@@ -84,7 +84,7 @@ class ParameterServer:
 
     def __init__(
         self,
-        executor: DemandExecutor,
+        pager: Pager,
         access: AccessTracker,
         backward: BackwardTracker,
         turn: Turn,
@@ -93,7 +93,7 @@ class ParameterServer:
     ) -> None:
         """Serve nothing yet; `is_shared`: several ranks have the values, each those of its own chunks."""
         self._is_shared = is_shared
-        self._executor = executor
+        self._pager = pager
         self._turn = turn
         self._access = access
         self._backward = backward
@@ -191,7 +191,7 @@ class ParameterServer:
         finally:
             groups = list(frame.groups)
             for group in groups:
-                self._executor.notice_writes(access.chunks[group])
+                self._pager.notice_writes(access.chunks[group])
             access.release(frame, held=held)
         return result
 

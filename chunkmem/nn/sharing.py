@@ -14,7 +14,7 @@ from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Exchange, Shard, Work
 from chunkmem.comm.ranks import Ranks
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk, ChunkStore
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -36,13 +36,13 @@ class _Transfer:
 class Sharing:
     """The chunks of all roles of a group belong to one rank. Others hold its weights while a unit needs them."""
 
-    def __init__(self, ranks: Ranks, exchanges: Sequence[Exchange], executor: DemandExecutor) -> None:
+    def __init__(self, ranks: Ranks, exchanges: Sequence[Exchange], pager: Pager) -> None:
         """Share nothing yet; the first of `exchanges` is used until `measure` has compared them."""
         self.ranks = ranks
         self.exchange = exchanges[0]
         self._exchanges = exchanges
-        self._executor = executor
-        self._store: ChunkStore = executor.store
+        self._pager = pager
+        self._store: ChunkStore = pager.store
         self._holds: Counter[int] = Counter()
         """By group: how often it is held. The same on all ranks."""
         self._present: set[int] = set()
@@ -95,9 +95,9 @@ class Sharing:
             for group in groups:
                 chunk = self._weights(group)
                 if chunk.is_remote:
-                    self._executor.pin_remote(chunk, reader=reader)
+                    self._pager.pin_remote(chunk, reader=reader)
                 else:
-                    self._executor.pin(chunk, Tier.DEVICE, reader=reader)
+                    self._pager.pin(chunk, Tier.DEVICE, reader=reader)
                 self._holds[group] += 1
                 held.append(group)
         except BaseException:
@@ -111,7 +111,7 @@ class Sharing:
             if not self._holds[group]:
                 del self._holds[group]
                 self._present.discard(group)
-            self._executor.unpin(self._weights(group), Tier.DEVICE)
+            self._pager.unpin(self._weights(group), Tier.DEVICE)
 
     def send(self, groups: Iterable[int], *, reader: object, can: bool = True) -> bool:
         """Begin to have every rank see the owners' weights of groups that all ranks `hold`; `arrive` ends it.
@@ -153,7 +153,7 @@ class Sharing:
 
     def _issue(self, together: Sequence[int], *, reader: object) -> None:
         chunks = [self._weights(group) for group in together]
-        self._executor.exchange(chunks, reader=reader)
+        self._pager.exchange(chunks, reader=reader)
         issued_s = time.perf_counter()
         with runtime_mode():
             work = self.exchange.gather(self._shards(chunks), label=f"{reader}: {chunks[0].label}")
@@ -166,7 +166,7 @@ class Sharing:
             if transfer is not None:
                 for chunk in transfer.chunks:
                     del self._under_way[chunk.id.group]
-                self._executor.arrive(
+                self._pager.arrive(
                     transfer.chunks, partial(self._finish, transfer), reader=reader, issued_s=transfer.issued_s
                 )
 
@@ -270,11 +270,11 @@ class Sharing:
         Raises:
             RankError: a rank is missing, or somewhere else; what waits raises it, too.
         """
-        self._executor.exchange(chunks, reader=reader)
+        self._pager.exchange(chunks, reader=reader)
         issued_s = time.perf_counter()
         with runtime_mode():
             work = self.exchange.reduce(self._shards(chunks), label=str(reader))
-        return lambda: self._executor.arrive(chunks, work.wait, reader=reader, issued_s=issued_s)
+        return lambda: self._pager.arrive(chunks, work.wait, reader=reader, issued_s=issued_s)
 
     def from_owner(self, group: int, read: Callable[[], T], *, reader: str) -> T:
         """Return what `read` returns on the rank that owns a group, as `pickle` copies it. All ranks call it."""

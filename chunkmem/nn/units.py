@@ -142,7 +142,7 @@ class Units:
             self._release(unit)
 
     def announce(self, unit: Unit | None) -> None:
-        """Backward goes on in a unit. Raises what `enter` does."""
+        """Backward continues in a unit. Raises what `enter` does."""
         if unit is None or unit is self._last or self._sharing is None:
             return
         is_first = not self._visited

@@ -10,13 +10,13 @@ from torch.optim.optimizer import ParamsT
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.ahead import Intent
 from chunkmem.optim.checks import check_available, check_number, check_options, plain_options
 from chunkmem.optim.excluded import update_excluded
 from chunkmem.optim.host import HasRuntime
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.pending import PendingGradients
 from chunkmem.optim.saved import StatefulOptimizer
+from chunkmem.optim.speculative import Intent
 
 
 class Adam(StatefulOptimizer):
@@ -184,7 +184,7 @@ class Adam(StatefulOptimizer):
             return self._gradients(pending).clip(max_norm)
 
     def _options_in_words(self) -> str:
-        """Return what an update depends on beside gradients and states."""
+        """Return what an update depends on in addition to gradients and states."""
         found = []
         for group in self.param_groups:
             options = plain_options(group)

@@ -10,10 +10,10 @@ import torch
 
 from chunkmem.layout.spec import Group
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.guesses import Items
 from chunkmem.optim.kernels import Kernels
 from chunkmem.optim.ops import AdamTensors, fused_adam_
 from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments
+from chunkmem.optim.speculation import Items
 from chunkmem.types import Role
 
 

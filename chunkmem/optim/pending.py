@@ -65,7 +65,7 @@ class PendingGradients:
             coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
             if float(coefficient) == 1.0:  # torch multiplies by it, which changes nothing
                 return norm
-            self._updater.ahead.mistaken()
+            self._updater.ahead.roll_back()
             for param, grad in self._grads.items():
                 managed = self._managed.get(param)
                 replicas = [grad] if managed is None else self._updater.gradient_replicas(managed)
@@ -93,7 +93,7 @@ class PendingGradients:
         is_overflow = scaler is not None and not math.isfinite(norm)
         clipping = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
         if is_overflow or clipping != 1.0:
-            self._updater.ahead.mistaken()
+            self._updater.ahead.roll_back()
         if is_overflow:
             return None
         return clipping if scaler is None else clipping / scaler.scale

@@ -22,7 +22,7 @@ class StatePlaces:
         self._on_device: dict[int, bool] = {}
         """By group that was decided about: do its states live on DEVICE?"""
 
-    def settles(self, group: int) -> bool:
+    def updates_on_host(self, group: int) -> bool:
         """Tell whether a group's finished gradient is wanted on HOST next."""
         return not self._on_device.get(group, True)
 

@@ -9,8 +9,8 @@ from statistics import mode
 from chunkmem.errors import CapacityError
 from chunkmem.optim.checks import STATE_ROLES
 from chunkmem.runtime.store import NO_CONTENT, ChunkStore
+from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
-from chunkmem.units import format_nbytes
 
 
 def require_room(groups: Collection[int], store: ChunkStore) -> None:
@@ -31,7 +31,7 @@ def require_room(groups: Collection[int], store: ChunkStore) -> None:
     need = sum(weights) + sum(
         sizes.get(ChunkId(role, group), 0) for group in groups for role in (Role.GRAD, *STATE_ROLES)
     )
-    # Gradients take the place of weights that can be rounded anew; while a group is updated it has both.
+    # Gradients take the place of weights that can be rounded again; while a group is updated it has both.
     twice = [sizes[ChunkId(Role.PARAM, group)] for group in groups if ChunkId(Role.MASTER, group) in sizes]
     need -= sum(twice) - max(twice, default=0)
     need, cap = room_for(need, sizes=sizes.values(), limits=[ledger.limit_nbytes for ledger in ledgers.values()])

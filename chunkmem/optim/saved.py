@@ -11,13 +11,13 @@ from torch.optim.optimizer import ParamsT
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.ahead import Intent
 from chunkmem.optim.checks import check_state
 from chunkmem.optim.chunk_states import ChunkStates
 from chunkmem.optim.excluded import first_state
 from chunkmem.optim.foreign import ChunkedOptimizer
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.masters import MASTER_KEY, check_masters, masters_to_save
+from chunkmem.optim.speculative import Intent
 from chunkmem.optim.state import OptimizerState, ParameterState
 
 

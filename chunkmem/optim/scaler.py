@@ -50,7 +50,7 @@ class LossScaler:
             self._patience = self._config.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to go on the same way."""
+        """Return what a later run needs to continue the same way."""
         return {
             "scale": self.scale,
             "patience": self._patience,
@@ -59,7 +59,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave.
+        """Continue from what `state_dict` returned.
 
         Raises:
             CheckpointError: it is something else.

@@ -12,15 +12,15 @@ from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
-from chunkmem.optim.ahead import Intent, UpdatesAhead
 from chunkmem.optim.checks import STATE_ROLES
-from chunkmem.optim.guesses import Items
 from chunkmem.optim.native import NativeUpdate, fill
 from chunkmem.optim.ops import AdamTensors, fused_adam_
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.room import require_room
+from chunkmem.optim.speculation import Items
+from chunkmem.optim.speculative import Intent, SpeculativeUpdater
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -38,15 +38,15 @@ class GroupUpdater:
 
     def __init__(
         self,
-        executor: DemandExecutor,
+        pager: Pager,
         gradients: GradientBook,
         *,
         places: StatePlaces,
         native: NativeUpdate,
-        make_ahead: Callable[[Callable[[int], Intent | None]], UpdatesAhead],
+        make_ahead: Callable[[Callable[[int], Intent | None]], SpeculativeUpdater],
     ) -> None:
-        self._executor = executor
-        self._store = executor.store
+        self._pager = pager
+        self._store = pager.store
         self._places = places
         self.gradients = gradients
         self.native = native
@@ -78,7 +78,7 @@ class GroupUpdater:
 
     def planned_order(self, groups: Iterable[int]) -> Sequence[int]:
         """Return groups in the order in which a plan has them updated; none: there is no such plan."""
-        return self._executor.policy.update_order(list(groups))
+        return self._pager.policy.update_order(list(groups))
 
     def require_room(self, params: Iterable[ManagedParameter]) -> None:
         """Check that weights, and gradients and states of what is trained, fit the tiers together.
@@ -106,7 +106,7 @@ class GroupUpdater:
                 chunk = self._chunk(role, managed.group)
                 if chunk.version == NO_CONTENT:
                     tier = self._places.tier_for(chunk)
-                    self._executor.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
+                    self._pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
                 else:
                     self.write(chunk, managed, torch.zeros((), dtype=managed.placeholder.dtype, device="cpu"))
 
@@ -116,9 +116,9 @@ class GroupUpdater:
         master = param.master
         if master is None or master.version != NO_CONTENT:
             return
-        self._executor.notice_writes(param)
+        self._pager.notice_writes(param)
         tier = self._places.tier_for(master)
-        self._executor.create(master, tier, reader="master weights", zero=False, elastic=True)
+        self._pager.create(master, tier, reader="master weights", zero=False, elastic=True)
         source = next(each for each in (Tier.DEVICE, Tier.HOST) if param.ready(each))
         with runtime_mode():
             master.replicas[tier].flat.copy_(param.replicas[source].flat)
@@ -141,7 +141,7 @@ class GroupUpdater:
         states = [self._chunk(role, group) for role in STATE_ROLES]
         chunks = [self._chunk(Role.PARAM, group), self._chunk(Role.GRAD, group)]
         chunks += states if master is None else [master, *states]
-        with self._executor.updating(chunks, reader="optimizer step") as tier, runtime_mode():
+        with self._pager.updating(chunks, reader="optimizer step") as tier, runtime_mode():
             is_to_be_filled = not chunks[0].ready(tier)  # a plan that is gone on with has dropped it only now
             if self.ahead.take_over(group, tier, items, multiplier):
                 pass
@@ -194,8 +194,8 @@ class GroupUpdater:
 
     def read(self, chunk: Chunk, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's slot in `chunk`, in the parameter's shape."""
-        self._executor.policy.drain()
-        self._executor.notice_writes(chunk)
+        self._pager.policy.drain()
+        self._pager.notice_writes(chunk)
         tier = chunk.newest_tier()
         assert tier is not None, f"{chunk.label} has no content"
         with runtime_mode():
@@ -203,8 +203,8 @@ class GroupUpdater:
 
     def write(self, chunk: Chunk, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Set a parameter's slot in `chunk`, where the newest version is."""
-        self._executor.policy.before_demand()
-        self._executor.notice_writes(chunk)
+        self._pager.policy.before_demand()
+        self._pager.notice_writes(chunk)
         tier = chunk.newest_tier()
         if tier is None and chunk.can_be_rounded:
             return  # it will be rounded from what is written to its master copy
@@ -215,7 +215,7 @@ class GroupUpdater:
 
     def read_weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's values, of the float32 master copy if there is one."""
-        self._executor.notice_writes(self._chunk(Role.PARAM, managed.group))
+        self._pager.notice_writes(self._chunk(Role.PARAM, managed.group))
         return self.read(self._weights(managed.group)[-1], managed)
 
     def write_weight(self, managed: ManagedParameter, value: torch.Tensor) -> None:
@@ -223,7 +223,7 @@ class GroupUpdater:
         for chunk in self._weights(managed.group):
             self.write(chunk, managed, value)
 
-    def take_up(self, groups: Iterable[int]) -> None:
+    def sync_masters(self, groups: Iterable[int]) -> None:
         """Let master copies follow what a user wrote to their parameters; elements that were not keep all bits."""
         for group in groups:
             chunk = self._chunk(Role.PARAM, group)
@@ -242,7 +242,7 @@ class GroupUpdater:
 
     def gradient(self, managed: ManagedParameter) -> torch.Tensor:
         """Return the slot of a gradient that has landed, where it is now; not a copy."""
-        self._executor.policy.drain()
+        self._pager.policy.drain()
         chunk = self._chunk(Role.GRAD, managed.group)
         tier = chunk.newest_tier()
         assert tier is not None
@@ -251,9 +251,9 @@ class GroupUpdater:
     def gradient_replicas(self, managed: ManagedParameter) -> list[torch.Tensor]:
         """Return the slot of a gradient that has landed on every tier that has it; not copies.
 
-        Whoever changes it changes it in all of them: then they stay what a plan takes them for.
+        A change is made in all of them: they stay what a plan takes them for.
         """
-        self._executor.policy.drain()
+        self._pager.policy.drain()
         self.ahead.forget()
         chunk = self._chunk(Role.GRAD, managed.group)
         slots = [self._store.views(chunk, tier)[managed.position] for tier in chunk.replicas if chunk.ready(tier)]

@@ -1,9 +1,10 @@
-"""Updates ahead of their moment: on HOST as soon as the gradients are there, beside the rest of backward. Pure.
+"""Speculative updates, before their moment: on HOST as soon as the gradients are there, overlapped with the rest of
+backward. Pure.
 
-[Note: Updates ahead] An Update on HOST may stand before the group's UPDATE moment. It reads what is on HOST then, and
-writes the new values to slabs of the undo log; nothing that anybody reads changes. At the UPDATE moment the slabs
-change places: the new values are the chunks' from then on, and the slabs of the old ones are the log. Up to there the
-update can be thrown away, as when the gradients turn out to be clipped, and made at its moment as if there had been
+[Note: Speculative updates] An Update on HOST may stand before the group's UPDATE moment. It reads what is on HOST then,
+and writes the new values to slabs of the shadow buffers; nothing that anybody reads changes. At the UPDATE moment the
+slabs change places: the new values are the chunks' from then on, and the slabs of the old ones are the log. Up to there
+the update can be thrown away, as when the gradients turn out to be clipped, and made at its moment as if there had been
 none.
 """
 
@@ -16,12 +17,12 @@ from chunkmem.plan.model import Action, Copy, Free, Update
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
-UNDO_LOG = "undo log"
+SHADOW = "shadow buffers"
 """In ledgers and reports, where roles stand."""
 
 
 def log_nbytes(trace: Trace, group: int) -> int:
-    """Return the bytes of the undo log that an update ahead takes: those of all chunks it writes."""
+    """Return the bytes of the shadow buffers that a speculative update takes: those of all chunks it writes."""
     return sum(trace.chunk_nbytes[chunk] for chunk in trace.update_chunks(group) if chunk.role is not Role.GRAD)
 
 
@@ -43,7 +44,7 @@ def advance_updates(
     Args:
         trace: what the program is for.
         actions: a list a moment, without waits.
-        limit_nbytes: of the undo log.
+        limit_nbytes: of the shadow buffers.
     """
     lists = [list(listed) for listed in actions]
     left_nbytes = limit_nbytes

@@ -1,7 +1,7 @@
 """Which gaps to keep. Pure: a problem and the room of each moment in, indices of gaps out.
 
 Only gaps whose content lives are candidates; the others cost the same either way. All choosers treat the step as a
-loop: what is kept at the end of a lap is what the next one begins with.
+loop: what is kept at the end of an iteration is what the next one begins with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Order = Callable[[int, int, int], tuple[int, ...]]
 
 
 def furthest_next_use(start: int, stop: int, chunk: int) -> tuple[int, ...]:
-    """Order for `sweep`: the chunk needed last leaves first. Source: Belady, IBM Systems Journal 5(2), 1966."""
+    """Order for `sweep`: the chunk needed last leaves first. Source: Belady, IBM Systems StepLog 5(2), 1966."""
     return (-stop, chunk)
 
 
@@ -34,22 +34,25 @@ def free_to_choose(problem: Problem) -> list[int]:
 
 
 def sweep(problem: Problem, room: Sequence[int], order: Order) -> frozenset[int]:
-    """Keep every gap until room is short, then let go of the open one that comes first in `order`.
+    """Keep every gap until room is short, then give up the open one that comes first in `order`.
 
     Args:
         problem: the gaps.
-        room: bytes beside the chunks in use, by moment.
+        room: bytes that the chunks in use leave free, by moment.
         order: called with the moments in which an open gap begins and ends, and its chunk; the least leaves first.
     """
     wrapping = {at for at in free_to_choose(problem) if problem.gaps[at].stop > len(room)}
-    # What is open at a lap's end is what the next one begins with. Letting go of more of it later only makes room.
-    _, wrapping = _one_lap(problem, room, order, wrapping)
-    kept, wrapping = _one_lap(problem, room, order, wrapping)
+    # What is open at an iteration's end is what the next one begins with. Giving up more of it later only makes
+    # room.
+    _, wrapping = _one_iteration(problem, room, order, wrapping)
+    kept, wrapping = _one_iteration(problem, room, order, wrapping)
     return frozenset(kept | wrapping)
 
 
-def _one_lap(problem: Problem, room: Sequence[int], order: Order, open_at_start: set[int]) -> tuple[set[int], set[int]]:
-    """Return the gaps kept that lie within the lap, and those kept that reach into the next one.
+def _one_iteration(
+    problem: Problem, room: Sequence[int], order: Order, open_at_start: set[int]
+) -> tuple[set[int], set[int]]:
+    """Return the gaps kept that lie within the iteration, and those kept that reach into the next one.
 
     Of the latter only `open_at_start` may be kept; each is met twice, its end before its beginning.
     """
@@ -97,7 +100,7 @@ def _one_lap(problem: Problem, room: Sequence[int], order: Order, open_at_start:
 
 
 def traffic_nbytes(problem: Problem, kept: frozenset[int]) -> tuple[int, int]:
-    """Return the bytes a lap moves to DEVICE and to HOST if exactly `kept` gaps are kept (and empty ones)."""
+    """Return the bytes an iteration moves to DEVICE and to HOST if exactly `kept` gaps are kept (and empty ones)."""
     h2d = d2h = 0
     written: set[tuple[int, int]] = set()
     for at, gap in enumerate(problem.gaps):

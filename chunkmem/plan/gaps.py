@@ -2,7 +2,8 @@
 
 A use is a run of moments in which a chunk has to be on DEVICE. Between two uses it may stay (the gap is *kept*: it
 takes room in every moment of the gap) or leave (its bytes come back later, and if DEVICE alone has the newest version
-they are written to HOST first). A step is a loop body, so the gap after a chunk's last use reaches into the next lap.
+they are written to HOST first). A step is a loop body, so the gap after a chunk's last use reaches into the next
+iteration.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.machine import Machine
+from chunkmem.sizes import format_nbytes
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
-from chunkmem.units import format_nbytes
 
 
 class After(enum.Enum):
@@ -53,7 +54,8 @@ class Gap:
     """Index of the use before it, among the chunk's."""
     start: int
     stop: int
-    """Moments `[start, stop)`; `start` lies in the trace, `stop` past its end if the gap reaches into the next lap."""
+    """Moments `[start, stop)`; `start` lies in the trace, `stop` past its end if the gap reaches into the next
+    iteration."""
     after: After
     ready: int
     """First moment in whose list a fetch for the next use may stand."""
@@ -207,18 +209,21 @@ def find_gaps(trace: Trace, update_tiers: Mapping[int, Tier], *, one_tier: bool 
 
 def _gaps_of(chunk: int, chain: Sequence[Use], renewed: Sequence[int], hosted: Sequence[int], n: int) -> list[Gap]:
     found = []
-    # The version a gap carries begins with the last write at or before the use; before the first, in the last lap.
+    # The version a gap carries begins with the last write at or before the use; before the first, in the last
+    # iteration.
     epoch = next((at for at in range(len(chain) - 1, -1, -1) if chain[at].writes), -1)
     for at, use in enumerate(chain):
         following = chain[(at + 1) % len(chain)]
         stop = following.start + (n if at + 1 == len(chain) else 0)
-        inside = [m + lap for m in renewed for lap in (0, n) if use.stop <= m + lap < stop]
-        hosted_by = next((m + lap for lap in (0, n) for m in hosted if use.stop <= m + lap < stop), None)
+        inside = [m + iteration for m in renewed for iteration in (0, n) if use.stop <= m + iteration < stop]
+        hosted_by = next(
+            (m + iteration for iteration in (0, n) for m in hosted if use.stop <= m + iteration < stop), None
+        )
         after = After.DIES if following.creates else After.RENEWED if inside else After.LIVES
         if use.writes:
             epoch = at
         ready = max([use.stop, *inside]) + 1
-        if use.stop == n:  # it lies in the next lap as a whole
+        if use.stop == n:  # it lies in the next iteration as a whole
             gap = Gap(chunk, at, 0, stop - n, after, ready - n, None if hosted_by is None else hosted_by - n, epoch)
         else:
             gap = Gap(chunk, at, use.stop, stop, after, ready, hosted_by, epoch)

@@ -1,10 +1,10 @@
-"""Run a program's operations on lanes, lap after lap: what comes before what, and when each one runs.
+"""Run a program's operations on lanes, iteration after iteration: what comes before what, and when each one runs.
 
-[Note: What comes before what] Every operation has a number on its lane, counted from the first lap on. A lane *has
-seen* operation n of another if a Wait, or a Wait of an operation waited for, makes whatever is issued on it next start
-after that one's end. A slab remembers its last write and, lane by lane, its last read. A read has to have seen the
-write, a write the write and all those reads; who has seen a write has seen what came before it, too. Neither the order
-in which a host issues operations nor the times computed here count: a plan must be right at any speed.
+[Note: What comes before what] Every operation has a number on its lane, counted from the first iteration on. A lane
+*has seen* operation n of another if a Wait, or a Wait of an operation waited for, makes whatever is issued on it next
+start after that one's end. A slab remembers its last write and, lane by lane, its last read. A read has to have seen
+the write, a write the write and all those reads; who has seen a write has seen what came before it, too. Neither the
+order in which a host issues operations nor the times computed here count: a plan must be right at any speed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Unhold(NamedTuple):
 
 
 class Await(NamedTuple):
-    """What is issued on `lane` from now on starts after operation `number` of this lap on `on`."""
+    """What is issued on `lane` from now on starts after operation `number` of this iteration on `on`."""
 
     lane: int
     on: int
@@ -66,7 +66,7 @@ class Operation(NamedTuple):
     is_ahead: bool = False
     """An update that the host does not wait for; it does at the one of the group's moment."""
     settles: bool = False
-    """The moment of a group that was updated ahead: the host waits for that."""
+    """The moment of a group that was updated speculatively: the host waits for that."""
 
 
 Entry = Take | Give | Unhold | Await | Operation
@@ -74,25 +74,26 @@ Entry = Take | Give | Unhold | Await | Operation
 
 @dataclass(frozen=True)
 class Program:
-    """A lap with all choices spelled out. A replica is an index into `replicas`, whether it has a slab or not."""
+    """An iteration with all choices spelled out. A replica is an index into `replicas`, whether it has a slab or
+    not."""
 
     entries: Sequence[Entry]
     replicas: Sequence[tuple[ChunkId, Tier]]
     nbytes: Sequence[int]
     """Of each replica's slab."""
     start: Sequence[int]
-    """The replicas that have a slab when a lap begins, and again when it ends."""
+    """The replicas that have a slab when an iteration begins, and again when it ends."""
     moments: Sequence[Moment]
 
 
 @dataclass
-class Lap:
-    """The times of one lap. A lap begins when all computing of the one before has ended."""
+class Iteration:
+    """The times of one iteration. An iteration begins when all computing of the one before has ended."""
 
     began_s: float
-    """Since the first lap began."""
+    """Since the first iteration began."""
     spans: list[Span] = field(default_factory=list)
-    """Relative to the lap's begin; a host that runs ahead issues copies before it."""
+    """Relative to the iteration's begin; a host that runs ahead issues copies before it."""
     step_s: float = 0.0
     late: int = 0
     """Copies to DEVICE that were still under way when COMPUTE was ready for what needs them."""
@@ -110,7 +111,7 @@ class _Slab:
 
 
 class Lanes:
-    """The lanes of one machine, over any number of laps of one program.
+    """The lanes of one machine, over any number of iterations of one program.
 
     With `one_processor` the host that issues operations is the one that computes, so both go at one pace. Otherwise
     the host runs ahead of COMPUTE, and only updates on it hold it up.
@@ -138,22 +139,22 @@ class Lanes:
         self._host_s = 0.0
         self._arrived = 0
 
-    def run_lap(self, *, record: bool) -> Lap:
-        """Run the program once more, from where the last lap left the lanes; spans are made only if asked for.
+    def run_iteration(self, *, record: bool) -> Iteration:
+        """Run the program once more, from where the last iteration left the lanes; spans are made only if asked for.
 
         Raises:
             PlanError: two operations touch a slab, one of them writes it, and nothing orders them.
         """
         began_s = self._now_s()
-        lap = Lap(began_s)
+        iteration = Iteration(began_s)
         self._base = [len(ends) - 1 for ends in self._ends]
         slabs, idle = self._slabs, self._idle
         for entry in self._program.entries:
             if isinstance(entry, Operation):
                 self._check(entry)
-                ready_s, start_s, end_s = self._time(entry, lap)
+                ready_s, start_s, end_s = self._time(entry, iteration)
                 if record:
-                    self._record(entry, lap, ready_s, start_s, end_s)
+                    self._record(entry, iteration, ready_s, start_s, end_s)
             elif isinstance(entry, Await):
                 self._await(entry)
             elif isinstance(entry, Take):
@@ -164,8 +165,8 @@ class Lanes:
                 slabs[entry.replica] = None
             else:
                 self._slab(entry.replica).reads[COMPUTE] = len(self._ends[COMPUTE]) - 1
-        lap.step_s = self._now_s() - began_s
-        return lap
+        iteration.step_s = self._now_s() - began_s
+        return iteration
 
     def _now_s(self) -> float:
         return max(self._ends[COMPUTE][-1], self._host_s)
@@ -210,7 +211,7 @@ class Lanes:
             slab.written = number
         self._seen_at[lane].append(seen)
 
-    def _time(self, operation: Operation, lap: Lap) -> tuple[float, float, float]:
+    def _time(self, operation: Operation, iteration: Iteration) -> tuple[float, float, float]:
         """Return when the operation could start but for Waits, when it starts, and when it ends."""
         lane = operation.lane
         ends = self._ends[lane]
@@ -224,7 +225,9 @@ class Lanes:
         ends.append(end_s)
         if lane == COMPUTE:
             if (seen := self._seen[COMPUTE][H2D]) > self._arrived:
-                lap.late += sum(arrival_s > ready_s for arrival_s in self._ends[H2D][self._arrived + 1 : seen + 1])
+                iteration.late += sum(
+                    arrival_s > ready_s for arrival_s in self._ends[H2D][self._arrived + 1 : seen + 1]
+                )
                 self._arrived = seen
             if self._one_processor:
                 self._host_s = end_s
@@ -232,18 +235,18 @@ class Lanes:
             self._host_s = end_s
         return ready_s, start_s, end_s
 
-    def _record(self, operation: Operation, lap: Lap, ready_s: float, start_s: float, end_s: float) -> None:
+    def _record(self, operation: Operation, iteration: Iteration, ready_s: float, start_s: float, end_s: float) -> None:
         lane, moment, chunk = operation.lane, operation.moment, operation.chunk
         if end_s == ready_s and not operation.nbytes:
             return
-        ready_s, start_s, end_s = ready_s - lap.began_s, start_s - lap.began_s, end_s - lap.began_s
+        ready_s, start_s, end_s = ready_s - iteration.began_s, start_s - iteration.began_s, end_s - iteration.began_s
         label = str(chunk) if operation.nbytes else str(self._program.moments[moment])
         # On one processor an update on the host that waits keeps COMPUTE waiting.
         stands_still = lane == HOST_UPDATE and (self._one_processor or operation.settles) and not operation.is_ahead
         if start_s > ready_s and (lane == COMPUTE or stands_still):
-            lap.spans.append(Span(Lane.COMPUTE, label, ready_s, start_s, moment, chunk, is_stall=True))
+            iteration.spans.append(Span(Lane.COMPUTE, label, ready_s, start_s, moment, chunk, is_stall=True))
         if (end_s > start_s or operation.nbytes) and not operation.settles:
-            lap.spans.append(Span(LANES[lane], label, start_s, end_s, moment, chunk, operation.nbytes))
+            iteration.spans.append(Span(LANES[lane], label, start_s, end_s, moment, chunk, operation.nbytes))
 
     def _conflict(self, operation: Operation, does: str, replica: int, lane: int, number: int, did: str) -> PlanError:
         moments = self._program.moments
@@ -255,7 +258,8 @@ class Lanes:
             HOST_UPDATE: f"Update group {operation.chunk.group} on HOST",
             COLLECTIVE: f"exchanging {operation.chunk}",
         }[operation.lane]
-        # Counts reach one lap back; to wait for something older, the first operation of the lap before will do.
+        # Counts reach one iteration back; to wait for something older, the first operation of the iteration before will
+        # do.
         count = max(number - self._base[lane], 1 - self._num_operations(lane))
         return PlanError(
             f"moment {operation.moment} ({moments[operation.moment]}): {doing}: it {does} the slab of {chunk} on "

@@ -25,18 +25,18 @@ class Machine:
     """Bytes a second from HOST to DEVICE."""
     d2h_Bps: float
     latency_s: float = 0.0
-    """Of each copy, beside its bytes."""
+    """Of each copy, in addition to its bytes."""
     device_update_Bps: float = inf
     """Bytes of PARAM, GRAD and states that an update on DEVICE passes over in a second; inf: take the trace's times."""
     host_update_Bps: float = inf
     charges_non_model: bool = False
-    """The cap on DEVICE also covers what the trace saw beside the chunks: true on an accelerator."""
+    """The cap on DEVICE also covers the non-model data of the trace: true on an accelerator."""
     one_processor: bool = True
     """DEVICE and HOST compute on the same cores, so updates on them take turns."""
-    undo_log_nbytes: int = 0
-    """Bytes of HOST that updates ahead of their moment may take beside the chunks; 0: there are none."""
+    shadow_nbytes: int = 0
+    """Bytes of HOST for the shadow buffers for speculative updates; 0: there are none."""
     exchange_Bps: float = inf
-    """Bytes of chunks that all ranks together exchange in a second, whoever owns them."""
+    """Bytes of chunks that all ranks together exchange in a second, whichever rank owns them."""
 
     def __post_init__(self) -> None:
         for name in ("h2d_Bps", "d2h_Bps", "device_update_Bps", "host_update_Bps", "exchange_Bps"):
@@ -46,7 +46,7 @@ class Machine:
                     f"machine: {name} is {speed} bytes/s, and nothing could ever arrive; measure again, or give a "
                     "speed above 0"
                 )
-        for name in ("device_nbytes", "host_nbytes", "latency_s", "undo_log_nbytes"):
+        for name in ("device_nbytes", "host_nbytes", "latency_s", "shadow_nbytes"):
             value = getattr(self, name)
             if value < 0 or not isfinite(value):
                 raise PlanError(f"machine: {name} is {value}; give a finite number, 0 or more")
@@ -96,13 +96,13 @@ class Machine:
             host_update_Bps=speed("host_update_Bps"),
             charges_non_model=fields.one("charges_non_model", BOOL),
             one_processor=fields.one("one_processor", BOOL),
-            undo_log_nbytes=fields.one("undo_log_nbytes", COUNT),
+            shadow_nbytes=fields.one("shadow_nbytes", COUNT),
             exchange_Bps=speed("exchange_Bps"),
         )
 
 
-_ADDED = {"undo_log_nbytes": 0, "exchange_Bps": None}
-"""Came later: plans of before have no updates ahead, and are of one rank."""
+_ADDED = {"shadow_nbytes": 0, "exchange_Bps": None}
+"""Came later: plans of before have no speculative updates, and are of one rank."""
 _FORMAT = Format(
     name="chunkmem machine",
     version=1,

@@ -1,8 +1,8 @@
 """The instruction set of plans.
 
 [Note: What a plan means] A plan holds one list of actions a moment. When the moment's event comes, its actions are
-issued in order, and then the moment runs; a RELEASE lets go before its actions, so they may free the chunk. `Alloc` and
-`Free` take effect as they are issued: they are book-keeping, and the sum over replicas never passes the cap at any
+issued in order, and then the moment runs; a RELEASE releases before its actions, so they may free the chunk. `Alloc`
+and `Free` take effect as they are issued: they are book-keeping, and the sum over replicas never passes the cap at any
 point of that order. Everything that touches memory is an operation on a lane: a moment on COMPUTE, a `Copy` on H2D or
 D2H, an update on COMPUTE or HOST_UPDATE. The operations of one lane run in the order they are issued; between lanes
 nothing is ordered but by `Wait`.
@@ -35,7 +35,7 @@ from chunkmem.types import ChunkId, Role, Tier
 
 
 class Lane(enum.Enum):
-    """What works by itself, beside the others."""
+    """A queue that works in order, and overlaps with the others."""
 
     COMPUTE = "compute"
     H2D = "h2d"
@@ -92,10 +92,11 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Hold back what is issued on `lane` from now on until `on` has done its first `count` operations of this lap.
+    """Hold back what is issued on `lane` from now on until `on` has done its first `count` operations of this
+    iteration.
 
-    Every moment is one operation on COMPUTE. Counts of 0 and below reach into the lap before: 0 is its last operation,
-    -1 the one before that.
+    Every moment is one operation on COMPUTE. Counts of 0 and below reach into the iteration before: 0 is its last
+    operation, -1 the one before that.
     """
 
     lane: Lane
@@ -108,7 +109,7 @@ Action = Alloc | Free | Copy | Update | Wait
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A replica at the start of a lap."""
+    """A replica at the start of an iteration."""
 
     chunk: ChunkId
     tier: Tier
@@ -118,7 +119,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Plan:
-    """A loop body: what is where at its start, and what is done at each moment."""
+    """A loop body: the residency at its start, and the actions at each moment."""
 
     trace_digest: str
     """`Trace.digest` of the trace it was made from."""

@@ -15,19 +15,19 @@ from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.ahead import advance_updates
 from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recently_used, sweep
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
+from chunkmem.plan.intervals import find_stays, keep_slabs, linger, prefetch
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.placement import placements
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.search import least_traffic
 from chunkmem.plan.simulate import simulate
-from chunkmem.plan.stays import find_stays, keep_slabs, linger, prefetch
 from chunkmem.plan.timeline import Timeline
 from chunkmem.plan.waits import add_waits
+from chunkmem.sizes import format_nbytes
 from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.types import Tier
-from chunkmem.units import format_nbytes
 
 _CLOSE = 0.01
 """Times this close are equal, for measured durations are no better than that: there, what is moved decides."""
@@ -65,7 +65,7 @@ class Candidate:
 
     @property
     def nbytes(self) -> int:
-        """Bytes moved in a lap, over both links."""
+        """Bytes moved in an iteration, over both links."""
         return sum(self.timeline.moved_nbytes.values())
 
 
@@ -162,7 +162,7 @@ class _Placed:
 
     problem: Problem
     room: list[int]
-    """Beside the chunks in use, by moment."""
+    """Bytes that the chunks in use leave free, by moment."""
     tried: set[frozenset[int]] = field(default_factory=set)
     """Gaps kept."""
     quiet: int | None = None
@@ -264,12 +264,12 @@ class _Candidates:
             if self.least_host_nbytes is None or program.host_peak_nbytes < self.least_host_nbytes:
                 self.least_host_nbytes = program.host_peak_nbytes
             return work // 2, None
-        log = min(machine.undo_log_nbytes, machine.host_nbytes - program.host_peak_nbytes)
+        log = min(machine.shadow_nbytes, machine.host_nbytes - program.host_peak_nbytes)
         actions = advance_updates(self.trace, program.actions, limit_nbytes=log)
         waiting = add_waits(self.trace, program.start, actions)
         name = f"{name}, {reserve} set aside"
         plan = Plan(self.given.digest, machine, program.start, waiting, update_tiers, name)
-        candidate = Candidate(plan, simulate(plan, self.given, laps=3 if self.is_small else 2))
+        candidate = Candidate(plan, simulate(plan, self.given, iterations=3 if self.is_small else 2))
         if candidate.timeline.stall_s <= _QUIET * candidate.timeline.step_s:
             way.quiet = reserve if way.quiet is None else min(reserve, way.quiet)
         return work, candidate

@@ -1,4 +1,4 @@
-"""From stays to a program: lists of actions, and what is where when a lap begins. Pure."""
+"""From stays to a program: lists of actions, and the residency when an iteration begins. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from chunkmem.plan.gaps import Problem
+from chunkmem.plan.intervals import Stay, Stays
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Update
-from chunkmem.plan.stays import Stay, Stays
 from chunkmem.trace.model import Kind
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -26,7 +26,7 @@ def emit(problem: Problem, stays: Stays, *, home_residents: bool) -> Program:
 
     Chunks that DEVICE never writes have their home on HOST: a copy that is always there, so leaving DEVICE is free.
     With `home_residents`, also those that never leave; it costs room on HOST, and spares copies when another plan
-    takes turns with this one. Weights that an update on HOST rounds anew are there from then to their last fetch only:
+    takes turns with this one. Weights that an update on HOST rounds again are there from then to their last fetch only:
     the gradient takes their place.
     """
     return _Emitter(problem, stays, home_residents=home_residents).run()
@@ -62,7 +62,8 @@ class _Emitter:
         self.host_peak_nbytes = self.host_nbytes
 
     def _rounded_on_host(self) -> tuple[dict[int, int], dict[int, list[int]]]:
-        """Return which chunk an update on HOST begins anew, by moment, and which ones are fetched for the last time."""
+        """Return which chunk an update on HOST begins again, by moment, and which ones are fetched for the last
+        time."""
         problem, n = self.problem, self.n
         fetches: dict[int, list[int]] = defaultdict(list)
         for at, stays in self.fetching.items():
@@ -79,7 +80,7 @@ class _Emitter:
         return rounding, last_fetches
 
     def run(self) -> Program:
-        for moment in range(self.n):  # a first lap only to see what is on HOST when the next one begins
+        for moment in range(self.n):  # a first iteration only to see what is on HOST when the next one begins
             self._list(moment)
         start = frozenset(self._placed_on_device()) | {
             Placed(self.problem.chunks[c], Tier.HOST, True) for c in self.on_host
@@ -95,7 +96,7 @@ class _Emitter:
         return {Placed(self.problem.chunks[c], Tier.DEVICE, self.problem.chunks[c] not in dead) for c in chunks}
 
     def _dead_at_start(self) -> set[ChunkId]:
-        """Chunks without content when a lap begins: the lap has consumed it."""
+        """Chunks without content when an iteration begins: the iteration has consumed it."""
         dead: set[ChunkId] = set()
         for moment in self.problem.trace.moments:
             if moment.kind is Kind.CONSUME:
@@ -120,7 +121,7 @@ class _Emitter:
         for stay in self.fetching.get(at, ()):
             actions += (Alloc(chunks[stay.chunk], Tier.DEVICE), Copy(chunks[stay.chunk], Tier.HOST, Tier.DEVICE))
         for last in self.last_fetches.get(at, ()):
-            if last in self.on_host:  # not so in the first lap that is only followed to see
+            if last in self.on_host:  # not so in the first iteration that is only followed to see
                 self._unhost(last)
                 actions.append(Free(chunks[last], Tier.HOST))
         # After the fetches: what this moment writes may only now have come from HOST.

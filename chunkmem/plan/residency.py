@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from chunkmem.errors import CapacityError, PlanError
-from chunkmem.plan.ahead import UNDO_LOG
+from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update, Wait
 from chunkmem.plan.semantics import ABSENT, NEWEST, PLACE, TIERS, State
@@ -44,7 +44,7 @@ class CheckedState(State):
         self.peak_nbytes = [0] * len(TIERS)
         self._roles = [(tier, chunk.role.value) for chunk, tier in self.replicas]
         self.charge_nbytes = 0
-        """On DEVICE beside the chunks."""
+        """Non-model data on DEVICE."""
         self._caps = (machine.device_nbytes, machine.host_nbytes)
         self._role_nbytes: dict[tuple[Tier, str], int] = {}
         self.role_peak_nbytes: dict[tuple[Tier, str], int] = {}
@@ -58,11 +58,11 @@ class CheckedState(State):
         self._first_states = list(self.states)
 
     def set_aside(self, nbytes: int) -> None:
-        """Take bytes of HOST for the undo log, all the time."""
+        """Take bytes of HOST for the shadow buffers, all the time."""
         host = TIERS.index(Tier.HOST)
         self.used_nbytes[host] += nbytes
         self.peak_nbytes[host] += nbytes
-        self.role_peak_nbytes[Tier.HOST, UNDO_LOG] = nbytes
+        self.role_peak_nbytes[Tier.HOST, SHADOW] = nbytes
         self.check_cap(host)
 
     def replica(self, chunk: ChunkId, tier: Tier) -> int:
@@ -108,7 +108,7 @@ class CheckedState(State):
             beside = f" and {charge_nbytes} bytes beside them" if charge_nbytes else ""
             raise CapacityError(
                 f"{self._position}: {self.used_nbytes[side]} bytes of chunks{beside} on {TIERS[side].name} pass the "
-                f"cap of {cap_nbytes} bytes; plan anew for this cap, or raise it to {needed_nbytes} bytes",
+                f"cap of {cap_nbytes} bytes; plan again for this cap, or raise it to {needed_nbytes} bytes",
                 needed_nbytes=needed_nbytes,
                 cap_nbytes=cap_nbytes,
             )

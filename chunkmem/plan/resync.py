@@ -31,7 +31,7 @@ def resync(
     the other tier, HOST first, otherwise.
 
     Args:
-        now: what is where.
+        now: the current residency.
         wanted: what should be.
         held: replicas in use.
         chunk_nbytes: of every chunk in either.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class Room:
-    """Bytes by moment. Moments are counted on into the laps before and after: of `n`, -1 is the last."""
+    """Bytes by moment. Moments are counted on into the iterations before and after: of `n`, -1 is the last."""
 
     def __init__(self, nbytes: Sequence[int]) -> None:
         self._n = len(nbytes)
@@ -23,7 +23,7 @@ class Room:
             self._least[node] = min(self._least[2 * node], self._least[2 * node + 1])
 
     def take(self, start: int, stop: int, nbytes: int) -> None:
-        """Take `nbytes` of each moment of `[start, stop)`, which is a lap long at most."""
+        """Take `nbytes` of each moment of `[start, stop)`, which is an iteration long at most."""
         if start >= stop:
             return
         start, length = start % self._n, stop - start
@@ -32,7 +32,8 @@ class Room:
             self._take(0, start + length - self._n, nbytes)
 
     def last_short(self, start: int, stop: int, nbytes: int) -> int | None:
-        """Return the last moment of `[start, stop)`, a lap at most, with less than `nbytes`; None if all have that."""
+        """Return the last moment of `[start, stop)`, an iteration at most, with less than `nbytes`; None if all have
+        that."""
         if start >= stop:
             return None
         first = start % self._n

@@ -19,17 +19,17 @@ from chunkmem.plan.gaps import After, Gap, Problem
 State = tuple[int, int]
 """Bit masks over chunks: kept at present; the present version is on HOST."""
 Trail = tuple[int, "Trail"] | None
-"""Gaps let go of, the last first."""
+"""Gaps given up, the last first."""
 
 Found = tuple[int, frozenset[int]]
-"""Bytes moved for gaps let go of, and these gaps."""
+"""Bytes moved for gaps given up, and these gaps."""
 
 _PIECE = 5000
 """States looked at between two yields: some milliseconds."""
 _ALL_STARTS = 1000
-"""Up to this many states that a lap may begin with, each is tried."""
+"""Up to this many states that an iteration may begin with, each is tried."""
 _ALL_CROSSING = 16
-"""No more chunks than this can live across a lap's end for that."""
+"""No more chunks than this can live across an iteration's end for that."""
 _ALL_VICTIMS = 8
 """Among up to this many chunks, each is tried as the one to leave; among more, the likely ones."""
 
@@ -44,7 +44,7 @@ def least_traffic(
 
     Args:
         problem: the gaps.
-        room: bytes beside the chunks in use, by moment.
+        room: bytes that the chunks in use leave free, by moment.
         width: most states to follow side by side.
         max_work: states to look at in all; then the best that was found is returned. None: no limit.
     """
@@ -88,7 +88,7 @@ class _Search:
         self.new_versions: list[tuple[int, int]] = [(0, 0)] * n
         """Chunks written on DEVICE, by moment: those whose version goes to HOST in any case, and the others."""
         self.crossing: dict[int, int] = {}
-        """By chunk, the gap that reaches into the next lap."""
+        """By chunk, the gap that reaches into the next iteration."""
         gaps = problem.gaps
         for at in free_to_choose(problem):
             gap = gaps[at]
@@ -108,7 +108,8 @@ class _Search:
                     self.new_versions[use.start] = on_host, not_yet
         self.dirty = sum(1 << gap.chunk for gap in {g.chunk: g for g in gaps if g.epoch >= 0}.values())
         self.carried = {chunk: gap.epoch for chunk, gap in self._last_gaps() if gap.after is After.LIVES}
-        """By chunk whose content lives across a lap's end, its version then; those in use at that point included."""
+        """By chunk whose content lives across an iteration's end, its version then; those in use at that point
+        included."""
         self._loads: dict[int, int] = {0: 0}
         self._work = 0
         """States looked at since the last yield."""
@@ -119,7 +120,8 @@ class _Search:
                 yield chunk, self.problem.gaps[self.problem.first_gap[chunk] + len(chain) - 1]
 
     def starts(self, known: frozenset[int]) -> Iterator[State]:
-        """Yield states a lap may begin with: that of a known solution, then every other one where they are few."""
+        """Yield states an iteration may begin with: that of a known solution, then every other one where they are
+        few."""
         kept = sum(1 << c for c, at in self.crossing.items() if at in known)
         likely = kept, self._on_host_at_end(known)
         yield likely
@@ -145,13 +147,13 @@ class _Search:
                 yield from self._possible_starts(others, (kept, on_host | bit))
 
     def _on_host_at_end(self, known: frozenset[int]) -> int:
-        """Chunks whose last version of a lap has been written to HOST by its end."""
+        """Chunks whose last version of an iteration has been written to HOST by its end."""
         gaps = self.problem.gaps
         mask = 0
         for at in range(len(gaps)):
             gap = gaps[at]
             if gap.epoch >= 0 and self.carried.get(gap.chunk) == gap.epoch and gap.start < gap.stop:
-                # Else the version is of the lap before, or leaves in the next.
+                # Else the version is of the iteration before, or leaves in the next.
                 begun = gap.use >= gap.epoch and gap.start > 0
                 if begun and (at not in known or gap.hosted_by is not None):
                     mask |= 1 << gap.chunk
@@ -166,7 +168,7 @@ class _Search:
         return found
 
     def run(self, start: State, limit_nbytes: int) -> Generator[int, None, Found | None]:
-        """Follow one lap from `start` back to `start`; return None if none moves fewer than `limit_nbytes`.
+        """Follow one iteration from `start` back to `start`; return None if none moves fewer than `limit_nbytes`.
 
         Yields the work done, now and then.
         """

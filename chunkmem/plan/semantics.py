@@ -140,7 +140,7 @@ class State:
     # Moments.
 
     def before(self, moment: Moment, trace: Trace) -> None:
-        """A moment is about to come, before its actions: a RELEASE lets go, so that they may free the chunk."""
+        """A moment is about to come, before its actions: a RELEASE releases the chunk, so that they may free it."""
         if moment.kind is Kind.RELEASE and arrives(moment.chunk, trace):
             self.empty(self.replica(moment.chunk, Tier.DEVICE))
 
@@ -172,7 +172,7 @@ def arrives(chunk: ChunkId, trace: Trace) -> bool:
 
 
 def residency_before(plan: Plan, trace: Trace, moment: int) -> Residency:
-    """Return what is where before the actions of `moment`, if the plan was followed from its start."""
+    """Return the residency before the actions of `moment`, if the plan was followed from its start."""
     now = State.of(Residency.of(plan.start), trace.chunk_nbytes)
     for event, actions in zip(trace.moments[:moment], plan.actions, strict=False):
         now.before(event, trace)

@@ -1,7 +1,8 @@
 """Interpreter 1 of plans: verify one against its trace, and time it. Knows nothing of how plans are made.
 
-First one lap in program order, for everything that is book-keeping: residency, versions, caps. It is the same in
-every lap, for a lap ends as it begins. Then some laps on lanes, for what runs beside what, and when.
+First one iteration in program order, for everything that is book-keeping: residency, versions, caps. It is the same in
+every iteration, for an iteration ends as it begins. Then some iterations on lanes, for what overlaps with what, and
+when.
 """
 
 from __future__ import annotations
@@ -19,42 +20,44 @@ from chunkmem.trace.model import Trace
 from chunkmem.types import Tier
 
 
-def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, laps: int = 3) -> Timeline:
-    """Verify `plan` against `trace` and return the last of `laps` laps as a machine of these speeds would run it.
+def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, iterations: int = 3) -> Timeline:
+    """Verify `plan` against `trace` and return the last of `iterations` iterations as a machine of these speeds would
+    run it.
 
     Args:
         machine: caps and speeds to judge by, if not those that the plan was made for.
-        laps: 2 to see every conflict between one lap and the next; each further one brings the times closer to the
-            steady state.
+        iterations: 2 to see every conflict between one iteration and the next; each further one brings the times closer
+            to the steady state.
 
     Raises:
         CapacityError: a tier's cap is passed.
         PlanError: the plan does not belong to the trace, or would read or lose something wrong; the message names the
             moment, the action, and what is missing.
     """
-    if laps < 1:
-        raise PlanError(f"{laps} laps cannot be simulated; give 1 or more")
+    if iterations < 1:
+        raise PlanError(f"{iterations} iterations cannot be simulated; give 1 or more")
     machine = plan.machine if machine is None else machine
     reader, program = _read(plan, trace, machine)
     lanes = Lanes(program, one_processor=machine.one_processor)
-    for _ in range(laps - 1):
-        lanes.run_lap(record=False)
-    lap = lanes.run_lap(record=True)
+    for _ in range(iterations - 1):
+        lanes.run_iteration(record=False)
+    iteration = lanes.run_iteration(record=True)
     state, fetched = reader.state, reader.num_issued[H2D]
     return Timeline(
-        spans=tuple(lap.spans),
-        step_s=lap.step_s,
+        spans=tuple(iteration.spans),
+        step_s=iteration.step_s,
         peak_nbytes=dict(zip(TIERS, state.peak_nbytes, strict=True)),
         role_peak_nbytes={key: nbytes for key, nbytes in state.role_peak_nbytes.items() if nbytes},
         cap_nbytes={Tier.DEVICE: machine.device_nbytes, Tier.HOST: machine.host_nbytes},
         device_nbytes=tuple(reader.device_nbytes),
-        prefetched=fetched - lap.late,
+        prefetched=fetched - iteration.late,
         fetched=fetched,
     )
 
 
 def peak_nbytes(plan: Plan, trace: Trace) -> Mapping[Tier, int]:
-    """Return the highest sum of chunk bytes on each tier in a lap that follows `plan`: that part of `simulate` alone.
+    """Return the highest sum of chunk bytes on each tier in an iteration that follows `plan`: that part of `simulate`
+    alone.
 
     Raises: what `simulate` does, but for conflicts between lanes, which are not looked for.
     """
@@ -64,10 +67,10 @@ def peak_nbytes(plan: Plan, trace: Trace) -> Mapping[Tier, int]:
 
 def _read(plan: Plan, trace: Trace, machine: Machine) -> tuple[Reader, Program]:
     if plan.trace_digest != trace.digest:
-        raise PlanError(f"the plan was made from trace {plan.trace_digest}, this one is {trace.digest}; plan anew")
+        raise PlanError(f"the plan was made from trace {plan.trace_digest}, this one is {trace.digest}; plan again")
     if len(plan.actions) != len(trace.moments):
         raise PlanError(
-            f"the plan has actions for {len(plan.actions)} moments, the trace has {len(trace.moments)}; plan anew"
+            f"the plan has actions for {len(plan.actions)} moments, the trace has {len(trace.moments)}; plan again"
         )
     reader = Reader(plan, trace, machine)
     return reader, reader.read()

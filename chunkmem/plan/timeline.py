@@ -11,9 +11,9 @@ from typing import Any
 from chunkmem.errors import PlanError
 from chunkmem.plan.model import Lane
 from chunkmem.schema import BOOL, NULL, either, integer
+from chunkmem.sizes import format_nbytes
 from chunkmem.trace.reader import COUNT, FINITE, SECONDS, TEXT, Fields, Format, item_of, member_of
 from chunkmem.types import ChunkId, Role, Tier
-from chunkmem.units import format_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Timeline:
     cap_nbytes: Mapping[Tier, int]
     device_nbytes: tuple[int, ...] = ()
     """Chunk bytes on DEVICE in each moment."""
-    departures: int = 0
+    plan_misses: int = 0
     """Accesses that the plan did not foresee."""
     prefetched: int = 0
     """Copies to DEVICE that had arrived before they were needed."""
@@ -78,7 +78,7 @@ class Timeline:
             f"moved {format_nbytes(sum(self.moved_nbytes.values()))}, "
             + (f"exchanged {format_nbytes(exchanged)}, " if exchanged else "")
             + f"stalled {1e3 * self.stall_s:.0f} ms, "
-            f"prefetched {self.prefetched}/{self.fetched}, departures {self.departures}, "
+            f"prefetched {self.prefetched}/{self.fetched}, plan misses {self.plan_misses}, "
             f"peak {format_nbytes(self.peak_nbytes[Tier.DEVICE])} of {format_nbytes(self.cap_nbytes[Tier.DEVICE])}"
         )
 
@@ -121,7 +121,7 @@ class Timeline:
         ]
         return _FORMAT.document(
             self.step_s,
-            self.departures,
+            self.plan_misses,
             self.prefetched,
             self.fetched,
             [[tier.value, nbytes] for tier, nbytes in self.peak_nbytes.items()],
@@ -156,7 +156,7 @@ class Timeline:
             role_peak_nbytes=fields.table("role_peak_nbytes", _TIER, TEXT, COUNT),
             cap_nbytes=_by_tier(fields, "cap_nbytes"),
             device_nbytes=tuple(fields.column("device_nbytes", COUNT)),
-            departures=fields.one("departures", COUNT),
+            plan_misses=fields.one("plan_misses", COUNT),
             prefetched=fields.one("prefetched", COUNT),
             fetched=fields.one("fetched", COUNT),
         )
@@ -166,7 +166,7 @@ _FORMAT = Format(
     name="chunkmem timeline",
     version=1,
     keys=(
-        *("step_s", "departures", "prefetched", "fetched", "peak_nbytes", "role_peak_nbytes", "cap_nbytes"),
+        *("step_s", "plan_misses", "prefetched", "fetched", "peak_nbytes", "role_peak_nbytes", "cap_nbytes"),
         *("device_nbytes", "chunks", "labels", "spans"),
     ),
     error=PlanError,
@@ -185,7 +185,8 @@ def _by_tier(fields: Fields, key: str) -> dict[Tier, int]:
 
 
 def differences(predicted: Timeline, happened: Timeline) -> list[str]:
-    """Return where a step without departures is not what was predicted: bytes on each link, chunk peak on each tier."""
+    """Return where a step without plan misses is not what was predicted: bytes on each link, chunk peak on each
+    tier."""
     found = []
     for lane in sorted({*predicted.moved_nbytes, *happened.moved_nbytes}, key=lambda lane: lane.value):
         one, other = predicted.moved_nbytes.get(lane, 0), happened.moved_nbytes.get(lane, 0)

@@ -43,7 +43,7 @@ class Reader:
         self._far_waits: list[tuple[int, Wait]] = []
         self._is_updated = False
         self._ahead: dict[int, tuple[int, ...]] = {}
-        """By group that is being updated ahead of its moment: the replicas which that reads."""
+        """By group that is being updated speculatively: the replicas which that reads."""
         self._update_moments: dict[int, list[int]] = {}
         """By group: the moments that update it."""
         for at, moment in enumerate(trace.moments):
@@ -63,7 +63,7 @@ class Reader:
         state, position = self.state, self._position
         if ahead := updates_ahead(self._trace, self._plan.actions):
             wanted_nbytes = sum(log_nbytes(self._trace, group) for group in ahead)
-            state.set_aside(min(wanted_nbytes, self._machine.undo_log_nbytes))
+            state.set_aside(min(wanted_nbytes, self._machine.shadow_nbytes))
         for actions, moment in zip(self._plan.actions, self._trace.moments, strict=True):
             position.index += 1
             state.charge_nbytes = moment.non_model_peak_nbytes if self._machine.charges_non_model else 0
@@ -111,7 +111,9 @@ class Reader:
             self._position.fail("a lane is in order by itself")
         on = LANES.index(wait.on)
         if wait.count > self.num_issued[on]:
-            self._position.fail(f"{wait.on.name} has only been issued {self.num_issued[on]} operations in this lap")
+            self._position.fail(
+                f"{wait.on.name} has only been issued {self.num_issued[on]} operations in this iteration"
+            )
         if wait.count <= 0:
             self._far_waits.append((self._position.index, wait))
         self._entries.append(Await(LANES.index(wait.lane), on, wait.count))
@@ -133,10 +135,10 @@ class Reader:
         return self._trace.is_rounded(chunk) and self.state.has_content(ChunkId(Role.MASTER, chunk.group))
 
     def _need_quiet(self, replica: int) -> None:
-        """Refuse to change what an update ahead reads."""
+        """Refuse to change what a speculative update reads."""
         group = self.state.replicas[replica][0].group
         if replica in self._ahead.get(group, ()):
-            self._position.fail(f"group {group} is being updated ahead of its moment, from what is there")
+            self._position.fail(f"group {group} is being updated speculatively, from what is there")
 
     def _drop(self, replica: int) -> None:
         self.state.free(replica)
@@ -170,7 +172,7 @@ class Reader:
             self._issue_update(moment, update.tier)
 
     def _update_ahead(self, update: Update) -> None:
-        """Begin a group's update before its moment; see [Note: Updates ahead]."""
+        """Begin a group's update before its moment; see [Note: Speculative updates]."""
         moments, here = self._trace.moments, self._position.index
         at = self._update_moments.get(update.group, [])
         if update.tier is not Tier.HOST or len(at) != 1 or at[0] < here:
@@ -178,8 +180,8 @@ class Reader:
             updates = f"group {moment.chunk.group}" if moment.kind is Kind.UPDATE else "nothing"
             self._position.fail(f"this moment updates {updates}, and ahead goes only what HOST updates once, and later")
         self._log_nbytes += log_nbytes(self._trace, update.group)
-        if self._log_nbytes > self._machine.undo_log_nbytes:
-            self._position.fail(f"{self._log_nbytes} bytes pass the undo log of {self._machine.undo_log_nbytes}")
+        if self._log_nbytes > self._machine.shadow_nbytes:
+            self._position.fail(f"{self._log_nbytes} bytes pass the shadow buffers of {self._machine.shadow_nbytes}")
         reads = tuple(self.state.replica(chunk, Tier.HOST) for chunk in self._trace.update_reads(update.group))
         for replica in reads:
             self.state.need_newest(replica)
@@ -192,7 +194,7 @@ class Reader:
         return nbytes / Bps if isfinite(Bps) else moment.duration_s
 
     def _settle(self, moment: Moment) -> None:
-        """The moment of a group that was updated ahead: what was written beside the chunks becomes theirs."""
+        """The moment of a group that was updated speculatively: what was written to shadow buffers becomes theirs."""
         del self._ahead[moment.chunk.group]
         self._issue_update(moment, Tier.HOST, settles=True)
 
@@ -302,4 +304,4 @@ class Reader:
             num = self.num_issued[LANES.index(wait.on)]
             if wait.count <= -num:
                 self._position.index, self._position.action = index, wait
-                self._position.fail(f"counts reach one lap back, in which {wait.on.name} has {num} operations")
+                self._position.fail(f"counts reach one iteration back, in which {wait.on.name} has {num} operations")

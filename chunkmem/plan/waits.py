@@ -40,16 +40,16 @@ def add_waits(
 ) -> tuple[tuple[Action, ...], ...]:
     """Return the program with its waits.
 
-    It is followed lap after lap until two laps wait for the same: from then on all do.
+    It is followed iteration after iteration until two iterations wait for the same: from then on all do.
     """
     follower = _Follower(trace, start)
-    lap = follower.lap(program)
+    iteration = follower.iteration(program)
     for _ in range(_MAX_LAPS):
-        following = follower.lap(program)
-        if following == lap:
+        following = follower.iteration(program)
+        if following == iteration:
             break
-        lap = following
-    return lap
+        iteration = following
+    return iteration
 
 
 class _Follower:
@@ -58,20 +58,20 @@ class _Follower:
         self.slabs = {(placed.chunk, placed.tier): _Slab() for placed in start}
         self.idle: dict[tuple[Tier, int], list[_Slab]] = defaultdict(list)
         self.done = [0, 0, 0, 0]
-        """Operations issued on each lane, since the first lap began."""
-        self.lap_start = [0, 0, 0, 0]
-        self.lap_length = [0, 0, 0, 0]
+        """Operations issued on each lane, since the first iteration began."""
+        self.iteration_start = [0, 0, 0, 0]
+        self.iteration_length = [0, 0, 0, 0]
         self.known: list[Clock] = [(0, 0, 0, 0)] * 4
         """By lane: how far it knows the others to be."""
         self.knew: list[list[Clock]] = [[], [], [], []]
         """By lane: the same at each of its operations."""
         self.out: list[Action] = []
         self.ahead: set[int] = set()
-        """Groups that are being updated ahead of their moment."""
+        """Groups that are being updated speculatively of their moment."""
         self.sizes = trace.chunk_nbytes
 
-    def lap(self, program: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
-        self.lap_start = list(self.done)
+    def iteration(self, program: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
+        self.iteration_start = list(self.done)
         lists = []
         for moment, actions in zip(self.trace.moments, program, strict=True):
             self.out = []
@@ -188,7 +188,7 @@ class _Follower:
             ):
                 del open_needs[other]
         for other, count in sorted(open_needs.items()):
-            self.out.append(Wait(_LANES[lane], _LANES[other], count - self.lap_start[other]))
+            self.out.append(Wait(_LANES[lane], _LANES[other], count - self.iteration_start[other]))
             merged = [a if a > b else b for a, b in zip(known, self.knew[other][count - 1], strict=True)]
             merged[other] = max(merged[other], count)
             known = tuple(merged)

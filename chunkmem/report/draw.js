@@ -61,7 +61,7 @@ class Row {
         }
         return;
       }
-      // Another colour goes on right of the pixel they share.
+      // Another colour continues right of the pixel they share.
       this.flush();
       this.start(this.right, right, color, rank);
       return;

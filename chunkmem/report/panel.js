@@ -82,9 +82,9 @@ class Panel {
   }
 
   writeNotes() {
-    const departures = this.run.summary.happened.departures;
-    if (departures) {
-      const what = departures === 1 ? "1 access was" : `${departures} accesses were`;
+    const plan_misses = this.run.summary.happened.plan_misses;
+    if (plan_misses) {
+      const what = plan_misses === 1 ? "1 access was" : `${plan_misses} accesses were`;
       const text = `Not all of the plan was followed: ${what} not foreseen. Chunks are drawn where the plan has them, also where they were not.`;
       this.notes.append(element("span", "warning", text));
     }

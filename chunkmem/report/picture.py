@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from chunkmem.report.clock import phases
 from chunkmem.report.replay import replay, role_nbytes
 from chunkmem.report.run import Run, measured_nbytes
-from chunkmem.report.text import departures
+from chunkmem.report.text import plan_misses
+from chunkmem.sizes import format_nbytes
 from chunkmem.types import Role, Tier
-from chunkmem.units import format_nbytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,7 +97,7 @@ def memory_picture(run: Run) -> bytes:
     if is_apart:
         _draw_beside(next(rest), columns)
     _draw_phases(panels, run)
-    departed = f"; {times} the step departed from its plan" if (times := departures(run.happened.departures)) else ""
+    departed = f"; {times} the step missed its plan" if (times := plan_misses(run.happened.plan_misses)) else ""
     panels[-1].set_xlabel(f"moments of the step, in order{departed}", fontsize=11)
     for axes in panels:
         axes.set_xlim(0, len(columns.beside))

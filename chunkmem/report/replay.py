@@ -1,4 +1,4 @@
-"""What is where at each moment, if a plan is followed; the semantics are [Note: What a plan means]."""
+"""Residency at each moment, if a plan is followed; the semantics are [Note: What a plan means]."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROLES = tuple(Role)
 
 @dataclass
 class Stays:
-    """One chunk over a lap."""
+    """One chunk over an iteration."""
 
     changes: list[tuple[int, int]] = field(default_factory=list)
     """(moment, state from it on), the first at moment 0. A state is three times the one on DEVICE plus that on HOST,

@@ -75,7 +75,7 @@ def label_of(span: Span, moment: Moment) -> str:
 
 
 def lane_of(span: Span, run: Run) -> Lane:
-    """Return the lane a span is shown on: updates on HOST have one of their own, whoever has made them."""
+    """Return the lane a span is shown on: updates on HOST have one of their own, whichever thread made them."""
     moment = run.trace.moments[span.moment]
     is_update = span.lane is Lane.COMPUTE and moment.kind is Kind.UPDATE and not span.is_stall
     if is_update and run.plan.update_tiers.get(moment.chunk.group) is Tier.HOST:
@@ -94,7 +94,7 @@ def measured_nbytes(run: Run) -> dict[int, int]:
     nbytes = run.happened.device_nbytes
     if len(nbytes) == len(run.trace.moments):
         return dict(enumerate(nbytes))
-    # After a departure some moments never came.
+    # After a plan miss some moments never came.
     computed = visits(run.happened)
     if len(computed) == len(nbytes):
         return {span.moment: n for span, n in zip(computed, nbytes, strict=True)}
@@ -119,7 +119,7 @@ def _other_step(trace: Trace, timeline: Timeline) -> str:
     strangers = {span.chunk for span in timeline.spans if span.chunk} - trace.chunk_nbytes.keys()
     if strangers:
         return f"it names {min(strangers, key=str)}, which the trace does not"
-    if timeline.departures:
+    if timeline.plan_misses:
         return ""
     num_seen = len(timeline.device_nbytes) or len({span.moment for span in visits(timeline)})
     if num_seen != num_moments:

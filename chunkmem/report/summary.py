@@ -44,7 +44,7 @@ def _figures(timeline: Timeline) -> dict[str, Any]:
         "exchanged_nbytes": timeline.exchanged_nbytes,
         "peak_nbytes": {tier.value: nbytes for tier, nbytes in timeline.peak_nbytes.items()},
         "role_peak_nbytes": roles,
-        "departures": timeline.departures,
+        "plan_misses": timeline.plan_misses,
         "prefetched": timeline.prefetched,
         "fetched": timeline.fetched,
     }
@@ -61,7 +61,7 @@ def _by_tier_and_role(key: tuple[Tier, str]) -> tuple[int, int, str]:
 
 
 def _non_model(run: Run) -> dict[str, Any]:
-    """Return the bytes beside the chunks on DEVICE, by both ways of measuring."""
+    """Return the bytes of non-model data on DEVICE, by both ways of measuring."""
     moments = run.trace.moments
     was_sampled = any(moment.sampled_peak_nbytes for moment in moments)
     return {

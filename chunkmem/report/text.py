@@ -1,11 +1,11 @@
-"""Lines for people, from what `summarize` returned. Tables are rows; whoever prints them aligns the columns."""
+"""Lines for people, from what `summarize` returned. Tables are rows; the caller aligns the columns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from chunkmem.units import format_nbytes
+from chunkmem.sizes import format_nbytes
 
 Row = tuple[str, ...]
 _LINKS = {"h2d": "moved to DEVICE", "d2h": "moved to HOST"}
@@ -18,8 +18,8 @@ def format_s(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms" if abs(seconds) >= 1e-3 or seconds == 0 else f"{1e6 * seconds:.0f} us"
 
 
-def departures(number: int) -> str:
-    """Return how often a step departed from its plan, to begin a sentence with; empty for never."""
+def plan_misses(number: int) -> str:
+    """Return how often a step missed its plan, to begin a sentence with; empty for never."""
     if not number:
         return ""
     return "once" if number == 1 else f"{number} times"
@@ -40,7 +40,7 @@ def step_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         peaks = (format_nbytes(view["peak_nbytes"].get(tier, 0)) for view in views)
         yield (f"peak on {tier.upper()}", *peaks, format_nbytes(caps[tier]) if tier in caps else "")
     yield ("copies in time", *(f"{view['prefetched']} of {view['fetched']}" for view in views), "")
-    yield ("departures", *(str(view["departures"]) for view in views), "")
+    yield ("plan_misses", *(str(view["plan_misses"]) for view in views), "")
 
 
 def role_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
@@ -56,18 +56,18 @@ def role_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 def difference_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield what was not as predicted, and why that may be."""
     yield from summary["differences"] or ["bytes on each link and the peak of each tier are as predicted"]
-    if times := departures(summary["happened"]["departures"]):
-        yield f"{times} the step departed from its plan, and was served on demand until it fitted again"
+    if times := plan_misses(summary["happened"]["plan_misses"]):
+        yield f"{times} the step missed its plan, and was served on demand until it fitted again"
 
 
 def non_model_lines(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the bytes beside the chunks: activations, gradients under way, temporaries."""
+    """Yield the bytes of non-model data: activations, gradients under way, temporaries."""
     found = summary["non_model"]
     yield f"highest at operator boundaries: {_at(found['probe'])}"
     interval_s = found["sampling_interval_s"]
     if found["sampled"] is None:
         why = "did not run, or saw nothing (client.mem_tracer.use_async_mem_monitor)"
-        yield f"the sampling thread {why if interval_s is None else 'saw nothing beside the chunks'}"
+        yield f"the sampling thread {why if interval_s is None else 'saw no non-model data'}"
     else:
         yield f"highest by the sampling thread: {_at(found['sampled'])}"
         most = found["differ_most"]

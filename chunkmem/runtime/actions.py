@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable
 from chunkmem.plan.ahead import updates_ahead
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
 from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, Lanes
-from chunkmem.runtime.executor import DemandExecutor
-from chunkmem.runtime.journal import Journal
+from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Kind, Moment, Trace
@@ -37,13 +37,14 @@ Step = Callable[[], object]
 class PlanActions(ABC):
     """Does what a plan says for a moment; which moment that is, is decided elsewhere."""
 
-    def __init__(self, plan: Plan, trace: Trace, executor: DemandExecutor, lanes: Lanes, tiers: Tiers) -> None:
-        """Prepare to carry out the actions of `plan`; nothing is moved yet. The arguments are those of `Performer`."""
+    def __init__(self, plan: Plan, trace: Trace, pager: Pager, lanes: Lanes, tiers: Tiers) -> None:
+        """Prepare to carry out the actions of `plan`; nothing is moved yet. The arguments are those of
+        `PlanExecutor`."""
         self.plan = plan
         self.trace = trace
-        self.journal = Journal()
-        self._executor = executor
-        self._store = executor.store
+        self.step_log = StepLog()
+        self._pager = pager
+        self._store = pager.store
         self._lanes = lanes
         self._tiers = tiers
         self._is_host = not tiers.compute.is_accelerator
@@ -58,14 +59,14 @@ class PlanActions(ABC):
         self._update_after: list[tuple[Lane, Event]] = []
         """What the next update that the host makes itself comes after, and on which lane that is."""
         self._ahead_after: list[Event] = []
-        """Those of them that no update ahead has waited for: one may be left to the step."""
+        """Those of them that no speculative update has waited for: one may be left to the step."""
         self._log = Counter(
             trace.chunk_nbytes[chunk]
             for group in updates_ahead(trace, plan.actions)
             for chunk in trace.update_chunks(group)
             if chunk.role is not Role.GRAD
         )
-        """How many slabs of which sizes the undo log needs."""
+        """How many slabs of which sizes the shadow buffers needs."""
         self._copies_before: list[dict[Lane, int]] = []
         """By moment: copies issued on each lane before it."""
         self._steps = self._compile()
@@ -141,7 +142,7 @@ class PlanActions(ABC):
         if event is not None:
             started_s = time.perf_counter()
             stall_s = self._lanes.compute_waits(event)
-            self.journal.waited(lane, started_s, stall_s)
+            self.step_log.waited(lane, started_s, stall_s)
 
     def _update_comes_after(self, lane: Lane, event: Event | None) -> None:
         if event is not None:
@@ -154,7 +155,7 @@ class PlanActions(ABC):
         for lane, event in after:
             started_s = time.perf_counter()
             event.wait()
-            self.journal.waited(lane, started_s, time.perf_counter() - started_s)
+            self.step_log.waited(lane, started_s, time.perf_counter() - started_s)
 
     def _lane_waits(self, wait: Wait) -> None:
         event = self._event(wait)
@@ -197,12 +198,12 @@ class PlanActions(ABC):
         after = self._ahead_after
         if not self._is_exact:
             after = [*after, *(event for _, event in self._busy(*self._group(group), tiers=(Tier.HOST,)))]
-        event = self._executor.speculative.begin(group, after)
+        event = self._pager.speculative.begin(group, after)
         if event is not None:
             self._ahead_after = []
             moment = self._update_moment(group)
             assert moment is not None
-            self.journal.updated(moment, self._store.chunks[ChunkId(Role.PARAM, group)], event)
+            self.step_log.updated(moment, self._store.chunks[ChunkId(Role.PARAM, group)], event)
 
     def _alloc(self, chunk: Chunk, tier: Tier) -> None:
         if not self._on_plan:
@@ -225,7 +226,7 @@ class PlanActions(ABC):
         if tier not in chunk.replicas:
             self._is_exact = False
             return
-        self._executor.notice_writes(chunk)  # what a user wrote makes this the only newest replica
+        self._pager.notice_writes(chunk)  # what a user wrote makes this the only newest replica
         replica = chunk.replicas.get(tier)
         is_last = chunk.ready(tier) and chunk.newest_besides(tier) is None and not chunk.can_be_rounded
         if replica is None or replica.pins > 0 or is_last:
@@ -254,6 +255,6 @@ class PlanActions(ABC):
         target.slab.busy = source.slab.busy = event
         self._store.note_copy(chunk, copy.source, copy.target)
         self._events[lane].append(event)
-        self.journal.copied(lane, chunk, event)
+        self.step_log.copied(lane, chunk, event)
         if isinstance(event, DoneEvent):  # lanes that block
-            self.journal.waited(lane, event.started_s, event.ended_s - event.started_s)
+            self.step_log.waited(lane, event.started_s, event.ended_s - event.started_s)

@@ -129,7 +129,7 @@ class ComputeDevice:
         return float(begin.elapsed_time(end)) / 1e3
 
     def num_update_threads(self) -> int:
-        """Return how many threads update on HOST beside computing: all cores where that happens elsewhere."""
+        """Return how many threads update on HOST while the device computes: all cores where that happens elsewhere."""
         if not self.is_accelerator:
             return torch.get_num_threads()
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

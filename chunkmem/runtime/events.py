@@ -2,7 +2,7 @@
 
 [Note: Memory under a copy] A copy works on the addresses that its tensors have when it is issued. Their storages may be
 emptied before it runs: that is how a slab is taken from one chunk for the next while it is still being read. Holding
-the tensors keeps the memory of all others alive, but not of those. So whoever issues a copy keeps the memory allocated
+the tensors keeps the memory of all others alive, but not of those. So the issuer of a copy keeps the memory allocated
 until its event is done, and has whatever touches that memory in conflict with it wait for the event.
 """
 
@@ -76,7 +76,7 @@ class Lanes(Protocol):
         ...
 
     def compute_waits(self, event: Event) -> float:
-        """Have what is computed from now on come after `event`; return the seconds this thread stood still for it."""
+        """Have what is computed from now on come after `event`; return the seconds this thread stalled for it."""
         ...
 
     def drain(self) -> None:

@@ -1,4 +1,4 @@
-"""What copies between tiers beside the computing: a thread per lane on a CPU, a stream per lane on CUDA.
+"""What copies between tiers, overlapped with computing: a thread per lane on a CPU, a stream per lane on CUDA.
 
 [Note: A failed copy] Operations of a lane are in order, so to wait for one is to rely on all before it, and on all they
 came after. A copy that fails in a thread therefore fails everything issued behind it on its lane, or `after` it on

@@ -42,7 +42,7 @@ class Ledger:
         return self.total_nbytes - self.now.get(CACHE, 0)
 
     def restart_peak(self) -> None:
-        """Begin `chunk_peak_nbytes` and `role_peak` anew from what is there."""
+        """Begin `chunk_peak_nbytes` and `role_peak` again from what is there."""
         self.chunk_peak_nbytes = self.chunk_nbytes
         self.role_peak = {role: nbytes for role, nbytes in self.now.items() if role != CACHE and nbytes}
 

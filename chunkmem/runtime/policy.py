@@ -1,8 +1,8 @@
-"""What decides, from one access to the next, what is moved: one object at a time, which the executor asks.
+"""What decides, from one access to the next, what is moved: one object at a time, which the pager asks.
 
 OnDemand        nothing is known: what is not where it is needed is brought with blocking copies
 Recorder        the same, and written down (`chunkmem.tracing.recorder`)
-Performer       a plan is followed (`chunkmem.runtime.performer`)
+PlanExecutor       a plan is followed (`chunkmem.runtime.plan_executor`)
 BetweenSteps    one of these, after the step that it was for
 """
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from chunkmem.memory import MemoryReport, MovedReport, TierReport
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.types import Tier
 
 
-def memory_report(
-    tiers: Tiers, executor: DemandExecutor, *, padding_nbytes: int, exchange_nbytes: tuple[int, int]
-) -> MemoryReport:
+def memory_report(tiers: Tiers, pager: Pager, *, padding_nbytes: int, exchange_nbytes: tuple[int, int]) -> MemoryReport:
     """Return the ledgers' state as plain data."""
     reports = {
         ledger.tier: TierReport(
@@ -18,13 +16,13 @@ def memory_report(
             now_nbytes=ledger.total_nbytes,
             peak_nbytes=ledger.peak_nbytes,
             step_peak_nbytes=ledger.chunk_peak_nbytes,
-            required_nbytes=executor.required_nbytes[ledger.tier],
+            required_nbytes=pager.required_nbytes[ledger.tier],
             by_role={role: (now, ledger.peak[role]) for role, now in ledger.now.items()},
             kept_nbytes=tiers.host_pool.kept_nbytes if ledger.tier is Tier.HOST else 0,
         )
         for ledger in (tiers.device, tiers.host)
     }
-    moved = executor.store.moved
+    moved = pager.store.moved
     return MemoryReport(
         device=reports[Tier.DEVICE],
         host=reports[Tier.HOST],

@@ -8,8 +8,8 @@ from chunkmem.errors import CapacityError
 from chunkmem.plan.demand import Shortage
 from chunkmem.runtime.pool import SlabPool
 from chunkmem.runtime.store import Chunk
+from chunkmem.sizes import format_nbytes
 from chunkmem.types import Role, Tier
-from chunkmem.units import format_nbytes
 
 
 def shortage_error(

@@ -227,7 +227,7 @@ class ChunkStore:
         return slab
 
     def note_copy(self, chunk: Chunk, source: Tier, target: Tier) -> None:
-        """The newest version is on its way from `source` to `target`; whoever reads it there waits for it."""
+        """The newest version is on its way from `source` to `target`; a reader there waits for it."""
         chunk.replicas[target].version = chunk.replicas[source].version
         if target is Tier.DEVICE:
             self.moved.h2d_nbytes += chunk.nbytes

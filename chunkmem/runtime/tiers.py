@@ -47,13 +47,13 @@ def _caps_of_one(config: Config, compute: ComputeDevice, *, num_local: int) -> T
     return TierCaps(device, host, shared=False)
 
 
-def undo_log_nbytes(opts: OptsConfig, compute: ComputeDevice, caps: TierCaps) -> int:
-    """Return the bytes of HOST for updates that run beside backward; 0: they wait for the step."""
+def shadow_nbytes(opts: OptsConfig, compute: ComputeDevice, caps: TierCaps) -> int:
+    """Return the bytes of HOST for updates that run overlapped with backward; 0: they wait for the step."""
     wanted = compute.is_accelerator if opts.overlap_optimizer is None else opts.overlap_optimizer
     if wanted and caps.shared:
         warnings.warn(
             "client.opts.overlap_optimizer: with memory.device null both tiers are one piece of RAM and nothing is "
-            "updated beside backward; set memory.device, or leave overlap_optimizer out",
+            "updated overlapped with backward; set memory.device, or leave overlap_optimizer out",
             stacklevel=2,
         )
         return 0
@@ -102,7 +102,7 @@ class Tiers:
         return max(0, self.compute.take_peak_nbytes() - self.device.limit_nbytes)
 
     def non_model_nbytes(self) -> int:
-        """Return the bytes beside the chunks: allocated on an accelerator, or resident in this process."""
+        """Return the bytes of non-model data: allocated on an accelerator, or resident in this process."""
         chunks = self.device.total_nbytes
         if not self.compute.is_accelerator:
             chunks += self.host.total_nbytes + self.host_pool.kept_nbytes

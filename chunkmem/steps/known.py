@@ -8,35 +8,30 @@ from math import inf
 
 from chunkmem.errors import PlanError, TraceError
 from chunkmem.plan.model import Plan
-from chunkmem.runtime.executor import DemandExecutor
-from chunkmem.steps.course import Course, check_adoptable
-from chunkmem.steps.kinds import Kinds
-from chunkmem.steps.making import CourseMaker
+from chunkmem.runtime.pager import Pager
+from chunkmem.steps.cached_plan import CachedPlan, check_adoptable
+from chunkmem.steps.factory import CachedPlanFactory
+from chunkmem.steps.iteration import Iteration
+from chunkmem.steps.plan_cache import PlanCache
 from chunkmem.trace.ahead import overlapped
 from chunkmem.trace.model import Mode, Trace
-from chunkmem.tracing.recorder import Recorder
 
 
 class KnownSteps:
     """Traces and plans by kind of step."""
 
-    def __init__(
-        self, executor: DemandExecutor, maker: CourseMaker, *, layout: Callable[[], str], is_lone: bool
-    ) -> None:
-        """Begin with nothing known; the arguments are those of `Conductor`, and what makes courses."""
-        self._executor = executor
+    def __init__(self, pager: Pager, maker: CachedPlanFactory, *, layout: Callable[[], str], is_lone: bool) -> None:
+        """Begin with nothing known; the arguments are those of `StepController`, and what makes cached plans."""
+        self._pager = pager
         self._maker = maker
         self._layout = layout
         self._is_lone = is_lone
         self._is_first_of_two = False
         """What was just recorded is put aside for `compare`."""
         self._aside: Trace | None = None
-        self.kinds = {mode: Kinds(mode, partial(maker.make, mode), is_lone=is_lone) for mode in Mode}
+        self.kinds = {mode: PlanCache(mode, partial(maker.make, mode), is_lone=is_lone) for mode in Mode}
         """Of training steps, and of evaluations."""
-        self._mode: Mode | None = None
-        """Of the lap that runs, or ran last."""
-        self._recorder: Recorder | None = None
-        self._course: Course | None = None
+        self.now = Iteration()
 
     # What a user asks for.
 
@@ -51,10 +46,10 @@ class KnownSteps:
         return None if self._training is None else self._training.plan
 
     @property
-    def _training(self) -> Course | None:
+    def _training(self) -> CachedPlan | None:
         """What the training step that runs, or ran last, has followed, or was recorded for."""
-        if self._mode is Mode.TRAIN and self._course is not None:
-            return self._course
+        if self.now.mode is Mode.TRAIN and self.now.entry is not None:
+            return self.now.entry
         return self.kinds[Mode.TRAIN].last
 
     def adopt_trace(self, trace: Trace) -> None:
@@ -75,8 +70,8 @@ class KnownSteps:
                 "model with the same default_chunk_size, or train one step to record a trace"
             )
         self.kinds[trace.mode].adopt(trace)
-        if trace.mode is self._mode:
-            self._course = None  # forgotten: nothing is to be learnt for it
+        if trace.mode is self.now.mode:
+            self.now.entry = None  # forgotten: nothing is to be learnt for it
 
     def adopt_plan(self, plan: Plan) -> None:
         """Use a plan of an earlier run. Its trace has to be there: adopt or record that first.
@@ -101,28 +96,28 @@ class KnownSteps:
 
         A rank that recorded nothing, as it had no batch, says yes as far as it is concerned.
         """
-        recorder = self._recorder
+        recorder = self.now.recorder
         if recorder is None:
             return True
         try:
-            trace = recorder.trace(self._layout(), self._executor.store.chunks)
+            trace = recorder.trace(self._layout(), self._pager.store.chunks)
         except TraceError:
             return False  # it was torn down in the middle
         return self._maker.make(Mode.TRAIN).planned_stall_s(overlapped(trace)) < inf
 
     def compare(self) -> tuple[float, float] | None:
-        """Return how long computing stands still in steps of both ways, as planned; inf: there is no plan for it.
+        """Return how long computing stalls in steps of both ways, as planned; inf: there is no plan for it.
 
         None if the two are not both known. What they compute is the same, but not how long that took when recorded.
         """
-        course = self._training
-        if self._aside is None or course is None or course.trace is None:
+        entry = self._training
+        if self._aside is None or entry is None or entry.trace is None:
             return None
-        return course.planned_stall_s(self._aside), course.planned_stall_s(course.trace)
+        return entry.planned_stall_s(self._aside), entry.planned_stall_s(entry.trace)
 
     def keep(self, *, first: bool) -> None:
         """Forget one of the two."""
         aside, self._aside = self._aside, None
         if first and aside is not None:
             self.kinds[Mode.TRAIN].take(aside)
-            self._course = None
+            self.now.entry = None

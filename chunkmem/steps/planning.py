@@ -1,4 +1,4 @@
-"""The plan of one trace: made at once, and made better beside training."""
+"""The plan of one trace: made at once, and improved during training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORK_A_STEP = 400_000
 
 
 class StepPlanner:
-    """Plans a trace beside chunks that it does not touch: some work when it is made, and as much at each `improve`."""
+    """Plans a trace next to chunks that it does not touch: some work when it is made, and as much at each `improve`."""
 
     @no_collections()
     def __init__(
@@ -47,7 +47,7 @@ class StepPlanner:
         self._machine = machine
         self._work = work
         self._aside_nbytes = 0 if trace.mode is Mode.EVAL else sum(bystanders_nbytes.values())
-        """Bytes that have to find room on HOST beside a plan."""
+        """Bytes on HOST that the plan does not know of."""
         self._planner = Planner(trace, machine, options=options)
         if trace.mode is Mode.EVAL:
             # What the evaluation does not touch stays where training left it, if that is possible.
@@ -64,7 +64,7 @@ class StepPlanner:
 
     @no_collections()
     def improve(self) -> None:
-        """Go on planning, if there is more to try."""
+        """Continue planning if there is more to try."""
         if self._planner.is_done:
             return
         before, plan = self._planner.plan, self._planner.improve(self._work)

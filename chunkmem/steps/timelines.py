@@ -1,17 +1,17 @@
-"""What happened in the last steps, for whoever asks."""
+"""What happened in the last steps, made when they are asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from chunkmem.plan.timeline import Timeline
-from chunkmem.runtime.journal import Journal
+from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Trace
 
 
 class LastTimelines:
-    """The timelines of the last lap and of the last training step that are over, made when they are asked for."""
+    """The timelines of the last iteration and of the last training step that are over, made when they are asked for."""
 
     def __init__(self, tiers: Tiers) -> None:
         """Begin before the first step; `tiers` tell the peaks."""
@@ -20,15 +20,15 @@ class LastTimelines:
         self._last_training: Callable[[], Timeline] | None = None
 
     def begin(self) -> None:
-        """A lap begins: peaks are those from now on."""
+        """An iteration begins: peaks are those from now on."""
         for ledger in self._ledgers:
             ledger.restart_peak()
 
-    def keep(self, journal: Journal | None, trace: Trace | None, *, is_training: bool) -> None:
-        """Keep what a timeline is made of: the journal, and peaks that the next lap begins anew."""
-        if journal is None:
+    def keep(self, step_log: StepLog | None, trace: Trace | None, *, is_training: bool) -> None:
+        """Keep what a timeline is made of: the step log, and peaks that the next iteration begins again."""
+        if step_log is None:
             return
-        kept = journal
+        kept = step_log
         peaks = {ledger.tier: (ledger.chunk_peak_nbytes, dict(ledger.role_peak)) for ledger in self._ledgers}
         caps = {ledger.tier: ledger.limit_nbytes for ledger in self._ledgers}
         self._last = lambda: kept.timeline(trace, peaks, caps)
@@ -36,7 +36,7 @@ class LastTimelines:
             self._last_training = self._last
 
     def last(self) -> Timeline | None:
-        """Return what happened in the last lap that is over; None before the first."""
+        """Return what happened in the last iteration that is over; None before the first."""
         return None if self._last is None else self._last()
 
     def last_training(self) -> Timeline | None:

@@ -5,8 +5,8 @@
 1. The first step shows what is exchanged, and when. After it the links are measured.
 2. One is recorded that gathers when it needs to. If a plan for the same step with exchanges that overlap computing fits
    both tiers on all ranks, the next one gathers ahead, and is recorded, too.
-3. One follows the plan for that. After it the two plans are compared by how long computing stands still, as simulated:
-   the largest over ranks counts. The way that stands still for less is kept by all.
+3. One follows the plan for that. After it the two plans are compared by how long computing stalls, as simulated:
+   the largest over ranks counts. The way that stalls for less is kept by all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from chunkmem.comm.ranks import Ranks
 from chunkmem.nn.course import Course
-from chunkmem.steps.conductor import Conductor
+from chunkmem.steps.controller import StepController
 
 _LABEL = "choosing whether to gather ahead"
 
@@ -24,25 +24,25 @@ class AheadTrial:
     """Leads through the trial, step by step."""
 
     def __init__(
-        self, course: Course, conductor: Conductor, ranks: Ranks, *, measure: Callable[[tuple[int, ...]], None]
+        self, course: Course, controller: StepController, ranks: Ranks, *, measure: Callable[[tuple[int, ...]], None]
     ) -> None:
         """Begin before the first step.
 
         Args:
             course: which gathers ahead, or not.
-            conductor: which records and plans.
+            controller: which records and plans.
             ranks: which have to agree.
             measure: is called once, by all ranks, with groups that they gather together.
         """
         self._course = course
-        self._conductor = conductor
+        self._controller = controller
         self._ranks = ranks
         self._measure = measure
         self.restart()
 
     def restart(self) -> None:
         """Begin again before the first step: there is more to exchange."""
-        self._course.is_wanted = self._conductor.may_record = False
+        self._course.is_wanted = self._controller.may_record = False
         self._states = iter((self._learned, self._recorded, self._recorded_ahead, self._followed))
 
     def end_step(self) -> None:
@@ -51,21 +51,21 @@ class AheadTrial:
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
-        state = None if self._conductor.is_excused or self._course.was_empty else next(self._states, None)
+        state = None if self._controller.is_excused or self._course.was_empty else next(self._states, None)
         if state is not None:
             state()
 
     def _learned(self) -> None:
         self._measure(self._course.largest())
-        self._conductor.may_record = True
+        self._controller.may_record = True
 
     def _recorded(self) -> None:
         if not self._course.has_room:
             return
-        (is_full,) = self._ranks.max_over((float(not self._conductor.fits_overlapped()),), label=_LABEL)
+        (is_full,) = self._ranks.max_over((float(not self._controller.fits_overlapped()),), label=_LABEL)
         if not is_full:
             self._course.is_wanted = True
-            self._conductor.record_another()
+            self._controller.record_another()
 
     def _recorded_ahead(self) -> None:
         """The next step follows the plan that is made from it."""
@@ -74,7 +74,7 @@ class AheadTrial:
         if not self._course.is_wanted:
             return
         # A rank that does not know, as it had no batch, agrees with the others.
-        lazy_s, ahead_s = self._ranks.max_over(self._conductor.compare() or (0.0, 0.0), label=_LABEL)
+        lazy_s, ahead_s = self._ranks.max_over(self._controller.compare() or (0.0, 0.0), label=_LABEL)
         is_lazy = lazy_s < ahead_s
         self._course.is_wanted = not is_lazy
-        self._conductor.keep(first=is_lazy)
+        self._controller.keep(first=is_lazy)

@@ -71,7 +71,7 @@ class Moment:
     duration_s: float = 0.0
     """Time computed in it, waiting for copies not included."""
     non_model_peak_nbytes: int = 0
-    """Highest bytes on DEVICE beside the chunks: activations, gradients under way, temporaries."""
+    """Peak bytes of non-model data on DEVICE: activations, gradients in flight, temporaries."""
     sampled_peak_nbytes: int = 0
     """The same as the sampling thread saw it; 0 if none ran."""
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from chunkmem.errors import ChunkmemError
 from chunkmem.schema import Check, integer, number, one_of
-from chunkmem.units import shown
+from chunkmem.sizes import shown
 
 T = TypeVar("T")
 

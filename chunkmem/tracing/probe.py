@@ -1,4 +1,4 @@
-"""Bytes on DEVICE beside the chunks: activations, temporaries, gradients under way; seen at operator boundaries."""
+"""Bytes of non-model data on DEVICE: activations, temporaries, gradients under way; seen at operator boundaries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class NonModelProbe(Protocol):
-    """Tells how high the bytes beside the chunks have been."""
+    """Tells the peak bytes of non-model data."""
 
     def watching(self) -> AbstractContextManager[object]:
         """Return what has to be put around code that uses memory: a root's forward, a backward."""
@@ -33,7 +33,7 @@ class AllocatorProbe:
 
     The allocator counts chunks too, and its peak does not say how much of it they were. The fewest chunk bytes, of the
     interval's begin and its end, are taken off: the peak may come out too high by what chunks grew in the interval,
-    but not too low. So take the peak once more after chunks were moved and before computing goes on.
+    but not too low. So take the peak once more after chunks were moved and before computing continues.
     """
 
     def __init__(self, compute: ComputeDevice, chunk_nbytes: Callable[[], int]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from chunkmem.runtime.journal import Journal
-from chunkmem.runtime.performer import label_of
+from chunkmem.runtime.plan_executor import label_of
 from chunkmem.runtime.policy import OnDemand
+from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
@@ -27,12 +27,12 @@ class Recorder(OnDemand):
 
         Args:
             mode: of the step.
-            take_peaks: returns the highest bytes beside the chunks since the last call; as sampled, too.
+            take_peaks: returns the peak bytes of non-model data since the last call; as sampled, too.
             sampling_interval_s: returns the longest time between two samples so far; asked when the step is over. By
                 default nothing is sampled.
         """
         self.mode = mode
-        self.journal = Journal()
+        self.step_log = StepLog()
         self._take_peaks = take_peaks
         self._ask_interval_s = sampling_interval_s
         self._sampling_interval_s = 0.0
@@ -43,19 +43,19 @@ class Recorder(OnDemand):
         """Something happens: the moment before is over."""
         self._close_moment()
         self._events.append((kind, chunk.id, label_of(kind, chunk.id, reader)))
-        self.journal.begin(len(self._events) - 1, kind, chunk)
+        self.step_log.begin(len(self._events) - 1, kind, chunk)
 
     def copied(self, chunk: Chunk, target: Tier, started_s: float) -> None:
         """A copy was made on demand."""
-        self.journal.served(chunk, target, started_s)
+        self.step_log.served(chunk, target, started_s)
 
     def arrived(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
         """An exchange is over."""
-        self.journal.exchanged(chunk, issued_s, waited_s)
+        self.step_log.exchanged(chunk, issued_s, waited_s)
 
     def end(self) -> None:
         """The step is over."""
-        self.journal.end()
+        self.step_log.end()
         self._close_moment()
         self._sampling_interval_s = self._ask_interval_s()
 
@@ -75,7 +75,7 @@ class Recorder(OnDemand):
         """
         if len(self._peaks) < len(self._events):  # asked before the end
             self._close_moment()
-        durations = self.journal.durations()
+        durations = self.step_log.durations()
         moments = tuple(
             Moment(kind, chunk, label, durations[at], peak, sampled)
             for at, ((kind, chunk, label), (peak, sampled)) in enumerate(zip(self._events, self._peaks, strict=True))

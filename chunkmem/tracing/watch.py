@@ -11,7 +11,7 @@ from chunkmem.tracing.sampler import SamplingThread, reader_for
 
 
 class Watch:
-    """Bytes on DEVICE beside the chunks: at operator boundaries, and by a sampling thread if one is wanted."""
+    """Bytes of non-model data on DEVICE: at operator boundaries, and by a sampling thread if one is wanted."""
 
     def __init__(self, tiers: Tiers, *, is_chunk: Callable[[int], bool], sample: bool) -> None:
         """Begin to watch.

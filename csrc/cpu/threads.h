@@ -20,7 +20,7 @@ void run_on_own_threads(int64_t total, int64_t grain, int64_t num_threads, const
   std::atomic<int64_t> next{0};
   std::mutex mutex;
   std::exception_ptr thrown;
-  // Whoever is free takes the next piece: beside backward a thread may not get a core for a while.
+  // Whoever is free takes the next piece: overlapped with backward a thread may not get a core for a while.
   const auto work = [&] {
     try {
       for (int64_t piece; (piece = next.fetch_add(1)) < num_pieces;) {

@@ -37,7 +37,7 @@ NUMEL = 70_000
 TIMEOUT_S = 60.0
 PATIENCE_S = 8.0
 """The timeout where a rank is waited for in vain."""
-ROLL_CALL_S = 2.0
+DETECTION_S = 2.0
 """How long the others wait for the answer of one that is lost."""
 SIZE = 8 << 20
 """Elements that no connection takes on before somebody receives them."""
@@ -406,7 +406,7 @@ def timeout_and_limit_s(how: str) -> tuple[float, float]:
     return timeout_s, 2 * timeout_s
 
 
-@patch.object(connection, "_MAX_ROLL_CALL_S", ROLL_CALL_S)
+@patch.object(connection, "_MAX_DETECTION_S", DETECTION_S)
 def lose(rank: int, way: str, operation: str, how: str) -> tuple[str, tuple[int, ...], str]:
     """Lose rank 1 in an exchange; return what is said of it."""
     timeout_s, limit_s = timeout_and_limit_s(how)
@@ -512,7 +512,7 @@ def test_who_comes_late_hears_that_the_others_gave_up(team: Team) -> None:
     assert "distributed.timeout_s" in three
 
 
-@patch.object(connection, "_MAX_ROLL_CALL_S", ROLL_CALL_S)
+@patch.object(connection, "_MAX_DETECTION_S", DETECTION_S)
 def lose_the_first(rank: int, port: int, how: str) -> tuple[str, tuple[int, ...]]:
     store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)

@@ -57,8 +57,10 @@ def test_a_model_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert 7 * 16 * 64 * 4 <= said["activation_nbytes"] <= 14 * 16 * 64 * 4
     assert set(said["activation_nbytes_by_checkpointing"]) == {"true", "false"}
     assert said["device"]["peak_nbytes"] <= said["device"]["cap_nbytes"] == 1 << 20
-    assert said["floors"]["binding"] in ("compute", "link", "host memory", "network")
-    assert said["step_s"] >= max(said["floors"][key] for key in ("compute_s", "link_s", "host_memory_s", "network_s"))
+    assert said["lower_bounds"]["binding"] in ("compute", "link", "host memory", "network")
+    assert said["step_s"] >= max(
+        said["lower_bounds"][key] for key in ("compute_s", "link_s", "host_memory_s", "network_s")
+    )
 
 
 def test_a_step_without_memory_to_spare_takes_longer_than_its_floors() -> None:
@@ -66,7 +68,7 @@ def test_a_step_without_memory_to_spare_takes_longer_than_its_floors() -> None:
     rehearsal = tight.rehearse()
     tight = replace(tight, device_nbytes=device_need(tight, rehearsal).nbytes)
     finding = find(tight, rehearsal)
-    assert finding.timeline.step_s >= finding.floors.step_s
+    assert finding.timeline.step_s >= finding.lower_bounds.step_s
     assert finding.timeline.peak_nbytes[Tier.HOST] > 0
 
 
@@ -196,7 +198,7 @@ def test_ranks_share_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     held = {name: said["device"]["chunk_peak_nbytes"] + said["host"]["peak_nbytes"] for name, said in
             (("alone", alone), ("shared", shared))}  # fmt: skip
     assert held["shared"] <= held["alone"] / 2
-    assert shared["floors"]["network_s"] > 0 == alone["floors"]["network_s"]
+    assert shared["lower_bounds"]["network_s"] > 0 == alone["lower_bounds"]["network_s"]
 
 
 def test_a_first_step_that_reduces_everything_at_its_end_needs_more() -> None:

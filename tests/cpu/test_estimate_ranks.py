@@ -62,7 +62,7 @@ def record_both(rank: int, task: Task) -> tuple[list[list[tuple[str, str]]], lis
             manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
             optimizer.step()
             optimizer.zero_grad()
-            for trace in (manager.runtime.conductor._aside, manager.trace):
+            for trace in (manager.runtime.controller._aside, manager.trace):
                 if trace is not None and all(trace.digest != known.digest for known in traces):
                     traces.append(trace)
     return [[(f"{m.kind.value} {m.chunk}", str(m)) for m in trace.moments] for trace in traces], [
@@ -122,7 +122,7 @@ def test_the_smallest_cap_on_host(teams: dict[int, Team], name: str, size: int) 
 def as_estimated(facts: Facts, step: Step, plan: Plan) -> None:
     """Assert that a rank did in its last step what was estimated: exactly, where it follows the same plan."""
     timeline = simulate(plan, step.trace)
-    assert facts.departures == 0
+    assert facts.plan_misses == 0
     assert facts.digest == step.trace.digest
     assert timeline.peak_nbytes[Tier.DEVICE] == pytest.approx(facts.device_peak_nbytes, rel=0.03)
     assert timeline.peak_nbytes[Tier.HOST] == pytest.approx(facts.host_peak_nbytes, rel=0.03)

@@ -121,7 +121,7 @@ def test_a_plan_of_the_estimate_is_followed_and_peaks_as_predicted(case: ZooMode
         plan, happened = manager.plan, manager.timeline()
     assert plan is not None
     assert happened is not None
-    assert happened.departures == 0
+    assert happened.plan_misses == 0
     assert happened.peak_nbytes[Tier.DEVICE] == simulate(plan, estimated(case, variant).trace).peak_nbytes[Tier.DEVICE]
 
 
@@ -171,5 +171,5 @@ def test_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert predicted.activation_nbytes == pytest.approx(
         max(moment.non_model_peak_nbytes for moment in trace.moments), rel=0.03
     )
-    assert happened.departures == 0
+    assert happened.plan_misses == 0
     assert happened.peak_nbytes[Tier.DEVICE] == simulate(plan, predicted.trace).peak_nbytes[Tier.DEVICE]

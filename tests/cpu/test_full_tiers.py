@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import chunkmem
 from chunkmem.errors import PlanError
 from chunkmem.plan.model import Lane
-from chunkmem.runtime import performer
+from chunkmem.runtime import plan_executor
 from tests.helpers.audit import audit
 from tests.helpers.overlapped import WIDTH, Block
 from tests.helpers.twins import cpu_only
@@ -58,7 +58,7 @@ def test_a_plan_is_reached_through_the_last_free_slabs(caps: tuple[int, int, int
     timeline = run.manager.timeline()
     assert timeline is not None
     assert run.manager.plan is not None
-    assert timeline.departures == 0
+    assert timeline.plan_misses == 0
     ample = Tight(8 << 20, 8 << 20, blocks=blocks, numel=numel)
     assert losses == [ample.step(seed) for seed in range(5)]
 
@@ -72,7 +72,7 @@ def test_a_plan_out_of_reach_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> No
         raise PlanError("param chunk 7 takes 3 bytes on HOST, and 2 are free there")
 
     losses = [run.step(0)]
-    monkeypatch.setattr(performer, "way_to", no_way)
+    monkeypatch.setattr(plan_executor, "actions_to", no_way)
     losses.append(run.step(1))
     message = (
         r"^a train step could not follow its plan.* on demand.*: param chunk 7 takes 3 bytes on HOST, and 2 are free"
@@ -89,7 +89,7 @@ def test_a_plan_out_of_reach_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> No
     assert fetches
     assert all(0 <= span.start_s <= span.end_s <= timeline.step_s < 60 for span in fetches)
     assert timeline.device_nbytes == ()
-    assert timeline.departures > 0
+    assert timeline.plan_misses > 0
     assert math.isfinite(timeline.step_s)
 
 
@@ -145,7 +145,7 @@ def train_beside_another(
 ) -> tuple[list[float], int]:
     """Train one of two models: ``t`` is a step, ``e`` evaluates the other one, ``g`` leaves gradients of it.
 
-    Returns the losses, and how often the last step departed from its plan.
+    Returns the losses, and how often the last step missed its plan.
     """
     values = {"precision": precision, "default_chunk_size": numel}
     values["memory"] = {"device": device_nbytes, "host": host_nbytes}
@@ -173,7 +173,7 @@ def train_beside_another(
                 audit(manager)
         timeline = manager.timeline()
         assert timeline is not None
-        return losses, timeline.departures
+        return losses, timeline.plan_misses
 
 
 @cpu_only
@@ -190,10 +190,11 @@ def train_beside_another(
 def test_what_a_plan_does_not_know_may_take_room_on_host(
     precision: str, device_nbytes: int, host_nbytes: int, numel: int, blocks: int, others: int, script: str
 ) -> None:
-    """Gradients that nobody steps came after the plan was made; with its undo log they were more than HOST may hold:
+    """Gradients that nobody steps came after the plan was made; with its shadow buffers they were more than HOST may
+    hold:
     AssertionError: host over its cap, out of backward."""
     caps = {"numel": numel, "blocks": blocks, "others": others, "script": script}
     tight, _ = train_beside_another(precision, device_nbytes, host_nbytes, **caps)
-    ample, departures = train_beside_another(precision, 8 << 20, 8 << 20, **caps)
+    ample, plan_misses = train_beside_another(precision, 8 << 20, 8 << 20, **caps)
     assert tight == ample
-    assert departures == 0
+    assert plan_misses == 0

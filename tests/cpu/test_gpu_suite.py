@@ -84,9 +84,9 @@ def test_a_dry_speed_trains_a_toy_beside_plain_pytorch(tmp_path: Path) -> None:
     assert why_not == {"plain": None, "chunkmem": None, "fsdp2": "no GPU", "deepspeed": "no GPU", "torchao": "no GPU"}
     ours, plain = (rows[f"{name} / toy / 64 / toy cap"]["figures"] for name in ("chunkmem", "plain"))
     assert ours["tokens"] == plain["tokens"] == 64
-    assert ours["departures"] == 0
+    assert ours["plan_misses"] == 0
     assert ours["h2d_nbytes"] > 0
-    assert ours["floors"]["floor_s"] > 0
+    assert ours["lower_bounds"]["floor_s"] > 0
     assert ours["losses"] == pytest.approx(plain["losses"], rel=0.02)
     assert "Assumed, as no probe found them: flop_per_s, host_memory_Bps, link_Bps, memory_Bps." in done.stdout
 
@@ -240,9 +240,9 @@ def test_rates_are_the_probes_where_it_has_them() -> None:
 
 
 def training(**figures: Any) -> dict[str, Any]:
-    floors = {"floor_s": 0.5, "binding": "link", "assumed": []}
+    lower_bounds = {"floor_s": 0.5, "binding": "link", "assumed": []}
     base = {"tokens_per_s": 1000.0, "model_flop_per_s": 2e14, "step_s": [0.9, 1.1], "stall_s": 0.25,
-            "device_reserved_nbytes": 8 * GIB, "num_micro_batches": 2, "floors": floors}  # fmt: skip
+            "device_reserved_nbytes": 8 * GIB, "num_micro_batches": 2, "lower_bounds": lower_bounds}  # fmt: skip
     return {"figures": {**base, **figures}, "wall_s": 1.0, "at": "2030-01-02 03:04"}
 
 

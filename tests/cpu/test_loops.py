@@ -19,7 +19,7 @@ SETTLED = 12
 
 
 def run(loop: Loop, side: Side, steps: int) -> list[int | None]:
-    """Run so many steps; return the departures of each, None where it had no plan."""
+    """Run so many steps; return the plan misses of each, None where it had no plan."""
     torch.manual_seed(0)
     found: list[int | None] = []
     going = loop(side)
@@ -27,8 +27,8 @@ def run(loop: Loop, side: Side, steps: int) -> list[int | None]:
         next(going)
         if side.manager is not None:
             audit(side.manager)
-            performer = side.manager.runtime.conductor._performer
-            found.append(None if performer is None else performer.journal.departures)
+            plan_executor = side.manager.runtime.controller.now.plan_executor
+            found.append(None if plan_executor is None else plan_executor.step_log.plan_misses)
     return found
 
 
@@ -38,18 +38,18 @@ def test_every_loop_settles_on_plans(name: str) -> None:
     run(LOOPS[name], plain, 24)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        departures = run(LOOPS[name], chunked, 24)
+        plan_misses = run(LOOPS[name], chunked, 24)
     assert chunked.losses == plain.losses
-    settled = departures[SETTLED:]
+    settled = plan_misses[SETTLED:]
     num_recorded = sum(here is None and before is not None for before, here in pairwise([0, *settled]))
-    assert num_recorded <= 1, "one lap may be recorded, for a plan without what the last ones left out"
-    assert settled.count(0) + settled.count(None) == len(settled), departures
+    assert num_recorded <= 1, "one iteration may be recorded, for a plan without what the last ones left out"
+    assert settled.count(0) + settled.count(None) == len(settled), plan_misses
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["GAN", "second optimizer 1:2", "LayerDrop, shared chunks", "experts", "max_norm"])
 def test_settled_loops_wait_for_all_they_have_to(name: str, overlap: bool) -> None:
-    """Copies and updates beside backward are as late as the waits allow."""
+    """Copies and updates overlapped with backward are as late as the waits allow."""
     options = {
         "optimizer": {"params": {"use_hybrid_adam": False}},
         "client": {"opts": {"overlap_optimizer": overlap, "undo_log_ratio": 0.5}},
@@ -75,12 +75,12 @@ def test_a_loop_without_any_order_is_told_once_and_computes_what_it_should() -> 
     run(shuffled, plain, 24)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        departures = run(shuffled, chunked, 24)
+        plan_misses = run(shuffled, chunked, 24)
     assert chunked.losses == plain.losses
     assert [warning.message.args[0].partition(":")[0] for warning in caught] == [
-        "6 of the last 6 train steps departed from their plans, as none of them did what one before had done"
+        "6 of the last 6 train steps missed their plans, as none of them did what one before had done"
     ]
-    assert departures.count(None) <= 8, "most steps are not recorded"
+    assert plan_misses.count(None) <= 8, "most steps are not recorded"
 
 
 def six_models(side: Side) -> Iterator[None]:
@@ -96,9 +96,9 @@ def six_models(side: Side) -> Iterator[None]:
 def test_kinds_beyond_the_fourth_are_recorded_when_they_come_again() -> None:
     plain, chunked = Side(None), Side(5.5)
     run(six_models, plain, 24)
-    departures = run(six_models, chunked, 24)
+    plan_misses = run(six_models, chunked, 24)
     assert chunked.losses == plain.losses
-    assert departures[12:] == [0] * 12
+    assert plan_misses[12:] == [0] * 12
 
 
 def test_trace_and_plan_are_those_of_the_last_step() -> None:

@@ -383,7 +383,7 @@ def test_what_cannot_be_packed_is_given_back_as_it_was_built(monkeypatch: pytest
     with chunkmem.ChunkManager(chunkmem.Config.from_dict({"precision": "bf16", "default_chunk_size": 1024})) as manager:
         model = mixed(nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(9))))
         before = {key: value.clone() for key, value in model.state_dict().items()}
-        place, calls = manager.runtime.memory.executor.place, 0
+        place, calls = manager.runtime.memory.pager.place, 0
 
         def fail(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
@@ -392,7 +392,7 @@ def test_what_cannot_be_packed_is_given_back_as_it_was_built(monkeypatch: pytest
                 raise CapacityError("full", needed_nbytes=1, cap_nbytes=0)
             return place(*args, **kwargs)
 
-        monkeypatch.setattr(manager.runtime.memory.executor, "place", fail)
+        monkeypatch.setattr(manager.runtime.memory.pager, "place", fail)
         with pytest.raises(CapacityError, match="full"):
             manager.wrap(model)
         assert same(dict(model.state_dict()), before)

@@ -1,4 +1,4 @@
-"""Updates beside backward: the bits of those that wait for the step, whatever happens in between."""
+"""Updates overlapped with backward: the bits of those that wait for the step, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import chunkmem
 from chunkmem.optim import pending
 from chunkmem.optim.ops import global_norm
-from chunkmem.plan.ahead import UNDO_LOG
+from chunkmem.plan.ahead import SHADOW
 from chunkmem.types import Role, Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import MakeLanes, lanes_by_name_fixture  # noqa: F401
@@ -65,7 +65,7 @@ def test_a_step_is_that_of_a_run_which_waits(precision: str) -> None:
     runs = pair(precision=precision)
     ahead, wrong = train(runs, range(8))
     assert wrong == 0
-    assert ahead >= 5 * (8 - LEARNED), "most groups are updated beside backward"
+    assert ahead >= 5 * (8 - LEARNED), "most groups are updated overlapped with backward"
     audit(runs[0].manager)
     assert_as_predicted(runs[0].manager)
     assert_as_predicted(runs[1].manager)
@@ -125,7 +125,7 @@ def test_a_small_log_leaves_the_rest_to_the_step() -> None:
     train(runs, range(8), lambda seed: 0.1)
     assert runs[0].num_ahead == 2
     report = runs[0].manager.memory().host
-    assert 0 < report.by_role[UNDO_LOG][0] <= 2.5 * group_nbytes
+    assert 0 < report.by_role[SHADOW][0] <= 2.5 * group_nbytes
     assert_as_predicted(runs[0].manager)
 
 
@@ -303,7 +303,9 @@ def test_what_fails_beside_backward_is_said_and_made_in_the_step(monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(runs[0].manager.runtime.updater.native, "update_beside", broken)
-        with pytest.warns(UserWarning, match=r"beside backward failed and is made now: MemoryError\('no threads left'"):
+        with pytest.warns(
+            UserWarning, match=r"overlapped with backward failed and is made now: MemoryError\('no threads left'"
+        ):
             runs[0].step(9)
     runs[1].step(9)
     assert_alike(*runs)
@@ -376,7 +378,7 @@ def test_what_is_left_to_the_step_waits_for_its_copies(seed: int, lanes_by_name:
 
 
 def test_numbers_that_change_in_place_and_back_do_not_show(lanes_by_name: Callable[..., MakeLanes]) -> None:
-    """A learning rate may be a tensor: what an update ahead takes is its value when that begins."""
+    """A learning rate may be a tensor: what a speculative update takes is its value when that begins."""
     runs = pair(make_lanes=lanes_by_name("adversarial", 3))
     for run in runs:
         for group in run.optimizer.param_groups:
@@ -387,7 +389,7 @@ def test_numbers_that_change_in_place_and_back_do_not_show(lanes_by_name: Callab
             run.backward(step)
             for group in run.optimizer.param_groups:
                 group["lr"].fill_(0.5)
-            run.manager.runtime.memory.executor.policy.drain()
+            run.manager.runtime.memory.pager.policy.drain()
             for group in run.optimizer.param_groups:
                 group["lr"].fill_(3e-3)
             run.optimizer.step()
@@ -409,7 +411,7 @@ def test_frozen_weights_in_a_group_that_is_updated_are_rounded_too(*, overlap: b
             with run.manager.gather(run.model[2]):
                 pass
         run.optimizer.step()
-        run.manager.runtime.memory.executor.policy.drain()
+        run.manager.runtime.memory.pager.policy.drain()
         for chunk in run.manager.runtime.memory.store.chunks.values():
             if chunk.master is not None and (tier := chunk.newest_tier()) is not None:
                 source = chunk.master.newest_tier()

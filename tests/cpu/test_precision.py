@@ -258,7 +258,7 @@ def test_a_step_that_overflows_changes_nothing_and_the_scale_recovers() -> None:
     assert losses[-1] < losses[0]
     timeline = twins.manager.timeline()
     assert timeline is not None
-    assert timeline.departures == 0
+    assert timeline.plan_misses == 0
 
 
 def test_an_overflow_in_the_first_step_is_not_what_is_recorded() -> None:
@@ -273,7 +273,7 @@ def test_an_overflow_in_the_first_step_is_not_what_is_recorded() -> None:
     assert trace is not None
     assert sum(moment.kind is Kind.UPDATE for moment in trace.moments) == 4
     assert timeline is not None
-    assert timeline.departures == 0
+    assert timeline.plan_misses == 0
 
 
 def test_the_scale_is_resumed() -> None:
@@ -381,7 +381,7 @@ def test_a_planned_step_takes_fourteen_bytes_a_parameter() -> None:
 
 
 def test_weights_that_made_room_for_gradients_come_back_when_a_user_asks_for_them() -> None:
-    """Between backward and step some weights are nowhere; a forward, a gather, an evaluation round them anew."""
+    """Between backward and step some weights are nowhere; a forward, a gather, an evaluation round them again."""
     twins, untouched = on_host(), Twins()
     for seed in range(4):
         assert twins.step(seed) == untouched.step(seed)

@@ -1,4 +1,4 @@
-"""Bytes beside the chunks: every storage that an operator made counts once, for exactly as long as it lives."""
+"""Bytes of non-model data: every storage that an operator made counts once, for exactly as long as it lives."""
 
 from __future__ import annotations
 

@@ -124,16 +124,16 @@ def record_both(rank: int, task: Task) -> tuple[int, int, int]:
     found: list[int] = []
 
     def watch(manager: chunkmem.ChunkManager) -> None:
-        compare = manager.runtime.conductor.compare
+        compare = manager.runtime.controller.compare
 
         def compared() -> tuple[float, float] | None:
-            lazy, ahead = manager.runtime.conductor._aside, manager.trace
+            lazy, ahead = manager.runtime.controller._aside, manager.trace
             assert lazy is not None
             assert ahead is not None
             found.extend(map(most_in_use, (lazy, overlapped(lazy), ahead)))
             return compare()
 
-        manager.runtime.conductor.compare = compared  # type: ignore[method-assign]
+        manager.runtime.controller.compare = compared  # type: ignore[method-assign]
 
     with trained(rank, task, before=watch):
         lazy, derived, ahead = found
@@ -159,17 +159,17 @@ def test_overlapped_exchanges_hold_what_was_derived_from_a_step_without(teams: d
 
 
 def disagree(rank: int) -> bool:
-    """Follow plans where the first way stands still for less, on rank 0; rank 1 does not know."""
+    """Follow plans where the first way stalls for less, on rank 0; rank 1 does not know."""
     compared = []
 
     def pretend(manager: chunkmem.ChunkManager) -> None:
-        compare = manager.runtime.conductor.compare
+        compare = manager.runtime.controller.compare
 
         def pretended() -> tuple[float, float] | None:
             compared.append(compare())
             return (0.5, 0.6) if rank == 0 else None
 
-        manager.runtime.conductor.compare = pretended  # type: ignore[method-assign]
+        manager.runtime.controller.compare = pretended  # type: ignore[method-assign]
 
     with trained(rank, Task(steps=7, device_nbytes=100 << 10), before=pretend) as manager:
         assert len(compared) == 1

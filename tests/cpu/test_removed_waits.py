@@ -79,7 +79,7 @@ class Scene:
 
     @functools.cached_property
     def reading(self) -> Reading:
-        return Reading(self.plan, self.trace, laps=LAPS)
+        return Reading(self.plan, self.trace, iterations=LAPS)
 
     @functools.cached_property
     def slots(self) -> dict[str, tuple[int, int, int]]:
@@ -207,10 +207,10 @@ def is_right(scene: Scene, plan: Plan, reading: Reading, seed: int) -> bool:
             capped(scene.case, scene.device_nbytes), machine=plan.machine, make_lanes=lambda _: HastyLanes(seed)
         ) as manager,
     ):
-        patch.setattr("chunkmem.steps.making.Performer", perform)
+        patch.setattr("chunkmem.steps.factory.PlanExecutor", perform)
         trainer = Trainer(scene.case, scene.variant, Undisturbed(manager))
         manager.trace = scene.trace
-        manager.runtime.conductor._training.adopt(scene.trace, plan)
+        manager.runtime.controller._training.adopt(scene.trace, plan)
         try:
             for _ in range(STEPS):
                 trainer.step()
@@ -221,7 +221,7 @@ def is_right(scene: Scene, plan: Plan, reading: Reading, seed: int) -> bool:
         outcome = trainer.outcome()
         timeline = manager.timeline()
     assert timeline is not None
-    assert timeline.departures == 0
+    assert timeline.plan_misses == 0
     try:
         assert_same(outcome, expected)
     except AssertionError:
@@ -243,7 +243,7 @@ class Result:
 def removed_in_turn(scene: Scene) -> Result:
     result = Result([], {}, [])
     for name, plan in scene.waits():
-        reading = Reading(plan, scene.trace, laps=LAPS)
+        reading = Reading(plan, scene.trace, iterations=LAPS)
         why = [reason.__name__ for reason in REASONS if reason(scene, reading.races)]
         if not all(is_right(scene, plan, reading, seed) for seed in range(SEEDS_EXPLAINED if why else SEEDS)):
             result.shown.append(name)
@@ -265,7 +265,7 @@ def test_with_every_wait_nothing_shows(scene: Scene) -> None:
 @pytest.mark.parametrize("scene", scenes())
 def test_every_wait_is_needed(scene: Scene) -> None:
     """Without it two operations on the same memory have no order: no Wait is implied by others."""
-    assert [name for name, plan in scene.waits() if not Reading(plan, scene.trace, laps=LAPS).races] == []
+    assert [name for name, plan in scene.waits() if not Reading(plan, scene.trace, iterations=LAPS).races] == []
 
 
 @pytest.mark.parametrize("scene", scenes())

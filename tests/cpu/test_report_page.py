@@ -244,10 +244,10 @@ def test_two_runs_have_one_time_axis(show: Opener, run: Run) -> None:
 
 
 def test_a_plan_that_was_not_followed_is_told(show: Opener, run: Run) -> None:
-    # The journal of a step with departures lacks moments.
+    # The step log of a step with plan misses lacks moments.
     spans = tuple(span for span in run.happened.spans if not 10 <= span.moment < 20)
     num_left = sum(span.lane is Lane.COMPUTE and not span.is_stall for span in spans)
-    departed = replace(run.happened, departures=2, spans=spans, device_nbytes=(MIB,) * num_left)
+    departed = replace(run.happened, plan_misses=2, spans=spans, device_nbytes=(MIB,) * num_left)
     page = show(replace(run, happened=departed))
     assert page.get("document.querySelector('.warning').textContent") == (
         "Not all of the plan was followed: 2 accesses were not foreseen. "

@@ -51,7 +51,7 @@ def test_a_run_directory_has_trace_plan_and_timeline(recorded: Path) -> None:
     predicted = simulate(plan, trace)
     assert predicted.moved_nbytes == timeline.moved_nbytes
     assert predicted.peak_nbytes == timeline.peak_nbytes
-    assert timeline.departures == 0
+    assert timeline.plan_misses == 0
     assert str(timeline).startswith("moved ")
 
 

@@ -73,7 +73,7 @@ class Loop:
         timeline = self.manager.timeline()
         assert timeline is not None
         assert self.manager.plan is not None
-        assert timeline.departures == 0
+        assert timeline.plan_misses == 0
         assert all(nbytes > 0 for nbytes in timeline.moved_nbytes.values())
 
 

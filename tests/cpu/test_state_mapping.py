@@ -163,7 +163,7 @@ KEPT = [set_moments, replace_entries, remove_one, remove_all, assign_nothing, as
 @pytest.mark.parametrize("write", KEPT, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("when", ["between steps", "before the step"])
 def test_what_is_assigned_is_kept(write: Callable[[Twin], None], when: str) -> None:
-    """Also while gradients wait, of which some may have been used for an update beside backward."""
+    """Also while gradients wait, of which some may have been used for an update overlapped with backward."""
 
     def scenario(twin: Twin) -> list[Any]:
         losses = twin.steps(0, 1, 2)

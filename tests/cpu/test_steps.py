@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import chunkmem
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.timeline import Timeline
-from chunkmem.runtime.journal import Journal
+from chunkmem.runtime.step_log import StepLog
 from chunkmem.trace.model import Kind, Mode, Trace
 from tests.helpers.audit import assert_as_predicted, audit
 
@@ -72,11 +72,11 @@ class Training:
     def evaluate(self) -> None:
         self.losses.append(self.model(self.batch()).square().mean().item())
 
-    def departures(self) -> int:
+    def plan_misses(self) -> int:
         assert self.manager is not None
         timeline = self.manager.timeline()
         assert timeline is not None
-        return timeline.departures
+        return timeline.plan_misses
 
 
 def manager_with(num_chunks: float, **options: Any) -> chunkmem.ChunkManager:
@@ -151,12 +151,12 @@ def test_gradients_set_to_zero_follow_the_plan_too() -> None:
 def test_plans_are_made_from_the_shortest_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded, followed, followed faster, followed slower by accident; what comes later is not asked for."""
     moments_s = iter([3.0, 1.0, 0.25, 5.0, 0.01, 0.01])
-    durations = Journal.durations
+    durations = StepLog.durations
 
-    def scripted(journal: Journal) -> dict[int, float]:
-        return dict.fromkeys(durations(journal), next(moments_s))
+    def scripted(step_log: StepLog) -> dict[int, float]:
+        return dict.fromkeys(durations(step_log), next(moments_s))
 
-    monkeypatch.setattr(Journal, "durations", scripted)
+    monkeypatch.setattr(StepLog, "durations", scripted)
     with manager_with(4) as manager:
         training = Training(manager)
         training.step()
@@ -189,14 +189,14 @@ def test_evaluations_have_a_plan_of_their_own() -> None:
             for _ in range(3):
                 training.evaluate()
                 if training.manager is not None and training.seed > 6:
-                    assert training.departures() == 0
+                    assert training.plan_misses() == 0
         training.step()
         training.step()
 
     training = same(4, scenario)
     assert training.manager is not None
-    assert training.departures() == 0
-    evaluation = training.manager.runtime.conductor.kinds[Mode.EVAL].last
+    assert training.plan_misses() == 0
+    evaluation = training.manager.runtime.controller.kinds[Mode.EVAL].last
     assert evaluation is not None
     assert evaluation.trace is not None
     assert evaluation.plan is not None
@@ -220,7 +220,7 @@ def test_where_everything_fits_evaluations_move_no_more_than_weights_to_the_devi
             after = manager.memory().moved
             moved.append((after.h2d_nbytes - before.h2d_nbytes, after.d2h_nbytes - before.d2h_nbytes))
             training.step()
-            assert training.departures() == 0
+            assert training.plan_misses() == 0
         assert all(d2h == 0 for _, d2h in moved)
         assert all(h2d == 0 if hybrid else h2d <= NUM_BLOCKS * PARAM_NBYTES for h2d, _ in moved)
 
@@ -231,7 +231,7 @@ def test_a_step_that_leaves_modules_out_follows_its_plan_without_them() -> None:
             training.model.detour = index == 3
             training.step()
             if training.manager is not None and index > 1:
-                assert training.departures() == 0
+                assert training.plan_misses() == 0
 
     training = same(4, scenario)
     assert training.manager is not None
@@ -246,7 +246,7 @@ def test_steps_that_go_on_differently_are_recorded_anew() -> None:
 
     training = same(4, scenario)
     assert training.manager is not None
-    assert training.departures() == 0
+    assert training.plan_misses() == 0
     assert training.manager.trace is not None
     kinds = [moment.kind for moment in training.manager.trace.moments]
     assert kinds.count(Kind.UPDATE) == NUM_BLOCKS - 2
@@ -267,7 +267,7 @@ def test_reading_and_loading_between_steps_is_allowed() -> None:
                     training.model.blocks[1].weight.mul_(2)
 
     training = same(4, scenario)
-    assert training.departures() == 0
+    assert training.plan_misses() == 0
 
 
 def test_weights_changed_in_the_middle_are_kept() -> None:
@@ -314,7 +314,7 @@ def test_a_second_model_is_recorded_too() -> None:
         optimizer = chunkmem.AdamW(other.parameters(), manager=manager, lr=1e-2)
         for _ in range(3):
             training.step()
-        assert training.departures() == 0
+        assert training.plan_misses() == 0
         other(training.batch()).sum().backward()
         optimizer.step()
         audit(manager)
@@ -348,5 +348,5 @@ def test_an_interrupted_step_leaves_nothing_behind() -> None:
         handle.remove()
         training.step()
         training.step()
-        assert training.departures() == 0
+        assert training.plan_misses() == 0
         assert_as_predicted(manager)

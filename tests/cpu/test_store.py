@@ -90,7 +90,7 @@ def test_a_stale_copy_that_is_pinned_stays_until_it_is_brought_up_to_date(world:
     assert not chunk.ready(DEVICE)
     assert chunk.newest_tier() is HOST
     stale = chunk.replicas[DEVICE]
-    assert world.executor.pin(chunk, DEVICE, reader="forward") is stale
+    assert world.pager.pin(chunk, DEVICE, reader="forward") is stale
     assert values_on(chunk, DEVICE) == [6.0] * 7
 
 
@@ -146,11 +146,11 @@ def test_other_memory_given_to_a_parameter_is_told_though_its_chunk_has_moved_si
     if leaves:
         world.store.drop(chunk, DEVICE)
     else:
-        world.executor.use(chunk, DEVICE, reader="forward")
+        world.pager.use(chunk, DEVICE, reader="forward")
     with pytest.raises(StateError, match=r"parameter p0.0 \(2, 3\) was given other memory after it was packed"):
         managed.bound.check()
     managed.bound.check()
-    world.executor.use(chunk, DEVICE, reader="forward")
+    world.pager.use(chunk, DEVICE, reader="forward")
     assert managed.param.tolist() == [[5.0] * 3] * 2
 
 

@@ -68,7 +68,7 @@ def evaluated(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> 
 
 
 def train(
-    manager: chunkmem.ChunkManager | None, step: Step, *, others: bool, departures: list[int]
+    manager: chunkmem.ChunkManager | None, step: Step, *, others: bool, plan_misses: list[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Train half of the layers; return losses, and weights with what gradients are left of the others."""
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def train(
         if manager is not None:
             audit(manager)
             timeline = manager.timeline()
-            departures.append(-1 if timeline is None or manager.plan is None else timeline.departures)
+            plan_misses.append(-1 if timeline is None or manager.plan is None else timeline.plan_misses)
     left = [param.grad for param in list(model.parameters())[LAYERS:]]
     gradients = [torch.zeros(()) if grad is None else grad + 0 for grad in left]
     return losses, [param.detach().clone() for param in model.parameters()] + gradients
@@ -101,13 +101,13 @@ def train(
 @pytest.mark.parametrize("slabs", [3, pytest.param(6, marks=pytest.mark.full), 40])
 def test_a_step_with_gradients_that_no_optimizer_consumes_is_planned(slabs: int, step: Step, others: bool) -> None:
     """Once every access was served on demand: 'Free grad chunk 1 ...: it is the only replica of the newest version'."""
-    expected = train(None, step, others=others, departures=[])
+    expected = train(None, step, others=others, plan_misses=[])
     values = {"memory": {"device": 4 * slabs * CHUNK_NUMEL, "host": 1 << 22}, "default_chunk_size": CHUNK_NUMEL}
-    departures: list[int] = []
+    plan_misses: list[int] = []
     with warnings.catch_warnings(), chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
         warnings.simplefilter("error")
-        found = train(manager, step, others=others, departures=departures)
-    assert departures == [-1] + [0] * (STEPS - 1)
+        found = train(manager, step, others=others, plan_misses=plan_misses)
+    assert plan_misses == [-1] + [0] * (STEPS - 1)
     for ours, plain in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
         assert torch.equal(ours, plain)
 
@@ -115,11 +115,11 @@ def test_a_step_with_gradients_that_no_optimizer_consumes_is_planned(slabs: int,
 @cpu_only
 @pytest.mark.parametrize("slabs", [3, 40])
 def test_an_evaluation_between_does_not_hear_of_gradients_given_up(slabs: int) -> None:
-    expected = train(None, evaluated, others=False, departures=[])
+    expected = train(None, evaluated, others=False, plan_misses=[])
     values = {"memory": {"device": 4 * slabs * CHUNK_NUMEL, "host": 1 << 22}, "default_chunk_size": CHUNK_NUMEL}
     with warnings.catch_warnings(), chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
         warnings.simplefilter("error")
-        found = train(manager, evaluated, others=False, departures=[])
+        found = train(manager, evaluated, others=False, plan_misses=[])
         assert manager.plan is not None
     for ours, plain in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
         assert torch.equal(ours, plain)
@@ -142,12 +142,12 @@ def clipped_before(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor
 @pytest.mark.parametrize("slabs", [4, 10])
 def test_a_step_that_uses_up_gradients_from_before_it_is_planned(slabs: int) -> None:
     """Once a KeyError of the planner: the next step begins what this one had added to."""
-    expected = train(None, clipped_before, others=False, departures=[])
+    expected = train(None, clipped_before, others=False, plan_misses=[])
     values = {"memory": {"device": 4 * slabs * CHUNK_NUMEL, "host": 1 << 22}, "default_chunk_size": CHUNK_NUMEL}
-    departures: list[int] = []
+    plan_misses: list[int] = []
     with warnings.catch_warnings(), chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
         warnings.simplefilter("error")
-        found = train(manager, clipped_before, others=False, departures=departures)
-    assert departures == [-1] + [0] * (STEPS - 1)
+        found = train(manager, clipped_before, others=False, plan_misses=plan_misses)
+    assert plan_misses == [-1] + [0] * (STEPS - 1)
     for ours, plain in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
         assert torch.equal(ours, plain)

@@ -1,4 +1,4 @@
-"""Updates beside backward one by one: when one is begun, what it holds, and when it is believed."""
+"""Updates overlapped with backward one by one: when one is begun, what it holds, and when it is believed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.ahead import Intent, NormParts, UpdatesAhead
-from chunkmem.optim.guesses import Items
 from chunkmem.optim.native import NativeUpdate
+from chunkmem.optim.speculation import Items
+from chunkmem.optim.speculative import Intent, NormParts, SpeculativeUpdater
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Event, Lanes
+from chunkmem.runtime.shadow import ShadowBuffers
 from chunkmem.runtime.store import Chunk
-from chunkmem.runtime.undo import UndoLog
 from chunkmem.types import Role, Tier
 from tests.helpers.world import SLAB, World, values_on
 
@@ -69,12 +69,12 @@ class Rig:
         for group in (0, 1):
             for value, role in enumerate(ROLES, start=1):
                 chunk = self.world.chunk(role, group)
-                self.world.executor.create(chunk, Tier.HOST, reader="test", zero=False, elastic=True)
+                self.world.pager.create(chunk, Tier.HOST, reader="test", zero=False, elastic=True)
                 self.world.fill(chunk, Tier.HOST, value)
         self.lanes = LazyLanes()
-        self.log = UndoLog(self.world.store.pools[Tier.HOST])
+        self.log = ShadowBuffers(self.world.store.pools[Tier.HOST])
         self.intent: Intent | None = Intent(self.items(0), 0.5, needs_norm=True)
-        self.ahead = UpdatesAhead(
+        self.ahead = SpeculativeUpdater(
             self.world.store,
             cast(Lanes, self.lanes),
             self.log,
@@ -171,8 +171,10 @@ def test_a_step_that_is_another_than_was_guessed_gets_nothing(how: dict[str, Any
     assert rig.ahead.guesses.num_wrong == 1
 
 
-@pytest.mark.parametrize("forget", [UpdatesAhead.forget, UpdatesAhead.mistaken])
-def test_what_is_forgotten_is_over_before_its_slabs_are_lent_again(forget: Callable[[UpdatesAhead], None]) -> None:
+@pytest.mark.parametrize("forget", [SpeculativeUpdater.forget, SpeculativeUpdater.roll_back])
+def test_what_is_forgotten_is_over_before_its_slabs_are_lent_again(
+    forget: Callable[[SpeculativeUpdater], None],
+) -> None:
     rig = Rig()
     rig.ahead.begin(0, ())
     forget(rig.ahead)

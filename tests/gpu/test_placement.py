@@ -28,7 +28,7 @@ TIGHT = 28 * SLAB_NBYTES
 
 
 class SleepyLanes(StreamLanes):
-    """Streams that sleep a random time before each copy, and now and then before computing goes on."""
+    """Streams that sleep a random time before each copy, and now and then before computing continues."""
 
     def __init__(self, compute: ComputeDevice, seed: int) -> None:
         super().__init__(compute.device)
@@ -81,7 +81,7 @@ def train(
             losses.append(loss.detach().cpu())
         timeline = manager.timeline()
         assert timeline is not None
-        assert timeline.departures == 0
+        assert timeline.plan_misses == 0
         return losses, manager.state_dict(model)
 
 

@@ -9,13 +9,13 @@ import torch
 from chunkmem import ChunkManager
 from chunkmem.nn.binding import BoundChunk
 from chunkmem.nn.lazy_gradient import LazyGradient
-from chunkmem.plan.ahead import UNDO_LOG
+from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline, differences
 from chunkmem.plan.victims import in_leaving_order
-from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.ledger import CACHE
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import NO_CONTENT, ChunkStore
 from chunkmem.types import ChunkId, Tier
 
@@ -24,8 +24,8 @@ def audit(manager: ChunkManager) -> None:
     """Assert: no pins, ledgers equal live replicas and stay in their caps, evicted chunks hold nothing, pads are 0."""
     audit_pins(manager)
     audit_ledgers(manager.runtime.memory.store, log_nbytes=manager.runtime.updater.ahead._log.reserved_nbytes)
-    audit_leaving(manager.runtime.memory.executor)
-    manager.runtime.memory.executor.policy.drain()  # what a plan has prefetched may be under way
+    audit_leaving(manager.runtime.memory.pager)
+    manager.runtime.memory.pager.policy.drain()  # what a plan has prefetched may be under way
     for chunk in manager.runtime.memory.store.chunks.values():
         for replica in chunk.replicas.values():
             if replica.version == chunk.version != NO_CONTENT:
@@ -43,11 +43,11 @@ def audit_pins(manager: ChunkManager) -> None:
     assert manager.runtime.modules.backward.pinning == ()
     for chunk in manager.runtime.memory.store.chunks.values():
         assert all(replica.pins == 0 for replica in chunk.replicas.values()), f"{chunk.label} is pinned"
-    assert set(manager.runtime.memory.executor.pinned_nbytes.values()) == {0}
+    assert set(manager.runtime.memory.pager.pinned_nbytes.values()) == {0}
 
 
 def audit_ledgers(store: ChunkStore, *, log_nbytes: int = 0) -> None:
-    """Assert that each ledger is the sum over live replicas, kept slabs and the undo log, and within its cap."""
+    """Assert that each ledger is the sum over live replicas, kept slabs and the shadow buffers, and within its cap."""
     for tier, pool in store.pools.items():
         ledger = pool.ledger
         live: Counter[str] = Counter()
@@ -57,17 +57,17 @@ def audit_ledgers(store: ChunkStore, *, log_nbytes: int = 0) -> None:
                 live[chunk.id.role.value] += chunk.nbytes
         live[CACHE] += sum(slab.nbytes for slab in getattr(pool, "_kept", ()))
         if tier is Tier.HOST:
-            live[UNDO_LOG] += log_nbytes
+            live[SHADOW] += log_nbytes
         assert {r: n for r, n in ledger.now.items() if n} == {r: n for r, n in live.items() if n}, tier
         assert ledger.total_nbytes == live.total()
         assert ledger.total_nbytes <= ledger.cap_nbytes <= ledger.limit_nbytes
         assert ledger.peak_nbytes <= ledger.limit_nbytes
 
 
-def audit_leaving(executor: DemandExecutor) -> None:
+def audit_leaving(pager: Pager) -> None:
     """Assert that who leaves a tier first is who a look at all of its replicas would find."""
-    for tier in executor.store.pools:
-        room = executor._leaving.room(tier, 0)
+    for tier in pager.store.pools:
+        room = pager._leaving.room(tier, 0)
         assert room.first is not None
         residents = list(room.residents())
         assert room.first(sum(resident.nbytes for resident in residents)) == in_leaving_order(residents)
@@ -90,9 +90,9 @@ def assert_as_predicted(manager: ChunkManager) -> None:
     assert plan is not None
     assert trace is not None
     assert happened is not None
-    assert happened.departures == 0
+    assert happened.plan_misses == 0
     assert len(happened.device_nbytes) == len(trace.moments), "the step ended before the plan did"
-    predicted = simulate(plan, trace, laps=1)
+    predicted = simulate(plan, trace, iterations=1)
     assert differences(predicted, happened) == []
     assert happened.device_nbytes == predicted.device_nbytes
     assert copies_of(happened) == copies_of(predicted)

@@ -20,7 +20,7 @@ import torch
 
 from chunkmem.plan.model import Copy, Lane
 from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event
-from chunkmem.runtime.performer import Performer
+from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.store import Chunk
 from chunkmem.testing import AdversarialLanes
@@ -75,9 +75,9 @@ class HastyLanes(AdversarialLanes):
 
 @dataclass
 class _Laps:
-    """What is known of the laps since the plan was last taken up at its start."""
+    """What is known of the iterations since the plan was last taken up at its start."""
 
-    lap: int = 0
+    iteration: int = 0
     addresses: dict[SlabNumber, int] = field(default_factory=dict)
     issued: dict[tuple[int, Lane, int], Event | None] = field(default_factory=dict)
     done: set[Operation] = field(default_factory=set)
@@ -86,92 +86,99 @@ class _Laps:
     """Copies that were early in reading, and the bytes they read."""
 
 
-class HastyPerformer(Performer):
-    """Follows a plan; once in each lap, if the plan lets them, copies come too early."""
+class HastyPerformer(PlanExecutor):
+    """Follows a plan; once in each iteration, if the plan lets them, copies come too early."""
 
     def __init__(self, *args: Any, reading: Reading, seed: int) -> None:
         """Prepare to follow a plan.
 
         Args:
-            args: of a `Performer`; the lanes are `HastyLanes`.
+            args: of a `PlanExecutor`; the lanes are `HastyLanes`.
             reading: of the same plan.
             seed: decides which copies come too early.
         """
         super().__init__(*args)
         self._reading = reading
-        self._laps: _Laps | None = None
+        self._iterations: _Laps | None = None
         self._discarded: list[torch.Tensor] = []
         """Kept, as a copy that nothing waits for may still be at work on it: it should show in results, not crash."""
         pool = self._tiers.device_pool
         self._pool_discard, pool._discard = pool._discard, self._discard
-        by_lap = defaultdict(list)
+        by_iteration = defaultdict(list)
         for haste in hastes(reading):
-            by_lap[haste.before.lap].append(haste)
+            by_iteration[haste.before.iteration].append(haste)
         random = Random(seed)
-        chosen = [random.choice(by_lap[lap]) for lap in sorted(by_lap)]
-        self._due = {(haste.before.lap, haste.before.moment): haste for haste in chosen}
+        chosen = [random.choice(by_iteration[iteration]) for iteration in sorted(by_iteration)]
+        self._due = {(haste.before.iteration, haste.before.moment): haste for haste in chosen}
 
-    def begin_lap(self) -> None:
+    def begin_iteration(self) -> None:
         goes_on = self.is_at_end
-        super().begin_lap()
-        if goes_on and self._laps is not None:
-            self._laps.lap += 1
+        super().begin_iteration()
+        if goes_on and self._iterations is not None:
+            self._iterations.iteration += 1
             return
         chunks = self._store.chunks
         # Before the first update there are no states yet: what has no content is not where the plan says.
         is_whole = all(tier in chunks[chunk].replicas for chunk, tier in self._reading.start)
-        self._laps = None
+        self._iterations = None
         if self.is_planned and is_whole:
             start = self._reading.start.items()
-            self._laps = _Laps(addresses={slab: chunks[c].replicas[t].flat.data_ptr() for (c, t), slab in start})
+            self._iterations = _Laps(addresses={slab: chunks[c].replicas[t].flat.data_ptr() for (c, t), slab in start})
 
     def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
         super().event(kind, chunk, reader)
-        if self.journal.departures:
-            self._laps = None
-        if self._laps is not None and (haste := self._due.get((self._laps.lap, self._cursor - 1))) is not None:
-            self._get_ahead(haste, self._laps)
+        if self.step_log.plan_misses:
+            self._iterations = None
+        if (
+            self._iterations is not None
+            and (haste := self._due.get((self._iterations.iteration, self._cursor - 1))) is not None
+        ):
+            self._get_ahead(haste, self._iterations)
 
-    def _get_ahead(self, haste: Haste, laps: _Laps) -> None:
+    def _get_ahead(self, haste: Haste, iterations: _Laps) -> None:
         """The computing of this moment is about to begin; be faster."""
-        for key, event in laps.issued.items():
+        for key, event in iterations.issued.items():
             if event is not None and haste.copies[-1].comes_after(self._reading.copies[key]):
                 self._lanes.run_until(event)
         for copy in haste.copies:
             (source,), (target,) = copy.reads, copy.writes
-            if copy in laps.done or copy in laps.read or source not in laps.addresses:
+            if copy in iterations.done or copy in iterations.read or source not in iterations.addresses:
                 return
             nbytes = self.trace.chunk_nbytes[copy.chunk]
-            if haste.in_reading or target not in laps.addresses:
-                laps.read[copy] = torch.empty(nbytes, dtype=torch.uint8)
-                ctypes.memmove(laps.read[copy].data_ptr(), laps.addresses[source], nbytes)
+            if haste.in_reading or target not in iterations.addresses:
+                iterations.read[copy] = torch.empty(nbytes, dtype=torch.uint8)
+                ctypes.memmove(iterations.read[copy].data_ptr(), iterations.addresses[source], nbytes)
             else:
-                ctypes.memmove(laps.addresses[target], laps.addresses[source], nbytes)
-                laps.done.add(copy)
+                ctypes.memmove(iterations.addresses[target], iterations.addresses[source], nbytes)
+                iterations.done.add(copy)
 
     def _discard(self, slab: Slab) -> None:
         """An idle slab goes back to the system, to make room for one of another size."""
         address = slab.bytes.data_ptr()
-        if self._laps is not None:
-            self._laps.addresses = {number: at for number, at in self._laps.addresses.items() if at != address}
+        if self._iterations is not None:
+            self._iterations.addresses = {
+                number: at for number, at in self._iterations.addresses.items() if at != address
+            }
         self._discarded.append(slab.bytes)
         self._pool_discard(slab)
 
     def _alloc(self, chunk: Chunk, tier: Tier) -> None:
         super()._alloc(chunk, tier)
-        if (laps := self._laps) is not None and self.is_planned:
-            slab = self._reading.taken[laps.lap, self._cursor - 1, chunk.id, tier]
+        if (iterations := self._iterations) is not None and self.is_planned:
+            slab = self._reading.taken[iterations.iteration, self._cursor - 1, chunk.id, tier]
             address = chunk.replicas[tier].flat.data_ptr()
-            assert laps.addresses.setdefault(slab, address) == address, "another slab than the plan means was taken"
+            assert iterations.addresses.setdefault(slab, address) == address, (
+                "another slab than the plan means was taken"
+            )
 
     def _copy(self, chunk: Chunk, copy: Copy) -> None:
-        if (laps := self._laps) is None:
+        if (iterations := self._iterations) is None:
             super()._copy(chunk, copy)
             return
-        key = laps.lap, copy.lane, len(self._events[copy.lane])
+        key = iterations.iteration, copy.lane, len(self._events[copy.lane])
         planned = self._reading.copies[key]
         lanes = self._lanes
-        lanes.is_done, lanes.instead = planned in laps.done, laps.read.get(planned)
+        lanes.is_done, lanes.instead = planned in iterations.done, iterations.read.get(planned)
         super()._copy(chunk, copy)
         lanes.is_done, lanes.instead = False, None
-        laps.issued[key] = self._events[copy.lane][-1]
+        iterations.issued[key] = self._events[copy.lane][-1]

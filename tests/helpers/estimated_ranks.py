@@ -57,7 +57,7 @@ class Facts:
 
     digest: str | None
     """Of the trace whose plan was followed."""
-    departures: int
+    plan_misses: int
     device_peak_nbytes: int
     host_peak_nbytes: int
     copied_nbytes: int
@@ -137,7 +137,7 @@ def _trained(manager: chunkmem.ChunkManager, case: Case, rank: int, steps: int) 
     )
     return Facts(
         digest=None if trace is None else trace.digest,
-        departures=happened.departures,
+        plan_misses=happened.plan_misses,
         device_peak_nbytes=happened.peak_nbytes[Tier.DEVICE],
         host_peak_nbytes=happened.peak_nbytes[Tier.HOST],
         copied_nbytes=sum(happened.moved_nbytes.values()),

@@ -70,7 +70,7 @@ def evict_all(manager: chunkmem.ChunkManager) -> None:
     store = manager.runtime.memory.store
     for chunk in list(store.resident[Tier.DEVICE].values()):
         if chunk.home is not None:
-            manager.runtime.memory.executor.use(chunk, Tier.HOST, reader="test")
+            manager.runtime.memory.pager.use(chunk, Tier.HOST, reader="test")
             store.drop(chunk, Tier.DEVICE)
 
 

@@ -19,14 +19,14 @@ Seen = dict[Lane, int]
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """Something that takes time on a lane, in one of several laps."""
+    """Something that takes time on a lane, in one of several iterations."""
 
     lane: Lane
     number: int
-    """On its lane, from 1, through all laps."""
+    """On its lane, from 1, through all iterations."""
     order: int
     """Among all operations, as they are issued."""
-    lap: int
+    iteration: int
     moment: int
     reads: frozenset[SlabNumber]
     writes: frozenset[SlabNumber]
@@ -42,7 +42,7 @@ class Operation:
         return other.number <= limit
 
     def __str__(self) -> str:
-        return f"{self.lane.value} of {self.chunk}, moment {self.moment} of lap {self.lap}"
+        return f"{self.lane.value} of {self.chunk}, moment {self.moment} of iteration {self.iteration}"
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class Race:
 
 
 class Reading:
-    """What a plan orders, and which slab each replica has, from its start through some laps."""
+    """What a plan orders, and which slab each replica has, from its start through some iterations."""
 
-    def __init__(self, plan: Plan, trace: Trace, *, laps: int) -> None:
+    def __init__(self, plan: Plan, trace: Trace, *, iterations: int) -> None:
         self.operations: list[Operation] = []
         self.races: list[Race] = []
         self.copies: dict[tuple[int, Lane, int], Operation] = {}
-        """By lap, lane, and how many came before it on that lane in that lap."""
+        """By iteration, lane, and how many came before it on that lane in that iteration."""
         self.taken: dict[tuple[int, int, ChunkId, Tier], SlabNumber] = {}
-        """The slab that an Alloc takes, by lap and moment."""
+        """The slab that an Alloc takes, by iteration and moment."""
         self._trace = trace
         self._num_slabs = 0
         self._idle: dict[tuple[Tier, int], list[SlabNumber]] = defaultdict(list)
@@ -77,14 +77,14 @@ class Reading:
         for placed in sorted(plan.start, key=lambda placed: (str(placed.chunk), placed.tier.value)):
             self._give_to(placed.chunk, placed.tier, self._new_slab())
         self.start = dict(self.slabs)
-        for lap in range(laps):
-            self._read_lap(plan, lap)
+        for iteration in range(iterations):
+            self._read_iteration(plan, iteration)
 
     def _new_slab(self) -> SlabNumber:
         self._num_slabs += 1
         return self._num_slabs
 
-    def _read_lap(self, plan: Plan, lap: int) -> None:
+    def _read_iteration(self, plan: Plan, iteration: int) -> None:
         base = {lane: len(operations) for lane, operations in self._lanes.items()}
         for at, (moment, actions) in enumerate(zip(self._trace.moments, plan.actions, strict=True)):
             if moment.kind is Kind.RELEASE:
@@ -93,25 +93,25 @@ class Reading:
                 if isinstance(action, Wait):
                     self._wait(action, base[action.on] + action.count)
                 elif isinstance(action, Alloc):
-                    self._take(action, lap, at)
+                    self._take(action, iteration, at)
                 elif isinstance(action, Free):
                     self._take_back(action.chunk, action.tier)
                 elif isinstance(action, Copy):
                     index = len(self._lanes[action.lane]) - base[action.lane]
                     reads = {self.slabs[action.chunk, action.source]}
                     writes = {self.slabs[action.chunk, action.target]}
-                    copy = self._operate(action.lane, lap, at, reads, writes, action.chunk)
-                    self.copies[lap, action.lane, index] = copy
+                    copy = self._operate(action.lane, iteration, at, reads, writes, action.chunk)
+                    self.copies[iteration, action.lane, index] = copy
                 elif isinstance(action, Update) and action.tier is Tier.HOST:
                     reads, writes = self._updated(action.group, Tier.HOST)
-                    self._operate(Lane.HOST_UPDATE, lap, at, reads, writes, moment.chunk)
-            self._compute(moment, lap, at, plan)
+                    self._operate(Lane.HOST_UPDATE, iteration, at, reads, writes, moment.chunk)
+            self._compute(moment, iteration, at, plan)
 
-    def _take(self, action: Alloc, lap: int, moment: int) -> None:
+    def _take(self, action: Alloc, iteration: int, moment: int) -> None:
         idle = self._idle[action.tier, self._trace.chunk_nbytes[action.chunk]]
         slab = idle.pop() if idle else self._new_slab()
         self._give_to(action.chunk, action.tier, slab)
-        self.taken[lap, moment, action.chunk, action.tier] = slab
+        self.taken[iteration, moment, action.chunk, action.tier] = slab
 
     def _give_to(self, chunk: ChunkId, tier: Tier, slab: SlabNumber) -> None:
         self.slabs[chunk, tier] = slab
@@ -125,7 +125,7 @@ class Reading:
         writes = {self.slabs[chunk, tier] for chunk in chunks if chunk.role is not Role.GRAD}
         return {self.slabs[chunk, tier] for chunk in chunks}, writes
 
-    def _compute(self, moment: Moment, lap: int, at: int, plan: Plan) -> None:
+    def _compute(self, moment: Moment, iteration: int, at: int, plan: Plan) -> None:
         kind, chunk = moment.kind, moment.chunk
         writes: set[SlabNumber] = set()
         if kind is Kind.HOLD:
@@ -137,7 +137,7 @@ class Reading:
         elif kind is Kind.UPDATE and plan.update_tiers[chunk.group] is Tier.DEVICE:
             more, writes = self._updated(chunk.group, Tier.DEVICE)
             reads |= more
-        self._operate(Lane.COMPUTE, lap, at, reads, writes, chunk)
+        self._operate(Lane.COMPUTE, iteration, at, reads, writes, chunk)
         if kind is Kind.CONSUME and (chunk, Tier.HOST) in self.slabs:
             self._take_back(chunk, Tier.HOST)
 
@@ -150,14 +150,14 @@ class Reading:
         seen[wait.on] = max(seen[wait.on], number)
 
     def _operate(
-        self, lane: Lane, lap: int, moment: int, reads: set[SlabNumber], writes: set[SlabNumber], chunk: ChunkId
+        self, lane: Lane, iteration: int, moment: int, reads: set[SlabNumber], writes: set[SlabNumber], chunk: ChunkId
     ) -> Operation:
         number, order = len(self._lanes[lane]) + 1, len(self.operations)
         operation = Operation(
             lane,
             number,
             order,
-            lap,
+            iteration,
             moment,
             frozenset(reads),
             frozenset(writes),

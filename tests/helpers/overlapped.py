@@ -1,4 +1,5 @@
-"""Small models that train with and without updates ahead of the step, on the same data, with the same accidents."""
+"""Small models that train with and without speculative updates, on the same data, with the same
+accidents."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.optim.guesses import Guesses
+from chunkmem.optim.speculation import Speculation
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
@@ -73,7 +74,7 @@ class Run:
             lr=3e-3,
         )
         if never_off:
-            self.manager.runtime.updater.ahead.guesses = Guesses(NEVER_OFF)
+            self.manager.runtime.updater.ahead.guesses = Speculation(NEVER_OFF)
 
     def backward(self, seed: int, *, factor: float = 1.0) -> float:
         draw = torch.Generator().manual_seed(seed)

@@ -10,8 +10,8 @@ import torch
 from chunkmem.layout.spec import Group, Slot
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
-from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.ledger import Ledger
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.pool import DevicePool, HostArena
 from chunkmem.runtime.storage import ChunkStorage, default_backend
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore
@@ -50,7 +50,7 @@ class World:
         for pool in pools.values():
             pool.poison = True
         self.store = ChunkStore(pools)
-        self.executor = DemandExecutor(self.store)
+        self.pager = Pager(self.store)
         self.parameters: dict[int, tuple[ManagedParameter, ...]] = {}
         for index, slabs in enumerate(sizes):
             self._add_group(index, slabs, compute.device)
@@ -79,7 +79,7 @@ class World:
         """The PARAM chunk of a group; with `fill`, packed on HOST first, all its elements that value."""
         chunk = self.chunk(Role.PARAM, group)
         if fill is not None:
-            self.executor.create(chunk, Tier.HOST, reader="packing", zero=False, elastic=True)
+            self.pager.create(chunk, Tier.HOST, reader="packing", zero=False, elastic=True)
             self.fill(chunk, Tier.HOST, fill)
         return chunk
 
@@ -105,11 +105,11 @@ class World:
     def check(self) -> None:
         """Assert what always has to hold, content aside."""
         audit_ledgers(self.store)
-        audit_leaving(self.executor)
+        audit_leaving(self.pager)
         for tier, resident in self.store.resident.items():
             assert {c.id for c in self.store.chunks.values() if tier in c.replicas} == set(resident)
             pinned = [c for c in resident.values() if c.replicas[tier].pins > 0]
-            assert sum(c.nbytes for c in pinned) == self.executor.pinned_nbytes[tier]
+            assert sum(c.nbytes for c in pinned) == self.pager.pinned_nbytes[tier]
         for chunk in self.store.chunks.values():
             if chunk.version != NO_CONTENT:
                 assert chunk.newest_tier() is not None, f"{chunk.label}: its newest content is gone"

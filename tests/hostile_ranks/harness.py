@@ -27,7 +27,7 @@ from tests.hostile_ranks.reference import MeanAdamW, average_gradients
 
 TIMEOUT_S = 240.0
 """`distributed.timeout_s`: longer than any script takes, however busy the machine is."""
-ROLL_CALL_S = 4.0
+DETECTION_S = 4.0
 """How long ranks wait for the answer of one that left without a word."""
 EXCHANGES: dict[str, bool | None] = {"point to point": None, "grouped": False, "memory-saving": True}
 """`client.opts.with_mem_saving_comm`."""
@@ -182,7 +182,7 @@ def manager_for(exchange: str, keys: tuple[tuple[str, Any], ...] = ()) -> chunkm
 
 def short_roll_calls() -> AbstractContextManager[Any]:
     """Else they take ten seconds with a long `distributed.timeout_s`."""
-    return patch.object(connection, "_MAX_ROLL_CALL_S", ROLL_CALL_S)
+    return patch.object(connection, "_MAX_DETECTION_S", DETECTION_S)
 
 
 def without_times(message: str) -> str:

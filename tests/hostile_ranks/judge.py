@@ -10,7 +10,7 @@ from tests.hostile_ranks.harness import Alike, Either, Equal, Expected, Leaves, 
 PROMPT_S = 120.0
 """An error that came after more than this has been waited for, until gloo gave up, soon before `TIMEOUT_S`.
 
-One that comes at once takes a second, and one that a roll call comes before, `ROLL_CALL_S` more.
+One that comes at once takes a second, and one that a failure detection comes before, `DETECTION_S` more.
 """
 
 Report = dict[str, Any]

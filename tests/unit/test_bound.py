@@ -69,10 +69,10 @@ def budgets_of(trace: Trace, machine: Machine) -> tuple[int, ...]:
     return device_budgets(trace, machine.device_nbytes, charges_non_model=machine.charges_non_model)
 
 
-# By hand. One lap; . is a gap, and what stands above it may stay meanwhile.
+# By hand. One iteration; . is a gap, and what stands above it may stay meanwhile.
 #
 #     A  h . . .        two slabs: only one of the three can stay through the other two's turns,
-#     B  . . h .        so a lap that repeats fetches two. Laps that differ can keep each in turn:
+#     B  . . h .        so an iteration that repeats fetches two. Iterations that differ can keep each in turn:
 #     C  . . . . h .    half of them on the mean.
 def test_laps_that_repeat_move_whole_chunks() -> None:
     bound = traffic_bound(loop(*read(A), *read(B), *read(C)), capped(2 * NBYTES), {})
@@ -93,7 +93,7 @@ def test_laps_that_repeat_move_whole_chunks() -> None:
         pytest.param(training_trace(2, NBYTES), 4, Tier.DEVICE, 14, id="one update fits"),
         # A: back once, fetched for its read and for the next WRITE, which reads too. B: fetched twice.
         pytest.param(loop((WRITE, A), *read(B), *read(A), *read(B)), 1, Tier.HOST, 5, id="an epoch is back once"),
-        pytest.param(loop((CREATE, A), *read(B), *read(A), *read(B)), 1, Tier.HOST, 4, id="begun anew, not fetched"),
+        pytest.param(loop((CREATE, A), *read(B), *read(A), *read(B)), 1, Tier.HOST, 4, id="begun again, not fetched"),
         pytest.param(loop((CREATE, A), *read(B)), 1, Tier.HOST, 1, id="nobody reads it, not written back"),
         pytest.param(loop((WRITE, A), *read(B), (WRITE, A), *read(B)), 1, Tier.HOST, 6, id="each write is an epoch"),
         # Back for B and for the update alike; in for its read; B in.

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "chunkmem"
 
 LAYERS = (
     ("types", "errors"),
-    ("units",),
+    ("sizes",),
     ("schema", "deepspeed"),
     ("config", "layout", "trace", "memory"),
     ("plan",),
@@ -40,7 +40,13 @@ STDLIB_ONLY = LAYERS[: LAYERS.index(("plan",)) + 1]
 
 HOMES = {
     "torch.cuda": {"runtime.device", "runtime.streams", "tracing.probe"},
-    "torch.distributed": {"comm.connection", "comm.agreement", "comm.roll", "comm.exchange", "comm.methods"},
+    "torch.distributed": {
+        "comm.connection",
+        "comm.agreement",
+        "comm.failure_detector",
+        "comm.exchange",
+        "comm.methods",
+    },
     "os.environ": {"config"},
     "os.environb": {"config"},
     "os.getenv": {"config"},
@@ -235,7 +241,7 @@ def test_imports_are_found_wherever_they_stand() -> None:
         ("plan.demand", "plan.victims", True),
         ("plan.demand", "types", True),
         ("cli.main", "types", True),
-        ("units", "errors", True),
+        ("sizes", "errors", True),
         ("plan.demand", "runtime.store", False),
         ("errors", "types", False),
         ("layout.spec", "trace.model", False),

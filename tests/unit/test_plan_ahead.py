@@ -1,4 +1,4 @@
-"""Updates ahead of their moment: which, when, and what the simulator says of them."""
+"""Speculative updates, before their moment: which, when, and what the simulator says of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from chunkmem.errors import CapacityError, PlanError
-from chunkmem.plan.ahead import UNDO_LOG, advance_updates, log_nbytes, updates_ahead
+from chunkmem.plan.ahead import SHADOW, advance_updates, log_nbytes, updates_ahead
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Copy, Free, Lane, Plan, Update, Wait
 from chunkmem.plan.planner import PlanOptions, candidates, make_plan
@@ -28,7 +28,7 @@ TRACE = training_trace(GROUPS, NBYTES, duration_s=1.0)
 
 def machine(log_slabs: int, **keys: float) -> Machine:
     return Machine(
-        4 * NBYTES, 10**6, h2d_Bps=1e6, d2h_Bps=1e6, one_processor=False, undo_log_nbytes=log_slabs * NBYTES, **keys
+        4 * NBYTES, 10**6, h2d_Bps=1e6, d2h_Bps=1e6, one_processor=False, shadow_nbytes=log_slabs * NBYTES, **keys
     )  # type: ignore[arg-type]
 
 
@@ -68,7 +68,7 @@ def test_a_small_log_takes_those_that_can_be_first() -> None:
     plan = planned(3 * 2 + 2)
     assert updates_ahead(TRACE, plan.actions).keys() == {GROUPS - 1, GROUPS - 2}
     timeline = simulate(plan, TRACE)
-    assert timeline.role_peak_nbytes[Tier.HOST, UNDO_LOG] == 2 * log_nbytes(TRACE, 0) == 6 * NBYTES
+    assert timeline.role_peak_nbytes[Tier.HOST, SHADOW] == 2 * log_nbytes(TRACE, 0) == 6 * NBYTES
     without = simulate(planned(0), TRACE)
     assert timeline.peak_nbytes[Tier.HOST] == without.peak_nbytes[Tier.HOST] + 6 * NBYTES
 
@@ -86,7 +86,7 @@ def test_with_masters_the_log_takes_them_the_states_and_the_weights() -> None:
     assert log_nbytes(trace, 0) == (1 + 2 + 2 + 2) * NBYTES
     plan = make_plan(trace, replace(machine(7 * GROUPS), device_nbytes=3 * NBYTES), options=ON_HOST)
     assert len(updates_ahead(trace, plan.actions)) == GROUPS
-    simulate(plan, trace, laps=6)
+    simulate(plan, trace, iterations=6)
 
 
 @pytest.mark.parametrize("lowered", [False, True])
@@ -97,13 +97,13 @@ def test_candidates_keep_the_caps_and_end_as_they_begin(block: int, *, lowered: 
         rng = random.Random(seed)
         trace = with_masters(drawn_trace(rng)) if lowered else drawn_trace(rng)
         log = rng.choice((500, 5_000, 10**6))
-        small = replace(drawn_machine(rng, trace), undo_log_nbytes=log)
+        small = replace(drawn_machine(rng, trace), shadow_nbytes=log)
         for candidate in candidates(trace, small, options=drawn_options(rng, trace)):
             ahead = updates_ahead(trace, candidate.plan.actions)
             aside = sum(log_nbytes(trace, group) for group in ahead)
             assert aside <= log
             check_candidate(candidate, trace, aside_nbytes=aside)
-            simulate(candidate.plan, trace, laps=6)
+            simulate(candidate.plan, trace, iterations=6)
             num_ahead += len(ahead)
     assert num_ahead >= 5
 
@@ -113,7 +113,7 @@ def test_no_wait_is_implied_by_others() -> None:
     for seed in range(30):
         rng = random.Random(seed)
         trace = with_masters(drawn_trace(rng)) if seed % 2 else drawn_trace(rng)
-        roomy = replace(drawn_machine(rng, trace), undo_log_nbytes=10**6)
+        roomy = replace(drawn_machine(rng, trace), shadow_nbytes=10**6)
         plan = make_plan(trace, roomy, options=ON_HOST)
         waits = [(m, at) for m, actions in enumerate(plan.actions) for at, a in enumerate(actions) if type(a) is Wait]
         for moment, at in rng.sample(waits, min(8, len(waits))):
@@ -140,7 +140,7 @@ def test_what_an_update_ahead_reads_stays_as_it_is() -> None:
     last = GROUPS - 1
     at = moment_of(Kind.UPDATE, last)
     free = Free(grad(last), Tier.HOST)
-    with pytest.raises(PlanError, match=f"group {last} is being updated ahead of its moment"):
+    with pytest.raises(PlanError, match=f"group {last} is being updated speculatively"):
         simulate(edited(at - 1, free), TRACE)
 
 
@@ -180,8 +180,8 @@ def test_only_what_host_updates_later_can_be_ahead() -> None:
 
 def test_more_than_the_log_is_refused() -> None:
     plan = planned(3 * GROUPS)
-    less = replace(plan.machine, undo_log_nbytes=3 * GROUPS * NBYTES - 1)
-    with pytest.raises(PlanError, match="1800 bytes pass the undo log of 1799"):
+    less = replace(plan.machine, shadow_nbytes=3 * GROUPS * NBYTES - 1)
+    with pytest.raises(PlanError, match="1800 bytes pass the shadow buffers of 1799"):
         simulate(plan, TRACE, machine=less)
     host = replace(plan.machine, host_nbytes=simulate(plan, TRACE).peak_nbytes[Tier.HOST] - 1)
     with pytest.raises(CapacityError, match="on HOST pass the cap"):

@@ -61,7 +61,7 @@ TIMELINE = Timeline(
     role_peak_nbytes={(Tier.DEVICE, "param"): 4096},
     cap_nbytes={Tier.DEVICE: 5000, Tier.HOST: 2**40},
     device_nbytes=(4096,),
-    departures=1,
+    plan_misses=1,
     prefetched=2,
     fetched=3,
 )
@@ -76,7 +76,7 @@ TRACE = Trace(
 MACHINE_TEXT = (
     '{"format":"chunkmem machine","version":1,"device_nbytes":4096,"host_nbytes":1099511627776,'
     '"h2d_Bps":12000000000.0,"d2h_Bps":null,"latency_s":1e-05,"device_update_Bps":null,"host_update_Bps":null,'
-    '"charges_non_model":false,"one_processor":true,"undo_log_nbytes":0,"exchange_Bps":null}'
+    '"charges_non_model":false,"one_processor":true,"shadow_nbytes":0,"exchange_Bps":null}'
 )
 PLAN_TEXT = (
     '{"format":"chunkmem plan","version":1,"name":"belady, 2 ahead","trace_digest":"0123456789abcdef",'
@@ -86,7 +86,7 @@ PLAN_TEXT = (
     '[["update",0,"host"],["free",1,"device"]]]}'
 )
 TIMELINE_TEXT = (
-    '{"format":"chunkmem timeline","version":1,"step_s":1.0,"departures":1,"prefetched":2,"fetched":3,'
+    '{"format":"chunkmem timeline","version":1,"step_s":1.0,"plan_misses":1,"prefetched":2,"fetched":3,'
     '"peak_nbytes":[["device",4096],["host",8192]],"role_peak_nbytes":[["device","param",4096]],'
     '"cap_nbytes":[["device",5000],["host",1099511627776]],"device_nbytes":[4096],"chunks":[["param",0]],'
     '"labels":["copy param 0","fc forward"],"spans":[["h2d",0,-0.5,0.25,0,0,4096,false],'
@@ -354,7 +354,7 @@ def test_values_that_no_machine_has(key: str, value: object, says: str) -> None:
     ("path", "value", "says"),
     [
         (("step_s",), -1, "step_s is -1, but must be a finite number of seconds, 0 or more"),
-        (("departures",), None, "departures is None, but must be an integer from 0 to 2**63 - 1"),
+        (("plan_misses",), None, "plan_misses is None, but must be an integer from 0 to 2**63 - 1"),
         (("peak_nbytes", 0, 1), -1, "peak_nbytes[0][1] is -1, but must be an integer from 0 to 2**63 - 1"),
         (("peak_nbytes", 1, 0), "device", "peak_nbytes[1] is ['device', 8192], but an earlier row is for the same"),
         (("cap_nbytes",), [], 'cap_nbytes has no row for "device", which every timeline has'),

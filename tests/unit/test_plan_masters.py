@@ -61,7 +61,7 @@ def test_candidates_keep_the_caps_and_end_as_they_begin(block: int) -> None:
         options = drawn_options(rng, trace)
         for candidate in candidates(trace, small, options=options):
             check_candidate(candidate, trace)
-            simulate(candidate.plan, trace, laps=6)
+            simulate(candidate.plan, trace, iterations=6)
 
 
 def test_only_weights_with_a_master_may_be_dropped() -> None:

@@ -24,12 +24,12 @@ import pytest
 
 from chunkmem.errors import PlanError
 from chunkmem.plan.gaps import budgets, find_gaps
+from chunkmem.plan.intervals import find_stays, prefetch
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
 from chunkmem.plan.program import emit
 from chunkmem.plan.search import least_traffic
 from chunkmem.plan.simulate import simulate
-from chunkmem.plan.stays import find_stays, prefetch
 from chunkmem.plan.waits import add_waits
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
@@ -422,7 +422,7 @@ def wait_too_early(number: int) -> Iterator[Mutant]:
     """A Wait before the operation that it waits for."""
     plan = pool()[number].plan
     issued: dict[tuple[Lane, int], tuple[int, int]] = {}
-    """Where an operation of this lap stands, by lane and number: (moment, index)."""
+    """Where an operation of this iteration stands, by lane and number: (moment, index)."""
     for point in points(number):
         actions = plan.actions[point.moment]
         lane = lane_of(actions[point.at]) if point.at < len(actions) else Lane.COMPUTE

@@ -1,4 +1,4 @@
-"""What holds for plans of every trace and machine, over random ones; truths are derived here anew, from traces alone.
+"""What holds for plans of every trace and machine, over random ones; truths are derived here again, from traces alone.
 
 `candidates` has each plan verified by `simulate`, so that it returns at all says that every candidate is valid.
 """
@@ -19,6 +19,7 @@ import pytest
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recently_used, sweep, traffic_nbytes
 from chunkmem.plan.gaps import Problem, find_gaps
+from chunkmem.plan.intervals import find_stays, prefetch
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Alloc, Copy, Free, Plan, Wait
 from chunkmem.plan.planner import Candidate, PlanOptions, candidates, make_plan
@@ -27,7 +28,6 @@ from chunkmem.plan.resync import resync
 from chunkmem.plan.search import least_traffic
 from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.plan.simulate import simulate
-from chunkmem.plan.stays import find_stays, prefetch
 from chunkmem.plan.waits import add_waits
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
@@ -163,8 +163,8 @@ def test_candidates_keep_the_caps_and_end_as_they_begin(block: int) -> None:
         assert found, f"seed {seed}: {machine}, {options}"
         for candidate in found:
             check_candidate(candidate, trace)
-        # What happens first in a later lap would show there.
-        simulate(found[0].plan, trace, laps=6)
+        # What happens first in a later iteration would show there.
+        simulate(found[0].plan, trace, iterations=6)
 
 
 @pytest.mark.parametrize("block", BLOCKS)

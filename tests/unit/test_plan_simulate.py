@@ -41,7 +41,7 @@ MOMENTS = (
     Moment(Kind.CONSUME, G0),
 )
 # P1 is fetched twice, updated on DEVICE and written back; G1 waits on HOST; P0 is updated on HOST and fetched again for
-# the next lap. No Wait is implied by the others.
+# the next iteration. No Wait is implied by the others.
 ACTIONS: tuple[tuple[Action, ...], ...] = (
     (Wait(COMPUTE, H2D, 0), Alloc(P1, D), Wait(H2D, D2H, 0), Copy(P1, H, D)),
     (),
@@ -97,7 +97,7 @@ def refused(plan: Plan, message: str, trace: Trace = TRACE) -> None:
 
 # Seconds   0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16  17  18  19  20
 # COMPUTE   |...|  f0   |  f1   |  b1   |g1 |...|  b0   |g0 |.......|.......|u1 |    u0     |    . = stall
-# H2D       |P0 |P1 |                       |P0 |           |P1 |       |G1 |               |P0 of the next lap
+# H2D       |P0 |P1 |                       |P0 |           |P1 |       |G1 |               |P0 of the next iteration
 # D2H                                       |  G1   |           |  G0   |       |  P1   |
 def test_times_drawn_by_hand() -> None:
     timeline = simulate(PLAN, TRACE)
@@ -181,8 +181,8 @@ def test_update_speeds_and_latency() -> None:
 
 
 def test_a_lap_alone_starts_with_everything_arrived() -> None:
-    # Without a lap before it, nothing is under way when f0 begins.
-    assert simulate(PLAN, TRACE, laps=1).step_s == 19.0
+    # Without an iteration before it, nothing is under way when f0 begins.
+    assert simulate(PLAN, TRACE, iterations=1).step_s == 19.0
 
 
 # Every action counts
@@ -203,7 +203,7 @@ RACES = {
         "moment 0 (f0): computing the hold: it reads the slab of param chunk 0 on DEVICE, which an operation on H2D "
         "may still write; a Wait of COMPUTE on H2D, count 0 or more, is missing",
     ),
-    "write-back not awaited in the next lap": (
+    "write-back not awaited in the next iteration": (
         (0, Wait(H2D, D2H, 0)),
         "moment 0 (f0): Copy param chunk 1 to DEVICE: it reads the slab of param chunk 1 on HOST, which an operation "
         "on D2H may still write; a Wait of H2D on D2H, count 0 or more, is missing",
@@ -296,8 +296,8 @@ def test_counts_reach_one_lap_back() -> None:
     plan, trace = streamed((100, 200), -4)
     refused(
         plan,
-        "moment 0 (hold param chunk 0): Wait of H2D on COMPUTE, count -4: counts reach one lap back, in which COMPUTE "
-        "has 4 operations",
+        "moment 0 (hold param chunk 0): Wait of H2D on COMPUTE, count -4: counts reach one iteration back, in which "
+        "COMPUTE has 4 operations",
         trace,
     )
 
@@ -361,7 +361,7 @@ WRONG = {
     "no such lane": (2, None, Wait(Lane.DISK, H2D, 1), "Wait of DISK on H2D, count 1: no plan issues anything on DISK"),
     "no disk": (2, None, Alloc(P1, Tier.DISK), "Alloc param chunk 1 on DISK: there is no DISK"),
     "unknown chunk": (2, None, Alloc(P2, D), "Alloc param chunk 2 on DEVICE: the trace does not know param chunk 2"),
-    "update elsewhere": (11, None, Update(0, H), "Update group 0 on HOST: 200 bytes pass the undo log of 0"),
+    "update elsewhere": (11, None, Update(0, H), "Update group 0 on HOST: 200 bytes pass the shadow buffers of 0"),
     "update another": (12, None, Update(1, D), "Update group 1 on DEVICE: this moment updates group 0"),
     "update twice": (12, None, Update(0, H), "Update group 0 on HOST: the group is updated twice"),
     "update on another tier": (10, Update(1, D), Update(1, H), "Update group 1 on HOST: update_tiers says DEVICE"),
@@ -438,10 +438,10 @@ def test_a_lap_ends_as_it_begins() -> None:
 
 
 def test_a_plan_belongs_to_its_trace() -> None:
-    refused(replace(PLAN, trace_digest="0"), f"the plan was made from trace 0, this one is {TRACE.digest}; plan anew")
-    refused(replace(PLAN, actions=ACTIONS[:-1]), "the plan has actions for 13 moments, the trace has 14; plan anew")
+    refused(replace(PLAN, trace_digest="0"), f"the plan was made from trace 0, this one is {TRACE.digest}; plan again")
+    refused(replace(PLAN, actions=ACTIONS[:-1]), "the plan has actions for 13 moments, the trace has 14; plan again")
     refused(
         replace(PLAN, start=START | {Placed(P0, H, newest=False)}), "the plan's start: param chunk 0 is on HOST twice"
     )
-    with pytest.raises(PlanError, match=r"^0 laps cannot be simulated"):
-        simulate(PLAN, TRACE, laps=0)
+    with pytest.raises(PlanError, match=r"^0 iterations cannot be simulated"):
+        simulate(PLAN, TRACE, iterations=0)

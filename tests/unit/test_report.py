@@ -55,7 +55,7 @@ def test_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert cells["peak on DEVICE"] == ["4.00 MiB", "4.00 MiB", "4.00 MiB"]
     assert cells["copies in time"] == [f"{predicted.prefetched} of {predicted.fetched}"] * 2
-    assert cells["departures"] == ["0", "0"]
+    assert cells["plan_misses"] == ["0", "0"]
     assert cells["HOST exp_avg_sq"] == ["6.00 MiB", "6.00 MiB"]
     assert ["", "bytes on each link and the peak of each tier are as predicted"] in lines
     assert sorted(path.name for path in folder.iterdir()) == NAMES  # and no partial file
@@ -79,15 +79,15 @@ def test_json_is_one_object_with_the_files(folder: Path, tmp_path: Path, capsys:
 def test_what_differs_from_the_prediction_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timeline = Timeline.load(folder / "timeline.json")
     copy = next(span for span in timeline.spans if span.lane.value == "h2d")
-    more = replace(timeline, spans=(*timeline.spans, copy), departures=2, peak_nbytes={Tier.DEVICE: 5 * MIB})
+    more = replace(timeline, spans=(*timeline.spans, copy), plan_misses=2, peak_nbytes={Tier.DEVICE: 5 * MIB})
     more.save(folder / "timeline.json")
     assert main(["report", str(folder)]) == 0
     text = capsys.readouterr().out
     moved = timeline.moved_nbytes[copy.lane]
     assert f"  h2d: {moved} bytes predicted, {moved + MIB} moved\n" in text
     assert f"  DEVICE: a peak of {4 * MIB} bytes predicted, {5 * MIB} seen\n" in text
-    assert "  2 times the step departed from its plan" in text
-    assert '"departures":2' in (folder / "timeline.html").read_text()
+    assert "  2 times the step missed its plan" in text
+    assert '"plan_misses":2' in (folder / "timeline.html").read_text()
 
 
 def peaks(*pairs: tuple[int, int]) -> Trace:
@@ -123,7 +123,7 @@ NO_THREAD = "did not run, or saw nothing (client.mem_tracer.use_async_mem_monito
             0,
             0.02,
             [
-                "the sampling thread saw nothing beside the chunks",
+                "the sampling thread saw no non-model data",
                 "the sampling thread looked at least every 20.0 ms; what lives shorter may be missed",
             ],
         ),
@@ -212,7 +212,7 @@ def test_a_step_that_was_recorded_and_not_followed_has_no_names(folder: Path) ->
     timeline = Timeline.load(folder / "timeline.json")
     nameless = [replace(s, label="", chunk=None) if s.lane.value == "compute" else s for s in timeline.spans]
     num_moments = len(Trace.load(folder / "trace.json").moments)
-    # Its journal has a span for every moment.
+    # Its step log has a span for every moment.
     nameless += [Span(nameless[0].lane, "", 0.0, 0.0, moment) for moment in range(num_moments)]
     replace(timeline, spans=tuple(nameless), device_nbytes=()).save(folder / "timeline.json")
     assert main(["report", str(folder)]) == 0

@@ -103,7 +103,7 @@ def test_spans_are_as_in_the_timeline_to_the_nanosecond(run: Run) -> None:
 
 
 def test_updates_that_the_host_made_are_on_a_lane_of_their_own(run: Run) -> None:
-    # A journal has every moment on COMPUTE.
+    # A step log has every moment on COMPUTE.
     spans = tuple(replace(s, lane=Lane.COMPUTE) if s.lane is Lane.HOST_UPDATE else s for s in run.happened.spans)
     assert spans != run.happened.spans
     made_on_compute = replace(run, happened=replace(run.happened, spans=spans))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from chunkmem.plan.ahead import UNDO_LOG
+from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.model import Alloc, Copy, Free, Lane, Placed, Plan, Update
 from chunkmem.plan.planner import PlanOptions, make_plan
 from chunkmem.plan.semantics import ABSENT, EMPTY, residency_before
@@ -172,7 +172,7 @@ def assert_one_meaning(plan: Plan, trace: Trace) -> None:
     for tier in (DEVICE, HOST):
         roles = role_nbytes(stays, trace, tier)
         assert {(tier, role.value): max(n) for role, n in roles.items() if max(n)} == {
-            key: n for key, n in predicted.role_peak_nbytes.items() if key[0] is tier and n and key[1] != UNDO_LOG
+            key: n for key, n in predicted.role_peak_nbytes.items() if key[0] is tier and n and key[1] != SHADOW
         }
 
 
@@ -184,7 +184,7 @@ def test_there_is_one_meaning_of_a_plan(seed: int, log: int, lowered: bool) -> N
     trace = random_trace(rng, num_groups=rng.randint(2, 9), uniform=rng.random() < 0.5, micro_batches=rng.randint(1, 3))
     trace = with_masters(trace) if lowered else trace
     total = sum(trace.chunk_nbytes.values())
-    machine = replace(machine_of(1, nbytes=rng.choice((2, 4)) * total // 5), undo_log_nbytes=log)
+    machine = replace(machine_of(1, nbytes=rng.choice((2, 4)) * total // 5), shadow_nbytes=log)
     assert_one_meaning(make_plan(trace, machine, options=PlanOptions(rng.choice((0.0, 0.8)))), trace)
 
 

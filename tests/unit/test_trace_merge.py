@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from chunkmem.plan.director import Director
+from chunkmem.plan.cursor import TraceCursor
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.planner import PlanOptions, make_plan
 from chunkmem.trace.merge import merge
@@ -53,7 +53,7 @@ def told(trace: Trace) -> list[tuple[Kind, object, str]]:
 
 def fits(trace: Trace, found: Trace) -> bool:
     """Tell whether a step is a trace with some moments left out."""
-    return Director(trace).num_left_out(told(found)) is not None  # type: ignore[arg-type]
+    return TraceCursor(trace).num_left_out(told(found)) is not None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -120,5 +120,5 @@ def test_events_of_another_order_do_not_fit() -> None:
     assert fits(trace, step([1, 2, 5]))
     assert not fits(trace, step([2, 1]))
     events = told(step([0, 1, 2, 3, 4, 5, 6]))
-    assert Director(trace).num_left_out(events[:7]) == 0  # type: ignore[arg-type]
-    assert Director(trace).num_left_out(events[:8]) == 3  # type: ignore[arg-type]
+    assert TraceCursor(trace).num_left_out(events[:7]) == 0  # type: ignore[arg-type]
+    assert TraceCursor(trace).num_left_out(events[:8]) == 3  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def read(chunk: ChunkId) -> list[tuple[Kind, ChunkId]]:
 
 
 def least(trace: Trace, num_slabs: int, tier: Tier = Tier.HOST) -> int:
-    """Copies of a lap at the least; the program and brute force have to agree."""
+    """Copies of an iteration at the least; the program and brute force have to agree."""
     tiers = tiers_of(trace, tier)
     budgets = device_budgets(trace, num_slabs * NBYTES, charges_non_model=False)
     bound = traffic_bound(trace, budgets, tiers, integer_within_s=10)
@@ -42,7 +42,7 @@ def least(trace: Trace, num_slabs: int, tier: Tier = Tier.HOST) -> int:
 
 
 def paged(trace: Trace, num_slabs: int, policy: str, tier: Tier = Tier.HOST) -> tuple[float, float]:
-    """Copies of a lap to DEVICE and back."""
+    """Copies of an iteration to DEVICE and back."""
     budgets = device_budgets(trace, num_slabs * NBYTES, charges_non_model=False)
     traffic = page(trace, budgets, tiers_of(trace, tier), POLICIES[policy])
     return traffic.h2d_nbytes / NBYTES, traffic.d2h_nbytes / NBYTES
@@ -76,10 +76,10 @@ def drawn(seed: int, *, max_groups: int = 5) -> tuple[Trace, tuple[int, ...], di
     return trace, device_budgets(trace, cap, charges_non_model=True), tiers
 
 
-# One lap; . is a gap, and what stands above it may stay meanwhile.
+# One iteration; . is a gap, and what stands above it may stay meanwhile.
 #
 #     A  h . . .        two slabs: only one of the three can stay through the other two's turns,
-#     B  . . h .        so a lap that repeats fetches two. Laps that differ can keep each in turn:
+#     B  . . h .        so an iteration that repeats fetches two. Iterations that differ can keep each in turn:
 #     C  . . . . h .    half of them on the mean, which is what the relaxation says and Belady does.
 def test_laps_that_differ_can_move_less_than_one_repeated_but_never_less_than_the_relaxation() -> None:
     trace = loop(*read(A), *read(B), *read(C))
@@ -230,7 +230,7 @@ def test_more_room_never_moves_more(seed: int) -> None:
     assert moved[-1] == derive(trace, tiers).certain_nbytes
 
 
-# A lap on two slabs; who leaves for C and for the second A tells the policies apart.
+# An iteration on two slabs; who leaves for C and for the second A tells the policies apart.
 #
 #     A B A C
 def test_who_leaves() -> None:

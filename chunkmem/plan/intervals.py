@@ -21,15 +21,15 @@ class Stay:
     """First moment of its first use, within the trace."""
     stop: int
     """The moment in whose list it may be freed, and a copy to HOST stands; past the trace's end if it lasts into the
-    next lap."""
+    next iteration."""
     fetched: bool
     """Its content is copied from HOST; else the first use begins new content, in a slab that is taken then."""
     earliest: int
-    """First moment in whose list the copy may stand; below 0 if that is in the lap before."""
+    """First moment in whose list the copy may stand; below 0 if that is in the iteration before."""
     to_host: bool
     """When it ends, its content goes to HOST: HOST has not the newest version, and somebody will read it."""
     issued: int = 0
-    """The moment in whose list its slab is taken; below 0 if that is in the lap before."""
+    """The moment in whose list its slab is taken; below 0 if that is in the iteration before."""
     freed: int = 0
     """The moment in whose list it is freed: `stop`, or later so that nobody takes a slab that is still copied from."""
 
@@ -67,8 +67,8 @@ def _chain_of_stays(problem: Problem, chunk: int, gaps: Sequence[Gap], joined: S
     count = len(chain)
     breaks = [at for at in range(count) if not joined[at]]
     written: set[int] = set()
-    """Epochs that are on HOST already, walking through a lap."""
-    for _ in range(2):  # the second time round, what was written late in the lap before is known
+    """Epochs that are on HOST already, walking through an iteration."""
+    for _ in range(2):  # the second time round, what was written late in the iteration before is known
         found = []
         for index, last in enumerate(breaks):
             previous = breaks[index - 1]
@@ -200,7 +200,8 @@ def _last_frees(problem: Problem, stays: Stays) -> dict[tuple[int, int], int]:
 
 
 def _moment_at(begins: Sequence[float], at_s: float, last: int) -> int:
-    """Return the last moment up to `last` that begins at `at_s` or before, below 0 if it lies in the lap before."""
+    """Return the last moment up to `last` that begins at `at_s` or before, below 0 if it lies in the iteration
+    before."""
     n = len(begins) - 1
     found = bisect_right(begins, at_s, hi=last + 1) - 1
     if found >= 0:
@@ -211,17 +212,19 @@ def _moment_at(begins: Sequence[float], at_s: float, last: int) -> int:
 def _latest_starts(
     problem: Problem, fetches: Sequence[Stay], begins: Sequence[float], machine: Machine, lead: float
 ) -> list[float]:
-    lap_s = begins[-1]
+    iteration_s = begins[-1]
     starts = [0.0] * len(fetches)
-    # The first copies of the next lap queue behind the last ones of this: go round twice.
+    # The first copies of the next iteration queue behind the last ones of this: go round twice.
     limit_s = float("inf")
-    for lap in (1, 0):
+    for iteration in (1, 0):
         for at in range(len(fetches) - 1, -1, -1):
             stay = fetches[at]
             takes_s = machine.latency_s + problem.nbytes[stay.chunk] / machine.h2d_Bps
-            limit_s = min(begins[stay.start] + lap * lap_s, limit_s) - lead * takes_s
-            limit_s = max(limit_s, (lap - 1) * lap_s)  # a link that cannot keep up does not push need back for ever
-            starts[at] = limit_s - lap * lap_s
+            limit_s = min(begins[stay.start] + iteration * iteration_s, limit_s) - lead * takes_s
+            limit_s = max(
+                limit_s, (iteration - 1) * iteration_s
+            )  # a link that cannot keep up does not push need back for ever
+            starts[at] = limit_s - iteration * iteration_s
     return starts
 
 

@@ -1,15 +1,15 @@
-"""Slabs beside the chunks for what updates ahead write; see [Note: Updates ahead]."""
+"""Shadow buffers: slabs that speculative updates write to; see [Note: Speculative updates]."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
 
-from chunkmem.plan.ahead import UNDO_LOG
+from chunkmem.plan.ahead import SHADOW
 from chunkmem.runtime.pool import Slab, SlabPool
 
 
-class UndoLog:
+class ShadowBuffers:
     """Slabs of HOST, taken while no plan is followed: what a pool hands out next is part of a plan."""
 
     def __init__(self, pool: SlabPool) -> None:
@@ -32,11 +32,11 @@ class UndoLog:
         for nbytes in list(self._reserved):
             while self._reserved[nbytes] > counts.get(nbytes, 0):
                 self._reserved[nbytes] -= 1
-                self._pool.free(UNDO_LOG, self._idle[nbytes].pop())
+                self._pool.free(SHADOW, self._idle[nbytes].pop())
         for nbytes, count in sorted(counts.items()):
             while self._reserved.get(nbytes, 0) < count and self._pool.ledger.free_nbytes >= nbytes:
                 self._reserved[nbytes] = self._reserved.get(nbytes, 0) + 1
-                self._idle[nbytes].append(self._pool.alloc(UNDO_LOG, nbytes))
+                self._idle[nbytes].append(self._pool.alloc(SHADOW, nbytes))
 
     def take(self, nbytes: int) -> Slab | None:
         """Lend a slab, contents undefined; None if none of this size is left."""

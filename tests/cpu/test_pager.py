@@ -17,7 +17,7 @@ DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
 def use(world: World, *groups: int) -> None:
     for group in groups:
-        world.executor.use(world.param(group), DEVICE, reader="forward")
+        world.pager.use(world.param(group), DEVICE, reader="forward")
 
 
 def test_an_access_brings_the_chunk_and_the_least_recently_used_one_goes() -> None:
@@ -44,18 +44,18 @@ def test_what_is_clean_is_dropped_and_what_was_written_is_copied() -> None:
 def test_what_is_there_is_not_brought_again() -> None:
     world = packed([1], device=1)
     use(world, 0, 0)
-    world.executor.pin(world.param(0), DEVICE, reader="forward")
+    world.pager.pin(world.param(0), DEVICE, reader="forward")
     assert world.store.moved.h2d_nbytes == SLAB
 
 
 def test_a_pinned_chunk_stays_and_an_older_pin_is_not_ended_by_a_newer_one() -> None:
     world = packed([1, 1, 1], device=2)
     for _ in range(2):
-        world.executor.pin(world.param(0), DEVICE, reader="forward")
-    world.executor.unpin(world.param(0), DEVICE)
+        world.pager.pin(world.param(0), DEVICE, reader="forward")
+    world.pager.unpin(world.param(0), DEVICE)
     use(world, 1, 2)
     assert world.on(DEVICE) == ["param chunk 0", "param chunk 2"]
-    world.executor.unpin(world.param(0), DEVICE)
+    world.pager.unpin(world.param(0), DEVICE)
     use(world, 1)
     assert world.on(DEVICE) == ["param chunk 1", "param chunk 2"]
 
@@ -82,7 +82,7 @@ def test_the_source_survives_when_its_tier_makes_room() -> None:
     world.store.mark_written(world.param(2), DEVICE)
     world.cap(DEVICE, 2)
     world.cap(HOST, 2)
-    world.executor.pin(world.param(0), DEVICE, reader="forward")
+    world.pager.pin(world.param(0), DEVICE, reader="forward")
     use(world, 1)
     assert world.on(DEVICE) == ["param chunk 0", "param chunk 1"]
     assert world.on(HOST) == ["param chunk 1", "param chunk 2"]
@@ -102,7 +102,7 @@ def test_a_write_is_noticed_before_room_is_counted() -> None:
     world.cap(HOST, 2)
     with torch.no_grad():
         world.parameters[0][1].param.fill_(7.0)
-    world.executor.pin(world.param(0), DEVICE, reader="forward")
+    world.pager.pin(world.param(0), DEVICE, reader="forward")
     use(world, 2)
     assert world.on(DEVICE) == ["param chunk 0", "param chunk 2"]
     assert values_on(world.param(0), DEVICE) == [1.0] * 6 + [7.0]
@@ -111,16 +111,16 @@ def test_a_write_is_noticed_before_room_is_counted() -> None:
 
 def test_new_content_takes_over_the_slab_of_the_consumed_one() -> None:
     world = World([1], device=1)
-    world.executor.create(world.grad(0), DEVICE, reader="gradient", zero=True)
+    world.pager.create(world.grad(0), DEVICE, reader="gradient", zero=True)
     slab = world.grad(0).replicas[DEVICE].slab
     world.store.consume(world.grad(0))
-    assert world.executor.create(world.grad(0), DEVICE, reader="gradient", zero=True).slab is slab
+    assert world.pager.create(world.grad(0), DEVICE, reader="gradient", zero=True).slab is slab
 
 
 def test_consumed_content_goes_before_anything_else_and_is_not_copied() -> None:
     world = packed([1, 1], device=2)
     use(world, 0)
-    world.executor.create(world.grad(0), DEVICE, reader="gradient", zero=True)
+    world.pager.create(world.grad(0), DEVICE, reader="gradient", zero=True)
     world.store.consume(world.grad(0))
     use(world, 1)
     assert world.on(DEVICE) == ["param chunk 0", "param chunk 1"]
@@ -129,9 +129,9 @@ def test_consumed_content_goes_before_anything_else_and_is_not_copied() -> None:
 
 def test_a_settled_gradient_leaves_before_parameters_and_those_before_states() -> None:
     world = packed([1, 1, 1, 1], device=3)
-    world.executor.create(world.chunk(Role.EXP_AVG, 0), DEVICE, reader="states", zero=True)
+    world.pager.create(world.chunk(Role.EXP_AVG, 0), DEVICE, reader="states", zero=True)
     use(world, 0)
-    world.executor.create(world.grad(0), DEVICE, reader="gradient", zero=True)
+    world.pager.create(world.grad(0), DEVICE, reader="gradient", zero=True)
     world.store.settle(world.grad(0))
     use(world, 1)
     assert world.on(DEVICE) == ["exp_avg chunk 0", "param chunk 0", "param chunk 1"]
@@ -142,11 +142,11 @@ def test_a_settled_gradient_leaves_before_parameters_and_those_before_states() -
 def test_a_gradient_that_settles_leaves_before_what_was_to_leave_before_it() -> None:
     world = packed([1, 1, 1], device=3)
     use(world, 0)
-    world.executor.create(world.grad(0), DEVICE, reader="gradient", zero=True)
+    world.pager.create(world.grad(0), DEVICE, reader="gradient", zero=True)
     use(world, 1)
     use(world, 2)  # as it was then, the weights of group 0 had to leave, and the gradient was next
     assert world.on(DEVICE) == ["grad chunk 0", "param chunk 1", "param chunk 2"]
-    world.executor.use(world.grad(0), DEVICE, reader="a further gradient")
+    world.pager.use(world.grad(0), DEVICE, reader="a further gradient")
     use(world, 0)
     assert world.on(DEVICE) == ["grad chunk 0", "param chunk 0", "param chunk 2"]
     world.store.settle(world.grad(0))
@@ -158,23 +158,23 @@ def test_a_gradient_that_settles_leaves_before_what_was_to_leave_before_it() -> 
 def test_packing_prefers_host() -> None:
     world = World([1, 1, 1], device=2, host=1)
     for group in range(3):
-        world.executor.place(world.param(group), reader="packing")
+        world.pager.place(world.param(group), reader="packing")
     assert (world.on(HOST), world.on(DEVICE)) == (["param chunk 0"], ["param chunk 1", "param chunk 2"])
 
 
 def test_too_much_pinned_names_what_is_needed() -> None:
     world = packed([1, 1, 2], device=3)
-    world.executor.pin(world.param(0), DEVICE, reader="blocks.0 forward")
-    world.executor.pin(world.param(1), DEVICE, reader="blocks.1 forward")
+    world.pager.pin(world.param(0), DEVICE, reader="blocks.0 forward")
+    world.pager.pin(world.param(1), DEVICE, reader="blocks.1 forward")
     with pytest.raises(CapacityError) as raised:
-        world.executor.pin(world.param(2), DEVICE, reader="blocks.2 forward")
+        world.pager.pin(world.param(2), DEVICE, reader="blocks.2 forward")
     assert str(raised.value) == (
         "blocks.2 forward: 256 B more needed on DEVICE for param chunk 2, only 128 B can be made free (256 B in use); "
         "raise memory.device from 384 B to at least 512 B (512 bytes) now, and later accesses may need more; "
         "768 B (768 bytes) is certain to do, or lower default_chunk_size"
     )
     assert (raised.value.needed_nbytes, raised.value.cap_nbytes) == (4 * SLAB, 3 * SLAB)
-    assert world.executor.required_nbytes[DEVICE] == 4 * SLAB
+    assert world.pager.required_nbytes[DEVICE] == 4 * SLAB
 
 
 def test_a_full_host_is_named_when_it_is_what_is_missing() -> None:
@@ -194,9 +194,9 @@ def test_a_full_host_is_named_when_it_is_what_is_missing() -> None:
 
 def test_tiers_that_share_their_ram_speak_of_one_cap() -> None:
     world = World([1, 1], device=1, host=0)
-    world.executor.place(world.param(0), reader="packing")
+    world.pager.place(world.param(0), reader="packing")
     with pytest.raises(CapacityError) as raised:
-        world.executor.create(world.grad(0), DEVICE, reader="p0 gradient", zero=True)
+        world.pager.create(world.grad(0), DEVICE, reader="p0 gradient", zero=True)
     assert str(raised.value) == (
         "p0 gradient: 128 B more needed for grad chunk 0, and 0 B of 128 B RAM is left; raise memory.host (or "
         "client.mem_tracer.overall_cpu_mem_ratio) to at least 256 B (256 bytes) now, and later accesses may need more; "
@@ -208,10 +208,10 @@ def test_the_warm_up_share_gives_way_to_the_largest_moment_but_the_limit_does_no
     world = packed([1, 1, 2], device=1, limit=3)
     use(world, 0, 1)
     assert world.on(DEVICE) == ["param chunk 1"]
-    world.executor.pin(world.param(1), DEVICE, reader="forward")
+    world.pager.pin(world.param(1), DEVICE, reader="forward")
     use(world, 2)
     assert world.device.cap_nbytes == 3 * SLAB
-    world.executor.pin(world.param(2), DEVICE, reader="forward")
+    world.pager.pin(world.param(2), DEVICE, reader="forward")
     with pytest.raises(CapacityError, match=r"raise memory.device from 384 B to at least 512 B"):
         use(world, 0)
     assert world.device.cap_nbytes == 3 * SLAB
@@ -219,11 +219,11 @@ def test_the_warm_up_share_gives_way_to_the_largest_moment_but_the_limit_does_no
 
 def test_a_closed_executor_serves_nothing() -> None:
     world = packed([1], device=1)
-    world.executor.close("its manager is closed")
+    world.pager.close("its manager is closed")
     for access in (
         lambda: use(world, 0),
-        lambda: world.executor.pin(world.param(0), DEVICE, reader="forward"),
-        lambda: world.executor.create(world.grad(0), DEVICE, reader="forward", zero=True),
+        lambda: world.pager.pin(world.param(0), DEVICE, reader="forward"),
+        lambda: world.pager.create(world.grad(0), DEVICE, reader="forward", zero=True),
     ):
         with pytest.raises(StateError, match="forward: its manager is closed"):
             access()
@@ -231,10 +231,10 @@ def test_a_closed_executor_serves_nothing() -> None:
 
 def test_an_access_that_could_be_served_elsewhere_does_not_raise_the_required_cap() -> None:
     world = packed([1, 1], device=2)
-    world.executor.pin(world.param(0), DEVICE, reader="gather", elastic=True)
-    assert world.executor.required_nbytes[DEVICE] == 0
+    world.pager.pin(world.param(0), DEVICE, reader="gather", elastic=True)
+    assert world.pager.required_nbytes[DEVICE] == 0
     use(world, 1)
-    assert world.executor.required_nbytes[DEVICE] == 2 * SLAB
+    assert world.pager.required_nbytes[DEVICE] == 2 * SLAB
 
 
 @st.composite
@@ -260,20 +260,20 @@ def play(world: World, events: list[tuple[str, int]]) -> None:
     for kind, group in events:
         param, grad = world.param(group), world.grad(group)
         if kind == "pin":
-            world.executor.pin(param, DEVICE, reader="forward")
+            world.pager.pin(param, DEVICE, reader="forward")
         elif kind == "unpin":
-            world.executor.unpin(param, DEVICE)
+            world.pager.unpin(param, DEVICE)
         elif kind == "use":
-            world.executor.use(param, DEVICE, reader="forward")
+            world.pager.use(param, DEVICE, reader="forward")
         elif kind == "write":
-            world.executor.use(param, DEVICE, reader="step")
+            world.pager.use(param, DEVICE, reader="step")
             world.store.mark_written(param, DEVICE)
         elif kind == "consume":
             world.store.consume(grad)
         elif grad.version == NO_CONTENT:
-            world.executor.create(grad, DEVICE, reader="gradient", zero=True)
+            world.pager.create(grad, DEVICE, reader="gradient", zero=True)
         else:
-            world.executor.use(grad, DEVICE, reader="gradient")
+            world.pager.use(grad, DEVICE, reader="gradient")
         world.check()
 
 
@@ -286,10 +286,10 @@ def test_required_nbytes_is_exactly_the_smallest_cap(
     sizes, events = sequence
     ample = packed(sizes, device=NO_LIMIT, cached=cached)
     play(ample, events)
-    required = ample.executor.required_nbytes[DEVICE]
+    required = ample.pager.required_nbytes[DEVICE]
     tight = packed(sizes, device=required // SLAB, cached=cached)
     play(tight, events)
-    assert tight.executor.required_nbytes[DEVICE] == required == tight.device.peak_nbytes
+    assert tight.pager.required_nbytes[DEVICE] == required == tight.device.peak_nbytes
     if required > 0:
         below = packed(sizes, device=required // SLAB - 1, cached=cached)
         with pytest.raises(CapacityError) as raised:

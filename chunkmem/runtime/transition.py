@@ -1,4 +1,4 @@
-"""From what is where to what a plan has where: found by `plan.resync`, gone with blocking copies."""
+"""From the current residency to the one that a plan expects: found by `plan.resync`, gone with blocking copies."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from chunkmem.errors import PlanError
 from chunkmem.plan.model import Action, Alloc, Copy, Free
 from chunkmem.plan.resync import resync
 from chunkmem.plan.semantics import Residency
-from chunkmem.runtime.executor import DemandExecutor
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import ChunkId, Tier
 
 
-def way_to(
+def actions_to(
     wanted: Residency,
-    executor: DemandExecutor,
+    pager: Pager,
     *,
     own: Container[ChunkId],
     peak_nbytes: Mapping[Tier, int],
     keep_duplicates: bool,
 ) -> list[Action]:
-    """Return what leads to `wanted` from what is where now. Copies have to be over.
+    """Return the actions that lead from the current residency to `wanted`. Copies have to be over.
 
     The arguments are those of `resync`, and `own`, the chunks that the plan knows. What the plan wants and nobody has
-    any more is rounded anew on the way.
+    any more is rounded again on the way.
 
     Raises:
         PlanError: that is not possible; says what is in the way.
     """
-    store = executor.store
+    store = pager.store
     chunks = store.chunks.values()
     for chunk in chunks:
-        executor.notice_writes(chunk)
-        if wanted.has_content(chunk.id) and not executor.restore(chunk):
+        pager.notice_writes(chunk)
+        if wanted.has_content(chunk.id) and not pager.restore(chunk):
             raise PlanError(f"{chunk.id} takes {chunk.nbytes} bytes to be rounded again, and neither tier has them")
     return resync(
         Residency({(c.id, tier): c.ready(tier) for c in chunks for tier in c.replicas}),
@@ -48,7 +48,7 @@ def way_to(
 
 
 def go(actions: Iterable[Action], store: ChunkStore) -> None:
-    """Do what `way_to` returned, one after the other."""
+    """Do what `actions_to` returned, one after the other."""
     for action in actions:
         if isinstance(action, Alloc):
             store.take_slab(store.chunks[action.chunk], action.tier)

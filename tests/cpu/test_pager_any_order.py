@@ -76,7 +76,7 @@ class AnyOrder(RuleBasedStateMachine):
     def attempt(self, access: Any, nbytes: int, tier: Tier) -> bool:
         """Serve an access; if there is no room, make sure that is so, that nothing changed, and how much is missing."""
         for key in self.unnoticed:
-            self.world.executor.notice_writes(self.chunk(key))
+            self.world.pager.notice_writes(self.chunk(key))
         self.unnoticed.clear()
         before = self.residency()
         try:
@@ -125,8 +125,8 @@ class AnyOrder(RuleBasedStateMachine):
         key = self.key(index, list(self.values))
         self.request(key, tier, elastic=elastic)
         chunk = self.chunk(key)
-        executor = self.world.executor
-        access = lambda: executor.pin(chunk, tier, reader="test", elastic=elastic)  # noqa: E731
+        pager = self.world.pager
+        access = lambda: pager.pin(chunk, tier, reader="test", elastic=elastic)  # noqa: E731
         self.attempt(access, chunk.nbytes, tier)
         self.pinned.append((key, tier))
         replica = chunk.replicas[tier]
@@ -137,7 +137,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(index=st.integers(0, 99))
     def unpin(self, index: int) -> None:
         key, tier = self.pinned.pop(index % len(self.pinned))
-        self.world.executor.unpin(self.chunk(key), tier)
+        self.world.pager.unpin(self.chunk(key), tier)
         if (key, tier) not in self.pinned:
             del self.addresses[key, tier]
 
@@ -146,7 +146,7 @@ class AnyOrder(RuleBasedStateMachine):
         key = self.key(index, list(self.values))
         self.request(key, tier)
         chunk = self.chunk(key)
-        self.attempt(lambda: self.world.executor.use(chunk, tier, reader="test"), chunk.nbytes, tier)
+        self.attempt(lambda: self.world.pager.use(chunk, tier, reader="test"), chunk.nbytes, tier)
         self.read(key, tier)
 
     @rule(index=st.integers(0, 99), tier=st.sampled_from((DEVICE, HOST)), zero=st.booleans())
@@ -156,7 +156,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         self.request(key, tier)
         chunk = self.chunk(key)
-        access = lambda: self.world.executor.create(chunk, tier, reader="test", zero=zero)  # noqa: E731
+        access = lambda: self.world.pager.create(chunk, tier, reader="test", zero=zero)  # noqa: E731
         self.attempt(access, chunk.nbytes, tier)
         self.values[key] = [0.0] * 7
         if not zero:
@@ -227,7 +227,7 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         self.world.check()
-        assert self.world.executor.required_nbytes == self.required
+        assert self.world.pager.required_nbytes == self.required
         for (key, tier), (replica, address) in self.addresses.items():
             assert self.chunk(key).replicas[tier] is replica
             assert replica.flat.data_ptr() == address, "a pinned chunk was moved"
@@ -249,11 +249,11 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         for key, tier in self.pinned:
-            self.world.executor.unpin(self.chunk(key), tier)
+            self.world.pager.unpin(self.chunk(key), tier)
         for tier in Tier.DEVICE, Tier.HOST:
             self.world.cap(tier, NO_LIMIT)
         for key in self.values:
-            self.world.executor.use(self.chunk(key), DEVICE, reader="end")
+            self.world.pager.use(self.chunk(key), DEVICE, reader="end")
             self.read(key, DEVICE)
         self.world.store.close()
         assert self.world.device.total_nbytes == self.world.host.total_nbytes == 0

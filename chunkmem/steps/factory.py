@@ -7,41 +7,41 @@ from collections.abc import Callable, Mapping
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.planner import PlanOptions
 from chunkmem.runtime.events import Lanes
-from chunkmem.runtime.executor import DemandExecutor
-from chunkmem.runtime.performer import Performer
+from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.steps.course import Course
+from chunkmem.steps.cached_plan import CachedPlan
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import Tier
 
 
-class CourseMaker:
-    """Makes courses of which nothing is known yet."""
+class CachedPlanFactory:
+    """Makes cached plans of which nothing is known yet."""
 
     def __init__(
         self,
-        executor: DemandExecutor,
+        pager: Pager,
         tiers: Tiers,
         lanes: Lanes,
         *,
         machine: Callable[[], Machine],
         options: PlanOptions,
     ) -> None:
-        """Take what all of them have in common; for the arguments see `Conductor`."""
-        self._executor = executor
+        """Take what all of them have in common; for the arguments see `StepController`."""
+        self._pager = pager
         self._tiers = tiers
         self._lanes = lanes
         self._make_machine = machine
         self._machine: Machine | None = None
         self._options = options
 
-    def make(self, mode: Mode) -> Course:
-        """Return a course for training, or for evaluation."""
-        return Course(
+    def make(self, mode: Mode) -> CachedPlan:
+        """Return an entry for training, or for evaluation."""
+        return CachedPlan(
             mode,
             machine=self.machine,
             options=self._options,
-            perform=lambda plan, trace: Performer(plan, trace, self._executor, self._lanes, self._tiers),
+            perform=lambda plan, trace: PlanExecutor(plan, trace, self._pager, self._lanes, self._tiers),
             bystanders_nbytes=self._bystanders_nbytes,
         )
 
@@ -52,7 +52,7 @@ class CourseMaker:
         return self._machine
 
     def _bystanders_nbytes(self, trace: Trace) -> Mapping[Tier, int]:
-        resident = self._executor.store.resident
+        resident = self._pager.store.resident
         return {
             tier: sum(chunk.nbytes for chunk in chunks.values() if chunk.id not in trace.chunk_nbytes)
             for tier, chunks in resident.items()

@@ -9,13 +9,13 @@ from dataclasses import replace
 from math import inf
 
 from chunkmem.errors import CapacityError, PlanError
-from chunkmem.plan.director import Director, Said
+from chunkmem.plan.cursor import Said, TraceCursor
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import PlanOptions
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.device import give_back_freed_ram
-from chunkmem.runtime.performer import Performer
+from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.steps.planning import StepPlanner
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import Tier
@@ -36,8 +36,8 @@ class Outcome(enum.Enum):
     """Some events came that were not foreseen, or the step was over before the plan."""
 
 
-class Course:
-    """A trace, the plan made from it, and the performer that follows the plan; each None until there is one."""
+class CachedPlan:
+    """A trace, the plan made from it, and the plan pager that follows the plan; each None until there is one."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Course:
         *,
         machine: Callable[[], Machine],
         options: PlanOptions,
-        perform: Callable[[Plan, Trace], Performer],
+        perform: Callable[[Plan, Trace], PlanExecutor],
         bystanders_nbytes: Callable[[Trace], Mapping[Tier, int]],
     ) -> None:
         """Begin with nothing known.
@@ -54,13 +54,13 @@ class Course:
             mode: training or evaluation.
             machine: returns what plans are made for; called when the first one is.
             options: of the planner.
-            perform: makes a performer.
+            perform: makes a plan pager.
             bystanders_nbytes: returns by tier the bytes there of chunks that a trace does not touch.
         """
         self.mode = mode
         self.trace: Trace | None = None
         self.plan: Plan | None = None
-        self.performer: Performer | None = None
+        self.plan_executor: PlanExecutor | None = None
         self._planner: StepPlanner | None = None
         """What made the plan, and may make a better one."""
         self._machine = machine
@@ -69,7 +69,7 @@ class Course:
         self._bystanders_nbytes = bystanders_nbytes
         self._num_refinements = 0
         """How often the trace was compared with the durations of a step that followed a plan."""
-        self._director: Director | None = None
+        self._director: TraceCursor | None = None
         self._is_hopeless = False
         self._has_warned = False
         """Of a plan that was out of reach."""
@@ -81,19 +81,19 @@ class Course:
         self._num_refinements = _MAX_REFINEMENTS  # what the user gave stays as it is
 
     def forget(self) -> None:
-        """Let go of everything."""
+        """Forget everything."""
         self.stop()
-        self.trace = self.plan = self.performer = self._planner = self._director = None
+        self.trace = self.plan = self.plan_executor = self._planner = self._director = None
         self._is_hopeless = False
         self._num_refinements = 0
 
     def take(self, trace: Trace) -> None:
-        """Go on with a trace of another way to step, which was recorded in this run."""
+        """Switch to a trace of another way to step, which was recorded in this run."""
         self.forget()
         self.trace = trace
 
     def take_if_planned(self, trace: Trace) -> bool:
-        """Go on with a trace if there is a plan for it; tell whether there is."""
+        """Switch to a trace if there is a plan for it; tell whether there is."""
         try:
             planner = self._make_planner(trace)
         except PlanError:
@@ -103,7 +103,7 @@ class Course:
         return True
 
     def planned_stall_s(self, trace: Trace) -> float:
-        """Return how long computing stands still in a planned step of a trace; inf if there is no plan for it."""
+        """Return how long computing stalls in a planned step of a trace; inf if there is no plan for it."""
         try:
             plan = self.plan if trace is self.trace else None
             return simulate(plan or self._make_planner(trace).plan, trace).step_s - trace.compute_s
@@ -111,11 +111,11 @@ class Course:
             return inf
 
     def stop(self) -> None:
-        """Follow the plan no further, until the next lap begins."""
-        if self.performer is not None:
-            self.performer.close()
+        """Follow the plan no further, until the next iteration begins."""
+        if self.plan_executor is not None:
+            self.plan_executor.close()
 
-    def prepare(self, *, has_alternative: bool = False) -> Performer | None:
+    def prepare(self, *, has_alternative: bool = False) -> PlanExecutor | None:
         """Return what the next step follows; None if it is to be recorded or served on demand.
 
         Args:
@@ -137,41 +137,41 @@ class Course:
                     warnings.warn(f"no plan is followed, every access is served on demand: {error}", stacklevel=2)
                 self._is_hopeless = True
                 return None
-        if self.performer is None:
-            self.performer = self._perform(self.plan, self.trace)
+        if self.plan_executor is None:
+            self.plan_executor = self._perform(self.plan, self.trace)
             give_back_freed_ram()  # what the recorded step has freed, and planning
-        return self.performer
+        return self.plan_executor
 
     @property
     def left_out(self) -> Sequence[tuple[int, int]]:
         """What the last step that followed the plan left out: from which moment up to which."""
-        return () if self.performer is None else tuple(self.performer.left_out.spans)
+        return () if self.plan_executor is None else tuple(self.plan_executor.left_out.spans)
 
     def num_left_out(self, came: Sequence[Said]) -> int | None:
         """Return how many moments a step that begins with these events leaves out; None: it is another one."""
         if self.trace is None or self._is_hopeless:
             return None
         if self._director is None:
-            self._director = Director(self.trace)
+            self._director = TraceCursor(self.trace)
         return self._director.num_left_out(came)
 
     def learn(self) -> Outcome:
-        """A step is over: keep the plan, or make it anew with better times; tell what became of it."""
-        performer = self.performer
-        if performer is None:
+        """A step is over: keep the plan, or make it again with better times; tell what became of it."""
+        plan_executor = self.plan_executor
+        if plan_executor is None:
             return Outcome.FOLLOWED
-        if performer.journal.departures or not performer.is_at_end:
-            if not performer.was_followed and not self._has_warned:
+        if plan_executor.step_log.plan_misses or not plan_executor.is_at_end:
+            if not plan_executor.was_followed and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
                     f"a {self.mode.value} step could not follow its plan, and every access was served on demand, which "
-                    f"is slower: {performer.obstacle}",
+                    f"is slower: {plan_executor.obstacle}",
                     stacklevel=2,
                 )
             return Outcome.MISSED
-        if performer.left_out.spans:
+        if plan_executor.left_out.spans:
             return Outcome.LEFT_OUT
-        if self._num_refinements >= _MAX_REFINEMENTS or not self._refine(performer):
+        if self._num_refinements >= _MAX_REFINEMENTS or not self._refine(plan_executor):
             self._improve()
         return Outcome.FOLLOWED
 
@@ -190,7 +190,7 @@ class Course:
         )
 
     def _improve(self) -> None:
-        """Go on planning where that is not done yet."""
+        """Continue planning where it is not done."""
         if self._planner is not None:
             self._planner.improve()
             self._follow_instead(self._planner.plan)
@@ -201,16 +201,16 @@ class Course:
             return
         if before is None or (plan.actions, plan.start) != (before.actions, before.start):
             self.stop()
-            self.performer = None
+            self.plan_executor = None
 
-    def _refine(self, performer: Performer) -> bool:
+    def _refine(self, plan_executor: PlanExecutor) -> bool:
         """Plan again with the times of a step that followed a plan; False if the plan was not made for longer ones.
 
         The recorded step was watched, and the first ones touch their memory for the first time. After that the shortest
         time of each moment counts: what makes one step longer than another is not the model.
         """
         assert self.trace is not None
-        durations = performer.journal.durations()
+        durations = plan_executor.step_log.durations()
         is_first = self._num_refinements == 0
         self._num_refinements += 1
         moments = []
@@ -244,7 +244,7 @@ def check_adoptable(plan: Plan, trace: Trace, machine: Machine) -> None:
     for name, key in (
         ("device_nbytes", "memory.device"),
         ("host_nbytes", "memory.host"),
-        ("undo_log_nbytes", "client.opts.undo_log_ratio"),
+        ("shadow_nbytes", "client.opts.undo_log_ratio"),
     ):
         was, now = getattr(plan.machine, name), getattr(machine, name)
         if was != now:

@@ -21,15 +21,15 @@ MAX_WRONG = 3
 
 
 @dataclass(frozen=True)
-class Guess:
-    """All that an update depends on beside the contents of chunks."""
+class UpdateInputs:
+    """All that an update depends on in addition to the contents of chunks."""
 
     options: frozenset[tuple[ManagedParameter, int, tuple[float, ...], bool]]
     """By parameter: the number of its update, its numbers, and whether weight decay is decoupled."""
     multiplier: float | None
 
     @classmethod
-    def of(cls, items: Items, multiplier: float | None) -> Guess:
+    def of(cls, items: Items, multiplier: float | None) -> UpdateInputs:
         """Return what an update of `items` depends on; a tensor of a learning rate counts by its value."""
         found: set[tuple[ManagedParameter, int, tuple[float, ...], bool]] = set()
         for options, pairs in items.values():
@@ -39,7 +39,7 @@ class Guess:
         return cls(frozenset(found), multiplier)
 
 
-class Guesses:
+class Speculation:
     """What became of the guesses of the last steps. Steps without one count as they would have."""
 
     def __init__(self, max_wrong: int = MAX_WRONG) -> None:
@@ -54,7 +54,7 @@ class Guesses:
         """Fewer than `max_wrong` of the last ten steps were guessed wrongly."""
         return sum(self._wrong) < self._max_wrong
 
-    def mistaken(self) -> None:
+    def roll_back(self) -> None:
         """The guess of the step that runs is wrong."""
         self._is_wrong = True
 

@@ -1,4 +1,4 @@
-"""The floors of a step, worked out by hand: two groups of 100 parameters in fp32, one of them updated on HOST."""
+"""The lower bounds of a step, worked out by hand: two groups of 100 parameters in fp32, one of them updated on HOST."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from chunkmem.estimate.floors import floors_of
 from chunkmem.estimate.hardware import HARDWARE
+from chunkmem.estimate.lower_bounds import lower_bounds_of
 from chunkmem.plan.model import Plan
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
@@ -35,16 +35,16 @@ def plan(device_nbytes: int, *tiers: Tier) -> Plan:
     ],
 )
 def test_a_group_updated_on_host(device_nbytes: int, to_device: int) -> None:
-    floors = floors_of(plan(device_nbytes, Tier.HOST, Tier.DEVICE), TRACE, SLOW, exchange_s=7.0)
-    assert floors.compute_s == 8.0
-    assert floors.link_s == to_device / 10
+    lower_bounds = lower_bounds_of(plan(device_nbytes, Tier.HOST, Tier.DEVICE), TRACE, SLOW, exchange_s=7.0)
+    assert lower_bounds.compute_s == 8.0
+    assert lower_bounds.link_s == to_device / 10
     # 28 bytes a parameter for the update, and what the link reads and writes.
-    assert floors.host_memory_s == (100 * 28 + to_device + 400) / 20
-    assert floors.network_s == 7.0
-    assert (floors.step_s, floors.binding) == (floors.host_memory_s, "host memory")
+    assert lower_bounds.host_memory_s == (100 * 28 + to_device + 400) / 20
+    assert lower_bounds.network_s == 7.0
+    assert (lower_bounds.step_s, lower_bounds.binding) == (lower_bounds.host_memory_s, "host memory")
 
 
 def test_nothing_on_host_costs_nothing_there() -> None:
-    floors = floors_of(plan(10_000, Tier.DEVICE, Tier.DEVICE), TRACE, SLOW)
-    assert (floors.link_s, floors.host_memory_s, floors.network_s) == (0.0, 0.0, 0.0)
-    assert (floors.step_s, floors.binding) == (8.0, "compute")
+    lower_bounds = lower_bounds_of(plan(10_000, Tier.DEVICE, Tier.DEVICE), TRACE, SLOW)
+    assert (lower_bounds.link_s, lower_bounds.host_memory_s, lower_bounds.network_s) == (0.0, 0.0, 0.0)
+    assert (lower_bounds.step_s, lower_bounds.binding) == (8.0, "compute")

@@ -1,12 +1,14 @@
 """The kinds of steps that a training loop, or its evaluations, are made of: a trace and a plan for each of a few.
 
-[Note: Kinds of steps] Steps of one kind have the same key: the model they begin with, and which parameters are
+[Note: PlanCache of steps] Steps of one kind have the same key: the model they begin with, and which parameters are
 trainable. The first step with a new key is recorded. Those of one key may still differ, and then:
 
 1. A step leaves out moments of its plan: it follows that all the same, see [Note: Left out] in
-   `chunkmem.runtime.performer`. If steps leave out the same again and again, one is recorded, for a plan without it.
+   `chunkmem.runtime.plan_executor`. If steps leave out the same again and again, one is recorded, for a plan without
+   it.
 2. It does what another known trace of its key has: it goes over to the plan for that.
-3. It does what no trace has: it departs. When a few steps have, the next ones are recorded. A record that has much in
+3. It does what no trace has: it misses its plan. When a few steps have, the next ones are recorded. A record that has
+much in
    common with a known trace is merged with it, so that one plan serves all ways to leave out layers or experts.
 
 Which of several plans a step begins with is what followed, the last time, on the two steps before.
@@ -20,8 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from chunkmem.errors import TraceError
-from chunkmem.plan.director import Said
-from chunkmem.steps.course import Course, Outcome
+from chunkmem.plan.cursor import Said
+from chunkmem.steps.cached_plan import CachedPlan, Outcome
 from chunkmem.trace.merge import merge
 from chunkmem.trace.model import Mode, Trace
 
@@ -66,33 +68,33 @@ class _Patience:
         return True
 
 
-class Kinds:
+class PlanCache:
     """The plans of one mode, of which the least recently used goes when there are too many."""
 
-    def __init__(self, mode: Mode, make_course: Callable[[], Course], *, is_lone: bool) -> None:
+    def __init__(self, mode: Mode, make_entry: Callable[[], CachedPlan], *, is_lone: bool) -> None:
         """Begin with none.
 
         Args:
             mode: training or evaluation.
-            make_course: makes an empty one.
+            make_entry: makes an empty one.
             is_lone: there is one rank. Else all steps are of one kind, as the ranks exchange the same in each.
         """
         self._mode = mode
-        self._make_course = make_course
+        self._make_entry = make_entry
         self._is_lone = is_lone
         self._patience = _Patience()
-        """With steps that miss their plans; not given anew by `forget`."""
-        self._of: dict[Course, Key | None] = {}
+        """With steps that miss their plans; not given again by `forget`."""
+        self._of: dict[CachedPlan, Key | None] = {}
         """The least recently used first; None: of any key, from an earlier run."""
         self.forget()
 
     def forget(self) -> None:
-        """Let go of everything."""
+        """Forget everything."""
         self.stop()
         self._of = {}
-        self._before: tuple[Course, ...] = ()
+        self._before: tuple[CachedPlan, ...] = ()
         """Followed, or recorded, in the last steps."""
-        self._followed_by: dict[tuple[Course, ...], Course] = {}
+        self._followed_by: dict[tuple[CachedPlan, ...], CachedPlan] = {}
         """After one or two steps, the one that came next the last time."""
         self._tries = 0
         """Steps that are still to be recorded to find one that is not known."""
@@ -102,7 +104,7 @@ class Kinds:
         self._is_narrowing = False
         """It is one that leaves out some of a known trace."""
         self._narrow_patience = _Patience(_NUM_ALIKE)
-        self._last_left_out: dict[Course, Sequence[tuple[int, int]]] = {}
+        self._last_left_out: dict[CachedPlan, Sequence[tuple[int, int]]] = {}
         self._came_once: deque[Key] = deque(maxlen=_LOOKED_BACK_FOR_KEYS)
         """Unknown keys of the last steps that had one."""
         self._patience_with_new = _Patience(8)
@@ -113,14 +115,14 @@ class Kinds:
         """Of the last steps: have they missed their plans?"""
         self._has_warned = False
 
-    def stop(self, *, besides: Course | None = None) -> None:
-        """Follow no other plan any further, until the next lap begins."""
-        for course in self._of:
-            if course is not besides:
-                course.stop()
+    def stop(self, *, besides: CachedPlan | None = None) -> None:
+        """Follow no other plan any further, until the next iteration begins."""
+        for entry in self._of:
+            if entry is not besides:
+                entry.stop()
 
     @property
-    def last(self) -> Course | None:
+    def last(self) -> CachedPlan | None:
         """Of the last step that was recorded or followed a plan."""
         return self._before[-1] if self._before else None
 
@@ -131,22 +133,22 @@ class Kinds:
     def adopt(self, trace: Trace) -> None:
         """Take a trace of an earlier run, for the first kind of step that comes."""
         self.forget()
-        course = self._make_course()
-        course.adopt(trace)
-        self._of[course], self._before = None, (course,)
+        entry = self._make_entry()
+        entry.adopt(trace)
+        self._of[entry], self._before = None, (entry,)
 
     def take(self, trace: Trace) -> None:
-        """Go on with a trace of another way to step, which was recorded in this run."""
+        """Switch to a trace of another way to step, which was recorded in this run."""
         self.forget()
         self._add(Key(), trace)
 
     # Before a step.
 
-    def choose(self, key: Key) -> Course | None:
+    def choose(self, key: Key) -> CachedPlan | None:
         """Return what a step with this key is most likely to do; None if nothing is known of it."""
         known = list(self._known(key))
         if not known and self._is_lone:
-            known = [course for course, other in self._of.items() if other is not None and other.root == key.root]
+            known = [entry for entry, other in self._of.items() if other is not None and other.root == key.root]
         for before in (self._before[-2:], self._before[-1:]):
             expected = self._followed_by.get(before)
             if expected in known:
@@ -171,17 +173,17 @@ class Kinds:
             return False
         return len(self._of) < _MAX_KINDS or self._patience_with_new.is_over()
 
-    def better(self, course: Course, came: Sequence[Said], *, left_out: int | None) -> Course | None:
-        """Return another one that fits a step better, which has followed `course` so far.
+    def better(self, entry: CachedPlan, came: Sequence[Said], *, left_out: int | None) -> CachedPlan | None:
+        """Return another one that fits a step better, which has followed `entry` so far.
 
         Args:
-            course: the one that the step follows.
-            came: its events; the last is not the one that `course` has there.
-            left_out: how many moments of `course` it would leave out; None: they do not fit it.
+            entry: the one that the step follows.
+            came: its events; the last is not the one that `entry` has there.
+            left_out: how many moments of `entry` it would leave out; None: they do not fit it.
         """
         best, fewest = None, left_out
-        for other in self._known(self._of[course]):
-            number = None if other is course else other.num_left_out(came)
+        for other in self._known(self._of[entry]):
+            number = None if other is entry else other.num_left_out(came)
             if number is not None and (fewest is None or number < fewest):
                 best, fewest = other, number
         return best
@@ -199,53 +201,53 @@ class Kinds:
                 self._warn(f"of {_MAX_FAILED_RECORDS} steps that were recorded none can be planned: {error}")
             return
         self._num_failed, self._tries = 0, max(0, self._tries - 1)
-        for course in reversed(list(self._known(key)) if self._is_lone else []):
-            assert course.trace is not None
-            merged = merge(course.trace, trace)
-            if merged is None or (merged.is_longer and not course.take_if_planned(merged.trace)):
+        for entry in reversed(list(self._known(key)) if self._is_lone else []):
+            assert entry.trace is not None
+            merged = merge(entry.trace, trace)
+            if merged is None or (merged.is_longer and not entry.take_if_planned(merged.trace)):
                 continue
             if not merged.is_longer:
-                if self._is_narrowing and len(trace.moments) < len(course.trace.moments):
+                if self._is_narrowing and len(trace.moments) < len(entry.trace.moments):
                     continue
-                self.used(course)
+                self.used(entry)
                 return
             self._patience.limit = min(self._patience.limit, _Patience().limit)  # it was worth it, and may be again
             self._tries, self._is_narrowing = 0, False
-            self.used(course)
+            self.used(entry)
             return
         self._add(key, trace)
 
     def _add(self, key: Key, trace: Trace) -> None:
         self._tries, self._is_narrowing = 0, False
-        course = self._make_course()
-        course.take(trace)
-        self._of[course] = key
+        entry = self._make_entry()
+        entry.take(trace)
+        self._of[entry] = key
         while len(self._of) > (_MAX_KINDS if self._is_lone else 1):
             self._let_go(next(iter(self._of)))
-        self.used(course)
+        self.used(entry)
 
-    def _let_go(self, course: Course) -> None:
-        course.stop()
-        del self._of[course]
-        self._last_left_out.pop(course, None)
-        self._before = tuple(other for other in self._before if other is not course)
+    def _let_go(self, entry: CachedPlan) -> None:
+        entry.stop()
+        del self._of[entry]
+        self._last_left_out.pop(entry, None)
+        self._before = tuple(other for other in self._before if other is not entry)
         self._followed_by = {
-            before: after for before, after in self._followed_by.items() if course not in (*before, after)
+            before: after for before, after in self._followed_by.items() if entry not in (*before, after)
         }
 
-    def used(self, course: Course, key: Key | None = None) -> None:
-        """A step has followed `course`, or was recorded for it."""
+    def used(self, entry: CachedPlan, key: Key | None = None) -> None:
+        """A step has followed `entry`, or was recorded for it."""
         self._num_since_miss += 1
-        known = self._of.pop(course)
-        self._of[course] = key if known is None else known
+        known = self._of.pop(entry)
+        self._of[entry] = key if known is None else known
         for before in (self._before[-2:], self._before[-1:]):
             if before:
-                self._followed_by[before] = course
-        self._before = (*self._before[-1:], course)
+                self._followed_by[before] = entry
+        self._before = (*self._before[-1:], entry)
 
-    def learn(self, course: Course) -> None:
-        """A step is over that has followed `course`: is there something to be recorded?"""
-        outcome = course.learn()
+    def learn(self, entry: CachedPlan) -> None:
+        """A step is over that has followed `entry`: is there something to be recorded?"""
+        outcome = entry.learn()
         has_missed = outcome is Outcome.MISSED
         self._outcomes.append(has_missed)
         self._num_followed = 0 if has_missed else self._num_followed + 1
@@ -253,30 +255,31 @@ class Kinds:
             self._patience.count = 0
         if has_missed:
             if self._patience.is_over():
-                self._give_up(course)
+                self._give_up(entry)
             self._num_since_miss = 0
-            self._tell(course)
+            self._tell(entry)
         elif outcome is Outcome.LEFT_OUT:
-            left_out = course.left_out
-            if left_out != self._last_left_out.get(course):
+            left_out = entry.left_out
+            if left_out != self._last_left_out.get(entry):
                 self._narrow_patience.count = 0
-            self._last_left_out[course] = left_out
+            self._last_left_out[entry] = left_out
             if self._narrow_patience.is_over():
                 self._tries, self._is_narrowing, self._num_to_pass = 1, True, 0
 
-    def _give_up(self, course: Course) -> None:
+    def _give_up(self, entry: CachedPlan) -> None:
         """Too many steps have missed their plans."""
         if self._is_lone:
             self._tries, self._is_narrowing, self._num_to_pass = _NUM_TRIES, False, max(0, self._num_since_miss - 2)
         else:
-            self._let_go(course)
+            self._let_go(entry)
 
-    def _tell(self, course: Course) -> None:
-        if sum(self._outcomes) < _LOOKED_BACK // 2 or course.performer is None:
+    def _tell(self, entry: CachedPlan) -> None:
+        if sum(self._outcomes) < _LOOKED_BACK // 2 or entry.plan_executor is None:
             return
         self._warn(
-            f"{sum(self._outcomes)} of the last {len(self._outcomes)} {self._mode.value} steps departed from their "
-            f"plans, as none of them did what one before had done: the last time, {course.performer.first_departure}. "
+            f"{sum(self._outcomes)} of the last {len(self._outcomes)} {self._mode.value} steps missed their "
+            "plans, as none of them did what one before had done: the last time, "
+            f"{entry.plan_executor.first_plan_miss}. "
             "What comes after that is served on demand, which is slower; the numbers are the same. Have modules "
             "called in one order in all steps; they may be left out"
         )
@@ -286,6 +289,6 @@ class Kinds:
             self._has_warned = True
             warnings.warn(text, stacklevel=2)
 
-    def _known(self, key: Key | None) -> Iterator[Course]:
+    def _known(self, key: Key | None) -> Iterator[CachedPlan]:
         """Return those that steps with this key may be like, the least recently used first."""
-        return (course for course, other in self._of.items() if other is None or key is None or other == key)
+        return (entry for entry, other in self._of.items() if other is None or key is None or other == key)

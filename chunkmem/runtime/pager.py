@@ -31,7 +31,7 @@ class Holder(Protocol):
     """Keeps chunks pinned on DEVICE for those who use their memory in ways that no event tells of."""
 
     def relieve(self) -> bool:
-        """Let go of what nobody uses any more; False if there is nothing."""
+        """Release what nobody uses any more; False if there is nothing."""
         ...
 
     def holders(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class _NoHolder:
         return ()
 
 
-class DemandExecutor:
+class Pager:
     """Knows no future itself: what is not where it is needed is brought with blocking copies."""
 
     def __init__(self, store: ChunkStore) -> None:
@@ -118,7 +118,7 @@ class DemandExecutor:
                 self._note_required(tier, pinned)
 
     def hold_empty(self, chunk: Chunk, tier: Tier, reader: object) -> None:
-        """Like `pin`, for a chunk whose content is about to be made anew.
+        """Like `pin`, for a chunk whose content is about to be made again.
 
         Raises: what `pin` does.
         """
@@ -352,7 +352,7 @@ class DemandExecutor:
             ledger.cap_nbytes = min(ledger.limit_nbytes, ledger.cap_nbytes + outcome.here_nbytes)
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
         if isinstance(outcome, Shortage):
-            self.speculative.reserve({})  # updates ahead are a gain, and never a reason to stop
+            self.speculative.reserve({})  # speculative updates are a gain, and never a reason to stop
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))
         while isinstance(outcome, Shortage) and self.holder.relieve():
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(other))

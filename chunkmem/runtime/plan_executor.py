@@ -1,9 +1,9 @@
 """Interpreter 2 of plans: follow one with real copies, as the events of a step arrive.
 
 While every event is the one expected, only what the plan says is done. An event of a later moment means that the step
-leaves out those between: see [Note: Left out]. Any other one is a departure: all copies are waited for, and what comes
-is served on demand. As soon as an event fits the trace again, what is where is put as the plan has it at that moment,
-and the plan is followed on.
+leaves out those between: see [Note: Left out]. Any other one is a plan miss: all copies are waited for, and what comes
+is served on demand. As soon as an event fits the trace again, the residency that the plan has at that moment is
+restored, and the plan is followed on.
 
 [Note: Left out] Layers that are dropped at random, experts without tokens: a step that leaves out some of what was
 recorded still has the rest in the order of the plan. So the plan's actions for what is left out are carried out, in
@@ -11,13 +11,13 @@ order, and without their events. What makes that sound:
 
 1. No action takes for granted that the events before it came. Each looks at what it is about to do, as
    [Note: Two ways to order copies] says: at pins, versions and caps. What would free a chunk that is held, or lose what
-   was written last, is a departure.
+   was written last, is a plan miss.
 2. No copy relies on the plan's waits once something is not as the plan has it.
 3. What was left out has not happened: no event is made up. If it comes after all, it begins a later moment, or is a
-   departure. Nothing is taken to have the content that it would have made: a chunk that nobody has written to has no
+   plan miss. Nothing is taken to have the content that it would have made: a chunk that nobody has written to has no
    version, and its slab is never copied.
 
-Holders let go of chunks when the last reference is gone, which is sooner or later than it was when the step was
+Holders release chunks when the last reference is gone, which is sooner or later than it was when the step was
 recorded. So a RELEASE that is not expected is none of the plan's business: the chunk stays until the plan lets it go,
 or for as long as it is pinned.
 """
@@ -30,20 +30,20 @@ from dataclasses import dataclass
 import torch
 
 from chunkmem.errors import PlanError
-from chunkmem.plan.ahead import UNDO_LOG
-from chunkmem.plan.director import Director, Said
+from chunkmem.plan.ahead import SHADOW
+from chunkmem.plan.cursor import Said, TraceCursor
 from chunkmem.plan.model import Plan, Update, Wait
 from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.plan.simulate import peak_nbytes
 from chunkmem.runtime.actions import PlanActions, Step
 from chunkmem.runtime.events import COPY_LANES, Lanes
-from chunkmem.runtime.executor import DemandExecutor
 from chunkmem.runtime.garbage import no_collections
-from chunkmem.runtime.journal import Journal
 from chunkmem.runtime.left_out import LeftOut
+from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.runtime.tiers import Tiers
-from chunkmem.runtime.way import go, way_to
+from chunkmem.runtime.transition import actions_to, go
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.types import ChunkId, Tier
 
@@ -68,33 +68,33 @@ class _Cue:
     steps: tuple[Step, ...]
 
 
-class Performer(PlanActions):
-    """Follows one plan, lap after lap: a `StepPolicy`."""
+class PlanExecutor(PlanActions):
+    """Follows one plan, iteration after iteration: a `StepPolicy`."""
 
     @no_collections()
-    def __init__(self, plan: Plan, trace: Trace, executor: DemandExecutor, lanes: Lanes, tiers: Tiers) -> None:
+    def __init__(self, plan: Plan, trace: Trace, pager: Pager, lanes: Lanes, tiers: Tiers) -> None:
         """Prepare to follow `plan`; nothing is moved yet.
 
         Args:
             plan, trace: one made from the other.
-            executor: serves accesses; its store is what is moved in.
+            pager: serves accesses; its store is what is moved in.
             lanes: what copies.
             tiers: of the store.
         """
-        super().__init__(plan, trace, executor, lanes, tiers)
+        super().__init__(plan, trace, pager, lanes, tiers)
         self._peak_nbytes = peak_nbytes(plan, trace)
-        """Of a lap that follows the plan."""
+        """Of an iteration that follows the plan."""
         self.obstacle = ""
-        """Why the last try to go on with the plan failed."""
+        """Why the last try to resume the plan failed."""
         self._device = tiers.device
         self._ledgers = (tiers.device, tiers.host)
-        self.director = Director(trace)
+        self.director = TraceCursor(trace)
         self.elsewhere: Callable[[Kind, Chunk, object, int | None], bool] = lambda kind, chunk, reader, left_out: False
         """Called with an event that does not come next, and with how many moments would be left out if it came later,
-        None: it does not. Tells whether another performer has taken the step over."""
+        None: it does not. Tells whether another plan_executor has taken the step over."""
         self.left_out = LeftOut(trace)
         """By this step, so far."""
-        self.first_departure = ""
+        self.first_plan_miss = ""
         """Of this step: what came in place of what."""
         self._update_moments: dict[int, list[int]] = {}
         for at, moment in enumerate(trace.moments):
@@ -104,12 +104,12 @@ class Performer(PlanActions):
         self._num_outdated = 0
         """Of the store, as far as the plan knows."""
         self._unfit = 0
-        """Events since the last try to go on with the plan."""
+        """Events since the last try to resume the plan."""
         self._patience = 1
         """How many of them make another try worth while: a try looks at every chunk."""
         self._untouched = self._find_untouched() if self.left_out.is_possible and self._is_host else frozenset()
         """Chunks that the plan leaves where they are. On an accelerator it counts on that, for activations."""
-        chunks = executor.store.chunks
+        chunks = pager.store.chunks
         self._cues = [
             *(_Cue(m.kind, chunks[m.chunk], str(m), do) for m, do in zip(trace.moments, self._steps, strict=True)),
             _Cue(None, None, "", ()),
@@ -123,13 +123,13 @@ class Performer(PlanActions):
 
     @property
     def is_at_end(self) -> bool:
-        """Every moment of the lap has come."""
+        """Every moment of the iteration has come."""
         return self._on_plan and self._cursor == len(self.trace.moments)
 
     @property
     def was_followed(self) -> bool:
         """Some moment of the step was on plan; else `obstacle` says why not."""
-        return bool(self.journal.began) or self.is_at_end
+        return bool(self.step_log.began) or self.is_at_end
 
     def update_tier(self, group: int) -> Tier | None:
         """Where the plan has the group updated, while it is followed."""
@@ -146,28 +146,29 @@ class Performer(PlanActions):
     def _update_moment(self, group: int) -> int | None:
         return next((at for at in self._update_moments.get(group, ()) if at >= self._cursor), None)
 
-    # Laps.
+    # Iterations.
 
-    def begin_lap(self) -> None:
-        """The first moment comes next. What is where is put right if it is not as the plan has it there."""
+    def begin_iteration(self) -> None:
+        """The first moment comes next. Residency is corrected if it is not what the plan has there."""
         was_complete, was_exact = self.is_at_end, self._is_exact
-        self._begin_journal(Journal())
+        self._begin_step_log(StepLog())
         self._previous, self._events = self._events, {lane: [] for lane in COPY_LANES}
         if not (was_complete and was_exact):
             self._on_plan = False
             self._resume(0, is_next=was_complete)
-            for ledger in self._ledgers:  # what led here is not part of the lap
+            for ledger in self._ledgers:  # what led here is not part of the iteration
                 ledger.restart_peak()
 
-    def end_lap(self) -> None:
+    def end_iteration(self) -> None:
         """The step is over: what it had yet to come is left out, if it is little."""
         if self._on_plan and self.left_out.may_go(self._cursor, len(self.trace.moments)):
             self._leave_out_up_to(len(self.trace.moments))
 
-    def take_over(self, journal: Journal, came: Sequence[Said]) -> None:
-        """Go on with a step that another performer has followed so far; the last of its events is about to begin."""
-        self._begin_journal(Journal())
-        self.journal.goes_on_from(journal)
+    def take_over(self, step_log: StepLog, came: Sequence[Said]) -> None:
+        """Take over a step that another plan pager has followed so far; the last of its events is about to
+        begin."""
+        self._begin_step_log(StepLog())
+        self.step_log.goes_on_from(step_log)
         self._on_plan = False
         at = 0
         for event in came:
@@ -177,9 +178,9 @@ class Performer(PlanActions):
             at = found + 1
         self._resume(at - 1)
 
-    def _begin_journal(self, journal: Journal) -> None:
-        self.journal = journal
-        self.left_out.spans, self.first_departure = [], ""
+    def _begin_step_log(self, step_log: StepLog) -> None:
+        self.step_log = step_log
+        self.left_out.spans, self.first_plan_miss = [], ""
         self._cursor = 0
 
     def came(self) -> list[Said]:
@@ -212,8 +213,8 @@ class Performer(PlanActions):
         assert cue.kind is not None
         assert cue.chunk is not None
         self._cursor += 1
-        journal = self.journal
-        journal.begin(self._cursor - 1, cue.kind, cue.chunk)
+        step_log = self.step_log
+        step_log.begin(self._cursor - 1, cue.kind, cue.chunk)
         if torch.autograd.profiler._is_profiler_enabled or self._profiling is not None:
             self._show(cue.label)
         if self._store.num_outdated != self._num_outdated:
@@ -221,7 +222,7 @@ class Performer(PlanActions):
             self._is_exact = False
         for step in cue.steps:
             step()
-        journal.device_nbytes.append(self._device.chunk_nbytes)
+        step_log.device_nbytes.append(self._device.chunk_nbytes)
 
     def _show(self, label: str | None) -> None:
         """Name the moment in a profile."""
@@ -241,7 +242,7 @@ class Performer(PlanActions):
             if at is not None:
                 return self._cues[at] if at >= 0 else None
         elif not self._on_plan and kind is not Kind.RELEASE:
-            self.journal.departures += 1
+            self.step_log.plan_misses += 1
         self.depart()
         if kind is Kind.RELEASE:
             return None
@@ -257,14 +258,14 @@ class Performer(PlanActions):
     # Left out.
 
     def _later(self, kind: Kind, chunk: Chunk, reader: object) -> int | None:
-        """Return the moment that an event begins if those before it are left out; None: it is a departure.
+        """Return the moment that an event begins if those before it are left out; None: it is a plan miss.
 
-        _ELSEWHERE if another performer has taken the step over.
+        _ELSEWHERE if another plan_executor has taken the step over.
         """
         label = label_of(kind, chunk.id, reader)
         at = self.director.find_next((kind, chunk.id, label), after=self._cursor)
         number = None if at is None else self.left_out.number(self._cursor, at)
-        if not self.journal.departures and self.elsewhere(kind, chunk, reader, number):
+        if not self.step_log.plan_misses and self.elsewhere(kind, chunk, reader, number):
             return _ELSEWHERE
         if at is None or not self.left_out.may_go(self._cursor, at):
             self._note_departure(label or f"{kind.value} {chunk.id}")
@@ -293,7 +294,7 @@ class Performer(PlanActions):
                 else:
                     self.depart()
 
-    # Departures and the way back.
+    # Plan misses and the way back.
 
     def before_demand(self) -> None:
         """Leave the plan; see `depart`."""
@@ -301,45 +302,45 @@ class Performer(PlanActions):
 
     def copied(self, chunk: Chunk, target: Tier, started_s: float) -> None:
         """A copy was made on demand."""
-        self.journal.served(chunk, target, started_s)
+        self.step_log.served(chunk, target, started_s)
 
     def arrived(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
         """An exchange is over."""
-        self.journal.exchanged(chunk, issued_s, waited_s)
+        self.step_log.exchanged(chunk, issued_s, waited_s)
 
     def depart(self) -> None:
         """Leave the plan: every copy is over when this returns, and nothing more is issued before a `_resume`."""
         if self._on_plan:
             self._note_departure("an access on demand")
             self._on_plan = False
-            self.journal.departures += 1
+            self.step_log.plan_misses += 1
             self.drain()
             self._tiers.leave_room_for_activations()
 
     def _note_departure(self, came: str) -> None:
-        if not self.first_departure:
+        if not self.first_plan_miss:
             expected = self._cues[self._cursor].label or "the end of the step"
-            self.first_departure = f"{came} came where the plan has {expected}"
+            self.first_plan_miss = f"{came} came where the plan has {expected}"
 
     def _resume(self, moment: int, *, is_next: bool = False) -> bool:
-        """Put what is where as the plan has it before `moment`; False if that is not possible now.
+        """Restore the residency that the plan has before `moment`; False if that is not possible now.
 
         Nothing is looked for if `is_next`, the step before was this plan's, and all is in its place.
         """
         self.drain()
         wanted = residency_before(self.plan, self.trace, moment)
-        # The plan's peak includes the undo log. What is reserved of it already is no room that a way could take.
+        # The plan's peak includes the shadow buffers. What is reserved of it already is no room that a way could take.
         peaks = dict(self._peak_nbytes)
         for chunk, tier in [key for key in wanted.newest if key[0] in self._untouched]:
             # Where another kind of step has them on DEVICE, they stay if there is room.
             del wanted.newest[chunk, tier]
             peaks[tier] -= self.trace.chunk_nbytes[chunk]
-        peaks[Tier.HOST] -= min(peaks[Tier.HOST], self._tiers.host.now.get(UNDO_LOG, 0))
+        peaks[Tier.HOST] -= min(peaks[Tier.HOST], self._tiers.host.now.get(SHADOW, 0))
         if not (is_next and self._has(wanted)):
             try:
-                actions = way_to(
+                actions = actions_to(
                     wanted,
-                    self._executor,
+                    self._pager,
                     own=self.trace.chunk_nbytes,
                     peak_nbytes=peaks,
                     keep_duplicates=self.trace.mode is Mode.EVAL,
@@ -350,7 +351,7 @@ class Performer(PlanActions):
             self._tiers.plan_decides()
             go(actions, self._store)
         # Only now: on the way, HOST may hold more than the plan has there, and the log would take that room.
-        self._executor.speculative.reserve(self._log)
+        self._pager.speculative.reserve(self._log)
         for lane, done in self._copies_before[moment].items():
             self._events[lane] = [None] * done
             self._previous[lane] = []

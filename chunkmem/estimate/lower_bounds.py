@@ -14,7 +14,7 @@ _UPDATE_NBYTES = 28
 
 
 @dataclass(frozen=True)
-class Floors:
+class LowerBounds:
     """Lower bounds of a step's time, in seconds; whatever overlaps perfectly takes the largest of them."""
 
     compute_s: float
@@ -34,8 +34,8 @@ class Floors:
         return max(named, key=lambda name: named[name])
 
 
-def floors_of(plan: Plan, trace: Trace, hardware: Hardware, *, exchange_s: float = 0.0) -> Floors:
-    """Return the floors of a step whose groups are updated where `plan` has them.
+def lower_bounds_of(plan: Plan, trace: Trace, hardware: Hardware, *, exchange_s: float = 0.0) -> LowerBounds:
+    """Return the lower bounds of a step whose groups are updated where `plan` has them.
 
     Every weight that HOST updates crosses the link once a step, and again for backward unless DEVICE kept it since
     forward; every gradient that HOST uses crosses it once. `exchange_s` is what ranks exchange, at full speed.
@@ -48,7 +48,7 @@ def floors_of(plan: Plan, trace: Trace, hardware: Hardware, *, exchange_s: float
     to_device = updated + max(0, weights - room) if on_host else 0
     to_host = _nbytes(trace, on_host, Role.GRAD)
     host_nbytes = _nbytes(trace, on_host, Role.EXP_AVG) / 4 * _UPDATE_NBYTES + to_device + to_host
-    return Floors(
+    return LowerBounds(
         compute_s=sum(m.duration_s for m in trace.moments if m.kind is not Kind.UPDATE),
         link_s=max(to_device / hardware.link_Bps, to_host / hardware.link_Bps),
         host_memory_s=host_nbytes / hardware.host_memory_Bps,

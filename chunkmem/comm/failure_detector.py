@@ -1,7 +1,8 @@
 """Who is missing when an exchange between ranks fails.
 
-[Note: Roll call] When a rank dies, gloo tells it, by a network address, to those that were just talking with it; all
-others wait until their time is up. When one hangs, the time of all others is up. So whoever sees an exchange fail
+[Note: Failure detection] When a rank dies, gloo tells it, by a network address, to those that were just talking with
+it; all others wait until their time is up. When one hangs, the time of all others is up. So a rank that sees an
+exchange fail
 
 1. lingers: lets messages arrive that are on their way, as gloo forgets to tell a receiver of a connection that is
    closed in the middle of one, and it would wait until its time is up;
@@ -42,8 +43,8 @@ _NEXT = "see the output of every rank for the first error, then start all of the
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a rank says of itself when the roll is called."""
+class RankStatus:
+    """What a rank says of itself when ranks are asked."""
 
     label: str
     """Where it waited."""
@@ -53,10 +54,10 @@ class Answer:
 
 
 @dataclass
-class _Roll:
+class _Statuses:
     """What is known of the ranks, filled in by a thread."""
 
-    answers: dict[int, Answer]
+    answers: dict[int, RankStatus]
     raised: dict[int, str] = field(default_factory=dict)
     """By rank, what it raised, if it did nothing together with the others since."""
     complete: threading.Event = field(default_factory=threading.Event)
@@ -74,7 +75,7 @@ class _Roll:
                     self.raised[other] = error
             while True:
                 for other in [other for other in missing if store.check([str(other)])]:
-                    self.answers[other] = Answer(**json.loads(store.get(str(other))))
+                    self.answers[other] = RankStatus(**json.loads(store.get(str(other))))
                     missing.remove(other)
                 if missing <= self.raised.keys() or time.monotonic() > deadline_s:
                     break
@@ -98,8 +99,8 @@ def hang_up(group: dist.ProcessGroup, rank: int, size: int) -> set[int]:
     return closed
 
 
-def call_roll(
-    store: Store, rank: int, numbers: Sequence[int], answer: Answer, *, limit_s: float, error: RuntimeError
+def collect_statuses(
+    store: Store, rank: int, numbers: Sequence[int], answer: RankStatus, *, limit_s: float, error: RuntimeError
 ) -> RankError:
     """Return the error to raise on this rank, within `limit_s`.
 
@@ -111,26 +112,26 @@ def call_roll(
         limit_s: how long others may take to answer.
         error: what made this rank give up.
     """
-    roll = _Roll({rank: answer})
+    statuses = _Statuses({rank: answer})
     limit_s = max(0.0, limit_s - _STORE_GRACE_S)
     # In a thread of its own, as a TCPStore in a stopped process never answers, whatever timeout it is given.
     reader = threading.Thread(
-        target=roll.read, args=(store, rank, len(numbers), limit_s), name="chunkmem roll call", daemon=True
+        target=statuses.read, args=(store, rank, len(numbers), limit_s), name="chunkmem failure detection", daemon=True
     )
     reader.start()
     reader.join(limit_s + _STORE_GRACE_S)
-    answers = dict(sorted(roll.answers.items()))
+    answers = dict(sorted(statuses.answers.items()))
     start = f"{answer.label}: after {answer.waited_s:.1f} s"
-    if not roll.complete.is_set() and 0 not in (numbers[other] for other in answers):
+    if not statuses.complete.is_set() and 0 not in (numbers[other] for other in answers):
         lost = "the store that the ranks met in does not answer, which is in rank 0 unless torchrun keeps it"
         return RankError(f"{start} {lost}: rank 0 died, left, or is stuck; {_NEXT}", (0,))
     silent = [other for other in range(len(numbers)) if other not in answers]
-    raised = {other: error for other, error in roll.raised.items() if other in silent}
+    raised = {other: error for other, error in statuses.raised.items() if other in silent}
     if raised:
         errors = "; ".join(f"rank {numbers[other]} raised {error}" for other, error in sorted(raised.items()))
         return RankError(f"{start} {errors}", tuple(numbers[other] for other in sorted(raised)))
     closed = {other for each in answers.values() for other in each.closed}
-    # In this order: see [Note: Roll call].
+    # In this order: see [Note: Failure detection].
     suspects = [other for other in silent if other in closed] or silent
     if not suspects:
         return RankError(f"{start} {_disagreement(answers, numbers, error)}", ())
@@ -151,7 +152,7 @@ def named(ranks: Sequence[int], numbers: Sequence[int]) -> str:
     return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
-def _disagreement(answers: Mapping[int, Answer], numbers: Sequence[int], error: RuntimeError) -> str:
+def _disagreement(answers: Mapping[int, RankStatus], numbers: Sequence[int], error: RuntimeError) -> str:
     """Say what may be wrong when nobody is missing."""
     if len({answer.label for answer in answers.values()}) > 1:
         where = ", ".join(

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 T = TypeVar("T")
 
 
-def beside(work: Callable[[], T]) -> Callable[[], T]:
+def in_fork(work: Callable[[], T]) -> Callable[[], T]:
     """Start `work` in a forked process; return a function that waits for its result.
 
     Where processes cannot be forked, or this one ends without a result (`work` raised), `work` is done by that

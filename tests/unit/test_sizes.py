@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkmem.errors import ConfigError
-from chunkmem.units import MAX_NBYTES, format_nbytes, parse_nbytes, shown
+from chunkmem.sizes import MAX_NBYTES, format_nbytes, parse_nbytes, shown
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu.work import Work
-from chunkmem.estimate.floors import floors_of
 from chunkmem.estimate.hardware import HARDWARE
+from chunkmem.estimate.lower_bounds import lower_bounds_of
 from chunkmem.types import ChunkId, Role, Tier
 
 FLOP_PER_PARAM_AND_TOKEN = 8
@@ -17,7 +17,7 @@ UPDATE_NBYTES = 28
 """An update reads and writes so much for each parameter."""
 
 
-def floors_of_step(manager: Any, work: Work, speeds: Mapping[str, Any]) -> dict[str, Any] | None:
+def bounds_of_step(manager: Any, work: Work, speeds: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return max(compute, link, host) + tail in seconds, and each of them; None if no plan was followed.
 
     The tail is what cannot hide behind backward, because backward is over: the last chunk's gradients on their way to
@@ -27,7 +27,7 @@ def floors_of_step(manager: Any, work: Work, speeds: Mapping[str, Any]) -> dict[
     if plan is None or trace is None:
         return None
     rates = {name: speeds[name] for name in ("link_Bps", "host_memory_Bps", "flop_per_s", "memory_Bps")}
-    found = floors_of(plan, trace, replace(HARDWARE["h200"], **rates))
+    found = lower_bounds_of(plan, trace, replace(HARDWARE["h200"], **rates))
     on_host = [group for group, tier in plan.update_tiers.items() if tier is Tier.HOST]
     numel_of = {group: trace.chunk_nbytes.get(ChunkId(Role.EXP_AVG, group), 0) // 4 for group in plan.update_tiers}
     on_device_numel = sum(numel for group, numel in numel_of.items() if group not in set(on_host))

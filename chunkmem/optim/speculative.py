@@ -1,9 +1,9 @@
-"""Groups updated on HOST beside backward, exactly; see [Note: Updates ahead] in plan/ahead.py.
+"""Groups updated on HOST overlapped with backward, exactly; see [Note: Speculative updates] in plan/ahead.py.
 
-An update ahead guesses what the step will do: that nobody changes the gradients or the options, that they are not
-clipped and have not overflowed. It writes beside the chunks. If at the step the guess was right, the new values take
-the old ones' place; if not, they are forgotten, and the group is updated as if there had been none. So the bits are
-those of a step that waits, and until then everyone sees the old values.
+A speculative update guesses what the step will do: that nobody changes the gradients or the options, that they are not
+clipped and have not overflowed. It writes to shadow buffers. If the update is still valid at the step, the new values
+take the old ones' place; if not, they are forgotten, and the group is updated as if there had been none. So the bits
+are those of a step that waits, and until then everyone sees the old values.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import torch
 
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.guesses import MAX_WRONG, WINDOW, Guess, Guesses, Items
 from chunkmem.optim.native import NativeUpdate, in_slot_order
+from chunkmem.optim.speculation import MAX_WRONG, WINDOW, Items, Speculation, UpdateInputs
 from chunkmem.runtime.events import Event, Lanes
 from chunkmem.runtime.pool import Slab
+from chunkmem.runtime.shadow import ShadowBuffers
 from chunkmem.runtime.store import Chunk, ChunkStore, Replica
-from chunkmem.runtime.undo import UndoLog
 from chunkmem.types import ChunkId, Role, Tier
 
 
@@ -49,13 +49,13 @@ class _Job:
     """One group's update under way, or done and not yet taken over."""
 
     group: int
-    guess: Guess
+    guess: UpdateInputs
     chunks: dict[Role, Chunk]
     versions: dict[Role, int]
     replicas: dict[Role, Replica]
     """What it reads: [role], on HOST."""
     slabs: dict[Role, Slab]
-    """Where it writes: of the undo log."""
+    """Where it writes: of the shadow buffers."""
     norm: NormParts = field(default_factory=NormParts)
     """There once it is done, if it was asked for."""
     event: Event | None = None
@@ -70,14 +70,14 @@ class _Job:
         )
 
 
-class UpdatesAhead:
+class SpeculativeUpdater:
     """Begins updates where a plan says so, and hands their results over at the step."""
 
     def __init__(
         self,
         store: ChunkStore,
         lanes: Lanes,
-        log: UndoLog,
+        log: ShadowBuffers,
         native: NativeUpdate,
         *,
         intent_of: Callable[[int], Intent | None],
@@ -100,11 +100,11 @@ class UpdatesAhead:
         self._intent_of = intent_of
         self._num_threads = num_threads
         self._jobs: dict[int, _Job] = {}
-        self.guesses = Guesses()
+        self.guesses = Speculation()
         self._has_warned = False
 
     def reserve(self, counts: Mapping[int, int]) -> None:
-        """Have so many slabs of each size in the undo log, as far as HOST has room. Copies have to be over."""
+        """Have so many slabs of each size in the shadow buffers, as far as HOST has room. Copies have to be over."""
         if counts != self._log.counts:
             self.forget()
             self._log.reserve(counts)
@@ -146,7 +146,7 @@ class UpdatesAhead:
                 return None
         return _Job(
             group,
-            Guess.of(intent.items, intent.multiplier),
+            UpdateInputs.of(intent.items, intent.multiplier),
             chunks,
             {role: chunk.version for role, chunk in read.items()},
             {role: chunk.replicas[Tier.HOST] for role, chunk in read.items()},
@@ -178,7 +178,8 @@ class UpdatesAhead:
         return work
 
     def norm_parts(self, group: int) -> NormParts:
-        """Return what a group's gradients contribute to the global norm, as far as an update ahead has found out."""
+        """Return what a group's gradients contribute to the global norm, as far as a speculative update has found
+        out."""
         job = self._jobs.get(group)
         if job is None or job.event is None:
             return NormParts()
@@ -186,10 +187,10 @@ class UpdatesAhead:
         return job.norm if job.is_sound else NormParts()
 
     def take_over(self, group: int, tier: Tier, items: Items, multiplier: float | None) -> bool:
-        """Let the results of a group's update ahead be its contents; False if there is none, or a wrong one.
+        """Let the results of a group's speculative update be its contents; False if there is none, or a wrong one.
 
         The group is updated on `tier`, where all chunks it writes have a replica; what those held becomes part of the
-        undo log.
+        shadow buffers.
         """
         job = self._jobs.pop(group, None)
         if job is None or job.event is None:
@@ -197,19 +198,20 @@ class UpdatesAhead:
         job.event.wait()
         if job.failure is not None:
             warnings.warn(
-                f"the update of group {group} beside backward failed and is made now: {job.failure!r}", stacklevel=2
+                f"the update of group {group} overlapped with backward failed and is made now: {job.failure!r}",
+                stacklevel=2,
             )
-        if tier is not Tier.HOST or not job.is_sound or job.guess != Guess.of(items, multiplier):
-            self.guesses.mistaken()
+        if tier is not Tier.HOST or not job.is_sound or job.guess != UpdateInputs.of(items, multiplier):
+            self.guesses.roll_back()
             self._give_back(job.slabs)
             return False
         for role, slab in job.slabs.items():
             self._log.give(self._store.exchange(job.chunks[role], Tier.HOST, slab))
         return True
 
-    def mistaken(self) -> None:
+    def roll_back(self) -> None:
         """The gradients are clipped or have overflowed: forget all updates that guessed they are not."""
-        self.guesses.mistaken()
+        self.guesses.roll_back()
         self.forget()
 
     def forget(self) -> None:
@@ -233,9 +235,9 @@ class UpdatesAhead:
             self._has_warned = True
             warnings.warn(
                 f"updates wait for step() again: {MAX_WRONG} of the last {WINDOW} steps clipped their gradients, "
-                "overflowed, or changed the optimizer's options after backward, which an update beside backward cannot "
-                f"know. They go ahead again while fewer than {MAX_WRONG} of {WINDOW} do; raise the norm to clip at, or "
-                "set client.opts.overlap_optimizer to false",
+                "overflowed, or changed the optimizer's options after backward, which a speculative update cannot "
+                f"know. They overlap with backward again while fewer than {MAX_WRONG} of {WINDOW} do; raise the norm "
+                "to clip at, or set client.opts.overlap_optimizer to false",
                 stacklevel=2,
             )
 

@@ -14,7 +14,7 @@ Said = tuple[Kind, ChunkId, str]
 """What is known of an event: its kind, its chunk, and the label of the moment it begins."""
 
 
-class Director:
+class TraceCursor:
     """A cursor over the moments of a trace."""
 
     def __init__(self, trace: Trace) -> None:
@@ -32,7 +32,7 @@ class Director:
     def find(self, kind: Kind, chunk: ChunkId, label: str, *, after: int) -> int | None:
         """Return the first moment at or after `after` that this event begins; None if there is none.
 
-        After a departure the step may go on anywhere later in the trace.
+        After a plan miss the step may continue anywhere later in the trace.
         """
         return self._first((kind, chunk, label), after)
 

@@ -13,8 +13,8 @@ from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import Tier
 
 
-class Journal:
-    """Entries of one lap, as cheap to make as possible."""
+class StepLog:
+    """Entries of one iteration, as cheap to make as possible."""
 
     def __init__(self) -> None:
         self._made_s = time.perf_counter()
@@ -32,14 +32,14 @@ class Journal:
         """(moment it is for, moment it was begun in, PARAM chunk, event)"""
         self.device_nbytes: list[int] = []
         self.ended_s: float | None = None
-        self.departures = 0
+        self.plan_misses = 0
         """Accesses that were not foreseen."""
 
-    def goes_on_from(self, journal: Journal) -> None:
+    def goes_on_from(self, step_log: StepLog) -> None:
         """Take in what was copied and waited for in the same step by another plan, whose moments are not those here."""
-        self._made_s = journal._first_s
-        self.copies = [(lane, -1, chunk, event) for lane, _, chunk, event in journal.copies]
-        self.stalls = [(lane, -1, start_s, stall_s) for lane, _, start_s, stall_s in journal.stalls]
+        self._made_s = step_log._first_s
+        self.copies = [(lane, -1, chunk, event) for lane, _, chunk, event in step_log.copies]
+        self.stalls = [(lane, -1, start_s, stall_s) for lane, _, start_s, stall_s in step_log.stalls]
 
     def begin(self, moment: int, kind: Kind, chunk: Chunk) -> None:
         """A moment begins; its actions come next."""
@@ -93,7 +93,7 @@ class Journal:
         return [*(at for _, at in self.began[1:]), self._last_s] if self.began else []
 
     def durations(self) -> dict[int, float]:
-        """Return the seconds each moment took, waiting for copies not included; of an update ahead, its own."""
+        """Return the seconds each moment took, waiting for copies not included; of a speculative update, its own."""
         waited: dict[int, float] = {}
         for _, moment, _, stall_s in self.stalls:
             waited[moment] = waited.get(moment, 0.0) + stall_s
@@ -148,7 +148,7 @@ class Journal:
             role_peak_nbytes={(tier, role): n for tier, (_, roles) in peaks.items() for role, n in roles.items()},
             cap_nbytes=cap_nbytes,
             device_nbytes=tuple(self.device_nbytes),
-            departures=self.departures,
+            plan_misses=self.plan_misses,
             prefetched=fetched - min(late, fetched),
             fetched=fetched,
         )

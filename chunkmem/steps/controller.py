@@ -1,0 +1,261 @@
+"""Decide before each step: record it, have a plan followed, or serve on demand.
+
+An iteration is one training step (from the first call of a model to the end of the optimizer's step, however many
+micro-batches; sometimes a few of them, see [Note: Even steps] in `chunkmem.steps.iteration_end`) or one evaluation (a
+call of a model without gradients, between steps). Between iterations nothing is recorded or followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chunkmem.errors import TraceError
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.planner import PlanOptions
+from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.plan_executor import PlanExecutor, label_of
+from chunkmem.runtime.policy import BetweenSteps, OnDemand
+from chunkmem.runtime.store import NO_CONTENT, Chunk
+from chunkmem.runtime.tiers import Tiers
+from chunkmem.steps.cached_plan import CachedPlan
+from chunkmem.steps.factory import CachedPlanFactory
+from chunkmem.steps.iteration_end import IterationEnd
+from chunkmem.steps.known import KnownSteps
+from chunkmem.steps.plan_cache import Key
+from chunkmem.steps.timelines import LastTimelines
+from chunkmem.trace.model import Kind, Mode, Trace
+from chunkmem.tracing.recorder import Recorder
+from chunkmem.tracing.watch import Watch
+from chunkmem.types import ChunkId, Role
+
+
+class StepController(KnownSteps):
+    """For each step: record, follow a plan, or serve on demand. It hears when models are called and steps end."""
+
+    def __init__(
+        self,
+        pager: Pager,
+        tiers: Tiers,
+        lanes: Lanes,
+        *,
+        machine: Callable[[], Machine],
+        options: PlanOptions,
+        layout: Callable[[], str],
+        watch: Callable[[], Watch],
+        trainable: Callable[[], bytes],
+        num_backwards: Callable[[], int],
+        is_lone: bool = True,
+    ) -> None:
+        """Begin with nothing known.
+
+        Args:
+            pager: whose events are heard.
+            tiers: of its store.
+            lanes: what copies when a plan is followed.
+            machine: returns what plans are made for; called when the first one is.
+            options: of the planner.
+            layout: returns the digest of everything packed.
+            watch: begins to watch memory, for a step that is recorded.
+            trainable: returns which parameters require gradients.
+            num_backwards: returns how many backwards there have been.
+            is_lone: there is one rank. Else steps are recorded from when `may_record` says so, since the exchanges of
+                the first ones are not those of the others.
+        """
+        maker = CachedPlanFactory(pager, tiers, lanes, machine=machine, options=options)
+        super().__init__(pager, maker, layout=layout, is_lone=is_lone)
+        self._tiers = tiers
+        self._lanes = lanes
+        self._make_watch = watch
+        self.may_record = is_lone
+        """Training steps are like those to come."""
+        self._trainable = trainable
+        self._iteration_end = IterationEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
+        self.timelines = LastTimelines(tiers)
+
+    # Iterations.
+
+    @property
+    def is_recording(self) -> bool:
+        return self.now.recorder is not None and self.now.is_running
+
+    @property
+    def watch(self) -> Watch | None:
+        """Watches memory in a step that is recorded."""
+        return self.now.watch
+
+    @property
+    def is_excused(self) -> bool:
+        """Nothing is to be learnt from the iteration that runs, or ran last."""
+        return self.now.is_excused
+
+    def begin_root(self, root: int, *, grad_enabled: bool, before_iteration: Callable[[], None] = lambda: None) -> None:
+        """A model is called from outside: maybe an iteration begins.
+
+        Args:
+            root: identity of the model.
+            grad_enabled: it is training.
+            before_iteration: called if one may begin. Its events end the training step before it; after an evaluation
+                they are of no iteration.
+
+        Raises:
+            CapacityError: a moment of the step cannot fit; nothing of it has run.
+        """
+        if self.now.mode is Mode.EVAL:
+            self._pager.policy = BetweenSteps(self._pager.policy, hears=False)
+        if self.now.mode is not Mode.TRAIN or not self.now.is_running or self._iteration_end.is_over:
+            before_iteration()
+        if self.now.mode is Mode.TRAIN and not self._iteration_end.is_over:
+            self._go_on()
+            return
+        self._end_iteration()
+        self._begin_iteration(Mode.TRAIN if grad_enabled else Mode.EVAL, root)
+
+    def end_step(self) -> None:
+        """The optimizer has stepped: the iteration is over but for other optimizers of the same step."""
+        if self.now.mode is not Mode.TRAIN:
+            return
+        self._iteration_end.stepped()
+        if self.now.is_running:
+            self.now.is_running = False
+            self._pager.policy = BetweenSteps(self._pager.policy, hears=True)
+        if self.now.step_log is not None:
+            self.now.step_log.end()
+        self._keep_timeline()
+        if self.now.watch is not None:
+            self.now.watch.end_sampling()
+        entry = self._training
+        if self.now.recorder is None and entry is not None and (over_nbytes := self._tiers.overshoot_nbytes()):
+            entry.charge_more(over_nbytes)
+
+    def excuse_iteration(self) -> None:
+        """The iteration that runs is not like the others: the next one is recorded instead, and no plan suffers from
+        it."""
+        self.now.is_excused = True
+
+    def forget(self) -> None:
+        """There is more to manage than was recorded: record again."""
+        self._aside, self._is_first_of_two = None, False
+        self.now.recorder = None
+        self._stop_watch()
+        for kinds in self.kinds.values():
+            kinds.forget()
+        self._serve_on_demand()
+
+    def close(self) -> None:
+        """Join the sampling thread and the lanes."""
+        self.forget()
+        self._lanes.close()
+
+    def _go_on(self) -> None:
+        """The iteration continues after a step of an optimizer."""
+        if not self.now.is_running:
+            self.now.is_running = True
+            policy = self._pager.policy
+            self._pager.policy = policy.policy if isinstance(policy, BetweenSteps) else policy
+
+    def _begin_iteration(self, mode: Mode, root: int) -> None:
+        kinds, is_lone = self.kinds[mode], self._is_lone
+        self.now.key = key = Key(root, self._trainable() if mode is Mode.TRAIN else b"") if is_lone else Key()
+        is_recorded = (self.may_record or mode is Mode.EVAL) and kinds.wants_record(key)
+        entry = None if is_recorded else kinds.choose(key)
+        for other in self.kinds.values():
+            other.stop(besides=entry)
+        has_alternative = mode is Mode.TRAIN and self._aside is not None
+        plan_executor = None if entry is None else entry.prepare(has_alternative=has_alternative)
+        self.now.mode, self.now.is_running = mode, True
+        self._iteration_end.begin()
+        self.timelines.begin()
+        if entry is not None and plan_executor is not None:
+            plan_executor.begin_iteration()
+            self._follow(entry, plan_executor)
+        elif is_recorded:
+            self._record(mode)
+        else:
+            self._serve_on_demand()
+
+    def _end_iteration(self) -> None:
+        """The iteration before is over for good: learn from it."""
+        mode, recorder, entry = self.now.mode, self.now.recorder, self.now.entry
+        if mode is Mode.EVAL:
+            self._keep_timeline()
+        is_excused, self.now.is_excused = self.now.is_excused, False
+        self.now.mode, self.now.recorder, self.now.is_running = None, None, False
+        if recorder is not None:
+            recorder.end()
+            self._stop_watch()
+        if is_excused:
+            return
+        if recorder is not None:
+            self._learn_record(recorder)
+        elif mode is not None and entry is not None and self.now.plan_executor is entry.plan_executor:
+            if self.now.plan_executor is not None:
+                self.now.plan_executor.end_iteration()
+            self.kinds[mode].used(entry, self.now.key)
+            self.kinds[mode].learn(entry)
+
+    def _learn_record(self, recorder: Recorder) -> None:
+        is_even = recorder.mode is Mode.EVAL or self._iteration_end.is_even
+
+        def trace() -> Trace:
+            if not is_even:
+                raise TraceError("other gradients wait for their step at its end than did at its beginning")
+            return recorder.trace(self._layout(), self._pager.store.chunks)
+
+        kinds = self.kinds[recorder.mode]
+        kinds.recorded(self.now.key, trace)
+        if self._is_first_of_two and recorder.mode is Mode.TRAIN:
+            self._is_first_of_two, self._aside = False, kinds.trace
+            kinds.forget()
+
+    def _keep_timeline(self) -> None:
+        trace = None if self.now.plan_executor is None else self.now.plan_executor.trace
+        self.timelines.keep(self.now.step_log, trace, is_training=self.now.mode is Mode.TRAIN)
+
+    def _record(self, mode: Mode) -> None:
+        watch = self.now.watch = self._make_watch()
+        self.now.recorder = Recorder(
+            mode, take_peaks=watch.take_peaks, sampling_interval_s=lambda: watch.sampling_interval_s
+        )
+        self.now.step_log, self.now.entry, self.now.plan_executor = self.now.recorder.step_log, None, None
+        self._leave_plans()
+        self._pager.policy = self.now.recorder
+
+    def _follow(self, entry: CachedPlan, plan_executor: PlanExecutor) -> None:
+        self.now.entry, self.now.plan_executor, self.now.step_log = entry, plan_executor, plan_executor.step_log
+        plan_executor.elsewhere = self._take_another_way
+        self._pager.policy = plan_executor
+
+    def _serve_on_demand(self) -> None:
+        self.now.step_log = self.now.entry = self.now.plan_executor = None
+        self._leave_plans()
+        self._pager.policy = OnDemand()
+
+    def _leave_plans(self) -> None:
+        self._lanes.drain()
+        self._pager.speculative.reserve({})
+
+    def _take_another_way(self, kind: Kind, chunk: Chunk, reader: object, left_out: int | None) -> bool:
+        """An event does not come next in the plan: go over to another plan if that fits the step better."""
+        before, mode = self.now.plan_executor, self.now.mode
+        if not self.now.is_running or self.now.entry is None or before is None or mode is None:
+            return False
+        came = [*before.came(), (kind, chunk.id, label_of(kind, chunk.id, reader))]
+        entry = self.kinds[mode].better(self.now.entry, came, left_out=left_out)
+        plan_executor = None if entry is None else entry.prepare(has_alternative=True)
+        if entry is None or plan_executor is None:
+            return False
+        before.close()
+        plan_executor.take_over(before.step_log, came)
+        self._follow(entry, plan_executor)
+        plan_executor.event(kind, chunk, reader)
+        return True
+
+    def _stop_watch(self) -> None:
+        watch, self.now.watch = self.now.watch, None
+        if watch is not None:
+            watch.stop()
+
+    def _pending(self) -> frozenset[ChunkId]:
+        chunks = self._pager.store.chunks
+        return frozenset(key for key, chunk in chunks.items() if key.role is Role.GRAD and chunk.version != NO_CONTENT)

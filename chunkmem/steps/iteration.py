@@ -1,0 +1,33 @@
+"""The iteration that runs, or ran last: a training step or an evaluation, and how it is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from chunkmem.runtime.plan_executor import PlanExecutor
+from chunkmem.runtime.step_log import StepLog
+from chunkmem.steps.cached_plan import CachedPlan
+from chunkmem.steps.plan_cache import Key
+from chunkmem.trace.model import Mode
+from chunkmem.tracing.recorder import Recorder
+from chunkmem.tracing.watch import Watch
+
+
+@dataclass(slots=True)
+class Iteration:
+    """At most one of `recorder` and `plan_executor` is set while it runs; with neither it is served on demand."""
+
+    mode: Mode | None = None
+    """None before the first one, and after one that has been learnt from."""
+    key: Key = field(default_factory=Key)
+    is_running: bool = False
+    recorder: Recorder | None = None
+    watch: Watch | None = None
+    """Watches memory while it is recorded."""
+    entry: CachedPlan | None = None
+    """The trace and plan that it follows."""
+    plan_executor: PlanExecutor | None = None
+    """Follows the plan of `entry`."""
+    step_log: StepLog | None = None
+    is_excused: bool = False
+    """Nothing is to be learnt from it."""
