@@ -13,10 +13,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from chunkmem.calls import Calls, collect_abandoned
 from chunkmem.comm.methods import possible_exchanges
 from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config, flattened, unavailable_keys
+from chunkmem.entry_points import EntryPoints, collect_abandoned
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.layout.spec import digest
 from chunkmem.nn.autocast import AutocastCache
@@ -34,9 +34,9 @@ from chunkmem.parts import (
     DTYPES,
     Memory,
     Modules,
-    Shards,
+    Sharding,
     make_modules,
-    make_shards,
+    make_sharding,
     make_updater,
     margin_use_ratio,
     require_open,
@@ -88,22 +88,22 @@ class Runtime:
         places = StatePlaces(self.memory.store, self.tiers.caps, margin_use_ratio=margin_use_ratio(config))
         self.gradients = GradientBook(self.memory.pager, settles=places.updates_on_host, is_shared=self.ranks.size > 1)
         exchanges = possible_exchanges(self.ranks, compute.device, memory_saving=opts.with_mem_saving_comm)
-        self.shards = make_shards(self.memory, self.ranks, exchanges, self.gradients)
+        self.sharding = make_sharding(self.memory, self.ranks, exchanges, self.gradients)
         self.updater = make_updater(self.memory, self.gradients, places, lanes, num_threads=opts.update_threads)
-        self.modules = make_modules(config, self.memory, self.shards, self.gradients, self.updater)
+        self.modules = make_modules(config, self.memory, self.sharding, self.gradients, self.updater)
         self.registry = self.modules.registry
-        self.links = Links(self.shards, compute)
+        self.links = Links(self.sharding, compute)
         log_nbytes = 0 if blocking else shadow_nbytes(opts, compute, self.tiers.caps)
         speeds = partial(_machine_for, self.tiers, self.links, machine, shadow_nbytes=log_nbytes)
-        self.controller = make_controller(config, self.memory, self.shards, self.modules, self.tiers, lanes, speeds)
-        course = self.shards.units.course
+        self.controller = make_controller(config, self.memory, self.sharding, self.modules, self.tiers, lanes, speeds)
+        course = self.sharding.units.course
         trial = None if course is None else AheadTrial(course, self.controller, self.ranks, measure=self.links.measure)
         self.foreign_steps = ForeignStepCheck(self.registry, self.gradients)
         self.foreign_wrappers = WrapperCheck(self.registry)
         collect_others = partial(collect_abandoned, self.foreign_steps.is_alone)
-        self.calls = Calls(
+        self.entry_points = EntryPoints(
             self.memory,
-            self.shards,
+            self.sharding,
             self.modules,
             tiers=self.tiers,
             controller=self.controller,
@@ -112,7 +112,7 @@ class Runtime:
             autocast=AutocastCache(compute.device.type, precision=config.precision),
             after_first_step=collect_others,
         )
-        self.hooks = self.modules.hooks(self.calls)
+        self.hooks = self.modules.hooks(self.entry_points)
         self.collector: Collector | None = None
         collect_others()
 
@@ -128,15 +128,15 @@ class Runtime:
         built: Built = HERE,
     ) -> None:
         """Pack; gradients of `kept` modules, which are excluded, are not averaged over ranks."""
-        self.calls.forget_steps()
+        self.entry_points.forget_steps()
         added = self.registry.add(roots, excluded, built)
         reduced = [module for module in excluded if module not in kept]
-        self.calls.averaged += [param for module in reduced for param in module.parameters(recurse=False)]
-        if self.shards.sharing is not None:
+        self.entry_points.averaged += [param for module in reduced for param in module.parameters(recurse=False)]
+        if self.sharding.shards is not None:
             self.ranks.agree("the layout of the chunks", digest(packed.layout for packed in added))
             for packed in added:
-                self.shards.sharing.let_go_of_others(group.id for group in packed.layout.groups)
-            self.calls.ordinary.add(roots, excluded, kept=kept)
+                self.sharding.shards.let_go_of_others(group.id for group in packed.layout.groups)
+            self.entry_points.ordinary.add(roots, excluded, kept=kept)
         self.modules.fit(roots, added, self.hooks, dtype=DTYPES[self.config.precision])
         for module in (*roots, *excluded):
             move_ordinary_tensors(module, excluded, self.device)
@@ -160,7 +160,7 @@ class Runtime:
     @property
     def is_shared(self) -> bool:
         """Several ranks train together."""
-        return self.shards.sharing is not None
+        return self.sharding.shards is not None
 
     def require_open(self) -> None:
         """Raise a `StateError` if the manager is closed."""
@@ -168,35 +168,35 @@ class Runtime:
 
     def owns(self, managed: ManagedParameter) -> bool:
         """Tell whether this rank has a parameter's states."""
-        return self.shards.owns(managed)
+        return self.sharding.owns(managed)
 
     def from_owner(self, managed: ManagedParameter, read: Callable[[], T]) -> T:
         """Return what `read` returns on the rank that owns a parameter; every rank calls it."""
-        return self.shards.from_owner(managed, read)
+        return self.sharding.from_owner(managed, read)
 
     def together(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """Surround a call that all ranks make; see `Calls.together`."""
-        return self.calls.together(call)
+        """Surround a call that all ranks make; see `EntryPoints.together`."""
+        return self.entry_points.together(call)
 
     def step(self, options: str, *, updates: bool) -> contextlib.AbstractContextManager[None]:
-        """Surround `step()` and clipping; see `Calls.step`."""
-        return self.calls.step(options, updates=updates)
+        """Surround `step()` and clipping; see `EntryPoints.step`."""
+        return self.entry_points.step(options, updates=updates)
 
     def skip_step(self) -> None:
         """The optimizer's step changes nothing: neither record it nor learn from it."""
         self.controller.excuse_iteration()
 
     def gradients_given_up(self, params: Iterable[ManagedParameter]) -> None:
-        """A user discards gradients; see `Calls.gradients_given_up`."""
-        self.calls.gradients_given_up(params)
+        """A user discards gradients; see `EntryPoints.gradients_given_up`."""
+        self.entry_points.gradients_given_up(params)
 
 
 class Links:
     """How fast chunks are exchanged between ranks."""
 
-    def __init__(self, shards: Shards, compute: ComputeDevice) -> None:
+    def __init__(self, sharding: Sharding, compute: ComputeDevice) -> None:
         """Take them for as fast as can be until they are measured."""
-        self._sharing = shards.sharing
+        self._sharing = sharding.shards
         self._compute = compute
         self.exchange_Bps = inf
 
@@ -222,7 +222,7 @@ def open_memory(tiers: Tiers, backend: StorageBackend) -> Memory:
 def make_controller(
     config: Config,
     memory: Memory,
-    shards: Shards,
+    sharding: Sharding,
     modules: Modules,
     tiers: Tiers,
     lanes: Lanes,
@@ -231,7 +231,7 @@ def make_controller(
     """Return what decides before each step whether to record it, to follow a plan, or to serve it on demand."""
     tracer, registry = config.client.mem_tracer, modules.registry
     static_nbytes = int(tiers.caps.device_nbytes * tracer.warmup_gpu_chunk_mem_ratio)
-    where = "" if shards.sharing is None else f" on rank {shards.ranks.rank} of {shards.ranks.size}"
+    where = "" if sharding.shards is None else f" on rank {sharding.ranks.rank} of {sharding.ranks.size}"
     return StepController(
         memory.pager,
         tiers,
@@ -242,7 +242,7 @@ def make_controller(
             static_nbytes=static_nbytes if tracer.with_static_partition else None,
         ),
         layout=lambda: digest(model.layout for model in registry.models) + where,
-        is_lone=shards.sharing is None,
+        is_lone=sharding.shards is None,
         trainable=lambda: bytes(managed.requires_grad for managed in registry.parameters),
         num_backwards=lambda: modules.backward.num_ended,
         watch=lambda: Watch(tiers, is_chunk=modules.declared.is_chunk, sample=tracer.use_async_mem_monitor),

@@ -87,8 +87,8 @@ class ChunkManager:
             )
         collector = self.runtime.collector = Collector()
         built = HERE
-        if self.runtime.shards.sharing is not None and not self.runtime.config.release_after_init:
-            built = BuiltOverRanks(self.runtime.shards.sharing, collector)
+        if self.runtime.sharding.shards is not None and not self.runtime.config.release_after_init:
+            built = BuiltOverRanks(self.runtime.sharding.shards, collector)
         try:
             with self.runtime.random_numbers(), collector.watching(), built.watching():
                 yield
@@ -123,7 +123,7 @@ class ChunkManager:
         self.runtime.require_open()
         if not isinstance(module, nn.Module):
             raise LayoutError(f"manager.unit() takes a torch.nn.Module, not a {type(module).__name__}")
-        self.runtime.shards.units.mark(module)
+        self.runtime.sharding.units.mark(module)
         return module
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:
@@ -141,11 +141,11 @@ class ChunkManager:
         self.runtime.require_open()
         if not isinstance(loss, torch.Tensor):
             raise StateError(f"manager.backward() takes the loss as a tensor, not a {type(loss).__name__}")
-        self.runtime.shards.units.declared = last
+        self.runtime.sharding.units.declared = last
         if self.runtime.scaler is not None:
             self.runtime.scaler.is_used = True
             loss = loss if is_scaled else loss.float() * self.runtime.scaler.scale
-        guard = self.runtime.calls.make_guard()
+        guard = self.runtime.entry_points.make_guard()
         with self.runtime.ranks.telling(), guard or contextlib.nullcontext():
             loss.backward(**kwargs)
 
@@ -163,7 +163,7 @@ class ChunkManager:
         self.runtime.require_open()
         if not isinstance(num_backwards, int) or isinstance(num_backwards, bool) or num_backwards < 1:
             raise StateError(f"manager.accumulate() takes a number of backwards of at least 1, not {num_backwards!r}")
-        self.runtime.shards.units.accumulate(num_backwards)
+        self.runtime.sharding.units.accumulate(num_backwards)
 
     @property
     def loss_scale(self) -> float:
@@ -193,7 +193,7 @@ class ChunkManager:
         )
         managed = dict.fromkeys(m for m in wanted if m is not None)
         self.runtime.registry.check()
-        self.runtime.calls.gathers_open += 1
+        self.runtime.entry_points.gathers_open += 1
         try:
             with (
                 self.runtime.together("manager.gather()"),
@@ -204,12 +204,12 @@ class ChunkManager:
                     access=self.runtime.modules.access,
                     gradients=self.runtime.gradients,
                     sync_masters=self.runtime.updater.sync_masters,
-                    reduction=self.runtime.shards.reduction,
+                    reduction=self.runtime.sharding.reduction,
                 ),
             ):
                 yield
         finally:
-            self.runtime.calls.gathers_open -= 1
+            self.runtime.entry_points.gathers_open -= 1
 
     def state_dict(self, model: nn.Module | None = None, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the keys, order, shapes and dtypes of `model.state_dict()`: CPU copies, never views.
@@ -220,7 +220,7 @@ class ChunkManager:
         self.runtime.require_open()
         self.runtime.registry.check()
         with self.runtime.together("manager.state_dict()"):
-            self.runtime.calls.ordinary.follow()
+            self.runtime.entry_points.ordinary.follow()
             state = self.runtime.modules.surface.state_dict(self.runtime.registry.only_root(model))
         return {} if rank0_only and self.runtime.ranks.rank > 0 else state
 
@@ -243,7 +243,7 @@ class ChunkManager:
 
     def memory(self) -> MemoryReport:
         """Return bytes by tier and role, now and at the peak, and what has been moved. `str()` is a table."""
-        sharing = self.runtime.shards.sharing
+        sharing = self.runtime.sharding.shards
         return memory_report(
             self.runtime.tiers,
             self.runtime.memory.pager,
@@ -314,7 +314,7 @@ class ChunkManager:
             runtime.controller.close()
             runtime.modules.access.close()
             runtime.modules.backward.reset(step=True)
-            runtime.shards.units.close()
+            runtime.sharding.units.close()
             runtime.ranks.close()
             pager.close("its manager is closed; take manager.state_dict() before manager.close()")
             pager.store.close()

@@ -2,16 +2,16 @@
 
 [Note: Order of parts] Each part is made of earlier ones, so that calls can be followed from the last to the first:
 
-memory      tiers, chunks, and who moves them
-gradients   where they land; `StatePlaces` tells which of them are wanted on HOST next
-shards      which rank owns what; exchanges give gradients to their owners
-updates     optimizer states, groups updated in place or ahead of the step
-modules     parameters packed and served, reads and backwards kept track of
-steps       a plan recorded, made and followed (`chunkmem.assembly`)
-calls       what happens when a model is called and an optimizer steps (`chunkmem.calls`)
+memory         tiers, chunks, and who moves them
+gradients      where they land; `StatePlaces` tells which of them are wanted on HOST next
+sharding       which rank owns what; exchanges give gradients to their owners
+updater        optimizer states, groups updated at the step or ahead of it
+modules        parameters packed and served, reads and backwards kept track of
+steps          recorded, planned and followed (`chunkmem.assembly`)
+entry points   a model is called, an optimizer steps (`chunkmem.entry_points`)
 
-Two arrows lead back, both to updates ahead of the step, which run in the background of all the others: the pager
-begins them when a plan says so, and gradients that a user changes undo them.
+Three arrows lead back. When room is short, the pager asks the tracker of accesses who keeps memory. When a plan says
+so, it begins updates ahead of the step; and gradients that a user changes undo those.
 """
 
 from __future__ import annotations
@@ -79,26 +79,30 @@ class Memory:
         """All chunks."""
         return self.pager.store
 
+    def packer(self) -> Packer:
+        """Return what makes chunks of parameters."""
+        return Packer(self.pager, self.make_home)
+
 
 @dataclass(frozen=True)
-class Shards:
+class Sharding:
     """What ranks have of each other."""
 
     ranks: Ranks
-    sharing: Sharing | None
+    shards: Sharing | None
     """None with one rank, as is `reduction`."""
     reduction: Reduction | None
     units: Units
 
     def owns(self, managed: ManagedParameter) -> bool:
         """Tell whether this rank keeps a parameter and updates it."""
-        return self.sharing is None or self.sharing.owns(managed.group)
+        return self.shards is None or self.shards.owns(managed.group)
 
     def from_owner(self, managed: ManagedParameter, read: Callable[[], T]) -> T:
         """Return what `read` returns on the rank that owns a parameter; every rank calls it."""
-        if self.sharing is None:
+        if self.shards is None:
             return read()
-        return self.sharing.from_owner(managed.group, read, reader=managed.name)
+        return self.shards.from_owner(managed.group, read, reader=managed.name)
 
 
 @dataclass(frozen=True)
@@ -142,13 +146,13 @@ def margin_use_ratio(config: Config) -> float:
     return config.client.mem_tracer.margin_use_ratio if config.optimizer.params.use_hybrid_adam else 0.0
 
 
-def make_shards(memory: Memory, ranks: Ranks, exchanges: Sequence[Exchange], gradients: GradientSlots) -> Shards:
+def make_sharding(memory: Memory, ranks: Ranks, exchanges: Sequence[Exchange], gradients: GradientSlots) -> Sharding:
     """Return what ranks share chunks by; `exchanges` are the ways to do so, the usual one first."""
     if ranks.size == 1:
-        return Shards(ranks, None, None, Units(None, None))
-    sharing = Sharing(ranks, exchanges, memory.pager)
-    reduction = Reduction(sharing, gradients, memory.pager)
-    return Shards(ranks, sharing, reduction, Units(sharing, reduction))
+        return Sharding(ranks, None, None, Units(None, None))
+    shards = Sharing(ranks, exchanges, memory.pager)
+    reduction = Reduction(shards, gradients, memory.pager)
+    return Sharding(ranks, shards, reduction, Units(shards, reduction))
 
 
 def make_updater(
@@ -180,7 +184,7 @@ def make_updater(
 def make_modules(
     config: Config,
     memory: Memory,
-    shards: Shards,
+    sharding: Sharding,
     gradients: GradientBook,
     updater: GroupUpdater,
     *,
@@ -189,17 +193,17 @@ def make_modules(
     """Return what models are packed and served by; `is_rehearsal` is as for `BackwardTracker`."""
     pager, size = memory.pager, config.default_chunk_size
     registry = ModelRegistry(
-        Packer(pager, memory.make_home),
+        memory.packer(),
         chunk_numel=None if size == "auto" else size,
         device_cap_nbytes=memory.caps.device_nbytes,
         dtype=DTYPES[config.precision],
         master_weights=config.master_weights,
-        num_ranks=shards.ranks.size,
+        num_ranks=sharding.ranks.size,
     )
     turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
     access = AccessTracker(pager)
-    backward = BackwardTracker(pager, access, shards.units, turn, is_rehearsal=is_rehearsal)
-    server = ParameterServer(pager, access, backward, turn, is_shared=shards.sharing is not None)
+    backward = BackwardTracker(pager, access, sharding.units, turn, is_rehearsal=is_rehearsal)
+    server = ParameterServer(pager, access, backward, turn, is_shared=sharding.shards is not None)
     return Modules(
         registry,
         turn,
@@ -209,13 +213,13 @@ def make_modules(
         GradientHooks(gradients, backward, turn),
         server,
         ModuleSurface(
-            read=partial(_read, pager, shards, updater),
-            write=partial(_write, pager, shards, updater),
+            read=partial(_read, pager, sharding, updater),
+            write=partial(_write, pager, sharding, updater),
             saving=server.saving,
         ),
         Borders(is_outermost=access.is_outermost),
         DeclaredReads(),
-        shards.units,
+        sharding.units,
     )
 
 
@@ -225,12 +229,14 @@ def require_open(pager: Pager) -> None:
         raise StateError(f"this manager cannot be used: {pager.closed}")
 
 
-def _read(pager: Pager, shards: Shards, updater: GroupUpdater, managed: ManagedParameter) -> torch.Tensor:
+def _read(pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter) -> torch.Tensor:
     require_open(pager)
-    return shards.from_owner(managed, lambda: updater.read_weight(managed).to(managed.built_dtype))
+    return sharding.from_owner(managed, lambda: updater.read_weight(managed).to(managed.built_dtype))
 
 
-def _write(pager: Pager, shards: Shards, updater: GroupUpdater, managed: ManagedParameter, value: torch.Tensor) -> None:
+def _write(
+    pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter, value: torch.Tensor
+) -> None:
     require_open(pager)
-    if shards.owns(managed):
+    if sharding.owns(managed):
         updater.write_weight(managed, value)

@@ -15,12 +15,11 @@ from chunkmem.layout.spec import digest
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradients import GradientBook
-from chunkmem.nn.packing import Packer
 from chunkmem.nn.units import Unit, Units
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.room import require_room
-from chunkmem.parts import Memory, make_shards, make_updater
+from chunkmem.parts import Memory, make_sharding, make_updater
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.store import Chunk
@@ -105,7 +104,7 @@ class RankStage:
         Raises:
             CapacityError: there is no room for the weights, or for what training adds to them.
         """
-        self._calls, self._memory = step.calls, memory
+        self._calls = step.calls
         self._pager, self._store = memory.pager, memory.store
         self._parameters = cast(list[ManagedParameter], list(step.parameters))
         self._meter = _Meter()
@@ -114,37 +113,37 @@ class RankStage:
         )
         places = StatePlaces(memory.store, memory.caps, margin_use_ratio=margin_use_ratio)
         self._slots = GradientSlots(memory.pager, settles=places.updates_on_host)
-        self._shards = make_shards(memory, ranks, [self._exchange], self._slots)
+        self._sharding = make_sharding(memory, ranks, [self._exchange], self._slots)
         gradients = cast(GradientBook, self._slots)  # there is no `.grad` to keep in line
         self._updater = make_updater(memory, gradients, places, BlockingLanes(memory.compute))
         self._layout = digest([step.layout])
         if ranks.size > 1:
             self._layout += f" on rank {ranks.rank} of {ranks.size}"
-        self._pack(step)
+        self._pack(step, memory)
         self._has_states: set[int] = set()
 
     @property
     def units(self) -> Units:
         """Of exchange."""
-        return self._shards.units
+        return self._sharding.units
 
-    def _pack(self, step: StepCalls) -> None:
-        packer, sharing = Packer(self._pager, self._memory.make_home), self._shards.sharing
+    def _pack(self, step: StepCalls, memory: Memory) -> None:
+        packer, shards = memory.packer(), self._sharding.shards
         names = {managed.slot.tensor: managed.name for managed in self._parameters}
         for group in step.layout.groups:
             inside = [names[slot.tensor] for slot in group.slots]
-            packer.make_chunks(group, inside, is_own=sharing is None or sharing.owns(group.id))
-        if sharing is not None:
-            sharing.let_go_of_others(group.id for group in step.layout.groups)
+            packer.make_chunks(group, inside, is_own=shards is None or shards.owns(group.id))
+        if shards is not None:
+            shards.let_go_of_others(group.id for group in step.layout.groups)
         self._slots.add(self._parameters)
         self.units.add(step.units)
-        trained = {m.group for m in self._parameters if m.requires_grad and self._shards.owns(m)}
+        trained = {m.group for m in self._parameters if m.requires_grad and self._sharding.owns(m)}
         require_room(trained, self._store)
 
     def measure_links(self) -> None:
         """Gather the largest unit a few times, as ranks do after their first step."""
-        if self._shards.sharing is not None and self.units.course is not None:
-            self._shards.sharing.measure(self.units.course.largest(), time_s=_done_at_once)
+        if self._sharding.shards is not None and self.units.course is not None:
+            self._sharding.shards.measure(self.units.course.largest(), time_s=_done_at_once)
 
     def begin_ahead(self) -> bool:
         """Gather ahead from the next step on, if there is room for it; tell whether there is."""
@@ -185,7 +184,7 @@ class RankStage:
             else:
                 self._pager.unpin(chunk, Tier.DEVICE)
         elif isinstance(subject, Unit):
-            if self._shards.reduction is not None:  # alone, there are no units
+            if self._sharding.reduction is not None:  # alone, there are no units
                 by_name = {Asked.ENTER: self.units.enter, Asked.LEAVE: self.units.leave}
                 by_name.get(call.asked, self.units.announce)(subject)
         elif subject is not None:
@@ -198,13 +197,14 @@ class RankStage:
     def _update(self) -> None:
         """Do what `optimizer.step()` does: reduce what has not been, make states, update, use the gradients up."""
         slots, updater = self._slots, self._updater
-        if self._shards.reduction is not None:
-            self._shards.reduction.reduce(self._parameters)
-        updater.place(filter(self._shards.owns, self._parameters))
+        if self._sharding.reduction is not None:
+            self._sharding.reduction.reduce(self._parameters)
+        updater.place(filter(self._sharding.owns, self._parameters))
         groups = [group for group, landed in slots.landed.items() if landed]
-        pending = {m.group: m for m in reversed(self._parameters) if m in slots.landed.get(m.group, ())}
-        updater.make_states(m for group, m in reversed(pending.items()) if group not in self._has_states)
-        self._has_states.update(pending)
+        for managed in self._parameters:
+            if managed.group not in self._has_states and managed in slots.landed.get(managed.group, ()):
+                self._has_states.add(managed.group)
+                updater.make_states([managed])
         for group in in_order_of_update(groups, landing=groups):
             updater.update(group, {})  # of no parameter: nothing is computed
             slots.forget(set(slots.landed[group]))

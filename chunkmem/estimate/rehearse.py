@@ -42,7 +42,7 @@ from chunkmem.layout.spec import Layout
 from chunkmem.nn.built import Built
 from chunkmem.nn.guard import only_makes_a_view
 from chunkmem.optim.places import StatePlaces
-from chunkmem.parts import DTYPES, Shards, make_modules, make_updater
+from chunkmem.parts import DTYPES, Sharding, make_modules, make_updater
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.trace.model import Trace
 from chunkmem.tracing.probe import LiveStorageProbe
@@ -234,9 +234,9 @@ class _Stage:
         places = StatePlaces(memory.store, memory.caps, margin_use_ratio=0.0)
         self._gradients = LoggedGradients(memory.pager, self.log, settles=places.updates_on_host)
         self._units = LoggedUnits(self.log, is_alone=setting.num_ranks == 1)
-        shards = Shards(UnisonRanks(0, setting.num_ranks), None, None, self._units)
+        sharding = Sharding(UnisonRanks(0, setting.num_ranks), None, None, self._units)
         updater = make_updater(memory, self._gradients, places, BlockingLanes(memory.compute))
-        self._modules = make_modules(config, memory, shards, self._gradients, updater, is_rehearsal=True)
+        self._modules = make_modules(config, memory, sharding, self._gradients, updater, is_rehearsal=True)
         added = self._modules.registry.add([module], [], _Fake())
         if not added:
             raise LayoutError("the model has no parameters, so there is nothing to train")

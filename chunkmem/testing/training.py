@@ -107,7 +107,7 @@ class Chunked:
             return nullcontext()
         return AccessGuard(
             self.manager.runtime.modules.declared.undeclared,
-            lambda: f"step {index}, {self.manager.runtime.calls.phase or 'outside of any module'}",
+            lambda: f"step {index}, {self.manager.runtime.entry_points.phase or 'outside of any module'}",
         )
 
     def backward(self, loss: torch.Tensor) -> None:

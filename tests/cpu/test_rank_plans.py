@@ -72,7 +72,7 @@ def trained(
 
 def is_overlapped(manager: chunkmem.ChunkManager) -> bool:
     """Whether gathers are begun ahead."""
-    course = manager.runtime.shards.units.course
+    course = manager.runtime.sharding.units.course
     assert course is not None
     return course.is_wanted
 
@@ -234,7 +234,7 @@ def read_too_early(rank: int) -> list[float]:
         torch.manual_seed(0)
         with manager.init():
             block = Block()
-        sharing = manager.runtime.shards.sharing
+        sharing = manager.runtime.sharding.shards
         assert sharing is not None
         late = LateExchange(sharing.exchange, rank=rank, seed=0)
         sharing.exchange = late
@@ -287,7 +287,7 @@ def choose(rank: int, slow: int) -> tuple[int, float]:
         with manager.init():
             model = MODELS["tied"]()
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
-        sharing = manager.runtime.shards.sharing
+        sharing = manager.runtime.sharding.shards
         assert sharing is not None
         ways = [Slow(sharing.exchange, 0.05 if (index == slow and rank == 1) else 0.0) for index in range(2)]
         sharing._exchanges, sharing.exchange = ways, ways[0]
@@ -369,8 +369,8 @@ def stack(rank: int, size: int, device_nbytes: int, micro_batches: int) -> Measu
             model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
         manager.accumulate(micro_batches)
-        assert manager.runtime.shards.sharing is not None
-        traffic = manager.runtime.shards.sharing.exchange.traffic
+        assert manager.runtime.sharding.shards is not None
+        traffic = manager.runtime.sharding.shards.exchange.traffic
         before = (0, 0, 0, 0)
         for step in range(6):
             before = (traffic.num_gathers, traffic.num_reductions, traffic.sent_nbytes, traffic.received_nbytes)

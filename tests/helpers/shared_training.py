@@ -184,9 +184,9 @@ def open_manager(rank: int, task: Task) -> chunkmem.ChunkManager:
     manager = chunkmem.ChunkManager(make_config(task), make_lanes=lambda compute: AdversarialLanes(1000 * rank + seed))
     for tier in (Tier.DEVICE, Tier.HOST):
         manager.runtime.memory.store.pools[tier].poison = True
-    assert manager.runtime.shards.sharing is not None
-    manager.runtime.shards.sharing.exchange = LateExchange(
-        manager.runtime.shards.sharing.exchange, rank=rank, seed=seed
+    assert manager.runtime.sharding.shards is not None
+    manager.runtime.sharding.shards.exchange = LateExchange(
+        manager.runtime.sharding.shards.exchange, rank=rank, seed=seed
     )
     return manager
 
@@ -210,8 +210,8 @@ def train(rank: int, task: Task) -> Outcome:
                 losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-        assert manager.runtime.shards.sharing is not None
-        traffic = manager.runtime.shards.sharing.exchange.traffic
+        assert manager.runtime.sharding.shards is not None
+        traffic = manager.runtime.sharding.shards.exchange.traffic
         counts = traffic.num_gathers, traffic.num_reductions
         memory = manager.memory()
         states = optimizer.state_dict()["state"]

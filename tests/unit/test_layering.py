@@ -26,7 +26,7 @@ LAYERS = (
     ("optim", "checkpoint", "report", "bound"),
     ("parts",),
     ("steps", "estimate"),
-    ("calls",),
+    ("entry_points",),
     ("assembly",),
     ("manager",),
     ("engine", "testing"),

@@ -1,4 +1,4 @@
-"""What happens inside of calls: of a model from outside, of the optimizer's step, and of what all ranks do together."""
+"""What happens where control enters: a model is called from outside, an optimizer steps, all ranks make a call."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.guard import AccessGuard
 from chunkmem.nn.ordinary import OrdinaryTensors
 from chunkmem.optim.scaler import LossScaler
-from chunkmem.parts import Memory, Modules, Shards, require_open
+from chunkmem.parts import Memory, Modules, Sharding, require_open
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.steps.controller import StepController
 from chunkmem.steps.trial import AheadTrial
 
 
-class Calls:
-    """Surrounds calls; the hooks of modules tell of those of models."""
+class EntryPoints:
+    """Surrounds calls from outside; of those of models, the hooks of modules tell."""
 
     def __init__(
         self,
         memory: Memory,
-        shards: Shards,
+        sharding: Sharding,
         modules: Modules,
         *,
         tiers: Tiers,
@@ -41,7 +41,7 @@ class Calls:
     ) -> None:
         """Surround calls of what is made of these parts; `after_first_step` is called once."""
         self._memory = memory
-        self._shards = shards
+        self._sharding = sharding
         self._modules = modules
         self._tiers = tiers
         self._controller = controller
@@ -49,7 +49,7 @@ class Calls:
         self._scaler = scaler
         self._autocast = autocast
         self._after_first_step: Callable[[], None] | None = after_first_step
-        self.ordinary = OrdinaryTensors(shards.ranks)
+        self.ordinary = OrdinaryTensors(sharding.ranks)
         self.averaged: list[nn.Parameter] = []
         """Of excluded modules, those whose gradients are averaged over ranks."""
         self.gathers_open = 0
@@ -69,7 +69,7 @@ class Calls:
     def begin_root(self, root: nn.Module) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
         require_open(self._memory.pager)
-        modules, units = self._modules, self._shards.units
+        modules, units = self._modules, self._sharding.units
         self._autocast.switch_off()
         modules.access.reset(step=False)
         modules.backward.reset(step=False)
@@ -94,7 +94,7 @@ class Calls:
 
     def note_error(self, error: BaseException) -> None:
         """A model has raised something: the other ranks are told."""
-        self._shards.ranks.note_error(error)
+        self._sharding.ranks.note_error(error)
 
     @contextlib.contextmanager
     def together(self, call: str) -> Iterator[None]:
@@ -103,7 +103,7 @@ class Calls:
         Raises:
             RankError: a rank is missing, or makes another call.
         """
-        ranks = self._shards.ranks
+        ranks = self._sharding.ranks
         with self._modules.turn.taken(), ranks.telling():
             ranks.begin(Operation(call))
             yield
@@ -116,7 +116,7 @@ class Calls:
         """
         require_open(self._memory.pager)
         label = f"{'optimizer.step()' if updates else 'clipping of gradients'} with {options}"
-        with self._modules.turn.taken(), self._shards.ranks.telling():
+        with self._modules.turn.taken(), self._sharding.ranks.telling():
             self._look_over()
             self._stepping = True
             try:
@@ -148,7 +148,7 @@ class Calls:
         modules, pager = self._modules, self._memory.pager
         modules.access.reset(step=True)
         modules.backward.reset(step=True)
-        self._shards.units.reset()
+        self._sharding.units.reset()
         modules.registry.check()
         modules.surface.check()
         modules.surface.check_copies()
@@ -160,33 +160,33 @@ class Calls:
 
     def _settle_gradients(self, label: str) -> None:
         """Have the gradients as `.grad` says, over ranks as their means with their owners."""
-        gradients, reduction = self._modules.gradients, self._shards.reduction
+        gradients, reduction = self._modules.gradients, self._sharding.reduction
         gradients.settle(self._modules.registry.parameters)
         if reduction is not None:
             self._state_frozen()
             parameters = list(self._modules.registry.parameters)
             if self._scaler is not None and not gradients.any_landed(parameters):
                 self._scaler.is_used = True  # what this rank adds is 0 at any scale
-            self._shards.units.attend(label)
+            self._sharding.units.attend(label)
             reduction.reduce(parameters)
             reduction.reduce_excluded(self.averaged)
 
     def _end_step(self) -> None:
         self.ordinary.follow()
         self._controller.end_step()
-        self._shards.units.end_step()
+        self._sharding.units.end_step()
         self._has_given_up = False
         if self._trial is not None:
             self._trial.end_step()
 
     def _state_frozen(self) -> None:
         """Have the ranks compare which parameters are frozen."""
-        if self._shards.sharing is not None:
+        if self._sharding.shards is not None:
             frozen = (managed for managed in self._modules.registry.parameters if not managed.requires_grad)
             facts = {f"parameter {managed} is frozen" for managed in frozen}
             if self._has_given_up:
                 facts.add("gradients were given up since the last step")
-            self._shards.ranks.know(frozenset(facts))
+            self._sharding.ranks.know(frozenset(facts))
 
 
 def collect_abandoned(is_alone: Callable[[], bool]) -> None:
