@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -56,7 +56,6 @@ from chunkmem.steps.trial import AheadTrial
 from chunkmem.tracing.watch import Watch
 from chunkmem.types import Tier
 
-T = TypeVar("T")
 MakeLanes = Callable[[ComputeDevice], Lanes]
 
 
@@ -89,6 +88,8 @@ class Runtime:
         self.gradients = GradientBook(self.memory.pager, settles=places.updates_on_host, is_shared=self.ranks.size > 1)
         exchanges = possible_exchanges(self.ranks, compute.device, memory_saving=opts.with_mem_saving_comm)
         self.sharding = make_sharding(self.memory, self.ranks, exchanges, self.gradients)
+        # Asked by optimizers for every parameter: without a call in between.
+        self.owns, self.from_owner = self.sharding.owns, self.sharding.from_owner
         self.updater = make_updater(self.memory, self.gradients, places, lanes, num_threads=opts.update_threads)
         self.modules = make_modules(config, self.memory, self.sharding, self.gradients, self.updater)
         self.registry = self.modules.registry
@@ -165,14 +166,6 @@ class Runtime:
     def require_open(self) -> None:
         """Raise a `StateError` if the manager is closed."""
         require_open(self.memory.pager)
-
-    def owns(self, managed: ManagedParameter) -> bool:
-        """Tell whether this rank has a parameter's states."""
-        return self.sharding.owns(managed)
-
-    def from_owner(self, managed: ManagedParameter, read: Callable[[], T]) -> T:
-        """Return what `read` returns on the rank that owns a parameter; every rank calls it."""
-        return self.sharding.from_owner(managed, read)
 
     def together(self, call: str) -> contextlib.AbstractContextManager[None]:
         """Surround a call that all ranks make; see `EntryPoints.together`."""
