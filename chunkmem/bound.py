@@ -16,7 +16,7 @@ cheaper. The best ones meet the optimum of the linear program, because the relax
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, gcd
@@ -115,12 +115,10 @@ def _reduce(problem: Problem, budget: Sequence[int]) -> _Question:
     certain = sum(problem.nbytes[gap.chunk] for gap in problem.gaps if gap.after is After.RENEWED)
     paid = {(gap.chunk, gap.epoch) for gap in problem.gaps if gap.epoch >= 0 and _is_read_by_host(problem, gap)}
     open_gaps = [gap for gap in problem.gaps if gap.after is After.LIVES and gap.start < gap.stop]
-    least_room = _least_room(room, open_gaps)
+    two_steps = np.tile(room, 2)
     kept = []
-    for gap, fits in zip(
-        open_gaps, least_room >= [problem.nbytes[gap.chunk] // unit for gap in open_gaps], strict=True
-    ):
-        if fits:
+    for gap in open_gaps:
+        if problem.nbytes[gap.chunk] // unit <= two_steps[gap.start : gap.stop].min():
             kept.append(gap)
         else:
             certain += problem.nbytes[gap.chunk]
@@ -165,46 +163,6 @@ def _is_read_by_host(problem: Problem, gap: Gap) -> bool:
     return gap.hosted_by is not None and moments[gap.hosted_by % len(moments)].kind is Kind.UPDATE
 
 
-def _least_room(room: Array, gaps: Sequence[Gap]) -> Array:
-    """Return the least room in each gap, by minima over runs of 1, 2, 4, ... moments."""
-    if not gaps:
-        return np.zeros(0, dtype=np.int64)
-    start, stop = (np.array([getattr(gap, name) for gap in gaps]) for name in ("start", "stop"))
-    level = np.frexp(stop - start)[1] - 1
-    least = np.empty(len(gaps), dtype=np.int64)
-    minima = np.tile(room, 2)
-    for exponent in range(int(level.max()) + 1):
-        here = np.flatnonzero(level == exponent)
-        least[here] = np.minimum(minima[start[here]], minima[stop[here] - (1 << exponent)])
-        minima = np.minimum(minima[: -(1 << exponent)], minima[1 << exponent :])
-    return least
-
-
-def _tight_moments(question: _Question) -> list[int]:
-    """Return moments whose room bounds all that the others' does: of those in a row, the ones with most gaps over them.
-
-    Leaving out too many could only make the bound smaller.
-    """
-    n = len(question.room)
-    begins, ends = (np.zeros(n, dtype=bool) for _ in range(2))
-    for gap in question.gaps:
-        begins[gap.start % n] = ends[gap.stop % n] = True
-    return list(_leading(question.room.tolist(), begins.tolist(), ends.tolist()))
-
-
-def _leading(room: Sequence[int], begins: Sequence[bool], ends: Sequence[bool]) -> Iterator[int]:
-    best, more, fewer = 0, False, False
-    """A moment, and whether gaps began or ended since."""
-    for at in range(1, len(room)):
-        more, fewer = more or begins[at], fewer or ends[at]
-        if not fewer and room[at] <= room[best]:
-            best, more = at, False
-        elif more or room[at] < room[best]:
-            yield best
-            best, more, fewer = at, False, False
-    yield best
-
-
 # The ascent.
 
 
@@ -212,15 +170,12 @@ class _Relaxation:
     """The relaxed problem as arrays: prices in, a bound and the gaps kept at these prices out."""
 
     def __init__(self, question: _Question) -> None:
-        n = len(question.room)
-        moments = np.array(_tight_moments(question))
-        self._rooms = question.room[moments]
-        self._num = len(moments)
+        self._rooms = question.room
+        self._num = len(question.room)
         self._sizes = np.array(question.sizes, dtype=np.int64)
-        # Columns of two iterations' moments: a gap that reaches into the next iteration ends there.
-        columns = np.concatenate([moments, moments + n])
-        self._starts = np.searchsorted(columns, [gap.start for gap in question.gaps])
-        self._stops = np.searchsorted(columns, [gap.stop for gap in question.gaps])
+        # Moments of two steps: a gap that reaches into the next step ends there.
+        self._starts = np.array([gap.start for gap in question.gaps])
+        self._stops = np.array([gap.stop for gap in question.gaps])
         epochs = question.epochs
         heads = [at for at, epoch in enumerate(epochs) if epoch is None or at == 0 or epoch != epochs[at - 1]]
         self._heads = np.array(heads)

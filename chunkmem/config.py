@@ -171,7 +171,7 @@ class OptsConfig(
         "world-size chunks.",
     )
     with_mem_cache: bool = option(BOOL, True, about="Memory of freed chunks is kept for reuse.")
-    mem_cache_capacity: int = option(integer(0), 2, about="How many chunks' memory is kept, per tier.")
+    mem_cache_capacity: int = option(integer(0), 2, about="How many chunks' memory is kept on DEVICE.")
     with_async_move: bool = option(
         BOOL, True, about="Chunks are copied asynchronously; false: the same copies, blocking."
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from benchmarks.traffic.gaps import chunks_in_use, chunks_written, rooms_beside
+from benchmarks.traffic.uses import chunks_in_use, chunks_written, rooms_beside
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
 

@@ -8,8 +8,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The outcome of a command."""
+class CommandResult:
+    """What a command found: data, text and exit status."""
 
     data: Mapping[str, Any]
     """JSON-serialisable: what `--json` prints, as one object."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from chunkmem.cli.answer import Answer
+from chunkmem.cli.answer import CommandResult
 from chunkmem.cli.quiet import silenced
 from chunkmem.errors import ConfigError
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments: there are none."""
 
 
-def run(options: argparse.Namespace) -> Answer:
+def run(options: argparse.Namespace) -> CommandResult:
     """Build, and answer where the libraries are.
 
     Raises:
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> Answer:
         builders["storage"] = _storage
     libraries = [_built(name, build) for name, build in builders.items()]
     lines = [line for library in libraries for line in (library["path"], _when(library))]
-    return Answer({"libraries": libraries, "torch": torch.__version__}, "\n".join(lines))
+    return CommandResult({"libraries": libraries, "torch": torch.__version__}, "\n".join(lines))
 
 
 def _when(library: Mapping[str, Any]) -> str:

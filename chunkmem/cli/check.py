@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from chunkmem.cli.answer import Answer, table
+from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.machine import count, parse_size
 from chunkmem.errors import ChunkmemError, ConfigError
 from chunkmem.sizes import format_nbytes, shown
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=count, default=1, metavar="N", help="of random numbers and orders (default: 1)")
 
 
-def run(options: argparse.Namespace) -> Answer:
+def run(options: argparse.Namespace) -> CommandResult:
     """Answer whether all bits are equal.
 
     Raises:
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> Answer:
 
         outcome = _in_another_process(request, on_step)
     report = _report_of(request, outcome) if isinstance(outcome, _Died) else outcome
-    return Answer({"model": request.model, **report.to_dict()}, _text(request, report), fits=report.is_equal)
+    return CommandResult({"model": request.model, **report.to_dict()}, _text(request, report), fits=report.is_equal)
 
 
 @dataclass(frozen=True)

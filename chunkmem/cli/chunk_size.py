@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from chunkmem.cli.answer import Answer, table
+from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.machine import parse_size
 from chunkmem.errors import ChunkmemError, ConfigError
 from chunkmem.layout.pack import SlabCandidate, search_slab_nbytes, slab_candidates
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> Answer:
+def run(options: argparse.Namespace) -> CommandResult:
     """Answer what each candidate would cost.
 
     Raises:
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> Answer:
         "best": _row(best),
         "candidates": [_row(candidate) for candidate in found],
     }
-    return Answer(data, _text(data, found, best))
+    return CommandResult(data, _text(data, found, best))
 
 
 def _tensors(model: str) -> list[TensorSpec]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from chunkmem.cli.answer import Answer
+from chunkmem.cli.answer import CommandResult
 from chunkmem.config import Config, flattened, unavailable_keys
 from chunkmem.errors import ConfigError
 from chunkmem.schema import Section
@@ -40,7 +40,7 @@ JSON Schema, with which editors check while you type.
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One key of the configuration."""
 
     path: str
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--markdown", action="store_true", help="print the page of the documentation")
 
 
-def run(options: argparse.Namespace) -> Answer:
+def run(options: argparse.Namespace) -> CommandResult:
     """Answer with all keys, or with those that a file sets."""
     if options.file is not None and (options.schema or options.markdown):
         raise ConfigError("--schema and --markdown describe every configuration: leave out the file")
@@ -84,14 +84,16 @@ def run(options: argparse.Namespace) -> Answer:
             "title": "chunkmem",
             **Config.json_schema(),
         }
-        return Answer(schema, json.dumps(schema, indent=2))
+        return CommandResult(schema, json.dumps(schema, indent=2))
     if options.file is not None:
         return _checked(options.file)
     keys = list(keys_of(Config))
-    return Answer({"keys": [key.to_dict() for key in keys]}, _markdown(keys) if options.markdown else _text(keys))
+    return CommandResult(
+        {"keys": [key.to_dict() for key in keys]}, _markdown(keys) if options.markdown else _text(keys)
+    )
 
 
-def keys_of(section: type[Section]) -> Iterator[Key]:
+def keys_of(section: type[Section]) -> Iterator[ConfigKey]:
     """Yield every key, those of a section's own before those of the sections in it."""
     purpose = " ".join((section.__doc__ or "").split("\n\n")[0].split())
     sections: list[type[Section]] = []
@@ -101,7 +103,7 @@ def keys_of(section: type[Section]) -> Iterator[Key]:
         sections += inner
         if not inner or each.default is None:
             allowed, about = each.metadata["check"].allowed, each.metadata["about"]
-            yield Key(section.key_path(each.name), purpose, each.default, allowed, about)
+            yield ConfigKey(section.key_path(each.name), purpose, each.default, allowed, about)
     for each_section in sections:
         yield from keys_of(each_section)
 
@@ -110,7 +112,7 @@ def _is_section(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
-def _checked(file: Path) -> Answer:
+def _checked(file: Path) -> CommandResult:
     config = Config.from_json(file)
     defaults = flattened(Config().to_dict())
     found = {path: value for path, value in flattened(config.to_dict()).items() if defaults.get(path) != value}
@@ -119,17 +121,17 @@ def _checked(file: Path) -> Answer:
     lines = [f"{path} = {json.dumps(value)}" for path, value in found.items()] or ["every key has its default"]
     if lacking:
         lines.append(f"not available in this version: {', '.join(lacking)}; leave out or set to the default")
-    return Answer(data, "\n".join(lines), fits=not lacking)
+    return CommandResult(data, "\n".join(lines), fits=not lacking)
 
 
-def _sections(keys: Sequence[Key]) -> Mapping[str, list[Key]]:
-    found: dict[str, list[Key]] = {}
+def _sections(keys: Sequence[ConfigKey]) -> Mapping[str, list[ConfigKey]]:
+    found: dict[str, list[ConfigKey]] = {}
     for key in keys:
         found.setdefault(key.path.rpartition(".")[0], []).append(key)
     return found
 
 
-def _text(keys: Sequence[Key]) -> str:
+def _text(keys: Sequence[ConfigKey]) -> str:
     blocks = []
     for section, members in _sections(keys).items():
         lines = [f"{section}: {members[0].section}" if section else "top level"]
@@ -141,7 +143,7 @@ def _text(keys: Sequence[Key]) -> str:
     return "\n\n".join(blocks)
 
 
-def _markdown(keys: Sequence[Key]) -> str:
+def _markdown(keys: Sequence[ConfigKey]) -> str:
     parts = [_TITLE]
     for section, members in _sections(keys).items():
         heading = f"## `{section}`\n\n{members[0].section}\n" if section else ""

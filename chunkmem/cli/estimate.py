@@ -7,7 +7,7 @@ import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from chunkmem.cli.answer import Answer
+from chunkmem.cli.answer import CommandResult
 from chunkmem.cli.estimate_answer import DTYPES
 from chunkmem.cli.machine import count, parse_size, parse_speed
 from chunkmem.cli.quiet import silenced
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tflops", type=_positive, metavar="X", help="10^12 operations a second that large matrix products reach")
 
 
-def run(options: argparse.Namespace) -> Answer:
+def run(options: argparse.Namespace) -> CommandResult:
     """Answer whether it fits.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from chunkmem.cli.answer import Answer, table
+from chunkmem.cli.answer import CommandResult, table
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import Tier
 
@@ -23,7 +23,9 @@ _ROLES = MappingProxyType(
 )  # fmt: skip
 
 
-def yes(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: Need, finding: Finding) -> Answer:
+def yes(
+    question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: Need, finding: Finding
+) -> CommandResult:
     """Say that it fits, and what a step takes; `other` is the same step with or without checkpointing."""
     peaks = {tier: finding.timeline.peak_nbytes.get(tier, 0) for tier in (Tier.DEVICE, Tier.HOST)}
     with_activations = max(
@@ -74,12 +76,12 @@ def yes(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need:
         is_sparing = question.is_accumulating or question.world == 1
         hint = "" if is_sparing else ": gradients wait for optimizer.step(), unless manager.accumulate(1) precedes it"
         lines.append(f"the first step needs {format_nbytes(finding.first_host_nbytes)} on HOST{hint}")
-    return Answer(data, "\n".join([_subject_text(question, rehearsal, other), "", *lines]))
+    return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other), "", *lines]))
 
 
 def without_plan(
     question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: Need, shortage: CapacityError
-) -> Answer:
+) -> CommandResult:
     """Say that it fits, but not with a plan, which needs more of HOST; so how long a step takes is not known."""
     data = _subject(question, rehearsal, other, need) | {
         "fits": True,
@@ -94,7 +96,7 @@ def without_plan(
         f"{format_nbytes(shortage.needed_nbytes)} ({shortage.needed_nbytes} bytes) at least: every access is served on "
         "demand, which is slower"
     )
-    return Answer(data, "\n".join([_subject_text(question, rehearsal, other), "", line]))
+    return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other), "", line]))
 
 
 def no(
@@ -104,7 +106,7 @@ def no(
     need: Need,
     shortage: CapacityError,
     changes: list[Change],
-) -> Answer:
+) -> CommandResult:
     """Say that it does not fit, which limit binds, and what to change."""
     limit = "device" if need.nbytes > question.device_nbytes else "host"
     needed_nbytes = need.nbytes if limit == "device" else shortage.needed_nbytes
@@ -127,7 +129,7 @@ def no(
     ]
     if len(changes) > 1:
         lines.append(f"or one of: {'; '.join(map(_shown, changes[1:]))}")
-    return Answer(data, "\n".join([_subject_text(question, rehearsal, other), "", *lines]), fits=False)
+    return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other), "", *lines]), fits=False)
 
 
 def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: Need) -> dict[str, Any]:

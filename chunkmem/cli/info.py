@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chunkmem.cli.answer import Answer, table
+from chunkmem.cli.answer import CommandResult, table
 from chunkmem.sizes import format_nbytes
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments: there are none."""
 
 
-def run(options: argparse.Namespace) -> Answer:
+def run(options: argparse.Namespace) -> CommandResult:
     """Answer what is there."""
     missing: list[str] = []
 
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> Answer:
         "speeds": found("speeds", _speeds),
         "missing": missing,
     }
-    return Answer(data, _text(data))
+    return CommandResult(data, _text(data))
 
 
 class _AbsentError(Exception):

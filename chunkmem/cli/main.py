@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from chunkmem.cli import build, check, chunk_size, config, estimate, info, plan, report
-from chunkmem.cli.answer import Answer
+from chunkmem.cli.answer import CommandResult
 from chunkmem.errors import ChunkmemError
 
 BAD_INPUT = 2
@@ -67,7 +67,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _print(answer: Answer, *, as_json: bool) -> int:
+def _print(answer: CommandResult, *, as_json: bool) -> int:
     text = json.dumps(answer.data, allow_nan=False) if as_json else answer.text
     try:
         print(text, flush=True)
@@ -76,5 +76,5 @@ def _print(answer: Answer, *, as_json: bool) -> int:
     return 0 if answer.fits else DOES_NOT_FIT
 
 
-Run = Callable[[argparse.Namespace], Answer]
+Run = Callable[[argparse.Namespace], CommandResult]
 """What each command's module has as `run`, in addition to `NAME`, `SUMMARY`, `DESCRIPTION` and `add_arguments`."""

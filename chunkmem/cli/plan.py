@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from chunkmem.cli.answer import Answer, table
+from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.machine import add_machine_arguments, machine_of
 from chunkmem.errors import CapacityError, ConfigError, PlanError
 from chunkmem.plan.machine import Machine
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan here, as a whole or not at all")
 
 
-def run(options: argparse.Namespace) -> Answer:
+def run(options: argparse.Namespace) -> CommandResult:
     """Plan the trace, and answer how it would run or why it does not fit."""
     from chunkmem.bound import traffic_bound
 
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> Answer:
     if options.out is not None:
         plan.save(options.out)
     result = Result(path, trace, plan, simulate(plan, trace), bound, options.out)
-    return Answer(result.data(), _printable("\n".join(result.lines())))
+    return CommandResult(result.data(), _printable("\n".join(result.lines())))
 
 
 def _share(option: str, value: str | float) -> float:
@@ -83,14 +83,14 @@ def _share(option: str, value: str | float) -> float:
     return share
 
 
-def _no(error: PlanError, path: str, trace: Trace, machine: Machine) -> Answer:
+def _no(error: PlanError, path: str, trace: Trace, machine: Machine) -> CommandResult:
     data = {
         "fits": False,
         **_question(path, trace, machine),
         "needed_nbytes": error.needed_nbytes if isinstance(error, CapacityError) else None,
         "reason": str(error),
     }
-    return Answer(data, _printable(f"does not fit: {' '.join(str(error).split())}"), fits=False)
+    return CommandResult(data, _printable(f"does not fit: {' '.join(str(error).split())}"), fits=False)
 
 
 def _printable(text: str) -> str:
@@ -209,8 +209,8 @@ class Result:
             for tier in (Tier.DEVICE, Tier.HOST)
         ])  # fmt: skip
         if self.plan.machine.charges_non_model:
-            beside = max(moment.non_model_peak_nbytes for moment in self.trace.moments)
-            yield f"the cap on DEVICE also covers up to {format_nbytes(beside)} of non-model data"
+            non_model = max(moment.non_model_peak_nbytes for moment in self.trace.moments)
+            yield f"the cap on DEVICE also covers up to {format_nbytes(non_model)} of non-model data"
         if self.out is not None:
             yield f"\nwritten to {self.out}"
 

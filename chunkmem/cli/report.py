@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chunkmem.cli.answer import Answer, table
+from chunkmem.cli.answer import CommandResult, table
 
 NAME = "report"
 SUMMARY = "pictures of a recorded run"
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--perfetto", action="store_true", help="write perfetto.json, a Chrome trace, as well")
 
 
-def run(options: argparse.Namespace) -> Answer:
+def run(options: argparse.Namespace) -> CommandResult:
     """Read the runs, write the picture and the page, and tell the figures."""
     from chunkmem.report.files import write_report
     from chunkmem.report.run import load_run
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> Answer:
     names = {key: None if path is None else str(path) for key, path in files.items()}
     data = {"run": summaries[0], "against": against, "files": names, "notes": notes}
     lines = _lines(summaries, [name for name in names.values() if name], notes)
-    return Answer(data, "\n".join(map(_printable, lines)))
+    return CommandResult(data, "\n".join(map(_printable, lines)))
 
 
 def _printable(text: str) -> str:

@@ -3,35 +3,108 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from html import escape
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
-from chunkmem.plan.model import Lane
-from chunkmem.plan.timeline import Span, Timeline
-from chunkmem.report.clock import moment_starts_s, phases
-from chunkmem.report.replay import replay
-from chunkmem.report.run import Run, label_of, lane_of, measured_nbytes
-from chunkmem.report.summary import summarize
-from chunkmem.trace.model import Kind, Trace
+from chunkmem.plan.timeline import Timeline
+from chunkmem.report.clock import BACKWARD, FORWARD, STEP, phases
+from chunkmem.report.replay import ChunkHistory, replay
+from chunkmem.report.run import Run, measured_nbytes
+from chunkmem.report.summary import PlainPyTorch, summarize
+from chunkmem.report.text import format_s
+from chunkmem.report.tracks import (
+    BOTH,
+    HELD,
+    LAYER,
+    NO_CONTENT,
+    NOWHERE,
+    STALL,
+    MemoryGraph,
+    Slice,
+    Tip,
+    Track,
+    chunk_track,
+    lane_tracks,
+    memory_graphs,
+    module_tracks,
+    moment_line,
+    moment_tips,
+    starts_ns,
+)
+from chunkmem.sizes import format_nbytes
+from chunkmem.trace.model import Trace
 from chunkmem.types import ChunkId
 
-_SCRIPTS = ("data.js", "draw.js", "view.js", "lanes.js", "chunks.js", "overview.js", "tips.js", "panel.js", "main.js")
-"""In this order; later ones use what earlier ones define."""
-_LANES = tuple(Lane)
-_NS = 1e9
+_SCRIPTS = ("draw.js", "page.js")
+"""In this order; the later one uses what the earlier one defines."""
+
+
+class Style(NamedTuple):
+    """How slices of one kind, or an area or line of a graph, look."""
+
+    color: str
+    """Empty: not drawn."""
+    ink: str = "#000"
+    """Of the text in it."""
+    height: float = 1.0
+    """Of the track's."""
+    least: int = 1
+    """Pixels it is wide at the least."""
+    pattern: str = ""
+    """Slices may be ``"hatched"``, lines ``"dashed"``."""
+
+
+# Okabe and Ito's colours: they keep apart for colour-blind eyes. The tiers also differ in lightness, for grey print.
+# Their yellow is paler here, as it covers most of the page.
+STYLES = {
+    FORWARD: Style("#009E73", "#fff"),
+    BACKWARD: Style("#CC79A7"),
+    STEP: Style("#E69F00"),
+    f"{FORWARD} {LAYER}": Style("#B5E3D5"),
+    f"{BACKWARD} {LAYER}": Style("#F0D3E2"),
+    STALL: Style("#D55E00", "#fff", least=2, pattern="hatched"),
+    "device": Style("#0072B2", "#fff"),
+    BOTH: Style("#56B4E9"),
+    "host": Style("#F1E488"),
+    NO_CONTENT: Style("#D0D5DB"),
+    NOWHERE: Style(""),
+    HELD: Style("#111111", height=0.25),
+    "chunks": Style("#8FA3B5"),
+    "non-model data": Style("#DDDDDD"),
+    "cap": Style("#D55E00"),
+    "plain PyTorch": Style("#1A1F26", pattern="dashed"),
+}
+_LEGEND: Mapping[str, Mapping[str, str]] = {
+    "computing": {FORWARD: "forward", BACKWARD: "backward", STEP: "optimizer step", STALL: "stall: waits for a copy"},
+    "newest version on, copies to": {
+        "device": "DEVICE",
+        BOTH: "both",
+        "host": "HOST",
+        NO_CONTENT: "neither (an empty slab)",
+        HELD: "in use",
+    },
+}
 
 
 def timeline_page(runs: Sequence[Run]) -> str:
     """Return the page of one run, or of two under each other on one time axis.
 
     [Note: Data of the page] Times are integers of nanoseconds since the step began. A sorted column is kept as its
-    first value and the differences after it, which are short. Names stand once, in tables; columns have their indexes.
+    first value and the differences after it, which are short. Texts and tips stand once, in tables; columns have their
+    indexes.
     """
-    text = (resources.files("chunkmem.report") / "page.html").read_text(encoding="utf-8")
+    text = _source("page.html")
+    tables = _Tables()
+    data = [_run_data(run, tables) for run in runs]
+    names = _names(runs)
     parts = {
         "STYLE": _source("page.css"),
-        "DATA": _embedded([_run_data(run, name) for run, name in zip(runs, _names(runs), strict=True)]),
+        "TITLE": _html(" and ".join(names)),
+        "LEGEND": "\n".join(_legend()),
+        "PANELS": "\n".join(_panel(run, name) for run, name in zip(runs, names, strict=True)),
+        "DATA": _embedded({"styles": list(STYLES.values()), **tables.columns(), "runs": data}),
         "SCRIPT": "\n".join(_source(name) for name in _SCRIPTS),
     }
     before, *rest = text.split("<!--")
@@ -53,86 +126,168 @@ def _embedded(value: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+def _html(text: str) -> str:
+    """Return any text as HTML, lone surrogates too, which no file can hold."""
+    return escape(text).encode("ascii", "xmlcharrefreplace").decode()
+
+
 def _names(runs: Sequence[Run]) -> list[str]:
     names = [run.name for run in runs]
     return names if len(set(names)) == len(runs) else [str(run.path) for run in runs]
 
 
-def _run_data(run: Run, name: str) -> dict[str, Any]:
-    trace, stays = run.trace, replay(run.plan, run.trace)
-    labels: dict[str, int] = {}
-    rows = {chunk: index for index, chunk in enumerate(stays)}
+# Words.
+
+
+def _legend() -> Iterator[str]:
+    for group, entries in _LEGEND.items():
+        yield f'<span class="group">{group}</span>'
+        for style, text in entries.items():
+            look, color = STYLES[style], STYLES[style].color
+            paint = f"linear-gradient(#fff 65%, {color} 65%)" if look.height < 1 else color
+            if look.pattern == "hatched":
+                paint = f"repeating-linear-gradient(45deg, {color} 0 3px, #fff 3px 4px)"
+            yield f'<span><i style="background: {paint}"></i>{text}</span>'
+
+
+def _panel(run: Run, name: str) -> str:
+    summary = summarize(run)
+    lines = [f'<section class="panel">\n<h2 title="{_html(summary["run"])}">{_html(name)}</h2>']
+    for mode, other in (("happened", "predicted"), ("predicted", "happened")):
+        figures = "\n".join(_figures(summary, mode, other))
+        lines.append(f'<p class="figures" data-of="{mode}">{figures}</p>')
+    lines.append(f'<p class="notes">{"".join(_notes(summary, PlainPyTorch.of(run.trace)))}</p>')
+    label = _html(f"{name}: what ran when, and the residency of each chunk")
+    lines.append(f'<div class="plot"><canvas aria-label="{label}"></canvas><div class="cross"></div>')
+    lines.append('<div class="scroll"><div></div></div></div>\n</section>')
+    return "\n".join(lines)
+
+
+def _figures(summary: Mapping[str, Any], mode: str, other: str) -> Iterator[str]:
+    """Yield the figures of one view, and in brackets the other's where it differs."""
+
+    def figure(name: str, of: Callable[[Mapping[str, Any]], str], cap: str = "") -> str:
+        one, two = of(summary[mode]), of(summary[other])
+        rest = cap + (f" ({other} {two})" if two != one else "")
+        return f"<span>{name} <b>{one}</b><small>{rest}</small></span>"
+
+    def stalls(view: Mapping[str, Any]) -> str:
+        return f"{format_s(view['stall_s'])} in {view['num_stalls']}" if view["num_stalls"] else "none"
+
+    yield figure("step", lambda view: format_s(view["step_s"]))
+    yield figure("stalls", stalls)
+    yield figure("to DEVICE", lambda view: format_nbytes(view["moved_nbytes"]["h2d"]))
+    yield figure("to HOST", lambda view: format_nbytes(view["moved_nbytes"]["d2h"]))
+    yield figure("in time", lambda view: f"{view['prefetched']} of {view['fetched']}")
+    cap = f" of {format_nbytes(summary['cap_nbytes']['device'])} on DEVICE"
+    yield figure("peak", lambda view: format_nbytes(view["peak_nbytes"]["device"]), cap)
+
+
+def _notes(summary: Mapping[str, Any], plain: PlainPyTorch) -> Iterator[str]:
+    if number := summary["happened"]["plan_misses"]:
+        yield (
+            '<span class="warning">Not all of the plan was followed: '
+            f"{'1 access was' if number == 1 else f'{number} accesses were'} not foreseen. "
+            "Chunks are drawn where the plan has them, also where they were not.</span>"
+        )
+    as_predicted = "Bytes on each link and the peak of each tier are as predicted."
+    yield " \u00b7 ".join(map(_html, summary["differences"])) or as_predicted
+    yield (
+        f" Plain PyTorch would hold {format_nbytes(plain.nbytes)}: {format_nbytes(plain.model_nbytes)} of weights, "
+        f"gradients and optimizer states, and {format_nbytes(plain.non_model_nbytes)} of non-model data at its highest."
+    )
+
+
+# Data.
+
+
+class _Tables:
+    """Texts and tips, each once."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, int] = {"": 0}
+        self._tips: dict[Tip, int] = {}
+        self._styles = {style: index for index, style in enumerate(STYLES)}
+
+    def text(self, text: str) -> int:
+        return self._texts.setdefault(text, len(self._texts))
+
+    def tip(self, tip: Tip) -> int:
+        return self._tips.setdefault(tip, len(self._tips))
+
+    def style(self, style: str) -> int:
+        return self._styles[style]
+
+    def columns(self) -> dict[str, list[Any]]:
+        tips = [[self.text(text) for text in (tip.title, tip.lead, tip.rest)] for tip in self._tips]
+        return {"texts": list(self._texts), "tips": tips}
+
+
+def _run_data(run: Run, tables: _Tables) -> dict[str, Any]:
+    histories, num_moments = replay(run.plan, run.trace), len(run.trace.moments)
     measured = measured_nbytes(run)
+    happened = [measured.get(at) for at in range(num_moments)]
+    groups: dict[str, list[int]] = {}
+    for row, chunk in enumerate(histories):
+        groups.setdefault(chunk.role.value, []).append(row)
     return {
-        "name": name,
-        "summary": summarize(run),
-        "chunks": [[str(chunk), chunk.role.value, trace.chunk_nbytes[chunk]] for chunk in stays],
-        "changes": [
-            [_differences(moment for moment, _ in stay.changes), [state for _, state in stay.changes]]
-            for stay in stays.values()
-        ],
-        "held": [
-            [_differences(begin for begin, _ in stay.held), [end - begin for begin, end in stay.held]]
-            for stay in stays.values()
-        ],
-        "moments": _moment_data(trace, rows, labels),
-        "phases": [[name, start] for name, start, _ in phases(trace)],
+        "groups": [[f"{name} \u00b7 {len(rows)}", rows[0], rows[-1] + 1] for name, rows in groups.items()],
+        "phases": [start for _, start, _ in phases(run.trace)],
         "views": {
-            "happened": _view(run, run.happened, [measured.get(at) for at in range(len(trace.moments))], rows, labels),
-            "predicted": _view(run, run.predicted, run.predicted.device_nbytes, rows, labels),
+            "happened": _view(run, run.happened, happened, histories, tables),
+            "predicted": _view(run, run.predicted, run.predicted.device_nbytes, histories, tables),
         },
-        "labels": list(labels),  # Last: all of them are known now.
-    }  # fmt: skip
-
-
-def _moment_data(trace: Trace, rows: dict[ChunkId, int], labels: dict[str, int]) -> dict[str, list[Any]]:
-    moments, kinds = trace.moments, tuple(Kind)
-    return {
-        "kinds": [kind.value for kind in kinds],
-        "kind": [kinds.index(moment.kind) for moment in moments],
-        "row": [rows[moment.chunk] for moment in moments],
-        "label": [labels.setdefault(str(moment), len(labels)) for moment in moments],
-        "beside": [moment.non_model_peak_nbytes for moment in moments],
-        "sampled": [moment.sampled_peak_nbytes for moment in moments],
     }
 
 
 def _view(
-    run: Run, timeline: Timeline, device_nbytes: Sequence[int | None], rows: dict[ChunkId, int], labels: dict[str, int]
+    run: Run,
+    timeline: Timeline,
+    nbytes: Sequence[int | None],
+    histories: Mapping[ChunkId, ChunkHistory],
+    tables: _Tables,
 ) -> dict[str, Any]:
-    by_lane: dict[Lane, list[Span]] = {}
-    stalls: list[Span] = []
-    for span in timeline.spans:
-        (stalls if span.is_stall else by_lane.setdefault(lane_of(span, run), [])).append(span)
-    starts = [_ns(start_s) for start_s in moment_starts_s(timeline, len(run.trace.moments))]
-    lanes = [[lane.value, _spans(by_lane[lane], run.trace, rows, labels)] for lane in _LANES if lane in by_lane]
+    trace = run.trace
+    starts = starts_ns(timeline, len(trace.moments))
+    lanes = lane_tracks(run, timeline)
+    ends = [(piece.start_ns, piece.end_ns) for track in lanes for piece in (*track.slices, *track.over)]
     return {
-        "step": _ns(timeline.step_s),
+        "range": [min([0, *(span[0] for span in ends)]), max([starts[-1], *(span[1] for span in ends)])],
         "starts": _differences(starts),
-        "nbytes": list(device_nbytes),
-        "lanes": lanes,
-        "stalls": _spans(stalls, run.trace, rows, labels),
+        "moments": _moments(trace, moment_tips(run, nbytes), tables),
+        "graphs": [_graph(graph, tables) for graph in memory_graphs(run, nbytes, PlainPyTorch.of(trace))],
+        "lanes": [_track(track, tables) for track in (*module_tracks(trace, starts), *lanes)],
+        "chunks": [_track(chunk_track(*item, trace, starts), tables) for item in histories.items()],
     }
 
 
-def _spans(
-    spans: Iterable[Span], trace: Trace, rows: dict[ChunkId, int], labels: dict[str, int]
-) -> dict[str, list[int]]:
-    """Return spans as columns; a span without a chunk has row -1."""
-    ordered = sorted(spans, key=lambda span: (span.start_s, span.end_s))
-    names = [label_of(span, trace.moments[max(0, span.moment)]) for span in ordered]
+def _moments(trace: Trace, tips: Sequence[Tip], tables: _Tables) -> dict[str, list[int]]:
+    lines = [tables.text(moment_line(trace, index)) for index in range(len(trace.moments))]
+    return {"line": lines, "tip": [tables.tip(tip) for tip in tips]}
+
+
+def _track(track: Track, tables: _Tables) -> dict[str, Any]:
+    return {"name": track.name, "layers": [_slices(layer, tables) for layer in (track.slices, track.over) if layer]}
+
+
+def _slices(slices: Sequence[Slice], tables: _Tables) -> dict[str, list[int]]:
     return {
-        "start": _differences(_ns(span.start_s) for span in ordered),
-        "took": [_ns(span.end_s) - _ns(span.start_s) for span in ordered],
-        "label": [labels.setdefault(name, len(labels)) for name in names],
-        "moment": [span.moment for span in ordered],
-        "row": [-1 if span.chunk is None else rows[span.chunk] for span in ordered],
-        "nbytes": [span.nbytes for span in ordered],
+        "start": _differences(piece.start_ns for piece in slices),
+        "took": [piece.end_ns - piece.start_ns for piece in slices],
+        "style": [tables.style(piece.style) for piece in slices],
+        "text": [tables.text(piece.text) for piece in slices],
+        "tip": [tables.tip(piece.tip) for piece in slices],
     }
 
 
-def _ns(seconds: float) -> int:
-    return round(seconds * _NS)
+def _graph(graph: MemoryGraph, tables: _Tables) -> dict[str, Any]:
+    return {
+        "name": graph.name,
+        "note": graph.note,
+        "areas": [[tables.style(style), list(nbytes)] for style, nbytes in graph.areas],
+        "levels": [[level.nbytes, tables.style(level.style), level.text] for level in graph.levels],
+        "top": graph.top_nbytes,
+    }
 
 
 def _differences(values: Iterable[int]) -> list[int]:

@@ -13,27 +13,13 @@ from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Timeline
 from chunkmem.report.clock import moment_starts_s, phases
 from chunkmem.report.replay import replay, role_nbytes
-from chunkmem.report.run import Run, label_of, lane_of, measured_nbytes
+from chunkmem.report.run import LANE_NAMES, Run, label_of, lane_of, measured_nbytes
 from chunkmem.types import Tier
 
 _PHASES, _STALLS = 0, 2
 """Rows besides those of lanes."""
-_ROWS: Mapping[Lane, int] = {
-    Lane.COMPUTE: 1,
-    Lane.H2D: 3,
-    Lane.D2H: 4,
-    Lane.HOST_UPDATE: 5,
-    Lane.COLLECTIVE: 6,
-}
-_NAMES: Mapping[int, str] = {
-    _PHASES: "step",
-    _ROWS[Lane.COMPUTE]: "compute",
-    _STALLS: "stalls",
-    _ROWS[Lane.H2D]: "copies to DEVICE",
-    _ROWS[Lane.D2H]: "copies to HOST",
-    _ROWS[Lane.HOST_UPDATE]: "updates on HOST",
-    _ROWS[Lane.COLLECTIVE]: "between ranks",
-}
+_ROWS: Mapping[Lane, int] = dict(zip(LANE_NAMES, (1, 3, 4, 5, 6), strict=True))
+_NAMES: Mapping[int, str] = {_PHASES: "step", _STALLS: "stalls"} | {_ROWS[lane]: LANE_NAMES[lane] for lane in _ROWS}
 _US = 1e6
 
 Event = dict[str, Any]

@@ -26,12 +26,12 @@ _COLORS = {
     Role.EXP_AVG_SQ: "#009E73",
     Role.GRAD: "#E69F00",
 }
-_BESIDE_COLOR = "#DDDDDD"
+_NON_MODEL_COLOR = "#DDDDDD"
 _CAP_COLOR = "#D55E00"
 _MEASURED_COLOR = "#CC79A7"
 _NAMES = {Role.PARAM: "weights", Role.MASTER: "master weights", Role.GRAD: "gradients"}
-_BESIDE = "beside the chunks"
-_PREDICTED, _MEASURED, _SAMPLED = "chunks, as planned", "chunks, as measured", "beside, as sampled"
+_NON_MODEL = "non-model data"
+_PREDICTED, _MEASURED, _SAMPLED = "chunks, as planned", "chunks, as measured", "non-model data, as sampled"
 _SCALES = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
 
 
@@ -40,20 +40,20 @@ class _Columns:
     """What is drawn, in bytes by moment."""
 
     roles: Mapping[Tier, Mapping[Role, Sequence[int]]]
-    beside: Sequence[int]
+    non_model: Sequence[int]
     sampled: Sequence[int]
     predicted: Sequence[int]
     measured: Mapping[int, int]
     caps: Mapping[Tier, int]
     is_charged: bool
-    """The cap on DEVICE covers what is beside the chunks, too."""
+    """The cap on DEVICE covers non-model data, too."""
 
     @classmethod
     def of(cls, run: Run) -> _Columns:
-        stays, machine = replay(run.plan, run.trace), run.plan.machine
+        histories, machine = replay(run.plan, run.trace), run.plan.machine
         return cls(
-            roles={tier: role_nbytes(stays, run.trace, tier) for tier in (Tier.DEVICE, Tier.HOST)},
-            beside=[moment.non_model_peak_nbytes for moment in run.trace.moments],
+            roles={tier: role_nbytes(histories, run.trace, tier) for tier in (Tier.DEVICE, Tier.HOST)},
+            non_model=[moment.non_model_peak_nbytes for moment in run.trace.moments],
             sampled=[moment.sampled_peak_nbytes for moment in run.trace.moments],
             predicted=run.predicted.device_nbytes,
             measured=measured_nbytes(run),
@@ -80,9 +80,9 @@ def memory_picture(run: Run) -> bytes:
             'matplotlib is missing, which draws memory.png; pip install -e ".[plot]" brings it'
         ) from None
     columns = _Columns.of(run)
-    # Where the cap does not cover what is beside the chunks, that may be many times as much, and gets its own scale.
+    # Non-model data that the cap does not cover may be many times as much as chunks, and gets a scale of its own.
     room = max(columns.caps[Tier.DEVICE], columns.peak(Tier.DEVICE))
-    is_apart = not columns.is_charged and max(columns.beside) > room
+    is_apart = not columns.is_charged and max(columns.non_model) > room
     heights = [3.6, *([2.4] if columns.roles[Tier.HOST] else []), *([1.2] if is_apart else [])]
     figure = Figure(figsize=(11, 1.4 + sum(heights)), layout="constrained")
     panels = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
@@ -95,17 +95,17 @@ def memory_picture(run: Run) -> bytes:
     if columns.roles[Tier.HOST]:
         _draw_host(next(rest), columns)
     if is_apart:
-        _draw_beside(next(rest), columns)
+        _draw_non_model(next(rest), columns)
     _draw_phases(panels, run)
     departed = f"; {times} the step missed its plan" if (times := plan_misses(run.happened.plan_misses)) else ""
     panels[-1].set_xlabel(f"moments of the step, in order{departed}", fontsize=11)
     for axes in panels:
-        axes.set_xlim(0, len(columns.beside))
+        axes.set_xlim(0, len(columns.non_model))
         axes.tick_params(labelsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     # One entry each, in the order they are stacked; a panel may lack some.
     patches = {text: patch for axes in panels for patch, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    order = [*(_NAMES.get(role, role.value) for role in _COLORS), _BESIDE, _PREDICTED, _MEASURED, _SAMPLED]
+    order = [*(_NAMES.get(role, role.value) for role in _COLORS), _NON_MODEL, _PREDICTED, _MEASURED, _SAMPLED]
     texts = [text for text in order if text in patches]
     figure.legend([patches[text] for text in texts], texts, loc="outside lower center", ncols=4, frameon=False)
     content = io.BytesIO()
@@ -127,18 +127,18 @@ def _draw_phases(panels: Sequence[Axes], run: Run) -> None:
 
 def _draw_device(axes: Axes, columns: _Columns, *, is_apart: bool) -> None:
     cap, chunk_peak = columns.caps[Tier.DEVICE], columns.peak(Tier.DEVICE)
-    total = max(a + b for a, b in zip(columns.predicted, columns.beside, strict=True))
+    total = max(a + b for a, b in zip(columns.predicted, columns.non_model, strict=True))
     top = 1.08 * (chunk_peak if is_apart else max(total, chunk_peak))
     # A cap far above what is used would flatten everything below it.
     show_cap = cap <= 2 * top
     unit, scale = _scale(max(top, 1))
-    x = range(len(columns.beside) + 1)
+    x = range(len(columns.non_model) + 1)
     bottom = _draw_roles(axes, columns, Tier.DEVICE, scale)
     if not is_apart:
-        above = [low + beside / scale for low, beside in zip(bottom, _held(columns.beside), strict=True)]
-        axes.fill_between(x, bottom, above, step="post", color=_BESIDE_COLOR, linewidth=0, label=_BESIDE)
+        above = [low + nbytes / scale for low, nbytes in zip(bottom, _held(columns.non_model), strict=True)]
+        axes.fill_between(x, bottom, above, step="post", color=_NON_MODEL_COLOR, linewidth=0, label=_NON_MODEL)
     if columns.measured:
-        measured = [columns.measured.get(moment, float("nan")) / scale for moment in range(len(columns.beside))]
+        measured = [columns.measured.get(moment, float("nan")) / scale for moment in range(len(columns.non_model))]
         axes.step(x, _held(measured), where="post", color=_MEASURED_COLOR, linewidth=2.4, label=_MEASURED)
     # Above the measured one, and thinner: where they agree both are seen.
     predicted = [nbytes / scale for nbytes in columns.predicted]
@@ -148,26 +148,28 @@ def _draw_device(axes: Axes, columns: _Columns, *, is_apart: bool) -> None:
         top = max(top, 1.12 * cap)
     else:
         _note(axes, f"cap {format_nbytes(cap)}, far above")
-    if not columns.is_charged and not is_apart and any(columns.beside):
-        text = f"the cap does not cover what is {_BESIDE}"
+    if not columns.is_charged and not is_apart and any(columns.non_model):
+        text = f"the cap does not cover {_NON_MODEL}"
         axes.text(0.005, 0.97, text, transform=axes.transAxes, va="top", fontsize=10)
     axes.set_ylim(0, top / scale)
     axes.set_ylabel(f"DEVICE, {unit}", fontsize=11)
 
 
-def _draw_beside(axes: Axes, columns: _Columns) -> None:
-    """Draw what is beside the chunks on a scale of its own."""
-    unit, scale = _scale(max(*columns.beside, *columns.sampled, 1))
-    x = range(len(columns.beside) + 1)
-    beside = [nbytes / scale for nbytes in columns.beside]
-    axes.fill_between(x, 0, _held(beside), step="post", color=_BESIDE_COLOR, linewidth=0, label=_BESIDE)
-    axes.step(x, _held(beside), where="post", color="#666666", linewidth=0.8)
+def _draw_non_model(axes: Axes, columns: _Columns) -> None:
+    """Draw non-model data on a scale of its own."""
+    unit, scale = _scale(max(*columns.non_model, *columns.sampled, 1))
+    x = range(len(columns.non_model) + 1)
+    non_model = [nbytes / scale for nbytes in columns.non_model]
+    axes.fill_between(x, 0, _held(non_model), step="post", color=_NON_MODEL_COLOR, linewidth=0, label=_NON_MODEL)
+    axes.step(x, _held(non_model), where="post", color="#666666", linewidth=0.8)
     if any(columns.sampled):
         sampled = [nbytes / scale for nbytes in columns.sampled]
         axes.step(x, _held(sampled), where="post", color="black", linewidth=1, linestyle="--", label=_SAMPLED)
-    _note(axes, f"activations and temporaries, up to {format_nbytes(max(columns.beside))}: the cap does not cover them")
-    axes.set_ylim(0, 1.45 * max(*columns.beside, *columns.sampled, 1) / scale)
-    axes.set_ylabel(f"beside, {unit}", fontsize=11)
+    _note(
+        axes, f"activations and temporaries, up to {format_nbytes(max(columns.non_model))}: the cap does not cover them"
+    )
+    axes.set_ylim(0, 1.45 * max(*columns.non_model, *columns.sampled, 1) / scale)
+    axes.set_ylabel(f"non-model, {unit}", fontsize=11)
 
 
 def _draw_host(axes: Axes, columns: _Columns) -> None:
@@ -185,7 +187,7 @@ def _draw_host(axes: Axes, columns: _Columns) -> None:
 
 def _draw_roles(axes: Axes, columns: _Columns, tier: Tier, scale: int) -> list[float]:
     """Stack the roles; return the stack's upper edge."""
-    x = range(len(columns.beside) + 1)
+    x = range(len(columns.non_model) + 1)
     bottom = [0.0] * len(x)
     for role in (role for role in _COLORS if role in columns.roles[tier]):
         nbytes = columns.roles[tier][role]

@@ -13,6 +13,15 @@ from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import Tier
 
+LANE_NAMES = {
+    Lane.COMPUTE: "compute",
+    Lane.H2D: "copies to DEVICE",
+    Lane.D2H: "copies to HOST",
+    Lane.HOST_UPDATE: "updates on HOST",
+    Lane.COLLECTIVE: "between ranks",
+}
+"""In the order in which they are drawn."""
+
 
 @dataclass(frozen=True)
 class Run:

@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Timeline, differences
 from chunkmem.report.run import Run
-from chunkmem.trace.model import Moment
-from chunkmem.types import Role, Tier
+from chunkmem.trace.model import Moment, Trace
+from chunkmem.types import ChunkId, Role, Tier
 
 LINKS = (Lane.H2D, Lane.D2H)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainPyTorch:
+    """What the same step holds on DEVICE in plain PyTorch, where everything is resident."""
+
+    model_nbytes: int
+    """Weights, gradients and optimizer states: all chunks of the trace. Of several ranks each holds all of them, so
+    for the groups of other ranks optimizer states are added, in proportion to those that this rank has."""
+    non_model_nbytes: int
+    """The highest of the trace's moments."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.model_nbytes + self.non_model_nbytes
+
+    @classmethod
+    def of(cls, trace: Trace) -> PlainPyTorch:
+        sizes = trace.chunk_nbytes
+        total = sum(sizes.values())
+        trained = [chunk for chunk in sizes if chunk.role is Role.PARAM and ChunkId(Role.GRAD, chunk.group) in sizes]
+        remote_nbytes = sum(sizes[chunk] for chunk in trained if trace.is_remote(chunk))
+        owned_nbytes = sum(sizes[chunk] for chunk in trained if not trace.is_remote(chunk))
+        if remote_nbytes and owned_nbytes:
+            states_nbytes = sum(n for chunk, n in sizes.items() if chunk.role not in (Role.PARAM, Role.GRAD))
+            total += states_nbytes * remote_nbytes // owned_nbytes
+        return cls(total, max((moment.non_model_peak_nbytes for moment in trace.moments), default=0))
 
 
 def summarize(run: Run) -> dict[str, Any]:
@@ -28,6 +56,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "happened": _figures(run.happened),
         "differences": differences(run.predicted, run.happened),
         "non_model": _non_model(run),
+        "plain_pytorch_nbytes": PlainPyTorch.of(run.trace).nbytes,
     }
 
 

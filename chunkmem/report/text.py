@@ -61,7 +61,7 @@ def difference_lines(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def non_model_lines(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the bytes of non-model data: activations, gradients under way, temporaries."""
+    """Yield the bytes of non-model data: activations, gradients being computed, temporaries."""
     found = summary["non_model"]
     yield f"highest at operator boundaries: {_at(found['probe'])}"
     interval_s = found["sampling_interval_s"]

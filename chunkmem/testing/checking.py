@@ -25,7 +25,7 @@ from chunkmem.testing.difference import Train, first_difference, located
 from chunkmem.testing.lanes import AdversarialLanes
 from chunkmem.testing.plain import DTYPES, Plain
 from chunkmem.testing.reasons import Observed, observing, reason_not_repeated, reason_of_difference, reason_of_error
-from chunkmem.testing.training import Chunked, Outcome, Side, Workload, train
+from chunkmem.testing.training import Chunked, Side, TrainingResult, Workload, train
 
 _MODEL_DATA_NBYTES = 16
 """Of one parameter, over all roles, in every precision."""
@@ -158,7 +158,7 @@ class _Check:
         for index in range(0 if self._compute.is_accelerator else self._settings.num_orders):
             yield self._late(smallest, seed=self._settings.seed + index)
 
-    def _plain_outcome(self) -> Outcome:
+    def _plain_outcome(self) -> TrainingResult:
         workload = observing(self._workload, self._seen, dtype=DTYPES[self._settings.precision])
         try:
             outcome = self._in_plain(FIRST, self._settings.steps, workload)
@@ -226,7 +226,7 @@ class _Check:
         make_lanes: Callable[[ComputeDevice], Lanes] | None = None,
         was_equal_with_room: bool = False,
     ) -> tuple[Comparison, Exception | None]:
-        def train_in_chunks(steps: int) -> Outcome:
+        def train_in_chunks(steps: int) -> TrainingResult:
             with ChunkManager(self._config(device_nbytes), make_lanes=make_lanes) as manager:
                 outcome = self._train(name, Chunked(manager, is_guarded=is_guarded), steps)
                 self._memory = manager.memory()
@@ -264,11 +264,11 @@ class _Check:
                 return Comparison(name, error=said, warnings=self._new(caught)), error
         return Comparison(name, difference=difference, warnings=self._new(caught)), None
 
-    def _in_plain(self, name: str, steps: int, workload: Workload | None = None) -> Outcome:
+    def _in_plain(self, name: str, steps: int, workload: Workload | None = None) -> TrainingResult:
         side = Plain(self._compute.device, Config.from_dict({"precision": self._settings.precision}))
         return self._train(name, side, steps, workload)
 
-    def _train(self, name: str, side: Side, steps: int, workload: Workload | None = None) -> Outcome:
+    def _train(self, name: str, side: Side, steps: int, workload: Workload | None = None) -> TrainingResult:
         # The order of sums depends on it, and a model may have changed it.
         torch.set_num_threads(self._num_threads)
         workload = replace(workload or self._workload, on_step=partial(self._on_step, name))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkmem.testing.training import Outcome
+from chunkmem.testing.training import TrainingResult
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Difference:
         return f"step {self.step}, {self.kind}{f' {self.name}' if self.name else ''}: {self.detail}{others}"
 
 
-Train = Callable[[int], Outcome]
+Train = Callable[[int], TrainingResult]
 """Trains so many steps from the start."""
 
 
-def first_difference(first: Outcome, second: Outcome, *, names: tuple[str, str]) -> Difference | None:
+def first_difference(first: TrainingResult, second: TrainingResult, *, names: tuple[str, str]) -> Difference | None:
     """Compare losses, then what was left after the last step; None if all bits are equal.
 
     `names` are what the two sides are called.
@@ -94,7 +94,9 @@ def _turned_nan(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool((right.isnan() & ~left.isnan()).any())
 
 
-def _differing(first: Outcome, second: Outcome) -> Iterator[tuple[str, str, torch.Tensor | None, torch.Tensor | None]]:
+def _differing(
+    first: TrainingResult, second: TrainingResult
+) -> Iterator[tuple[str, str, torch.Tensor | None, torch.Tensor | None]]:
     tensors: tuple[tuple[str, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], ...] = (
         ("buffer", first.buffers, second.buffers),
         ("weight", first.weights, second.weights),

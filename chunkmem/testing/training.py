@@ -38,7 +38,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """What training left. All tensors are copies on the CPU."""
 
     losses: tuple[torch.Tensor, ...]
@@ -117,7 +117,7 @@ class Chunked:
         return self.manager.state_dict(model)
 
 
-def train(workload: Workload, side: Side, *, steps: int) -> Outcome:
+def train(workload: Workload, side: Side, *, steps: int) -> TrainingResult:
     """Train a model that is built for it; what is raised on the way is the caller's to tell apart.
 
     Raises:
@@ -156,14 +156,14 @@ def _checked_loss(result: Any) -> torch.Tensor:
 
 def _outcome(
     losses: tuple[torch.Tensor, ...], model: nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]
-) -> Outcome:
+) -> TrainingResult:
     all_buffers = dict(model.named_buffers())
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     buffers = {name: tensors.get(name, value) for name, value in all_buffers.items()}
     names = [name for name, _ in model.named_parameters()]
     found = optimizer.state_dict()["state"]
     states = {f"{key} of {names[index]}": value for index in sorted(found) for key, value in found[index].items()}
-    return Outcome(
+    return TrainingResult(
         losses,
         buffers=_copied(buffers),
         weights=_copied({name: value for name, value in tensors.items() if name not in all_buffers}),

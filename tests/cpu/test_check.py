@@ -20,7 +20,7 @@ from chunkmem.runtime.events import Event
 from chunkmem.testing import AdversarialLanes, CheckReport, check
 from chunkmem.testing.difference import first_difference, same_bits
 from chunkmem.testing.reasons import SECTIONS
-from chunkmem.testing.training import Outcome
+from chunkmem.testing.training import TrainingResult
 from tests.helpers.twins import cpu_only
 from tests.helpers.zoo import ZOO
 
@@ -321,8 +321,8 @@ def test_what_cannot_be_checked_is_refused(ask: Callable[[], Any], says: str) ->
 # The comparison.
 
 
-def outcome(**states: Tensor) -> Outcome:
-    return Outcome((torch.tensor(1.0),), {}, {"w": torch.ones(2)}, {"exp_avg of w": torch.zeros(2), **states})
+def outcome(**states: Tensor) -> TrainingResult:
+    return TrainingResult((torch.tensor(1.0),), {}, {"w": torch.ones(2)}, {"exp_avg of w": torch.zeros(2), **states})
 
 
 def test_the_first_difference_is_by_bits() -> None:
@@ -356,7 +356,7 @@ def test_the_first_difference_is_by_bits() -> None:
         (replace(outcome(), losses=(torch.tensor(torch.nan),)), "step 0, loss: 1.0 in one, nan in other"),
     ],
 )
-def test_a_difference_says_what_where_and_how_much(other: Outcome, said: str) -> None:
+def test_a_difference_says_what_where_and_how_much(other: TrainingResult, said: str) -> None:
     assert str(first_difference(outcome(), other, names=("one", "other"))) == said
 
 

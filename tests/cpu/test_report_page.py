@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from chunkmem.plan.model import Lane
+from chunkmem.plan.semantics import NEWEST
 from chunkmem.plan.timeline import Timeline
 from chunkmem.report.page import timeline_page
 from chunkmem.report.replay import replay
@@ -107,14 +108,14 @@ def test_the_wheel_zooms_at_the_pointer(show: Opener, run: Run) -> None:
     page = show(run)
     low, high = page.range_ns
     at = 0.3 * high
-    page.at(f"laneAt(0, 'compute', {at})", wheel=-300)
+    page.at(f"at(0, 'compute', {at})", wheel=-300)
     near, far = page.range_ns
     assert low < near < at < far < high
     assert far - near < (high - low) / 2
     # What was under the pointer still is, to the pixel that the pointer is on.
     pixel = (high - low) / 1200
     assert (at - near) / (far - near) == pytest.approx((at - low) / (high - low), abs=2 * pixel / (far - near))
-    page.at(f"laneAt(0, 'compute', {at})", wheel=300)
+    page.at(f"at(0, 'compute', {at})", wheel=300)
     assert page.range_ns == pytest.approx((low, high), abs=2 * pixel)
 
 
@@ -128,14 +129,14 @@ def test_dragging_keys_and_a_double_click(show: Opener, run: Run) -> None:
     assert page.range_ns == pytest.approx((low + 0.1 * (high - low), high + 0.1 * (high - low)))
     page.press("\ue012")  # left
     assert page.range_ns == pytest.approx((low, high))
-    point = page.get(f"chunkmem.laneAt(0, 'h2d', {(low + high) / 2})")
+    point = page.get(f"chunkmem.at(0, 'copies to DEVICE', {(low + high) / 2})")
     width = page.get("document.querySelector('.plot').clientWidth") - 138
     page.drag((int(point["x"]), int(point["y"])), (-width // 4, 0))
     assert page.range_ns == pytest.approx((low + 0.25 * (high - low), high + 0.25 * (high - low)), rel=0.01)
     page.press("0")
     assert page.range_ns == pytest.approx(whole)
     page.press("+")
-    point = page.get("chunkmem.rowAt(0, 3, chunkmem.view.from + 1e6)")
+    point = page.get("chunkmem.at(0, 'param chunk 3', chunkmem.view.from + 1e6)")
     actions = webdriver.ActionChains(page.driver, duration=0)
     pointer = actions.w3c_actions.pointer_action
     pointer.move_to_location(int(point["x"]), int(point["y"]))
@@ -147,8 +148,8 @@ def test_dragging_keys_and_a_double_click(show: Opener, run: Run) -> None:
 
 def test_a_stall_tells_its_moment_its_chunk_and_its_times(show: Opener, run: Run) -> None:
     page = show(run)
-    for index, stall in enumerate(stalls(run.happened)):
-        page.at(f"stallAt(0, {index})")
+    for stall in stalls(run.happened):
+        page.at(f"at(0, 'compute', {1e9 * (stall.start_s + stall.end_s) / 2})")
         moment = run.trace.moments[stall.moment]
         assert page.tip == [
             f"stall: {stall.label}",
@@ -161,7 +162,7 @@ def test_a_stall_tells_its_moment_its_chunk_and_its_times(show: Opener, run: Run
 def test_a_copy_tells_its_bytes(show: Opener, run: Run) -> None:
     page = show(run)
     copy = next(span for span in run.happened.spans if span.lane is Lane.H2D and span.start_s > 0)
-    page.at(f"laneAt(0, 'h2d', {1e9 * (copy.start_s + copy.end_s) / 2})")
+    page.at(f"at(0, 'copies to DEVICE', {1e9 * (copy.start_s + copy.end_s) / 2})")
     speed = MIB / round(1e9 * (copy.end_s - copy.start_s))
     assert page.tip[:3] == [
         f"copies to DEVICE: {copy.label}",
@@ -177,19 +178,19 @@ def test_a_copy_that_overlaps_a_later_one_is_found_to_its_end(show: Opener, run:
     long = replace(first, label="the long one", end_s=last.end_s + 2e-3)
     spans = tuple(long if span is first else span for span in run.happened.spans if span not in copies[9:])
     page = show(replace(run, happened=replace(run.happened, spans=spans)))
-    page.at(f"laneAt(0, 'h2d', {1e9 * (last.end_s + 1e-3)})")
+    page.at(f"at(0, 'copies to DEVICE', {1e9 * (last.end_s + 1e-3)})")
     assert page.tip[:2] == ["copies to DEVICE: the long one", times(long.start_s, long.end_s)]
 
 
 def test_a_chunk_tells_where_it_is_and_how_long_it_is_in_use(show: Opener, run: Run) -> None:
     page = show(run)
     starts_ns = page.get("[...chunkmem.runs[0].views.happened.starts]")
-    stay, row = replay(run.plan, run.trace)[param(2)], 2
-    begin, end = stay.held[0]
-    page.at(f"rowAt(0, {row}, {(starts_ns[begin] + starts_ns[end]) / 2})")
-    since, state = max(change for change in stay.changes if change[0] <= begin)
-    until = min(moment for moment, _ in stay.changes if moment > begin)
-    assert state == 8  # filled on both tiers
+    history = replay(run.plan, run.trace)[param(2)]
+    begin, end = history.held[0]
+    page.at(f"at(0, 'param chunk 2', {(starts_ns[begin] + starts_ns[end]) / 2})")
+    since, states = max(change for change in history.changes if change[0] <= begin)
+    until = min(moment for moment, _ in history.changes if moment > begin)
+    assert states == (NEWEST, NEWEST)
     tip = page.tip
     assert tip[:4] == [
         "param chunk 2",
@@ -206,7 +207,7 @@ def test_bytes_on_the_device_are_those_of_the_moment(show: Opener, run: Run) -> 
     page = show(run)
     starts_ns = page.get("[...chunkmem.runs[0].views.happened.starts]")
     longest = max(range(len(run.trace.moments)), key=lambda at: starts_ns[at + 1] - starts_ns[at])
-    point = page.get(f"chunkmem.laneAt(0, 'compute', {(starts_ns[longest] + starts_ns[longest + 1]) / 2})")
+    point = page.get(f"chunkmem.at(0, 'phase', {(starts_ns[longest] + starts_ns[longest + 1]) / 2})")
     page.driver.execute_script("chunkmem.memoryAt = arguments[0]", {"x": point["x"], "y": point["y"] - 40})
     page.at("memoryAt")
     nbytes = run.happened.device_nbytes[longest]
@@ -222,7 +223,7 @@ def test_the_other_timeline(show: Opener, run: Run) -> None:
     assert f"step {1e3 * run.predicted.step_s:.1f} ms (happened {1e3 * run.happened.step_s:.1f} ms)" in page.figures
     assert page.range_ns == before
     stall = stalls(run.predicted)[0]
-    page.at("stallAt(0, 0)")
+    page.at(f"at(0, 'compute', {1e9 * (stall.start_s + stall.end_s) / 2})")
     assert page.tip[1] == times(stall.start_s, stall.end_s)
     page.press("p")
     assert page.get("chunkmem.view.mode") == "happened"
@@ -235,11 +236,11 @@ def test_two_runs_have_one_time_axis(show: Opener, run: Run) -> None:
     assert page.get("[...document.querySelectorAll('h2')].map(e => e.textContent)") == ["tight", "slow"]
     assert page.range_ns[1] >= 2e9 * run.happened.step_s
     at = 0.25e9 * run.happened.step_s
-    one, two = page.get(f"[0, 1].map(run => chunkmem.laneAt(run, 'compute', {at}))")
+    one, two = page.get(f"[0, 1].map(run => chunkmem.at(run, 'compute', {at}))")
     assert one["x"] == two["x"]
     assert one["y"] + 200 < two["y"]
-    page.at(f"laneAt(0, 'compute', {at})", wheel=-200)
-    one, two = page.get(f"[0, 1].map(run => chunkmem.laneAt(run, 'compute', {at}))")
+    page.at(f"at(0, 'compute', {at})", wheel=-200)
+    one, two = page.get(f"[0, 1].map(run => chunkmem.at(run, 'compute', {at}))")
     assert one["x"] == two["x"]
 
 
@@ -254,7 +255,9 @@ def test_a_plan_that_was_not_followed_is_told(show: Opener, run: Run) -> None:
         "Chunks are drawn where the plan has them, also where they were not."
     )
     assert "h2d: " in page.get("document.querySelector('.notes').textContent")
-    assert page.get("chunkmem.runs[0].views.happened.nbytes[12]") is None
+    data = "JSON.parse(document.getElementById('data').textContent)"
+    told = page.get(f"(data => data.texts[data.tips[data.runs[0].views.happened.moments.tip[12]][2]])({data})")
+    assert told.startswith("chunks: not written down\n")
 
 
 def test_labels_are_text(show: Opener, run: Run) -> None:
@@ -265,7 +268,7 @@ def test_labels_are_text(show: Opener, run: Run) -> None:
         replace(run, path=Path(HOSTILE.replace("/", "|")), trace=trace, happened=replace(run.happened, spans=spans))
     )
     first = next(span for span in run.happened.spans if span.moment == 0 and not span.is_stall)
-    page.at(f"laneAt(0, 'compute', {1e9 * (first.start_s + first.end_s) / 2})")
+    page.at(f"at(0, 'compute', {1e9 * (first.start_s + first.end_s) / 2})")
     assert page.tip[0] == f"compute: {HOSTILE}"
     assert page.get("document.querySelector('h2').textContent") == HOSTILE.replace("/", "|")
     assert page.get("document.title") == f"{HOSTILE.replace('/', '|')} \u2013 chunkmem report"
@@ -287,7 +290,7 @@ def test_ten_thousand_moments_of_a_thousand_chunks(show: Opener, tmp_path: Path)
     # Rows that are not in the window are reached by scrolling.
     page.driver.execute_script("chunkmem.view.reset(); document.querySelector('.scroll').scrollTop = 1e6")
     page.settle()
-    page.at(f"rowAt(0, 999, {0.5e9 * run.happened.step_s})")
+    page.at(f"at(0, 'exp_avg_sq chunk 249', {0.5e9 * run.happened.step_s})")
     assert page.tip[0] == "exp_avg_sq chunk 249"
     assert page.tip[1].startswith("HOST: ")
     assert run.plan.update_tiers[249] is Tier.HOST

@@ -91,9 +91,9 @@ class Page:
     @property
     def tip(self) -> list[str]:
         """The lines beside the pointer; none if nothing is told."""
-        text = self.get("tip.hidden ? '' : tip.querySelector('b').innerText + '\\n' + tip.lastChild.textContent")
+        text = self.get("tip.hidden ? '' : tip.firstChild.innerText + '\\n' + tip.lastChild.textContent")
         return str(text).splitlines()
 
     @property
     def figures(self) -> str:
-        return str(self.get("document.querySelector('.head').innerText"))
+        return str(self.get("document.querySelector(`.figures[data-of=${chunkmem.view.mode}]`).innerText"))

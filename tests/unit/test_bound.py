@@ -9,9 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from benchmarks.traffic.bound import brute_force
-from benchmarks.traffic.bound import traffic_bound as solved_bound
-from benchmarks.traffic.gaps import device_budgets
+from benchmarks.traffic.uses import device_budgets
 from chunkmem.bound import _reduce, _Relaxation, traffic_bound
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.gaps import budgets, find_gaps
@@ -20,6 +18,8 @@ from chunkmem.plan.planner import PlanOptions, candidates
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Tier
 from tests.helpers.traces import grad, param, random_trace, training_trace
+from tests.helpers.traffic_program import brute_force
+from tests.helpers.traffic_program import traffic_bound as solved_bound
 
 NBYTES = 64
 A, B, C = (param(group) for group in range(3))

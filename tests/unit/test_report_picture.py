@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import re
@@ -14,7 +15,7 @@ import pytest
 from chunkmem.plan.model import Lane
 from chunkmem.report.page import timeline_page
 from chunkmem.report.picture import memory_picture
-from chunkmem.report.run import Run, lane_of
+from chunkmem.report.run import LANE_NAMES, Run, lane_of
 from chunkmem.trace.model import Kind
 from tests.helpers.runs import MIB, make_run
 
@@ -81,25 +82,37 @@ def summed(differences: list[int]) -> list[int]:
     return [sum(differences[: i + 1]) for i in range(len(differences))]
 
 
+def slices_of(data: Any, layer: dict[str, list[int]]) -> list[tuple[int, int, tuple[str, ...]]]:
+    """Start, duration and the words of each slice of a layer."""
+    tips = [tuple(data["texts"][text] for text in data["tips"][tip]) for tip in layer["tip"]]
+    return list(zip(summed(layer["start"]), layer["took"], tips, strict=True))
+
+
 def test_spans_are_as_in_the_timeline_to_the_nanosecond(run: Run) -> None:
-    data = data_of(timeline_page([run]))[0]
-    view = data["views"]["happened"]
+    data = data_of(timeline_page([run]))
+    view = data["runs"][0]["views"]["happened"]
+    tracks = {track["name"]: track["layers"] for track in view["lanes"]}
     shown = set()
-    for lane, columns in view["lanes"]:
-        names = [data["labels"][label] for label in columns["label"]]
-        start, rest = summed(columns["start"]), [columns[key] for key in ("took", "row", "moment", "nbytes")]
-        shown |= {(lane, *values) for values in zip(start, *rest, names, strict=True)}
-    rows = {name: row for row, (name, *_) in enumerate(data["chunks"])}
+    for lane in LANE_NAMES.values():
+        shown |= {(lane, *values) for layer in tracks.get(lane, [])[:1] for values in slices_of(data, layer)}
     expected = set()
     for span in run.happened.spans:
         if not span.is_stall:
             start, end = round(1e9 * span.start_s), round(1e9 * span.end_s)
-            row = rows[str(span.chunk)]
-            expected.add((lane_of(span, run).value, start, end - start, row, span.moment, span.nbytes, span.label))
+            what = f"{span.chunk}, 1.00 MiB"
+            if span.nbytes:
+                what = f"1.00 MiB ({span.nbytes:,} bytes), {span.nbytes / (end - start):.2f} GB/s"
+            moment = run.trace.moments[span.moment]
+            told = f"{what}\nmoment {span.moment}: {moment} ({moment.kind.value} {moment.chunk})"
+            lane = LANE_NAMES[lane_of(span, run)]
+            expected.add((lane, start, end - start, (f"{lane}: {span.label}", "", told)))
     assert shown == expected
-    assert summed(view["stalls"]["start"]) == [round(1e9 * s.start_s) for s in run.happened.spans if s.is_stall]
-    assert view["step"] == round(1e9 * run.happened.step_s)
-    assert view["nbytes"] == list(run.predicted.device_nbytes)
+    stalls = [round(1e9 * s.start_s) for s in run.happened.spans if s.is_stall]
+    assert summed(tracks["compute"][1]["start"]) == stalls
+    # What is fetched for the next step arrives after this one's end.
+    assert view["range"] == [0, round(1e9 * max(span.end_s for span in run.happened.spans))]
+    assert summed(view["starts"])[-1] == round(1e9 * run.happened.step_s)
+    assert view["graphs"][0]["areas"][0][1] == list(run.predicted.device_nbytes)
 
 
 def test_updates_that_the_host_made_are_on_a_lane_of_their_own(run: Run) -> None:
@@ -107,10 +120,15 @@ def test_updates_that_the_host_made_are_on_a_lane_of_their_own(run: Run) -> None
     spans = tuple(replace(s, lane=Lane.COMPUTE) if s.lane is Lane.HOST_UPDATE else s for s in run.happened.spans)
     assert spans != run.happened.spans
     made_on_compute = replace(run, happened=replace(run.happened, spans=spans))
-    lanes = dict(data_of(timeline_page([made_on_compute]))[0]["views"]["happened"]["lanes"])
-    kinds = [moment.kind for moment in run.trace.moments]
-    assert {kinds[moment] for moment in lanes["host-update"]["moment"]} == {Kind.UPDATE}
-    assert Kind.UPDATE not in {kinds[moment] for moment in lanes["compute"]["moment"]}
+    data = data_of(timeline_page([made_on_compute]))
+    lanes = {track["name"]: track["layers"] for track in data["runs"][0]["views"]["happened"]["lanes"]}
+    kinds = {
+        lane: {words[2].rpartition("(")[2].split()[0] for *_, words in slices_of(data, lanes[lane][0])}
+        for lane in ("updates on HOST", "compute")
+    }
+    assert kinds["updates on HOST"] == {Kind.UPDATE.value}
+    assert kinds["compute"]
+    assert Kind.UPDATE.value not in kinds["compute"]
 
 
 HOSTILE = "</script><script>document.title='owned'</script><!--DATA--> & \" ' \\ \u2028 \ud800 <b>"
@@ -126,16 +144,17 @@ def test_a_label_cannot_leave_the_data(run: Run) -> None:
         happened=replace(run.happened, spans=spans),
     )
     page = timeline_page([hostile])
-    data = data_of(page)[0]
-    assert data["labels"][data["moments"]["label"][0]] == HOSTILE
-    assert data["name"] == HOSTILE.replace("/", "_")
+    data = data_of(page)
+    moment, told = hostile.trace.moments[0], data["runs"][0]["views"]["happened"]["moments"]["line"][0]
+    assert data["texts"][told] == f"moment 0: {HOSTILE} ({moment.kind.value} {moment.chunk})"
+    assert f">{html.escape(HOSTILE.replace('/', '_'))}</h2>".encode("ascii", "xmlcharrefreplace").decode() in page
     assert page.count("</script>") == timeline_page([run]).count("</script>") == 2
     page.encode()
 
 
 def test_the_page_is_whole_and_asks_for_nothing(run: Run) -> None:
     page = timeline_page([run, run])
-    assert len(data_of(page)) == 2
+    assert len(data_of(page)["runs"]) == 2
     assert "<!--" not in page
     assert "default-src 'none'" in page
     # No address, and nothing that loads one.

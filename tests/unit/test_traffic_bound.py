@@ -7,13 +7,14 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.traffic.bound import brute_force, traffic_bound
-from benchmarks.traffic.gaps import chunks_in_use, derive, device_budgets
 from benchmarks.traffic.policies import POLICIES, page
+from benchmarks.traffic.uses import chunks_in_use, device_budgets
 from chunkmem.errors import CapacityError, TraceError
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.traces import STATES, grad, param, random_trace, training_trace
+from tests.helpers.traffic_gaps import derive
+from tests.helpers.traffic_program import brute_force, traffic_bound
 
 NBYTES = 64
 A, B, C, D, E = (param(group) for group in range(5))

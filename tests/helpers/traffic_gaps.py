@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
-from chunkmem.errors import CapacityError, TraceError
+from benchmarks.traffic.uses import chunks_in_use, chunks_written
+from chunkmem.errors import TraceError
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -55,58 +56,8 @@ class Problem:
     chunks down to it excludes no plan and strengthens the relaxation."""
 
 
-def device_budgets(trace: Trace, cap_nbytes: int, *, charges_non_model: bool) -> tuple[int, ...]:
-    """Return what chunks may take on DEVICE in each moment, at most."""
-    return tuple(cap_nbytes - charges_non_model * moment.non_model_peak_nbytes for moment in trace.moments)
-
-
-def chunks_in_use(trace: Trace, update_tiers: Mapping[int, Tier]) -> tuple[frozenset[ChunkId], ...]:
-    """Return the chunks that have to be on DEVICE in each moment."""
-    held: set[ChunkId] = set()
-    in_use = []
-    for moment in trace.moments:
-        touched: tuple[ChunkId, ...] = ()
-        if moment.kind is Kind.HOLD:
-            held.add(moment.chunk)
-        elif moment.kind is Kind.RELEASE:
-            held.remove(moment.chunk)
-        elif moment.kind in (Kind.CREATE, Kind.WRITE):
-            touched = (moment.chunk,)
-        elif moment.kind is Kind.UPDATE and update_tiers[moment.chunk.group] is Tier.DEVICE:
-            touched = trace.update_chunks(moment.chunk.group)
-        in_use.append(frozenset((*held, *touched)))
-    return tuple(in_use)
-
-
-def rooms_beside(trace: Trace, budgets: Sequence[int], update_tiers: Mapping[int, Tier]) -> tuple[int, ...]:
-    """Return what each moment's budget leaves for chunks that are not in use, in bytes.
-
-    Raises:
-        CapacityError: what a moment uses does not fit; the bytes it names are that moment's.
-    """
-    rooms = []
-    for moment, budget, used in zip(trace.moments, budgets, chunks_in_use(trace, update_tiers), strict=True):
-        nbytes = sum(trace.chunk_nbytes[chunk] for chunk in used)
-        if nbytes > budget:
-            raise CapacityError(
-                f"{moment} uses {nbytes} bytes on DEVICE and has {budget}; raise the cap by {nbytes - budget} bytes",
-                needed_nbytes=nbytes,
-                cap_nbytes=budget,
-            )
-        rooms.append(budget - nbytes)
-    return tuple(rooms)
-
-
-def chunks_written(trace: Trace, index: int) -> tuple[ChunkId, ...]:
-    """Return the chunks that moment number `index` writes, on whatever tier."""
-    moment = trace.moments[index]
-    if moment.kind is Kind.UPDATE:
-        return tuple(c for c in trace.update_chunks(moment.chunk.group) if c.role is not Role.GRAD)
-    return (moment.chunk,) if moment.kind in (Kind.CREATE, Kind.WRITE) else ()
-
-
 @dataclass
-class _Course:
+class _Walk:
     """One chunk on its way through two iterations; what is seen in the first one prepares the second."""
 
     chunk: ChunkId
@@ -160,12 +111,12 @@ def derive(trace: Trace, update_tiers: Mapping[int, Tier]) -> Problem:
     certain = 0
     chunks = sorted(set().union(*in_use), key=lambda chunk: (chunk.group, chunk.role.value))
     for chunk in chunks:
-        course, nbytes = _follow(trace, chunk, in_use, update_tiers), trace.chunk_nbytes[chunk]
-        certain += nbytes * (course.num_refetched + len(course.forced))
+        walk, nbytes = _follow(trace, chunk, in_use, update_tiers), trace.chunk_nbytes[chunk]
+        certain += nbytes * (walk.num_refetched + len(walk.forced))
         number: dict[int, int] = {}
-        for first, num_moments, written in course.gaps:
+        for first, num_moments, written in walk.gaps:
             epoch = None
-            if written is not None and written not in course.forced:
+            if written is not None and written not in walk.forced:
                 if written not in number:
                     number[written] = len(epochs)
                     epochs.append(nbytes)
@@ -181,25 +132,25 @@ def derive(trace: Trace, update_tiers: Mapping[int, Tier]) -> Problem:
 
 def _follow(
     trace: Trace, chunk: ChunkId, in_use: Sequence[frozenset[ChunkId]], update_tiers: Mapping[int, Tier]
-) -> _Course:
+) -> _Walk:
     num_moments = len(trace.moments)
-    course = _Course(chunk)
+    walk = _Walk(chunk)
     was_used = chunk in in_use[-1]
     for at in range(2 * num_moments):
         index = at % num_moments
         moment, is_used = trace.moments[index], chunk in in_use[index]
         if is_used and not was_used:
-            course.begin_use(trace, at)
+            walk.begin_use(trace, at)
         if was_used and not is_used:
-            course.end_use(at)
+            walk.end_use(at)
         if moment.kind is Kind.UPDATE and update_tiers[moment.chunk.group] is Tier.HOST:
             if chunk in trace.update_chunks(moment.chunk.group):
                 if is_used and chunk.role is not Role.GRAD:
                     raise TraceError(f"moment {index} ({moment}) updates {chunk} on HOST while DEVICE uses it")
-                course.update_on_host(index)
+                walk.update_on_host(index)
         elif chunk in chunks_written(trace, index):
-            course.dirty = index
+            walk.dirty = index
         elif moment.kind is Kind.CONSUME and moment.chunk == chunk:
-            course.is_consumed = True
+            walk.is_consumed = True
         was_used = is_used
-    return course
+    return walk

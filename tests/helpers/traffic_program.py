@@ -1,9 +1,9 @@
-"""The least bytes that any plan has to move for a trace: an interval program, solved by HiGHS.
+"""The least bytes that any plan has to move for a trace, which judges `chunkmem.bound`: a program, solved by HiGHS.
 
-See [Note: The interval program] in `gaps.py`. The linear relaxation also bounds the mean of iterations that are not
-alike, as demand paging has them, for the mean of their decisions is feasible; the integer optimum is that of one
-iteration repeated, as plans are. `brute_force` finds the same optimum by following every course of residency there is,
-and shares nothing with the program but which chunks are in use and which are written.
+See [Note: The interval program] in `traffic_gaps.py`. The linear relaxation also bounds the mean of steps that are not
+alike, as demand paging has them, for the mean of their decisions is feasible; the integer optimum is that of one step
+repeated, as plans are. `brute_force` finds the same optimum by following every sequence of residencies there is, and
+shares nothing with the program but which chunks are in use and which are written.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
-from benchmarks.traffic.gaps import Gap, Problem, chunks_in_use, chunks_written, derive, rooms_beside
+from benchmarks.traffic.uses import chunks_in_use, chunks_written, rooms_beside
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
+from tests.helpers.traffic_gaps import Gap, Problem, derive
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,74 @@
+"""Which modules a step computes, and when: the names of layers under forward and backward."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from chunkmem.report.clock import STEP, phases
+from chunkmem.trace.model import Moment, Trace
+
+_PASSES = ("forward", "backward", "recomputation")
+_LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRun:
+    """Moments in a row that one module computes in one phase."""
+
+    name: str
+    phase: str
+    first: int
+    stop: int
+    """One past the last moment."""
+
+
+def layer_runs(trace: Trace) -> list[ModuleRun]:
+    """Return the layers as they run: ``"blocks.0"``, ``"model.layers.11"``, or the name of a module in no list."""
+    return list(_runs(trace, [_split(path)[0] for path in _paths(trace)]))
+
+
+def submodule_runs(trace: Trace) -> list[ModuleRun]:
+    """Return what runs inside layers: ``"attention.qkv"`` of ``"blocks.0.attention.qkv"``."""
+    paths = _paths(trace)
+    return [
+        ModuleRun(_split(run.name)[1], run.phase, run.first, run.stop)
+        for run in _runs(trace, paths)
+        if _split(run.name)[1]
+    ]
+
+
+def _paths(trace: Trace) -> list[str]:
+    """Return the module of each moment; one that names none, as most releases do, belongs to the module before it."""
+    found: list[str] = []
+    for _, first, stop in phases(trace):
+        path = ""
+        for moment in trace.moments[first:stop]:
+            path = _path(moment) or path
+            found.append(path)
+    return found
+
+
+def _path(moment: Moment) -> str:
+    name, _, rest = moment.label.partition(" ")
+    what = rest.split(" ")[0]
+    if what == "gradient":
+        return name.rpartition(".")[0]
+    return name if what in _PASSES else ""
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Return the layer, whose name ends with its number in a list of layers, and the rest of the path."""
+    if match := _LAYER.match(path):
+        return match[0], path[match.end() + 1 :]
+    return path, ""
+
+
+def _runs(trace: Trace, names: Sequence[str]) -> Iterator[ModuleRun]:
+    for phase, first, stop in phases(trace):
+        for name, moments in groupby(range(first, stop), key=names.__getitem__):
+            if name and phase != STEP:
+                inside = list(moments)
+                yield ModuleRun(name, phase, inside[0], inside[-1] + 1)

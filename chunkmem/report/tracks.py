@@ -1,0 +1,251 @@
+"""What the page draws, as plain data: tracks of slices on one time axis, and graphs of bytes. Pure.
+
+The page knows nothing of chunks, tiers and lanes: what a slice stands for is said here, in its style and its words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from chunkmem.plan.model import Lane
+from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST, TIERS
+from chunkmem.plan.timeline import Span, Timeline
+from chunkmem.report.clock import STEP, moment_starts_s, phases
+from chunkmem.report.modules import ModuleRun, layer_runs, submodule_runs
+from chunkmem.report.replay import ChunkHistory, States
+from chunkmem.report.run import LANE_NAMES, Run, label_of, lane_of
+from chunkmem.report.summary import PlainPyTorch
+from chunkmem.sizes import format_nbytes
+from chunkmem.trace.model import Trace
+from chunkmem.types import ChunkId
+
+BOTH, NO_CONTENT, NOWHERE = "both", "no content", "nowhere"
+HELD, STALL, LAYER = "in use", "stall", "layer"
+"""Styles, with those of phases, and of tiers by their value."""
+_COPY_STYLES = {Lane.H2D: "device", Lane.D2H: "host"}
+_NS = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Tip:
+    """What is told of a slice: a title, a line that begins with `lead` and goes on with its times, and other lines."""
+
+    title: str
+    lead: str = ""
+    rest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A piece of a track."""
+
+    start_ns: int
+    """Since the step began."""
+    end_ns: int
+    style: str
+    tip: Tip
+    text: str = ""
+    """Written into it where it fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One row of the page; `over` is drawn upon the slices."""
+
+    name: str
+    slices: tuple[Slice, ...] = ()
+    over: tuple[Slice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A horizontal line across a graph."""
+
+    nbytes: int
+    style: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGraph:
+    """Bytes by moment."""
+
+    name: str
+    note: str
+    areas: tuple[tuple[str, Sequence[int]], ...]
+    """Style and bytes by moment; earlier ones are drawn first, so they are the higher ones."""
+    levels: tuple[Level, ...]
+    top_nbytes: int
+    """At the upper edge."""
+
+
+def starts_ns(timeline: Timeline, num_moments: int) -> list[int]:
+    """Return when each moment begins, and at the end when the last one is over."""
+    return [_ns(start_s) for start_s in moment_starts_s(timeline, num_moments)]
+
+
+# What runs.
+
+
+def module_tracks(trace: Trace, starts: Sequence[int]) -> list[Track]:
+    """Return the phases of the step, the layers under them, and the modules within layers."""
+    parts = tuple(
+        Slice(starts[first], starts[stop], name, Tip(name), name)
+        for name, first, stop in phases(trace)
+        if starts[stop] > starts[first]
+    )
+    runs = {"layers": layer_runs(trace), "modules": submodule_runs(trace)}
+    tracks = [Track(name, tuple(_module_slices(found, starts))) for name, found in runs.items() if found]
+    return [Track("phase", parts), *tracks]
+
+
+def _module_slices(runs: Iterable[ModuleRun], starts: Sequence[int]) -> Iterator[Slice]:
+    for run in runs:
+        if starts[run.stop] > starts[run.first]:
+            tip = Tip(f"{run.name} {run.phase}")
+            yield Slice(starts[run.first], starts[run.stop], f"{run.phase} {LAYER}", tip, run.name)
+
+
+def lane_tracks(run: Run, timeline: Timeline) -> list[Track]:
+    """Return what ran on each lane that either timeline of the run uses, stalls over computing."""
+    used = {lane_of(span, run) for either in (run.happened, run.predicted) for span in either.spans}
+    phase_of = [name for name, first, stop in phases(run.trace) for _ in range(first, stop)]
+    slices: dict[Lane, list[Slice]] = {lane: [] for lane in LANE_NAMES if lane in used or lane is Lane.COMPUTE}
+    stalls = []
+    for span in sorted(timeline.spans, key=lambda span: (span.start_s, span.end_s)):
+        if span.is_stall:
+            stalls.append(_stall(span, run.trace))
+        else:
+            lane = lane_of(span, run)
+            slices[lane].append(_span(span, lane, run.trace, phase_of))
+    return [
+        Track(LANE_NAMES[lane], tuple(found), tuple(stalls) if lane is Lane.COMPUTE else ())
+        for lane, found in slices.items()
+    ]
+
+
+def _span(span: Span, lane: Lane, trace: Trace, phase_of: Sequence[str]) -> Slice:
+    start, end, moment = _ns(span.start_s), _ns(span.end_s), trace.moments[max(0, span.moment)]
+    label = label_of(span, moment)
+    lines = [moment_line(trace, span.moment)]
+    if span.nbytes:
+        speed = f", {span.nbytes / (end - start):.2f} GB/s" if end > start else ""
+        lines.insert(0, f"{_exact(span.nbytes)}{speed}")
+    elif span.chunk is not None:
+        lines.insert(0, f"{span.chunk}, {format_nbytes(trace.chunk_nbytes[span.chunk])}")
+    phase = phase_of[max(0, span.moment)]
+    text = ""
+    if span.nbytes and span.chunk is not None:
+        text = f"{span.chunk.role.value} {span.chunk.group}"
+    elif phase == STEP:  # else the tracks of modules have the names
+        text = label
+    style = _COPY_STYLES.get(lane, phase)
+    return Slice(start, end, style, Tip(f"{LANE_NAMES[lane]}: {label}", rest="\n".join(lines)), text)
+
+
+def _stall(span: Span, trace: Trace) -> Slice:
+    label = label_of(span, trace.moments[max(0, span.moment)])
+    lines = [*([f"for {span.chunk}"] if span.chunk else []), moment_line(trace, span.moment)]
+    return Slice(_ns(span.start_s), _ns(span.end_s), STALL, Tip(f"stall: {label}", rest="\n".join(lines)))
+
+
+def moment_line(trace: Trace, index: int) -> str:
+    """Return a moment in words; copies may be issued before the first."""
+    if index < 0:
+        return "before the first moment"
+    moment = trace.moments[index]
+    return f"moment {index}: {moment} ({moment.kind.value} {moment.chunk})"
+
+
+# Where chunks are.
+
+
+def chunk_track(chunk: ChunkId, history: ChunkHistory, trace: Trace, starts: Sequence[int]) -> Track:
+    """Return the states of a chunk over a step; those that last no time are left out."""
+    size, last = _exact(trace.chunk_nbytes[chunk]), len(starts) - 1
+    ends = [*(moment for moment, _ in history.changes[1:]), last]
+    states = tuple(
+        Slice(starts[first], starts[stop], state_style(states), Tip(str(chunk), f"{where(states)}: ", size))
+        for (first, states), stop in zip(history.changes, ends, strict=True)
+        if starts[stop] > starts[first]
+    )
+    uses = tuple(
+        Slice(starts[first], starts[stop], HELD, Tip(str(chunk), "in use: "))
+        for first, stop in history.held
+        if starts[stop] > starts[first]
+    )
+    return Track(str(chunk), states, uses)
+
+
+def state_style(states: States) -> str:
+    """Return which tiers have the newest version: one, several, or none of those that have memory for it."""
+    newest = [tier for tier, state in zip(TIERS, states, strict=True) if state == NEWEST]
+    if newest:
+        return newest[0].value if len(newest) == 1 else BOTH
+    return NO_CONTENT if EMPTY in states else NOWHERE
+
+
+def where(states: States) -> str:
+    """Return the tiers that have memory for a chunk, in words."""
+    names = [
+        tier.name + (" (a slab, no content)" if state == EMPTY else "")
+        for tier, state in zip(TIERS, states, strict=True)
+        if state != ABSENT
+    ]
+    return " and ".join(names) or "nowhere"
+
+
+# How much memory is taken.
+
+
+def moment_tips(run: Run, chunk_nbytes: Sequence[int | None]) -> list[Tip]:
+    """Return what is told of the bytes on DEVICE in each moment."""
+    machine = run.plan.machine
+    covers = "also of non-model data" if machine.charges_non_model else "of chunks only"
+    tips = []
+    for moment, nbytes in zip(run.trace.moments, chunk_nbytes, strict=True):
+        sampled = f", sampled {format_nbytes(moment.sampled_peak_nbytes)}" if moment.sampled_peak_nbytes else ""
+        lines = (
+            f"chunks: {'not written down' if nbytes is None else _exact(nbytes)}",
+            f"cap: {format_nbytes(machine.device_nbytes)}, {covers}",
+            f"non-model data: up to {format_nbytes(moment.non_model_peak_nbytes)}{sampled}",
+        )
+        tips.append(Tip("bytes on DEVICE", rest="\n".join(lines)))
+    return tips
+
+
+def memory_graphs(run: Run, chunk_nbytes: Sequence[int | None], plain: PlainPyTorch) -> tuple[MemoryGraph, MemoryGraph]:
+    """Return the bytes of chunks on DEVICE; and the same with non-model data, below what plain PyTorch would hold."""
+    machine = run.plan.machine
+    chunks = [nbytes or 0 for nbytes in chunk_nbytes]
+    totals = [n + moment.non_model_peak_nbytes for n, moment in zip(chunks, run.trace.moments, strict=True)]
+    cap = Level(machine.device_nbytes, "cap", f"cap {format_nbytes(machine.device_nbytes)}")
+    held = f"plain PyTorch would hold {format_nbytes(plain.nbytes)}: all chunks, and the highest non-model data"
+    ghost = Level(plain.nbytes, "plain PyTorch", held)
+    charges = machine.charges_non_model
+    return (
+        _graph("chunks on DEVICE", (("chunks", chunks),), () if charges else (cap,)),
+        _graph(
+            "with non-model data",
+            (("non-model data", totals), ("chunks", chunks)),
+            (ghost, cap) if charges else (ghost,),
+        ),
+    )
+
+
+def _graph(name: str, areas: tuple[tuple[str, Sequence[int]], ...], levels: tuple[Level, ...]) -> MemoryGraph:
+    peak = max(areas[0][1], default=0)
+    rest = max([peak, 1, *(level.nbytes for level in levels if level.style != "cap")])
+    # A cap far above everything else would flatten it.
+    shown = tuple(level for level in levels if level.style != "cap" or level.nbytes <= 2 * rest)
+    top = max([rest, *(level.nbytes for level in shown)])
+    return MemoryGraph(name, f"up to {format_nbytes(peak)}", areas, shown, top + top // 10)
+
+
+def _exact(nbytes: int) -> str:
+    return f"{format_nbytes(nbytes)} ({nbytes:,} bytes)"
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * _NS)
