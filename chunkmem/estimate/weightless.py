@@ -138,10 +138,6 @@ class RehearsedChunk:
         ours = sum(self._num_own.values())
         return self.num_references() - ours + sum(managed.num_references() for managed in self.parameters)
 
-    def attach(self, slab: Slab) -> torch.Tensor:
-        """There is no memory to take."""
-        return slab.bytes
-
     def bind(self) -> None:
         """The parameters stay where they are."""
 
