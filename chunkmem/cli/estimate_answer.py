@@ -57,9 +57,12 @@ def yes(
     }  # fmt: skip
     host_cap = "" if question.host_nbytes is None else f" of {format_nbytes(question.host_nbytes)}"
     speed = f", {data['tokens_per_s']:,.0f} tokens/s a rank" if data["tokens_per_s"] else ""
+    least = f"at least {format_nbytes(need.nbytes)} is needed"
+    if need.nbytes > with_activations:  # a planned step has less: it may gather less at a time, and reduces at once
+        least = f"the first step needs {format_nbytes(need.nbytes)}"
     lines = [
         f"fits: DEVICE peaks at {format_nbytes(with_activations)} of {format_nbytes(question.device_nbytes)} "
-        f"(at least {format_nbytes(need.nbytes)} is needed), "
+        f"({least}), "
         f"HOST at {format_nbytes(peaks[Tier.HOST])}{host_cap}",
         f"a step takes {step_s:.3g} s{speed}, of which computing waits {finding.timeline.stall_s:.3g} s for copies",
         f"lower bounds: compute {bounds.compute_s:.3g} s, link {bounds.link_s:.3g} s, "

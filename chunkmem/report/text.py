@@ -40,7 +40,7 @@ def step_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         peaks = (format_nbytes(view["peak_nbytes"].get(tier, 0)) for view in views)
         yield (f"peak on {tier.upper()}", *peaks, format_nbytes(caps[tier]) if tier in caps else "")
     yield ("copies in time", *(f"{view['prefetched']} of {view['fetched']}" for view in views), "")
-    yield ("plan_misses", *(str(view["plan_misses"]) for view in views), "")
+    yield ("plan misses", *(str(view["plan_misses"]) for view in views), "")
 
 
 def role_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
