@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from chunkmem.comm.methods import ExchangeMethod
     from chunkmem.config import Config
     from chunkmem.engine import initialize_engine
     from chunkmem.errors import (
@@ -39,6 +40,7 @@ __all__ = [
     "ChunkmemError",
     "Config",
     "ConfigError",
+    "ExchangeMethod",
     "LayoutError",
     "MemoryReport",
     "PlanError",
@@ -56,6 +58,7 @@ _HOMES = MappingProxyType(
         "AdamW": "chunkmem.optim.adam",
         "ChunkManager": "chunkmem.manager",
         "Config": "chunkmem.config",
+        "ExchangeMethod": "chunkmem.comm.methods",
         "MemoryReport": "chunkmem.memory",
         "initialize_engine": "chunkmem.engine",
     }

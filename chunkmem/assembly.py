@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from chunkmem.comm.methods import possible_exchanges
+from chunkmem.comm.exchange import Exchange
+from chunkmem.comm.mesh import mesh_of
+from chunkmem.comm.methods import ExchangeMethod, possible_exchanges, require_method
 from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config, flattened, unavailable_keys
 from chunkmem.entry_points import EntryPoints, collect_abandoned
@@ -67,6 +69,8 @@ class Runtime:
         config: Config,
         *,
         process_group: Any,
+        mesh: object,
+        exchange: type[ExchangeMethod] | None,
         device_index: int | None,
         machine: Machine | None,
         make_lanes: MakeLanes | None,
@@ -74,7 +78,9 @@ class Runtime:
         """Wire the parts together; the arguments are those of `ChunkManager`."""
         self.config = _checked(config)
         compute = ComputeDevice.default(device_index)
-        self.ranks = Ranks(process_group, timeout_s=config.distributed.timeout_s)
+        require_method(exchange)
+        rows = mesh_of(mesh, process_group=process_group)
+        self.ranks = Ranks(process_group, mesh=rows, timeout_s=config.distributed.timeout_s)
         for path, value in flattened(config.to_dict()).items() if self.ranks.size > 1 else ():
             self.ranks.agree(f"{path} of the configuration", json.dumps(value))
         self.scaler = LossScaler(config.fp16) if config.precision == "fp16" else None
@@ -86,7 +92,7 @@ class Runtime:
         lanes = (make_lanes or partial(open_lanes, blocking=blocking))(compute)
         places = StatePlaces(self.memory.store, self.tiers.caps, margin_use_ratio=margin_use_ratio(config))
         self.gradients = GradientBook(self.memory.pager, settles=places.updates_on_host, is_shared=self.ranks.size > 1)
-        exchanges = possible_exchanges(self.ranks, compute.device, memory_saving=opts.with_mem_saving_comm)
+        exchanges = _agreed_exchanges(self.ranks, compute, saving=opts.with_mem_saving_comm, own=exchange)
         self.sharding = make_sharding(self.memory, self.ranks, exchanges, self.gradients)
         # Asked by optimizers for every parameter: without a call in between.
         self.owns, self.from_owner = self.sharding.owns, self.sharding.from_owner
@@ -97,8 +103,8 @@ class Runtime:
         log_nbytes = 0 if blocking else shadow_nbytes(opts, compute, self.tiers.caps)
         speeds = partial(_machine_for, self.tiers, self.links, machine, shadow_nbytes=log_nbytes)
         self.controller = make_controller(config, self.memory, self.sharding, self.modules, self.tiers, lanes, speeds)
-        course = self.sharding.units.course
-        trial = None if course is None else AheadTrial(course, self.controller, self.ranks, measure=self.links.measure)
+        prefetch, measure = self.sharding.units.prefetch, self.links.measure
+        trial = None if prefetch is None else AheadTrial(prefetch, self.controller, self.ranks, measure=measure)
         self.foreign_steps = ForeignStepCheck(self.registry, self.gradients)
         self.foreign_wrappers = WrapperCheck(self.registry)
         collect_others = partial(collect_abandoned, self.foreign_steps.is_alone)
@@ -136,7 +142,7 @@ class Runtime:
         if self.sharding.shards is not None:
             self.ranks.agree("the layout of the chunks", digest(packed.layout for packed in added))
             for packed in added:
-                self.sharding.shards.let_go_of_others(group.id for group in packed.layout.groups)
+                self.sharding.shards.drop_unowned(group.id for group in packed.layout.groups)
             self.entry_points.ordinary.add(roots, excluded, kept=kept)
         self.modules.fit(roots, added, self.hooks, dtype=DTYPES[self.config.precision])
         for module in (*roots, *excluded):
@@ -200,6 +206,16 @@ class Links:
             self.exchange_Bps = self._sharing.measure(groups, time_s=self._compute.time_s)
 
 
+def _agreed_exchanges(
+    ranks: Ranks, compute: ComputeDevice, *, saving: bool | None, own: type[ExchangeMethod] | None
+) -> Sequence[Exchange]:
+    """Return the ways to exchange chunks, the same on all ranks; none with one rank."""
+    if ranks.size == 1:
+        return ()
+    ranks.agree("the exchange method", "chunkmem's" if own is None else f"{own.__module__}.{own.__qualname__}")
+    return possible_exchanges(ranks, compute.device, memory_saving=saving, own=own)
+
+
 def open_memory(tiers: Tiers, backend: StorageBackend) -> Memory:
     """Return chunks in real memory; `backend` has that of DEVICE change hands."""
     tiers.device_pool.maps_slabs = backend.moves_contents
@@ -224,7 +240,7 @@ def make_controller(
     """Return what decides before each step whether to record it, to follow a plan, or to serve it on demand."""
     tracer, registry = config.client.mem_tracer, modules.registry
     static_nbytes = int(tiers.caps.device_nbytes * tracer.warmup_gpu_chunk_mem_ratio)
-    where = "" if sharding.shards is None else f" on rank {sharding.ranks.rank} of {sharding.ranks.size}"
+    where = "" if sharding.shards is None else f" on rank {sharding.ranks.shard.rank} of {sharding.ranks.shard.size}"
     return StepController(
         memory.pager,
         tiers,

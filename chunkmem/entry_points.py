@@ -167,7 +167,7 @@ class EntryPoints:
             parameters = list(self._modules.registry.parameters)
             if self._scaler is not None and not gradients.any_landed(parameters):
                 self._scaler.is_used = True  # what this rank adds is 0 at any scale
-            self._sharding.units.attend(label)
+            self._sharding.units.replay_without_batch(label)
             reduction.reduce(parameters)
             reduction.reduce_excluded(self.averaged)
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from chunkmem.assembly import Runtime
+from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.config import Config
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.memory import MemoryReport
@@ -36,12 +37,15 @@ class ChunkManager:
     Args:
         config: see `Config`; None is all defaults.
         process_group: the ranks that train a model together; None is torch.distributed's default group, or one process.
+        mesh: the ranks as a `torch.distributed.device_mesh.DeviceMesh` with the dimensions "replicate" and "shard", or
+            one of them, in place of `process_group`: chunks are sharded over the one, and replicated over the other.
+        exchange: a subclass of `ExchangeMethod`, to exchange chunks in a way of one's own; None: one of chunkmem's.
         device_index: which CUDA device to compute on; None is the current one.
         machine: speeds that plans are made for; None measures this machine, once, and remembers.
         make_lanes: makes what copies while the device computes; None is threads, or streams on CUDA.
 
     Raises:
-        ConfigError: a key is set whose feature this version does not have.
+        ConfigError: a key is set whose feature this version does not have, or the ranks do not fit together.
     """
 
     def __init__(
@@ -49,13 +53,21 @@ class ChunkManager:
         config: Config | None = None,
         *,
         process_group: Any = None,
+        mesh: Any = None,
+        exchange: type[ExchangeMethod] | None = None,
         device_index: int | None = None,
         machine: Machine | None = None,
         make_lanes: Callable[[ComputeDevice], Lanes] | None = None,
     ) -> None:
         self.config = Config() if config is None else config
         self.runtime = Runtime(
-            self.config, process_group=process_group, device_index=device_index, machine=machine, make_lanes=make_lanes
+            self.config,
+            process_group=process_group,
+            mesh=mesh,
+            exchange=exchange,
+            device_index=device_index,
+            machine=machine,
+            make_lanes=make_lanes,
         )
         """The parts that the manager is made of; no promise is made about them."""
 

@@ -42,10 +42,8 @@ from chunkmem.nn.packing import PackedModel, Packer
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.registry import ModelRegistry
 from chunkmem.nn.served import ParameterServer
-from chunkmem.nn.sharing import Sharing
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.turn import Turn
-from chunkmem.nn.units import Units
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.places import StatePlaces
@@ -57,6 +55,8 @@ from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.shadow import ShadowBuffers
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import TierCaps
+from chunkmem.shard.shards import ShardStore
+from chunkmem.shard.units import Units
 from chunkmem.types import Tier
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Sharding:
     """What ranks have of each other."""
 
     ranks: Ranks
-    shards: Sharing | None
+    shards: ShardStore | None
     """None with one rank, as is `reduction`."""
     reduction: Reduction | None
     units: Units
@@ -150,7 +150,7 @@ def make_sharding(memory: Memory, ranks: Ranks, exchanges: Sequence[Exchange], g
     """Return what ranks share chunks by; `exchanges` are the ways to do so, the usual one first."""
     if ranks.size == 1:
         return Sharding(ranks, None, None, Units(None, None))
-    shards = Sharing(ranks, exchanges, memory.pager)
+    shards = ShardStore(ranks, exchanges, memory.pager)
     reduction = Reduction(shards, gradients, memory.pager)
     return Sharding(ranks, shards, reduction, Units(shards, reduction))
 
@@ -198,7 +198,7 @@ def make_modules(
         device_cap_nbytes=memory.caps.device_nbytes,
         dtype=DTYPES[config.precision],
         master_weights=config.master_weights,
-        num_ranks=sharding.ranks.size,
+        num_ranks=sharding.ranks.shard.size,
     )
     turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
     access = AccessTracker(pager)

@@ -10,8 +10,7 @@ import hashlib
 import pickle
 import threading
 import time
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -27,8 +26,9 @@ from chunkmem.comm.agreement import (
     unpacked,
     verdict,
 )
-from chunkmem.comm.failure_detector import RankStatus, collect_statuses, hang_up
-from chunkmem.errors import ConfigError, RankError, StateError
+from chunkmem.comm.failure_detector import RankStatus, collect_statuses, said
+from chunkmem.comm.groups import GlooGroups, RankGroup
+from chunkmem.errors import ChunkmemError, ConfigError, RankError, StateError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -49,13 +49,20 @@ class Connection:
     number in the whole job, as the output of torchrun does.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float) -> None:
-        """Open the groups. Every rank of `process_group` has to, as often as the others.
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        members: tuple[int, ...] | None = None,
+        timeout_s: float,
+    ) -> None:
+        """Open the groups. Every rank has to, as often as the others.
 
         Args:
             process_group: None is the default one; if torch.distributed is not initialised, this process alone.
+            members: the ranks of `process_group` that are meant, by their number in the whole job; None: all of them.
             timeout_s: after this much waiting, the failure detection included, a rank counts as lost. The same on all
-            ranks.
+                ranks.
 
         Raises:
             ConfigError: `process_group` was given but torch.distributed is not initialised, or this process is not one
@@ -63,17 +70,19 @@ class Connection:
             RankError: a rank did not come.
         """
         group = _group_of(process_group)
-        self.rank = 0 if group is None else dist.get_rank(group)
-        """Among these ranks, counted from 0."""
-        self.size = 1 if group is None else dist.get_world_size(group)
-        if self.rank < 0:
+        own = 0 if group is None else dist.get_rank()
+        self._names = members or ((0,) if group is None else tuple(dist.get_process_group_ranks(group)))
+        if own not in self._names:
             raise ConfigError("this process is not one of the ranks of process_group; pass it on its ranks only")
+        self.rank = self._names.index(own)
+        """Among these ranks, counted from 0."""
+        self.size = len(self._names)
         self.timeout_s = timeout_s
         self._given = group
         self._chunks: dist.ProcessGroup | None = None
         self._numbers: dist.ProcessGroup | None = None
+        self._groups: GlooGroups | None = None
         self._store: Store | None = None
-        self._names: tuple[int, ...] = (0,)
         self._lock = threading.Lock()
         self._failure: RankError | None = None
         self._facts: frozenset[str] = frozenset()
@@ -88,20 +97,32 @@ class Connection:
             self._open(group)
 
     def _open(self, group: dist.ProcessGroup) -> None:
-        self._names = tuple(dist.get_process_group_ranks(group))
-        met_in = group.get_group_store()
+        met_in = _within(group.get_group_store(), f"chunkmem {self._names}")
         # Not `new_group`: it names groups by what each process has opened before, which may differ between ranks, and
         # gives a name again when its group was closed. gloo then waits for the addresses that it finds under it.
         count = met_in.add(f"chunkmem opened by rank {self.rank}", 1)
-        self._store = _within(met_in, f"chunkmem {count} failure detection")
-        with self.waiting("opening the process groups"):
-            self._chunks = self._gloo(_within(met_in, f"chunkmem {count} chunks"))
-            self._numbers = self._gloo(_within(met_in, f"chunkmem {count} numbers"))
+        self._store = _within(met_in, f"chunkmem {count}")
+        self._groups = GlooGroups(self._store, self.rank, timeout_s=self.timeout_s - self._detection_s)
+        self._chunks, self._numbers = (self._gloo(name, range(self.size)) for name in ("chunks", "numbers"))
 
-    def _gloo(self, store: Store) -> dist.ProcessGroup:
-        timeout = timedelta(seconds=self.timeout_s - self._detection_s)
-        # By itself, not as part of a group of several backends; it is used in the same way.
-        return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, self.rank, self.size, timeout))
+    def _gloo(self, name: str, members: Sequence[int]) -> dist.ProcessGroup:
+        assert self._groups is not None
+        with self.waiting("opening the process groups"):
+            return self._groups.open(name, members)
+
+    def part(self, members: Sequence[int], elsewhere: dist.ProcessGroup | None) -> RankGroup:
+        """Return some of these ranks, this one included, as a group of their own; all of them call it.
+
+        Args:
+            members: their ranks among these.
+            elsewhere: the group to exchange chunks over that are on accelerators.
+
+        Raises:
+            RankError: a rank did not come.
+        """
+        in_ram = self._gloo(f"chunks of {members}", members) if len(members) > 1 else None
+        rank, size = members.index(self.rank), len(members)
+        return RankGroup(rank, size, in_ram=in_ram, elsewhere=elsewhere, waiting=self.waiting)
 
     @property
     def _detection_s(self) -> float:
@@ -122,7 +143,7 @@ class Connection:
 
     def close(self) -> None:
         """Give the groups back. The second time, do nothing."""
-        self._chunks = self._numbers = self._given = None
+        self._chunks = self._numbers = self._given = self._groups = None
 
     # Agreement: see the note in `chunkmem.comm.agreement`.
 
@@ -209,11 +230,12 @@ class Connection:
     # Failures.
 
     @contextlib.contextmanager
-    def waiting(self, label: str) -> Iterator[None]:
-        """Turn what torch.distributed raises inside into an error that names ranks: [Note: Failure detection].
+    def waiting(self, label: str, *, is_own: bool = False) -> Iterator[None]:
+        """Turn what an exchange raises inside into an error that names ranks: [Note: Failure detection].
 
         Args:
             label: what is waited for; the messages of other ranks may have it too.
+            is_own: nothing inside depends on other ranks: what is raised is this rank's failure, which others are told.
 
         Raises:
             RankError: it failed, or something before it did.
@@ -223,24 +245,38 @@ class Connection:
         started_s = time.monotonic()
         try:
             yield
-        except RuntimeError as error:
+        except ChunkmemError:
+            raise
+        except Exception as error:
+            if is_own or not isinstance(error, RuntimeError):  # gloo and NCCL raise those
+                raise self._leave(label, error) from error
             raise self._give_up(label, time.monotonic() - started_s, error) from error
 
-    def _give_up(self, label: str, waited_s: float, error: RuntimeError) -> RankError:
+    def _leave(self, label: str, error: Exception) -> RankError:
+        """Have the others hear at once what this rank raises, who may be waiting for it."""
+        with self._lock:
+            if self._failure is None:
+                self.note_error(error)
+                self._hang_up()
+                number = self._names[self.rank]
+                self._failure = RankError(f"{label}: rank {number} raised {self._raised}", (number,))
+            return self._failure
+
+    def _hang_up(self) -> set[int]:
+        """Return the ranks whose connections to this one were closed before."""
+        time.sleep(_LINGER_SHARE * self._detection_s)
+        return set() if self._groups is None else self._groups.hang_up()
+
+    def _give_up(self, label: str, waited_s: float, error: Exception) -> RankError:
         # Several threads may be waiting when a rank is lost: the first of them asks for all.
         with self._lock:
             if self._failure is None:
                 assert self._store is not None
-                linger_s = _LINGER_SHARE * self._detection_s
-                time.sleep(linger_s)
-                groups = [group for group in (self._chunks, self._numbers) if group is not None]
-                closed = {peer for group in groups for peer in hang_up(group, self.rank, self.size)}
-                answer = RankStatus(label, waited_s, sorted(closed))
+                closed = self._hang_up()
+                answer = RankStatus(label, waited_s, said(error), sorted(closed))
                 # Stores may take longer to run out of time than they are told.
-                limit_s = min(self._detection_s, self.timeout_s - waited_s) - linger_s
-                self._failure = collect_statuses(
-                    self._store, self.rank, self._names, answer, limit_s=limit_s, error=error
-                )
+                limit_s = min(self._detection_s, self.timeout_s - waited_s) - _LINGER_SHARE * self._detection_s
+                self._failure = collect_statuses(self._store, self.rank, self._names, answer, limit_s=limit_s)
             return self._failure
 
     # Bytes, once all have agreed.

@@ -14,17 +14,33 @@ on each rank in another one: whatever an exchange sends or receives was issued w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import StateError
 
 _BLOCK_NUMEL = 1 << 16
 """Elements of a mean that a CPU works out at a time: they stay in its cache, and no whole chunk in fp32 is needed."""
+
+
+class Members(Protocol):
+    """The ranks that exchange with each other: all of them, or those of one dimension of a mesh."""
+
+    rank: int
+    """This one, from 0."""
+    size: int
+
+    def group(self, device: torch.device) -> dist.ProcessGroup:
+        """Return the group to exchange chunks on a device over."""
+        ...
+
+    def waiting(self, label: str, *, is_own: bool = False) -> AbstractContextManager[None]:
+        """Turn what is raised inside into a `RankError`; `is_own`: nothing inside depends on other ranks."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,9 +138,9 @@ class Exchange(Protocol):
 class PendingWork:
     """What torch.distributed was asked for, and what is left to do when it is done."""
 
-    ranks: Ranks
+    ranks: Members
     label: str
-    transfers: list[dist.Work]
+    transfers: Sequence[dist.Work]
     finish: Callable[[], None] | None = None
     held: Sequence[object] = ()
     """Memory that the transfers use."""
@@ -140,13 +156,14 @@ class PendingWork:
             for transfer in self.transfers:
                 transfer.wait()
         if self.finish is not None:
-            self.finish()
+            with self.ranks.waiting(self.label, is_own=True):
+                self.finish()
         self._over = True
         # Memory is given back as soon as it can be, however long this object is kept.
         self.transfers, self.finish, self.held = [], None, ()
 
 
-def require_exchangeable(shards: Sequence[Shard], ranks: Ranks, label: str) -> None:
+def require_exchangeable(shards: Sequence[Shard], ranks: Members, label: str) -> None:
     """Refuse shards that cannot be exchanged.
 
     Raises:
@@ -164,6 +181,21 @@ def require_exchangeable(shards: Sequence[Shard], ranks: Ranks, label: str) -> N
                 f"{label}: chunk {shard.index} is a {flat.dtype} tensor of shape {list(flat.shape)}, stride "
                 f"{list(flat.stride())}; only 1-D contiguous tensors of a floating dtype are exchanged"
             )
+
+
+def hand_over(ranks: Members, shard: Shard, to: int, *, label: str) -> Work:
+    """Begin to copy the content of a chunk in RAM from its owner to one other rank; these two alone call it.
+
+    Raises:
+        RankError: an exchange failed before, or this one cannot begin.
+        StateError: the shard cannot be exchanged.
+    """
+    require_exchangeable([shard], ranks, label)
+    with ranks.waiting(label):
+        group, flat, tag = ranks.group(shard.flat.device), shard.flat, shard.index
+        is_mine = shard.owner == ranks.rank
+        transfer = group.send([flat], to, tag) if is_mine else group.recv([flat], shard.owner, tag)
+    return PendingWork(ranks, label, [transfer], held=[shard])
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

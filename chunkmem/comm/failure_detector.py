@@ -49,6 +49,8 @@ class RankStatus:
     label: str
     """Where it waited."""
     waited_s: float
+    error: str
+    """What made it give up."""
     closed: Sequence[int] = ()
     """The ranks whose connections to it were closed before it hung up."""
 
@@ -100,7 +102,7 @@ def hang_up(group: dist.ProcessGroup, rank: int, size: int) -> set[int]:
 
 
 def collect_statuses(
-    store: Store, rank: int, numbers: Sequence[int], answer: RankStatus, *, limit_s: float, error: RuntimeError
+    store: Store, rank: int, numbers: Sequence[int], answer: RankStatus, *, limit_s: float
 ) -> RankError:
     """Return the error to raise on this rank, within `limit_s`.
 
@@ -110,7 +112,6 @@ def collect_statuses(
         numbers: what messages call each rank.
         answer: this rank's.
         limit_s: how long others may take to answer.
-        error: what made this rank give up.
     """
     statuses = _Statuses({rank: answer})
     limit_s = max(0.0, limit_s - _STORE_GRACE_S)
@@ -134,7 +135,7 @@ def collect_statuses(
     # In this order: see [Note: Failure detection].
     suspects = [other for other in silent if other in closed] or silent
     if not suspects:
-        return RankError(f"{start} {_disagreement(answers, numbers, error)}", ())
+        return RankError(f"{start} {_disagreement(answers, numbers)}", ())
     who = f"{named(suspects, numbers)} {_do(suspects)} not answer"
     return RankError(
         f"{start} {who}, {named([*answers], numbers)} {_do(answers)}: died, left, or stuck elsewhere; {_NEXT}",
@@ -152,16 +153,20 @@ def named(ranks: Sequence[int], numbers: Sequence[int]) -> str:
     return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
-def _disagreement(answers: Mapping[int, RankStatus], numbers: Sequence[int], error: RuntimeError) -> str:
+def said(error: Exception) -> str:
+    """Return the first line of an error; torch's own are RuntimeErrors."""
+    words = str(error).partition("\n")[0]
+    return words if type(error) is RuntimeError else f"{type(error).__name__}: {words}"
+
+
+def _disagreement(answers: Mapping[int, RankStatus], numbers: Sequence[int]) -> str:
     """Say what may be wrong when nobody is missing."""
     if len({answer.label for answer in answers.values()}) > 1:
         where = ", ".join(
             f"rank {numbers[rank]} for {answer.waited_s:.1f} s in '{answer.label}'" for rank, answer in answers.items()
         )
         return f"the ranks wait for each other: {where}; all have to run the same modules in the same order"
-    times = ", ".join(f"rank {numbers[rank]} after {answer.waited_s:.1f} s" for rank, answer in answers.items())
-    words = str(error).partition("\n")[0]
-    return (
-        f"no rank is missing, but all gave up: {times} ({words}); "
-        f"if one only came late, allow more with distributed.timeout_s"
+    times = ", ".join(
+        f"rank {numbers[rank]} after {answer.waited_s:.1f} s ({answer.error})" for rank, answer in answers.items()
     )
+    return f"no rank is missing, but all gave up: {times}; if one only came late, allow more with distributed.timeout_s"

@@ -1,4 +1,4 @@
-"""Three ways to exchange chunks, by the operations of torch.distributed that they use.
+"""What a way to exchange chunks has to say, and three of them, by the operations of torch.distributed that they use.
 
 ===============  =======================  =======================  ======================================
 way              gather                   reduce                   extra memory, on each rank
@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from chunkmem.comm.exchange import (
     Exchange,
+    Members,
     PendingWork,
     Shard,
     Traffic,
@@ -36,185 +37,179 @@ from chunkmem.comm.exchange import (
     sum_dtype,
 )
 from chunkmem.comm.ranks import Ranks
-from chunkmem.errors import StateError
+from chunkmem.comm.replicated import Replicated
+from chunkmem.errors import ConfigError, StateError
 
 _O = TypeVar("_O", "dist.BroadcastOptions", "dist.ReduceOptions")
 
 
-def possible_exchanges(ranks: Ranks, device: torch.device, *, memory_saving: bool | None) -> list[Exchange]:
-    """Return the exchanges that a configuration leaves to choose from, the usual one first.
+class ExchangeMethod(ABC):
+    """A way to exchange chunks between ranks: an all-gather and a reduce-scatter of whole chunks.
 
-    Args:
-        ranks: between whom.
-        device: where the tensors are.
-        memory_saving: `with_mem_saving_comm`: true is chunk by chunk, false is over groups. None is point to point in
-            RAM, where that is faster and means have the same bits at every run; elsewhere it is one of the two others.
+    `ChunkManager(exchange=Mine)` uses a subclass of your own, the same on all ranks. What goes in is a list of shards,
+    in the same order on all ranks: `shard.flat` is a 1-D tensor, this rank's memory for a chunk; `shard.owner` a rank,
+    counted as `rank` is; `shard.index` is different in each shard of a call, and good for tags. What an exchange raises
+    on one rank is a `RankError` on all.
+
+    Every rank issues the same calls in one order. Several may be under way, and each rank waits for them in an order of
+    its own: whatever a call sends or receives has to be issued in it.
     """
-    if memory_saving is None and device.type == "cpu":
-        return [PointToPoint(ranks)]
-    both: list[Exchange] = [Grouped(ranks), Chunkwise(ranks)]
-    return both if memory_saving is None else both[memory_saving:][:1]
 
-
-class _Method(ABC):
-    """What all ways have in common: checks, counts, and what one rank alone does."""
-
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Members) -> None:
+        """Exchange between `ranks`."""
         self.traffic = Traffic()
+        self.rank = ranks.rank
+        """This one, of those that exchange with each other, from 0."""
+        self.size = ranks.size
         self._ranks = ranks
 
+    @abstractmethod
+    def all_gather(self, shards: Sequence[Shard]) -> Sequence[dist.Work]:
+        """Begin to copy each chunk from its owner to all ranks; return what to wait for, if anything."""
+
+    @abstractmethod
+    def reduce_scatter(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> Sequence[dist.Work]:
+        """Begin to send each chunk's values to its owner, added up or to be added up by `finish`.
+
+        Args:
+            shards: what other ranks than the owner have in them afterwards does not matter.
+            buffers: what `buffers` has returned for them.
+        """
+
+    @abstractmethod
+    def finish(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> None:
+        """Leave the mean over ranks in each chunk that this rank owns, when a reduce-scatter has arrived."""
+
+    def buffers(self, shards: Sequence[Shard]) -> Sequence[torch.Tensor]:
+        """Return the memory that a reduce-scatter of `shards` takes on this rank until it is finished: none.
+
+        It is in the memory report.
+        """
+        return ()
+
+    def sent_nbytes(self, shard: Shard) -> int:
+        """Return the bytes that a rank sends of a chunk to reduce it, if it does not own it."""
+        return shard.flat.nbytes
+
+    def group(self, device: torch.device) -> dist.ProcessGroup:
+        """Return the group to exchange chunks on a device over; call its own methods, such as `group.broadcast`.
+
+        In RAM it is a gloo group that nothing else uses. Its ranks are counted as `rank` is.
+        """
+        return self._ranks.group(device)
+
+    def owns(self, shard: Shard) -> bool:
+        """Tell whether this rank does."""
+        return shard.owner == self.rank
+
     def gather(self, shards: Sequence[Shard], *, label: str) -> Work:
+        """See `Exchange`."""
         require_exchangeable(shards, self._ranks, label)
         self.traffic.num_gathers += 1
-        if self._ranks.size == 1 or not shards:
+        if self.size == 1 or not shards:
             return PendingWork(self._ranks, label, [])
         with self._ranks.waiting(label):
-            transfers = self._issue_gather(shards)
-        owned_nbytes, other_nbytes = self._by_owner([(shard, shard.flat) for shard in shards])
-        self._count(transfers, sent=owned_nbytes * (self._ranks.size - 1), received=other_nbytes)
+            transfers = self.all_gather(shards)
+        owned_nbytes, other_nbytes = self._by_owner(shards, [shard.flat.nbytes for shard in shards])
+        self._count(transfers, sent=owned_nbytes * (self.size - 1), received=other_nbytes)
         return PendingWork(self._ranks, label, transfers, held=shards)
 
     def reduce(self, shards: Sequence[Shard], *, label: str) -> Work:
+        """See `Exchange`."""
         require_exchangeable(shards, self._ranks, label)
         self.traffic.num_reductions += 1
-        if self._ranks.size == 1 or not shards:
+        if self.size == 1 or not shards:
             return PendingWork(self._ranks, label, [])
-        # Outside of `waiting`: if there is no memory for it, no other rank is to blame.
-        memory = self._memory(shards)
+        with self._ranks.waiting(label, is_own=True):  # if there is no memory for it, no other rank is to blame
+            buffers = self.buffers(shards)
         with self._ranks.waiting(label):
-            transfers = self._issue_reduce(shards, memory)
-        sent = [(shard, self._sent(shard, parts)) for shard, parts in zip(shards, memory, strict=True)]
-        owned_nbytes, other_nbytes = self._by_owner(sent)
-        self._count(transfers, sent=other_nbytes, received=owned_nbytes * (self._ranks.size - 1))
-        pairs = zip(shards, memory, strict=True)
-        nbytes = sum(part.nbytes for shard, parts in pairs for part in parts if part is not shard.flat)
+            transfers = self.reduce_scatter(shards, buffers)
+        owned_nbytes, other_nbytes = self._by_owner(shards, list(map(self.sent_nbytes, shards)))
+        self._count(transfers, sent=other_nbytes, received=owned_nbytes * (self.size - 1))
+        nbytes = sum(buffer.nbytes for buffer in buffers)
         self.traffic.buffer(nbytes)
 
         def finish() -> None:
-            self._finish(shards, memory)
+            self.finish(shards, buffers)
             self.traffic.buffer(-nbytes)
 
         return PendingWork(self._ranks, label, transfers, finish=finish, held=shards)
 
-    @abstractmethod
-    def _issue_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
-        """Ask torch.distributed for a gather."""
-
-    @abstractmethod
-    def _memory(self, shards: Sequence[Shard]) -> list[list[torch.Tensor]]:
-        """Return the extra memory that reducing takes, for each of them."""
-
-    @abstractmethod
-    def _sent(self, shard: Shard, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Return what a rank that does not own a shard sends for it."""
-
-    @abstractmethod
-    def _issue_reduce(self, shards: Sequence[Shard], memory: list[list[torch.Tensor]]) -> list[dist.Work]:
-        """Ask torch.distributed for a reduction."""
-
-    @abstractmethod
-    def _finish(self, shards: Sequence[Shard], memory: list[list[torch.Tensor]]) -> None:
-        """Turn what has arrived into means."""
-
-    def _group(self, shard: Shard) -> dist.ProcessGroup:
-        return self._ranks.group(shard.flat.device)
-
-    def _is_mine(self, shard: Shard) -> bool:
-        return shard.owner == self._ranks.rank
-
-    def _by_owner(self, sent: Sequence[tuple[Shard, torch.Tensor]]) -> tuple[int, int]:
+    def _by_owner(self, shards: Sequence[Shard], nbytes: Sequence[int]) -> tuple[int, int]:
         """Return the bytes of the shards that this rank owns, and of the others."""
-        owned_nbytes = sum(tensor.nbytes for shard, tensor in sent if self._is_mine(shard))
-        return owned_nbytes, sum(tensor.nbytes for _, tensor in sent) - owned_nbytes
+        owned_nbytes = sum(n for shard, n in zip(shards, nbytes, strict=True) if self.owns(shard))
+        return owned_nbytes, sum(nbytes) - owned_nbytes
 
-    def _count(self, transfers: list[dist.Work], *, sent: int, received: int) -> None:
+    def _count(self, transfers: Sequence[dist.Work], *, sent: int, received: int) -> None:
         self.traffic.num_operations += len(transfers)
         self.traffic.sent_nbytes += sent
         self.traffic.received_nbytes += received
 
 
-class PointToPoint(_Method):
+class PointToPoint(ExchangeMethod):
     """Messages between owners and others, in RAM. Means have the same bits at every run, for every number of ranks."""
 
-    def hand_over(self, shard: Shard, to: int, *, label: str) -> Work:
-        """Begin to copy the content of a chunk from its owner to one other rank. These two call it, nobody else does.
-
-        Raises:
-            RankError: an exchange failed before, or this one cannot begin.
-            StateError: the shard cannot be exchanged.
-        """
-        require_exchangeable([shard], self._ranks, label)
-        is_mine, tag = self._is_mine(shard), 2 * shard.index
-        with self._ranks.waiting(label):
-            group = self._group(shard)
-            transfer = group.send([shard.flat], to, tag) if is_mine else group.recv([shard.flat], shard.owner, tag)
-        nbytes = shard.flat.nbytes
-        self._count([transfer], sent=nbytes if is_mine else 0, received=0 if is_mine else nbytes)
-        return PendingWork(self._ranks, label, [transfer], held=[shard])
-
-    def _issue_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
+    def all_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
         works = []
         for shard in shards:
-            group, tag = self._group(shard), 2 * shard.index
-            if self._is_mine(shard):
+            group, tag = self._in_ram(shard), 2 * shard.index
+            if self.owns(shard):
                 works += [group.send([shard.flat], peer, tag) for peer in self._peers()]
             else:
                 works.append(group.recv([shard.flat], shard.owner, tag))
         return works
 
-    def _memory(self, shards: Sequence[Shard]) -> list[list[torch.Tensor]]:
-        return [[torch.empty_like(s.flat) for _ in self._peers()] if self._is_mine(s) else [] for s in shards]
+    def buffers(self, shards: Sequence[Shard]) -> list[torch.Tensor]:
+        """Return memory for what each other rank has of each chunk that this one owns."""
+        return [torch.empty_like(shard.flat) for shard in shards if self.owns(shard) for _ in self._peers()]
 
-    def _sent(self, shard: Shard, parts: list[torch.Tensor]) -> torch.Tensor:
-        return shard.flat
-
-    def _issue_reduce(self, shards: Sequence[Shard], memory: list[list[torch.Tensor]]) -> list[dist.Work]:
-        works = []
-        for shard, parts in zip(shards, memory, strict=True):
-            group, tag = self._group(shard), 2 * shard.index + 1
-            if self._is_mine(shard):
-                works += [group.recv([part], peer, tag) for part, peer in zip(parts, self._peers(), strict=True)]
+    def reduce_scatter(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> list[dist.Work]:
+        works, parts = [], iter(buffers)
+        for shard in shards:
+            group, tag = self._in_ram(shard), 2 * shard.index + 1
+            if self.owns(shard):
+                works += [group.recv([next(parts)], peer, tag) for peer in self._peers()]
             else:
                 works.append(group.send([shard.flat], shard.owner, tag))
         return works
 
-    def _finish(self, shards: Sequence[Shard], memory: list[list[torch.Tensor]]) -> None:
-        for shard, parts in zip(shards, memory, strict=True):
-            if self._is_mine(shard):
-                parts.insert(shard.owner, shard.flat)
-                mean_in_order(shard.flat, parts)
+    def finish(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> None:
+        parts = iter(buffers)
+        for shard in filter(self.owns, shards):
+            mean_in_order(shard.flat, [shard.flat if rank == self.rank else next(parts) for rank in range(self.size)])
 
     def _peers(self) -> list[int]:
         """Return the other ranks, in their order."""
-        return [rank for rank in range(self._ranks.size) if rank != self._ranks.rank]
+        return [rank for rank in range(self.size) if rank != self.rank]
 
-    def _group(self, shard: Shard) -> dist.ProcessGroup:
+    def _in_ram(self, shard: Shard) -> dist.ProcessGroup:
         if not shard.flat.is_cpu:
             raise StateError(f"chunk {shard.index} is on {shard.flat.device}, and messages are exchanged in RAM only")
-        return super()._group(shard)
+        return self.group(shard.flat.device)
 
 
-class Chunkwise(_Method):
+class Chunkwise(ExchangeMethod):
     """Collectives of one chunk each, which need no extra memory."""
 
-    def _issue_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
-        return [self._group(s).broadcast([s.flat], _rooted(dist.BroadcastOptions(), s.owner)) for s in shards]
+    def all_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
+        options = [_rooted(dist.BroadcastOptions(), shard.owner) for shard in shards]
+        return [self.group(s.flat.device).broadcast([s.flat], o) for s, o in zip(shards, options, strict=True)]
 
-    def _memory(self, shards: Sequence[Shard]) -> list[list[torch.Tensor]]:
-        """Return what the library sums: the chunks themselves, or copies of them in fp32."""
-        return [[shard.flat.to(sum_dtype(shard.flat.dtype))] for shard in shards]
+    def buffers(self, shards: Sequence[Shard]) -> list[torch.Tensor]:
+        """Return copies in fp32 of the chunks in other dtypes, which the library does not sum as [Note: Means] asks."""
+        return [copy for shard in shards if (copy := shard.flat.to(sum_dtype(shard.flat.dtype))) is not shard.flat]
 
-    def _sent(self, shard: Shard, parts: list[torch.Tensor]) -> torch.Tensor:
-        return parts[0]
+    def sent_nbytes(self, shard: Shard) -> int:
+        return shard.flat.numel() * sum_dtype(shard.flat.dtype).itemsize
 
-    def _issue_reduce(self, shards: Sequence[Shard], memory: list[list[torch.Tensor]]) -> list[dist.Work]:
-        pairs = zip(shards, memory, strict=True)
-        return [self._group(s).reduce(total, _rooted(dist.ReduceOptions(), s.owner)) for s, total in pairs]
+    def reduce_scatter(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> list[dist.Work]:
+        totals = zip(shards, _summed(shards, buffers), strict=True)
+        return [self.group(s.flat.device).reduce([t], _rooted(dist.ReduceOptions(), s.owner)) for s, t in totals]
 
-    def _finish(self, shards: Sequence[Shard], memory: list[list[torch.Tensor]]) -> None:
-        for shard, (total,) in zip(shards, memory, strict=True):
-            if self._is_mine(shard):
-                total.div_(self._ranks.size)
+    def finish(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> None:
+        for shard, total in zip(shards, _summed(shards, buffers), strict=True):
+            if self.owns(shard):
+                total.div_(self.size)
                 if total is not shard.flat:
                     shard.flat.copy_(total)
 
@@ -222,31 +217,37 @@ class Chunkwise(_Method):
 class Grouped(Chunkwise):
     """Collectives of as many equal chunks as there are ranks, one owned by each; others go chunk by chunk."""
 
-    def _issue_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
+    def all_gather(self, shards: Sequence[Shard]) -> list[dist.Work]:
         if not self._is_whole(shards):
-            return super()._issue_gather(shards)
-        flats = self._by_rank(shards, [shard.flat for shard in shards])
+            return super().all_gather(shards)
+        flats = _by_rank(shards, [shard.flat for shard in shards])
         options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
         options.asyncOp = True
-        return [self._group(shards[0]).allgather([flats], [flats[self._ranks.rank]], options)]
+        return [self.group(flats[0].device).allgather([flats], [flats[self.rank]], options)]
 
-    def _issue_reduce(self, shards: Sequence[Shard], memory: list[list[torch.Tensor]]) -> list[dist.Work]:
+    def reduce_scatter(self, shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> list[dist.Work]:
         if not self._is_whole(shards):
-            return super()._issue_reduce(shards, memory)
-        totals = self._by_rank(shards, [total for (total,) in memory])
+            return super().reduce_scatter(shards, buffers)
+        totals = _by_rank(shards, _summed(shards, buffers))
         options = dist.ReduceScatterOptions()
         options.asyncOp = True
-        return [self._group(shards[0]).reduce_scatter([totals[self._ranks.rank]], [totals], options)]
+        return [self.group(totals[0].device).reduce_scatter([totals[self.rank]], [totals], options)]
 
     def _is_whole(self, shards: Sequence[Shard]) -> bool:
         owners = sorted(shard.owner for shard in shards)
         kinds = {(shard.flat.numel(), shard.flat.dtype) for shard in shards}
-        return owners == list(range(self._ranks.size)) and len(kinds) == 1
+        return owners == list(range(self.size)) and len(kinds) == 1
 
-    @staticmethod
-    def _by_rank(shards: Sequence[Shard], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        owners = [shard.owner for shard in shards]
-        return [tensor for _, tensor in sorted(zip(owners, tensors, strict=True), key=itemgetter(0))]
+
+def _summed(shards: Sequence[Shard], buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what the library sums, by shard: the chunks themselves, or copies of them in fp32."""
+    copies = iter(buffers)
+    return [s.flat if s.flat.dtype == sum_dtype(s.flat.dtype) else next(copies) for s in shards]
+
+
+def _by_rank(shards: Sequence[Shard], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    owners = [shard.owner for shard in shards]
+    return [tensor for _, tensor in sorted(zip(owners, tensors, strict=True), key=itemgetter(0))]
 
 
 def _rooted(options: _O, owner: int) -> _O:
@@ -254,3 +255,32 @@ def _rooted(options: _O, owner: int) -> _O:
     options.rootRank = owner
     options.asyncOp = True
     return options
+
+
+def require_method(own: object) -> None:
+    """Raise a `ConfigError` unless a user's exchange is a subclass of `ExchangeMethod`, or None."""
+    if own is not None and not (isinstance(own, type) and issubclass(own, ExchangeMethod)):
+        raise ConfigError(f"exchange is {own!r}; pass a subclass of chunkmem.ExchangeMethod")
+
+
+def possible_exchanges(
+    ranks: Ranks, device: torch.device, *, memory_saving: bool | None, own: type[ExchangeMethod] | None = None
+) -> list[Exchange]:
+    """Return the exchanges that a configuration leaves to choose from, the usual one first.
+
+    Args:
+        ranks: between whom.
+        device: where the tensors are.
+        memory_saving: `with_mem_saving_comm`: true is chunk by chunk, false is over groups. None is point to point in
+            RAM, where that is faster and means have the same bits at every run; elsewhere it is one of the two others.
+        own: the user's, which then is the only one.
+    """
+    if own is not None:
+        methods: list[type[ExchangeMethod]] = [own]
+    elif memory_saving is None and device.type == "cpu":
+        methods = [PointToPoint]
+    else:
+        methods = [Grouped, Chunkwise] if memory_saving is None else [(Grouped, Chunkwise)[memory_saving]]
+    if ranks.replicate is None:
+        return [method(ranks.shard) for method in methods]
+    return [Replicated(method(ranks.shard), method(ranks.replicate), ranks) for method in methods]

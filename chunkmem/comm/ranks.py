@@ -10,7 +10,10 @@ import torch
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection
+from chunkmem.comm.exchange import Members
 from chunkmem.comm.failure_detector import named
+from chunkmem.comm.groups import RankGroup
+from chunkmem.comm.mesh import Mesh
 from chunkmem.errors import ConfigError
 
 _T = TypeVar("_T")
@@ -21,14 +24,36 @@ _BUCKET_NBYTES = 64 << 20
 class Ranks(Connection):
     """The processes that train one model together; without a process group, one."""
 
-    def __init__(self, process_group: Any = None, *, timeout_s: float) -> None:
-        """Find the others. For arguments and errors see `Connection`."""
-        super().__init__(process_group, timeout_s=timeout_s)
+    def __init__(self, process_group: Any = None, *, mesh: Mesh | None = None, timeout_s: float) -> None:
+        """Find the others: those of `mesh`, or all of `process_group`. For arguments and errors see `Connection`."""
+        rows = () if mesh is None else mesh.rows
+        super().__init__(process_group, members=tuple(rank for row in rows for rank in row), timeout_s=timeout_s)
+        self.shard: Members = self
+        """Those that chunks are sharded over, this rank's replica; counted within it."""
+        self.replicate: Members | None = None
+        """Those that have the same shard; None if there is one replica."""
         self.num_local = 1
         """Ranks on this machine, this one included."""
         if self.size > 1:
             here = socket.gethostname().encode()
             self.num_local = self._all_bytes(here, "looking for ranks on the same machine").count(here)
+            self.agree("the mesh of the ranks", str(rows))
+        if mesh is not None:
+            self._divide(mesh)
+
+    def _divide(self, mesh: Mesh) -> None:
+        num_shards = len(mesh.rows[0])
+        row, column = divmod(self.rank, num_shards)
+        self.shard = self.part(range(row * num_shards, (row + 1) * num_shards), mesh.shard_group)
+        if len(mesh.rows) > 1:
+            self.replicate = self.part(range(column, self.size, num_shards), mesh.replicate_group)
+
+    def close(self) -> None:
+        """Give the groups back. The second time, do nothing."""
+        super().close()
+        for part in (self.shard, self.replicate):
+            if isinstance(part, RankGroup):
+                part.close()
 
     def agree(self, name: str, digest: str) -> None:
         """Check that all ranks have the same of something.
@@ -49,7 +74,9 @@ class Ranks(Connection):
             raise ConfigError(f"{name} differs between ranks: {found}; start all ranks with the same of it")
 
     def sum_over(self, values: Sequence[float], *, label: str = "summing numbers") -> tuple[float, ...]:
-        """Return the sums over ranks, in float64 and in the order of the ranks: the same bits on all of them.
+        """Return the sums over the ranks of one replica, in float64 and in their order: the same bits on all ranks.
+
+        All replicas have the same numbers, so it is those of the first that are added.
 
         Args:
             values: as many on every rank.
@@ -58,7 +85,7 @@ class Ranks(Connection):
         Raises:
             RankError: a rank did not come.
         """
-        first, *others = self._all_values(values, label)
+        first, *others = self._all_values(values, label)[: self.size if self.replicate is None else self.shard.size]
         for row in others:
             first += row
         return tuple(first.tolist())

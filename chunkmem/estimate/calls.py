@@ -17,10 +17,10 @@ import torch
 from chunkmem.layout.spec import Layout, Slot
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
-from chunkmem.nn.sharing import Sharing
-from chunkmem.nn.units import Unit, Units
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk, ChunkStore, Replica
+from chunkmem.shard.shards import ShardStore
+from chunkmem.shard.units import Unit, Units
 from chunkmem.types import Role, Tier
 
 
@@ -146,7 +146,7 @@ class LoggedUnits(Units):
 
     def __init__(self, log: CallLog, *, is_alone: bool) -> None:
         """Begin with none; one rank alone has none."""
-        super().__init__(None if is_alone else cast(Sharing, self), None)
+        super().__init__(None if is_alone else cast(ShardStore, self), None)
         self._log = log
 
     @property

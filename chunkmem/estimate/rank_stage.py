@@ -15,7 +15,6 @@ from chunkmem.layout.spec import digest
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradients import GradientBook
-from chunkmem.nn.units import Unit, Units
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.room import require_room
@@ -23,6 +22,7 @@ from chunkmem.parts import Memory, make_sharding, make_updater
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.store import Chunk
+from chunkmem.shard.units import Unit, Units
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import ChunkId, Role, Tier
@@ -134,7 +134,7 @@ class RankStage:
             inside = [names[slot.tensor] for slot in group.slots]
             packer.make_chunks(group, inside, is_own=shards is None or shards.owns(group.id))
         if shards is not None:
-            shards.let_go_of_others(group.id for group in step.layout.groups)
+            shards.drop_unowned(group.id for group in step.layout.groups)
         self._slots.add(self._parameters)
         self.units.add(step.units)
         trained = {m.group for m in self._parameters if m.requires_grad and self._sharding.owns(m)}
@@ -142,15 +142,15 @@ class RankStage:
 
     def measure_links(self) -> None:
         """Gather the largest unit a few times, as ranks do after their first step."""
-        if self._sharding.shards is not None and self.units.course is not None:
-            self._sharding.shards.measure(self.units.course.largest(), time_s=_done_at_once)
+        if self._sharding.shards is not None and self.units.prefetch is not None:
+            self._sharding.shards.measure(self.units.prefetch.largest(), time_s=_done_at_once)
 
     def begin_ahead(self) -> bool:
         """Gather ahead from the next step on, if there is room for it; tell whether there is."""
-        course = self.units.course
-        assert course is not None
-        course.is_wanted = course.has_room
-        return course.is_wanted
+        prefetch = self.units.prefetch
+        assert prefetch is not None
+        prefetch.is_wanted = prefetch.has_room
+        return prefetch.is_wanted
 
     def step(self) -> Step:
         """Do one step, and write it down."""

@@ -26,10 +26,10 @@ from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.nodes import CallNodes, NodePins
 from chunkmem.nn.references import Findings, GraphSearch
 from chunkmem.nn.turn import Turn
-from chunkmem.nn.units import Unit, Units
 from chunkmem.nn.values import kept_tensors, tensors_in
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
+from chunkmem.shard.units import Unit, Units
 from chunkmem.types import Tier
 
 _NOTHING = Findings({}, frozenset())

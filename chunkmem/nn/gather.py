@@ -13,9 +13,9 @@ from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.reduction import Reduction
-from chunkmem.nn.sharing import Sharing
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
+from chunkmem.shard.shards import ShardStore
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -41,7 +41,7 @@ def gathered(
         CapacityError: they do not fit DEVICE together; nothing has been moved.
     """
     wanted = list(params)
-    sharing = None if reduction is None else reduction.sharing
+    shards = None if reduction is None else reduction.shards
     exposed = [m for m in wanted if grads and m not in gradients.exposed]  # the others are, by a block around this one
     gradients.settle(exposed)
     landed = [m for m in exposed if m in gradients.landed.get(m.group, ())]
@@ -51,19 +51,19 @@ def gathered(
     grad_chunks = [gradients.chunks[group] for group in dict.fromkeys(m.group for m in landed)]
     _require_room([*weights, *grad_chunks], pager)
     with ExitStack() as stack:
-        if sharing is not None:
-            stack.enter_context(_shared([chunk.id.group for chunk in weights], sharing, pager))
+        if shards is not None:
+            stack.enter_context(_shared([chunk.id.group for chunk in weights], shards, pager))
         own = [chunk for chunk in weights if not chunk.is_remote]
         stack.enter_context(_pinned(own, pager))
         stack.callback(_hold_kept, own, pager, access)
         stack.callback(_take_writes, own, pager, sync_masters)
         stack.enter_context(_open(wanted))
-        lent = [m for m in landed if sharing is not None and not sharing.owns(m.group)]
+        lent = [m for m in landed if shards is not None and not shards.owns(m.group)]
         others = {m.group for m in lent}
         stack.enter_context(_pinned((chunk for chunk in grad_chunks if chunk.id.group not in others), pager))
         stack.enter_context(gradients.borrowing(lent, reader="gather"))
-        if sharing is not None and grad_chunks:
-            sharing.gather_chunks(grad_chunks, reader="gather")
+        if shards is not None and grad_chunks:
+            shards.gather_chunks(grad_chunks, reader="gather")
         with gradients.exposing([m for m in exposed if m not in lent], [m for m in landed if m not in lent]):
             yield
 
@@ -88,15 +88,15 @@ def _open(params: Iterable[ManagedParameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _shared(groups: list[int], sharing: Sharing, pager: Pager) -> Iterator[None]:
-    sharing.hold(groups, reader="gather")
+def _shared(groups: list[int], shards: ShardStore, pager: Pager) -> Iterator[None]:
+    shards.hold(groups, reader="gather")
     try:
-        sharing.gather(groups, reader="gather")
+        shards.gather(groups, reader="gather")
         yield
     finally:
         if pager.closed is None:
-            sharing.renew(groups)  # other holders read what was written
-            sharing.release(groups)
+            shards.renew(groups)  # other holders read what was written
+            shards.release(groups)
 
 
 def _take_writes(own: list[Chunk], pager: Pager, sync_masters: Callable[[Iterable[int]], None]) -> None:

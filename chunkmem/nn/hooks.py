@@ -18,8 +18,8 @@ from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.guard import AccessGuard
 from chunkmem.nn.turn import Turn
-from chunkmem.nn.units import Unit, Units
 from chunkmem.nn.values import tensors_in
+from chunkmem.shard.units import Unit, Units
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ModuleHooks:
         `by_id` maps the identities of Parameters to what is known of them.
         """
         owned: dict[nn.Module, dict[str, ManagedParameter]] = {}
-        units = self._units.of(root, by_id)
+        units = self._units.of(root, {key: managed.group for key, managed in by_id.items()})
         self._roots.add(root)
         for name, module in root.named_modules():
             if module in self._fitted:

@@ -10,10 +10,10 @@ from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Shard
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
-from chunkmem.nn.sharing import Sharing
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
+from chunkmem.shard.shards import ShardStore
 from chunkmem.types import Tier
 
 _READER = "reduction of gradients"
@@ -23,8 +23,8 @@ _BUCKET_NUMEL = 1 << 22
 class Reduction:
     """Reduces what has landed on any rank and has not been reduced yet."""
 
-    def __init__(self, sharing: Sharing, gradients: GradientSlots, pager: Pager) -> None:
-        self.sharing = sharing
+    def __init__(self, shards: ShardStore, gradients: GradientSlots, pager: Pager) -> None:
+        self.shards = shards
         self._gradients = gradients
         self._pager = pager
         self._under_way: list[tuple[list[Chunk], Callable[[], None]]] = []
@@ -48,13 +48,13 @@ class Reduction:
         fresh, given = gradients.fresh, gradients.given
         rows = [float(managed in fresh.get(managed.group, ())) for managed in params]
         rows += [float(managed in given) for managed in params]
-        anywhere = self.sharing.ranks.max_over(rows, label=_READER) if rows else ()
+        anywhere = self.shards.ranks.max_over(rows, label=_READER) if rows else ()
         is_fresh, has_any = anywhere[: len(params)], anywhere[len(params) :]
         self._reduce_groups({m.group for m, found in zip(params, is_fresh, strict=True) if found})
         for managed, *found in zip(params, is_fresh, has_any, strict=True):
             if any(found):
                 gradients.anywhere.add(managed)
-                if self.sharing.owns(managed.group):
+                if self.shards.owns(managed.group):
                     gradients.show_reduced(managed)
 
     def reduce_early(self, params: Sequence[ManagedParameter]) -> list[ManagedParameter]:
@@ -65,12 +65,12 @@ class Reduction:
         members = self._gradients.members
         self._reduce_fresh([managed for group in sorted(members) for managed in members[group]])
         rows = [float(m in self._gradients.landed.get(m.group, ())) for m in params]
-        anywhere = self.sharing.ranks.max_over(rows, label=_READER) if rows else ()
+        anywhere = self.shards.ranks.max_over(rows, label=_READER) if rows else ()
         return [managed for managed, has in zip(params, anywhere, strict=True) if has]
 
     def reduce_groups(self, groups: Sequence[int]) -> None:
         """Let the owners of these groups have the means of what has landed on any rank. Raises what `reduce` does."""
-        self.sharing.agree_to_reduce(groups, reader=_READER)
+        self.shards.agree_to_reduce(groups, reader=_READER)
         self._reduce_groups(groups)
 
     def join(self, lists: Iterable[Sequence[int]]) -> None:
@@ -78,14 +78,14 @@ class Reduction:
         self._reduce_groups([group for together in lists for group in together])
 
     def _reduce_groups(self, groups: Collection[int]) -> None:
-        for together in self.sharing.together(groups):
+        for together in self.shards.together(groups):
             self._begin(together)
             self.finish()
 
     def begin(self, groups: Sequence[int]) -> None:
         """Begin what `reduce_groups` does; until it is finished the gradients stay on DEVICE."""
-        self.sharing.agree_to_reduce(groups, reader=_READER)
-        for together in self.sharing.together(groups):
+        self.shards.agree_to_reduce(groups, reader=_READER)
+        for together in self.shards.together(groups):
             self._begin(together)
 
     def finish(self) -> None:
@@ -96,12 +96,12 @@ class Reduction:
             try:
                 wait()
                 for chunk in chunks:
-                    if self.sharing.owns(chunk.id.group):
+                    if self.shards.owns(chunk.id.group):
                         self._gradients.reduced(chunk.id.group)  # before a plan may copy it anywhere
             finally:
                 self._unpin(chunks)
             for chunk in chunks:
-                if not self.sharing.owns(chunk.id.group):
+                if not self.shards.owns(chunk.id.group):
                     self._gradients.give_up(chunk.id.group)
 
     def _begin(self, together: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ class Reduction:
                 gradients.complete(group, trainable, reader=_READER)
                 self._pager.pin(gradients.chunks[group], Tier.DEVICE, reader=_READER)
                 held.append(gradients.chunks[group])
-            wait = self.sharing.begin_reduction(held, reader=_READER)
+            wait = self.shards.begin_reduction(held, reader=_READER)
         except BaseException:
             self._unpin(held)
             raise
@@ -128,7 +128,7 @@ class Reduction:
 
         `params` are the same on all ranks, in one order. Where one has a gradient, the others get one.
         """
-        ranks = self.sharing.ranks
+        ranks = self.shards.ranks
         anywhere = ranks.max_over([float(p.grad is not None) for p in params], label=_READER) if params else ()
         alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for param, found in zip(params, anywhere, strict=True):
@@ -139,10 +139,10 @@ class Reduction:
                 self._reduce_alike(some)
 
     def _reduce_alike(self, params: Collection[torch.Tensor]) -> None:
-        ranks, exchange = self.sharing.ranks, self.sharing.exchange
+        ranks, exchange = self.shards.ranks, self.shards.exchange
         ranks.begin(Operation(f"{_READER} of {len(params)} parameters that no chunk holds"))
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params])
-        shards = [Shard(index, index % ranks.size, part) for index, part in enumerate(flat.split(_BUCKET_NUMEL))]
+        shards = [Shard(index, index % ranks.shard.size, part) for index, part in enumerate(flat.split(_BUCKET_NUMEL))]
         exchange.reduce(shards, label=_READER).wait()
         exchange.gather(shards, label=_READER).wait()
         for param, mean in zip(params, flat.split([p.numel() for p in params]), strict=True):

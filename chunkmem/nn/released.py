@@ -37,8 +37,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from chunkmem.comm.exchange import Shard
-from chunkmem.comm.methods import PointToPoint
+from chunkmem.comm.exchange import Shard, hand_over
 from chunkmem.layout.spec import Layout, digest
 from chunkmem.nn.access import ParameterReads
 from chunkmem.nn.binding import dense_stride
@@ -46,8 +45,8 @@ from chunkmem.nn.built import Built
 from chunkmem.nn.collect import Collector
 from chunkmem.nn.released_memory import Released, ReleasedMemory, Weight, can_go, content_of, is_alone
 from chunkmem.nn.released_operators import EscapeGuard, ReleasedGuard
-from chunkmem.nn.sharing import Sharing
 from chunkmem.runtime.device import runtime_mode
+from chunkmem.shard.shards import ShardStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +61,11 @@ class _ToPack:
 class BuiltOverRanks(Built):
     """What one rank has of a model that all ranks build: [Note: Holders]."""
 
-    def __init__(self, sharing: Sharing, collector: Collector) -> None:
-        self._sharing = sharing
+    def __init__(self, shards: ShardStore, collector: Collector) -> None:
+        self._shards = shards
         self._collector = collector
-        self._exchange = PointToPoint(sharing.ranks)
-        self._memory = ReleasedMemory(sharing.ranks.rank, self._fetch)
-        self._given_nbytes = [0] * sharing.ranks.size
+        self._memory = ReleasedMemory(shards.ranks.shard.rank, self._fetch)
+        self._given_nbytes = [0] * shards.ranks.shard.size
         self._weights: dict[int, Weight] = {}
         self._to_pack: dict[int, _ToPack] = {}
         self._decided = hashlib.sha256()
@@ -126,14 +124,14 @@ class BuiltOverRanks(Built):
             ConfigError: another rank does something else; on every rank.
             RankError: a rank did not come.
         """
-        ranks, name = self._sharing.ranks, released.weight.name
+        ranks, name = self._shards.ranks, released.weight.name
         self._num_exchanged += 1
         ranks.agree("what is computed from weights while the model is built", f"{name}, {self._num_exchanged}")
         with runtime_mode():
             flat = content_of(released, storage)
             sent = flat.cpu()
             shard = Shard(self._num_exchanged, released.holder, sent)
-            self._exchange.gather([shard], label=f"building: fetching {name}").wait()
+            self._shards.exchange.gather([shard], label=f"building: fetching {name}").wait()
             if sent is not flat:
                 flat.copy_(sent)
 
@@ -150,7 +148,7 @@ class BuiltOverRanks(Built):
             gc.collect()  # as in `can_go`
         kept = self._in_use_elsewhere(ordinary)
         names = ", ".join(released.weight.name for released in kept)
-        self._sharing.ranks.agree("what else has the memory of weights when the model is built", names or "nothing")
+        self._shards.ranks.agree("what else has the memory of weights when the model is built", names or "nothing")
         for released in kept:
             self._memory.keep(released)
         for released in self._memory.alive():
@@ -165,15 +163,15 @@ class BuiltOverRanks(Built):
         return [each for each, param in found if param is None or id(param) in ordinary or not is_alone(param)]
 
     def agree(self, layout: Layout) -> None:
-        ranks = self._sharing.ranks
+        ranks = self._shards.ranks
         ranks.agree("the layout of the chunks", digest([layout]))
         ranks.agree("the order in which modules are built", self._decided.hexdigest()[:16])
 
     def largest(self, value: int) -> int:
-        return int(self._sharing.ranks.max_over((float(value),), label="packing: comparing what is free")[0])
+        return int(self._shards.ranks.max_over((float(value),), label="packing: comparing what is free")[0])
 
     def owns(self, group: int) -> bool:
-        return self._sharing.owns(group)
+        return self._shards.owns(group)
 
     def _find(self, param: nn.Parameter) -> _ToPack | None:
         known = self._to_pack.get(id(param))
@@ -187,7 +185,7 @@ class BuiltOverRanks(Built):
         return dense_stride(param) if known is None else known.stride
 
     def take(self, param: nn.Parameter, group: int, *, name: str) -> torch.Tensor:
-        known, owner, rank = self._find(param), self._sharing.owner(group), self._sharing.ranks.rank
+        known, owner, rank = self._find(param), self._shards.owner(group), self._shards.ranks.shard.rank
         self._num_exchanged += 1
         if known is None or known.holder == owner or rank not in (known.holder, owner):
             return param
@@ -197,5 +195,5 @@ class BuiltOverRanks(Built):
             else:
                 flat = torch.empty(param.numel(), dtype=param.dtype, device="cpu")
             shard = Shard(self._num_exchanged, known.holder, flat)
-            self._exchange.hand_over(shard, owner, label=f"packing: {name}").wait()
+            hand_over(self._shards.ranks.shard, shard, owner, label=f"packing: {name}").wait()
             return flat.view(param.shape)

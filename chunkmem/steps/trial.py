@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chunkmem.comm.ranks import Ranks
-from chunkmem.nn.course import Course
+from chunkmem.shard.prefetch import PrefetchSchedule
 from chunkmem.steps.controller import StepController
 
 _LABEL = "choosing whether to gather ahead"
@@ -24,17 +24,22 @@ class AheadTrial:
     """Leads through the trial, step by step."""
 
     def __init__(
-        self, course: Course, controller: StepController, ranks: Ranks, *, measure: Callable[[tuple[int, ...]], None]
+        self,
+        prefetch: PrefetchSchedule,
+        controller: StepController,
+        ranks: Ranks,
+        *,
+        measure: Callable[[tuple[int, ...]], None],
     ) -> None:
         """Begin before the first step.
 
         Args:
-            course: which gathers ahead, or not.
+            prefetch: which gathers ahead, or not.
             controller: which records and plans.
             ranks: which have to agree.
             measure: is called once, by all ranks, with groups that they gather together.
         """
-        self._course = course
+        self._prefetch = prefetch
         self._controller = controller
         self._ranks = ranks
         self._measure = measure
@@ -42,7 +47,7 @@ class AheadTrial:
 
     def restart(self) -> None:
         """Begin again before the first step: there is more to exchange."""
-        self._course.is_wanted = self._controller.may_record = False
+        self._prefetch.is_wanted = self._controller.may_record = False
         self._states = iter((self._learned, self._recorded, self._recorded_ahead, self._followed))
 
     def end_step(self) -> None:
@@ -51,30 +56,30 @@ class AheadTrial:
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
-        state = None if self._controller.is_excused or self._course.was_empty else next(self._states, None)
+        state = None if self._controller.is_excused or self._prefetch.was_empty else next(self._states, None)
         if state is not None:
             state()
 
     def _learned(self) -> None:
-        self._measure(self._course.largest())
+        self._measure(self._prefetch.largest())
         self._controller.may_record = True
 
     def _recorded(self) -> None:
-        if not self._course.has_room:
+        if not self._prefetch.has_room:
             return
         (is_full,) = self._ranks.max_over((float(not self._controller.fits_overlapped()),), label=_LABEL)
         if not is_full:
-            self._course.is_wanted = True
+            self._prefetch.is_wanted = True
             self._controller.record_another()
 
     def _recorded_ahead(self) -> None:
         """The next step follows the plan that is made from it."""
 
     def _followed(self) -> None:
-        if not self._course.is_wanted:
+        if not self._prefetch.is_wanted:
             return
         # A rank that does not know, as it had no batch, agrees with the others.
         lazy_s, ahead_s = self._ranks.max_over(self._controller.compare() or (0.0, 0.0), label=_LABEL)
         is_lazy = lazy_s < ahead_s
-        self._course.is_wanted = not is_lazy
+        self._prefetch.is_wanted = not is_lazy
         self._controller.keep(first=is_lazy)

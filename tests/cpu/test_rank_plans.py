@@ -72,9 +72,9 @@ def trained(
 
 def is_overlapped(manager: chunkmem.ChunkManager) -> bool:
     """Whether gathers are begun ahead."""
-    course = manager.runtime.sharding.units.course
-    assert course is not None
-    return course.is_wanted
+    prefetch = manager.runtime.sharding.units.prefetch
+    assert prefetch is not None
+    return prefetch.is_wanted
 
 
 def follow(rank: int, task: Task) -> bool:
@@ -234,22 +234,18 @@ def read_too_early(rank: int) -> list[float]:
         torch.manual_seed(0)
         with manager.init():
             block = Block()
-        sharing = manager.runtime.sharding.shards
-        assert sharing is not None
-        late = LateExchange(sharing.exchange, rank=rank, seed=0)
-        sharing.exchange = late
-        sharing.hold([0], reader="test")
-        sharing.send([0], reader="test")
-        flat = (
-            manager.runtime.memory.store.chunks[next(iter(manager.runtime.memory.store.chunks))]
-            .replicas[Tier.DEVICE]
-            .flat
-        )
+        shards = manager.runtime.sharding.shards
+        assert shards is not None
+        late = LateExchange(shards.exchange, rank=rank, seed=0)
+        shards.exchange = late
+        shards.hold([0], reader="test")
+        shards.send([0], reader="test")
+        flat = next(iter(manager.runtime.memory.store.chunks.values())).replicas[Tier.DEVICE].flat
         before = float(flat[0])
         assert late.num_late == 1
-        sharing.arrive([0], reader="test")
+        shards.arrive([0], reader="test")
         after = float(flat[0])
-        sharing.release([0])
+        shards.release([0])
         assert block.training
         return [before, after]
 
@@ -287,15 +283,15 @@ def choose(rank: int, slow: int) -> tuple[int, float]:
         with manager.init():
             model = MODELS["tied"]()
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
-        sharing = manager.runtime.sharding.shards
-        assert sharing is not None
-        ways = [Slow(sharing.exchange, 0.05 if (index == slow and rank == 1) else 0.0) for index in range(2)]
-        sharing._exchanges, sharing.exchange = ways, ways[0]
+        shards = manager.runtime.sharding.shards
+        assert shards is not None
+        ways = [Slow(shards.exchange, 0.05 if (index == slow and rank == 1) else 0.0) for index in range(2)]
+        shards._exchanges, shards.exchange = ways, ways[0]
         for step in range(2):
             manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
             optimizer.step()
             optimizer.zero_grad()
-        return [way is sharing.exchange for way in ways].index(True), manager.runtime.links.exchange_Bps
+        return [way is shards.exchange for way in ways].index(True), manager.runtime.links.exchange_Bps
 
 
 @pytest.mark.parametrize("slow", [0, 1])

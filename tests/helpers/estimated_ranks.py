@@ -122,19 +122,17 @@ def _trained(manager: chunkmem.ChunkManager, case: Case, rank: int, steps: int) 
         checkpointed(model)
     optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-3)
     torch.manual_seed(rank)
-    sharing = manager.runtime.sharding.shards
+    shards = manager.runtime.sharding.shards
     before = (0, 0)
     for _ in range(steps):
-        if sharing is not None:
-            before = sharing.exchange.traffic.sent_nbytes, sharing.exchange.traffic.received_nbytes
+        if shards is not None:
+            before = shards.exchange.traffic.sent_nbytes, shards.exchange.traffic.received_nbytes
         manager.backward(case.loss(model))
         optimizer.step()
         optimizer.zero_grad()
     happened, trace = manager.timeline(), manager.trace
     assert happened is not None
-    after = (
-        before if sharing is None else (sharing.exchange.traffic.sent_nbytes, sharing.exchange.traffic.received_nbytes)
-    )
+    after = before if shards is None else (shards.exchange.traffic.sent_nbytes, shards.exchange.traffic.received_nbytes)
     return Facts(
         digest=None if trace is None else trace.digest,
         plan_misses=happened.plan_misses,

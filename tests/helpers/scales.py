@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import chunkmem
-from chunkmem.comm.exchange import Shard, Work
-from chunkmem.comm.methods import PointToPoint
+from chunkmem.comm.exchange import Members, Shard, Work, hand_over
+from chunkmem.nn import released
 from chunkmem.nn.built import Built
 from chunkmem.nn.released import BuiltOverRanks
 from chunkmem.nn.released_memory import ReleasedMemory
@@ -68,13 +68,11 @@ class Scales:
 
             return weighed_take
 
-        hand_over = PointToPoint.hand_over
-
-        def weighed_hand_over(exchange: PointToPoint, shard: Shard, to: int, *, label: str) -> Work:
-            self.on_its_way_nbytes = shard.flat.nbytes if to == self.manager.runtime.ranks.rank else 0
+        def weighed_hand_over(ranks: Members, shard: Shard, to: int, *, label: str) -> Work:
+            self.on_its_way_nbytes = shard.flat.nbytes if to == ranks.rank else 0
             self.weigh()
             self.on_its_way_nbytes = 0
-            return hand_over(exchange, shard, to, label=label)
+            return hand_over(ranks, shard, to, label=label)
 
         empty, opened = ReleasedMemory._empty, ReleasedMemory.open
 
@@ -94,7 +92,7 @@ class Scales:
             with (
                 patch.object(Built, "take", weighed(Built.take)),
                 patch.object(BuiltOverRanks, "take", weighed(BuiltOverRanks.take)),
-                patch.object(PointToPoint, "hand_over", weighed_hand_over),
+                patch.object(released, "hand_over", weighed_hand_over),
                 patch.object(ReleasedMemory, "_empty", weighed_empty),
                 patch.object(ReleasedMemory, "open", weighed_open),
             ):

@@ -176,17 +176,18 @@ def make_config(task: Task) -> chunkmem.Config:
     return chunkmem.Config.from_dict({**base, **task.config})
 
 
-def open_manager(rank: int, task: Task) -> chunkmem.ChunkManager:
-    """The manager of one rank."""
+def open_manager(rank: int, task: Task, **options: Any) -> chunkmem.ChunkManager:
+    """The manager of one rank, with options of `ChunkManager`."""
     seed = task.adversarial
     if seed is None:
-        return chunkmem.ChunkManager(make_config(task))
-    manager = chunkmem.ChunkManager(make_config(task), make_lanes=lambda compute: AdversarialLanes(1000 * rank + seed))
+        return chunkmem.ChunkManager(make_config(task), **options)
+    options["make_lanes"] = lambda compute: AdversarialLanes(1000 * rank + seed)
+    manager = chunkmem.ChunkManager(make_config(task), **options)
     for tier in (Tier.DEVICE, Tier.HOST):
         manager.runtime.memory.store.pools[tier].poison = True
     assert manager.runtime.sharding.shards is not None
     manager.runtime.sharding.shards.exchange = LateExchange(
-        manager.runtime.sharding.shards.exchange, rank=rank, seed=seed
+        manager.runtime.sharding.shards.exchange, rank=manager.runtime.ranks.shard.rank, seed=seed
     )
     return manager
 

@@ -20,7 +20,7 @@ PARTS = {
     "Packer",
     "ParameterServer",
     "Reduction",
-    "Sharing",
+    "ShardStore",
     "SpeculativeUpdater",
     "Turn",
 }

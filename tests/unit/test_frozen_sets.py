@@ -26,6 +26,7 @@ PUBLIC_NAMES = {
     "ChunkmemError",
     "Config",
     "ConfigError",
+    "ExchangeMethod",
     "LayoutError",
     "MemoryReport",
     "PlanError",

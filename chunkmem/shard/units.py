@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.course import Course, Reduces
-from chunkmem.nn.sharing import Sharing
+from chunkmem.shard.prefetch import PrefetchSchedule, Reduces
+from chunkmem.shard.shards import ShardStore
 
 
 @dataclass(eq=False)
@@ -40,11 +39,11 @@ class Unit:
 class Units:
     """Which units are open. With one rank there are none, and nothing is done."""
 
-    def __init__(self, sharing: Sharing | None, reduction: Reduces | None) -> None:
+    def __init__(self, shards: ShardStore | None, reduction: Reduces | None) -> None:
         """Begin with none; `reduction` reduces groups whose gradients are complete, on all ranks alike."""
-        self.course = None if sharing is None or reduction is None else Course(sharing, reduction)
-        """The exchanges; None with one rank."""
-        self._sharing = sharing
+        self.prefetch = None if shards is None or reduction is None else PrefetchSchedule(shards, reduction)
+        """The schedule of exchanges; None with one rank."""
+        self._shards = shards
         self.declared: bool | None = None
         """Whether the next backward is the last one before the step; None: what the steps before tell."""
         self._expected: int | None = None
@@ -78,14 +77,14 @@ class Units:
         """Make a module a unit when it is packed."""
         self._marked.append(module)
 
-    def of(self, root: nn.Module, by_id: Mapping[int, ManagedParameter]) -> dict[nn.Module, Unit]:
+    def of(self, root: nn.Module, group_of: Mapping[int, int]) -> dict[nn.Module, Unit]:
         """Return the unit that each module under `root` belongs to: marked modules, children of lists, or the root.
 
         Args:
             root: a model that was packed.
-            by_id: managed parameters by the identity of their Parameter.
+            group_of: by the identity of each managed Parameter, the group that it is in.
         """
-        if self._sharing is None:
+        if self._shards is None:
             return {}
         found: dict[nn.Module, Unit] = {}
         members: dict[Unit, dict[int, None]] = {}
@@ -96,8 +95,8 @@ class Units:
                 return
             found[module] = unit
             for param in module._parameters.values():
-                if param is not None and id(param) in by_id:
-                    members.setdefault(unit, {})[by_id[id(param)].group] = None
+                if param is not None and id(param) in group_of:
+                    members.setdefault(unit, {})[group_of[id(param)]] = None
             is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
             for key, child in module._modules.items():
                 if child is None:
@@ -125,9 +124,9 @@ class Units:
             CapacityError: its weights do not fit DEVICE.
             RankError: a rank is missing, or somewhere else.
         """
-        assert self._sharing is not None
+        assert self._shards is not None
         if unit.depth == 0:
-            self._sharing.hold(unit.groups, reader=unit)
+            self._shards.hold(unit.groups, reader=unit)
             unit.depth = 1
             self._running.append(unit)
             self._gather(unit, unit)
@@ -143,7 +142,7 @@ class Units:
 
     def announce(self, unit: Unit | None) -> None:
         """Backward continues in a unit. Raises what `enter` does."""
-        if unit is None or unit is self._last or self._sharing is None:
+        if unit is None or unit is self._last or self._shards is None:
             return
         is_first = not self._visited
         self._visited[unit] = None
@@ -155,7 +154,7 @@ class Units:
             self._release(other)
         self._reduce_left()
         if unit not in self._backward:
-            self._sharing.hold(unit.groups, reader=unit)
+            self._shards.hold(unit.groups, reader=unit)
             self._backward[unit] = None
         self._gather(unit, f"{unit} backward")
 
@@ -163,25 +162,25 @@ class Units:
         """No backward runs any more."""
         if self._visited:
             self._reduce_left(is_over=True)
-            assert self.course is not None
-            self.course.settle()
+            assert self.prefetch is not None
+            self.prefetch.settle()
         self._close_backward()
 
     def begin_root(self, *, grad_enabled: bool) -> None:
         """A model is called from outside."""
         self._is_in_step = self._is_in_step or grad_enabled
 
-    def attend(self, label: str) -> None:
+    def replay_without_batch(self, label: str) -> None:
         """Wait for the other ranks, and take part in what they do until then. Raises what `enter` does."""
-        if self.course is not None:
-            self.course.attend(label)
+        if self.prefetch is not None:
+            self.prefetch.replay_without_batch(label)
 
     def end_step(self) -> None:
         """The optimizer has stepped, on all ranks."""
-        if self.course is None:
+        if self.prefetch is None:
             return
         roots = {group for users in self._users.values() for unit in users if unit.is_root for group in unit.groups}
-        num_backwards = self.course.end_step(always=sorted(roots), num_backwards=self._num_backwards)
+        num_backwards = self.prefetch.end_step(always=sorted(roots), num_backwards=self._num_backwards)
         if num_backwards and not self._is_declared:
             self._expected = num_backwards
         self._num_backwards = 0
@@ -189,8 +188,8 @@ class Units:
 
     def reset(self) -> None:
         """Drop what interrupted calls left open, if they did."""
-        if self.course is not None and (self._running or self._visited):
-            self.course.reset()
+        if self.prefetch is not None and (self._running or self._visited):
+            self.prefetch.reset()
         self._close_backward()
         running, self._running = self._running, []
         for unit in running:
@@ -199,8 +198,8 @@ class Units:
 
     def close(self) -> None:
         """Wait for what is under way."""
-        if self.course is not None:
-            self.course.reset()
+        if self.prefetch is not None:
+            self.prefetch.reset()
         self.reset()
 
     def _begin_backward(self) -> None:
@@ -221,12 +220,12 @@ class Units:
         ready = {group for group in visited if is_over or all(map(self._is_left, self._users[group]))}
         if ready:
             self._reduced |= ready
-            assert self.course is not None
-            self.course.reduce(tuple(sorted(ready)))
+            assert self.prefetch is not None
+            self.prefetch.reduce(tuple(sorted(ready)))
 
     def _gather(self, unit: Unit, reader: object) -> None:
-        assert self.course is not None
-        self.course.gather(unit.groups, reader=reader, is_part=self._is_in_step or bool(self._visited))
+        assert self.prefetch is not None
+        self.prefetch.gather(unit.groups, reader=reader, is_part=self._is_in_step or bool(self._visited))
 
     def _close_backward(self) -> None:
         self._last, self._is_last = None, False
@@ -236,5 +235,5 @@ class Units:
             self._release(unit)
 
     def _release(self, unit: Unit) -> None:
-        assert self._sharing is not None
-        self._sharing.release(unit.groups)
+        assert self._shards is not None
+        self._shards.release(unit.groups)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from chunkmem.errors import CapacityError, RankError
-from chunkmem.nn.sharing import Sharing
+from chunkmem.shard.shards import ShardStore
 
 Groups = tuple[int, ...]
 
@@ -37,11 +37,11 @@ _AHEAD = "gathering ahead"
 _ORDER = "the order of exchanges in the step"
 
 
-class Course:
-    """What is exchanged, as it was in the step before or not."""
+class PrefetchSchedule:
+    """The exchanges of this step, and of the one before, which says what to prefetch."""
 
-    def __init__(self, sharing: Sharing, reduction: Reduces) -> None:
-        self._sharing = sharing
+    def __init__(self, shards: ShardStore, reduction: Reduces) -> None:
+        self._shards = shards
         self._reduction = reduction
         self._log: list[tuple[str, Groups]] = []
         """Exchanged since the last step: gather or reduce, and which groups."""
@@ -68,10 +68,10 @@ class Course:
             return
         if is_part and self._ahead == groups:
             self._ahead = None
-            self._sharing.release(groups)
+            self._shards.release(groups)
         else:
             self._drop()
-        self._sharing.gather(groups, reader=reader)
+        self._shards.gather(groups, reader=reader)
         if is_part:
             self._done("gather", groups, f"{reader}, gathering ahead")
 
@@ -88,7 +88,7 @@ class Course:
         """Wait for the reduction that is under way. Raises what `gather` does."""
         self._reduction.finish()
 
-    def attend(self, label: str) -> None:
+    def replay_without_batch(self, label: str) -> None:
         """Wait for the other ranks, taking part in what they exchange until they come here, too.
 
         Raises:
@@ -96,9 +96,9 @@ class Course:
             RankError: a rank is missing, or somewhere else.
         """
         self._drop()
-        while (asked := self._sharing.ranks.wait_for_others(label)) is not None:
+        while (asked := self._shards.ranks.wait_for_others(label)) is not None:
             what, lists = asked
-            self._reduction.join(lists) if what == "reduce" else self._sharing.join_gather(lists)
+            self._reduction.join(lists) if what == "reduce" else self._shards.join_gather(lists)
 
     def end_step(self, *, always: Sequence[int], num_backwards: int) -> int:
         """The step is over; return how many backwards it had on a rank that had all of it.
@@ -110,14 +110,14 @@ class Course:
         Raises what `gather` does.
         """
         self._drop()
-        complete = self._sharing.ranks.end_step()
+        complete = self._shards.ranks.end_step()
         if complete is not None:  # ranks that only took part do not know the order of units
             own = (self._log, num_backwards)
-            self._log, num_backwards = self._sharing.ranks.broadcast_object(own, source=complete, label=_ORDER)
+            self._log, num_backwards = self._shards.ranks.broadcast_object(own, source=complete, label=_ORDER)
         self.was_empty = not self._log
         if self._log and self._log != self._schedule:
             self._schedule = self._log
-            self.has_room = self._sharing.fits_beside(self._gathers(), always=always)
+            self.has_room = self._shards.fits_beside(self._gathers(), always=always)
         self._log, self._is_alike = [], True
         return num_backwards
 
@@ -146,28 +146,28 @@ class Course:
 
     def _begin_ahead(self, groups: Groups, reader: str) -> None:
         try:
-            self._sharing.hold(groups, reader=reader)
+            self._shards.hold(groups, reader=reader)
             is_held = True
         except CapacityError:  # it was an estimate that there is room
             is_held = False
         try:
-            is_begun = self._sharing.send(groups, reader=reader, can=is_held)
+            is_begun = self._shards.send(groups, reader=reader, can=is_held)
         except BaseException:
             if is_held:
-                self._sharing.release(groups)
+                self._shards.release(groups)
             raise
         if is_begun:
             self._ahead = groups
             return
         self.has_room = False
         if is_held:
-            self._sharing.release(groups)
+            self._shards.release(groups)
 
     def _drop(self) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self._is_alike = False
             try:
-                self._sharing.arrive(ahead, reader=_AHEAD)
+                self._shards.arrive(ahead, reader=_AHEAD)
             finally:
-                self._sharing.release(ahead)
+                self._shards.release(ahead)

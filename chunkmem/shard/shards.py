@@ -16,6 +16,7 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.shard.ownership import Ownership, RoundRobin
 from chunkmem.types import ChunkId, Role, Tier
 
 T = TypeVar("T")
@@ -33,13 +34,15 @@ class _Transfer:
     issued_s: float
 
 
-class Sharing:
+class ShardStore:
     """The chunks of all roles of a group belong to one rank. Others hold its weights while a unit needs them."""
 
     def __init__(self, ranks: Ranks, exchanges: Sequence[Exchange], pager: Pager) -> None:
         """Share nothing yet; the first of `exchanges` is used until `measure` has compared them."""
         self.ranks = ranks
         self.exchange = exchanges[0]
+        self.ownership: Ownership = RoundRobin(ranks.shard.size)
+        """Which rank owns which group; to be replaced before anything is packed, if at all."""
         self._exchanges = exchanges
         self._pager = pager
         self._store: ChunkStore = pager.store
@@ -57,21 +60,27 @@ class Sharing:
         return sum(t.buffered_nbytes for t in traffics), max(t.peak_buffered_nbytes for t in traffics)
 
     def owner(self, group: int) -> int:
-        """Return the rank that keeps a group and updates it."""
-        return group % self.ranks.size
+        """Return the rank that keeps a group and updates it, counted within its replica."""
+        return self.ownership.owner(group)
 
     def owns(self, group: int) -> bool:
         """Tell whether this rank does."""
-        return self.owner(group) == self.ranks.rank
+        return self.owner(group) == self.ranks.shard.rank
 
     def together(self, groups: Iterable[int]) -> list[list[int]]:
         """Return groups as they are exchanged: each list has at most one of each owner."""
-        found: dict[int, list[int]] = {}
+        found: list[list[int]] = []
+        owners: set[int] = set()
         for group in sorted(set(groups)):
-            found.setdefault(group // self.ranks.size, []).append(group)
-        return list(found.values())
+            owner = self.owner(group)
+            if not found or owner in owners:
+                found.append([])
+                owners.clear()
+            found[-1].append(group)
+            owners.add(owner)
+        return found
 
-    def let_go_of_others(self, groups: Iterable[int]) -> None:
+    def drop_unowned(self, groups: Iterable[int]) -> None:
         """Every rank has built all of these groups: keep the own ones only."""
         for group in groups:
             if not self.owns(group):

@@ -1,0 +1,61 @@
+"""Ranks as a mesh: each row has a replica of the model, sharded over the row; a column has the same shard of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from chunkmem.errors import ConfigError
+
+_DIMENSIONS = ("replicate", "shard")
+_NEXT = (
+    'pass a mesh with the dimensions "replicate" and "shard", or one of them, as init_device_mesh("cuda", (2, 4), '
+    'mesh_dim_names=("replicate", "shard")) returns; of a larger mesh, that is mesh["replicate", "shard"]'
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """The ranks that train a model together, by replica and shard."""
+
+    rows: tuple[tuple[int, ...], ...]
+    """By replica: the ranks that it is sharded over, by their number in the job."""
+    shard_group: dist.ProcessGroup | None
+    """Of this rank's row; None where that is this rank alone."""
+    replicate_group: dist.ProcessGroup | None
+    """Of this rank's column."""
+
+
+def mesh_of(given: object, *, process_group: object = None) -> Mesh | None:
+    """Return what a `torch.distributed.device_mesh.DeviceMesh` says; without names, dimensions are those of FSDP2.
+
+    Args:
+        given: None is no mesh.
+        process_group: says what the ranks are in place of a mesh.
+
+    Raises:
+        ConfigError: it is no mesh, has other dimensions, or this process is not part of it; or both were given.
+    """
+    if given is None:
+        return None
+    if process_group is not None:
+        raise ConfigError("process_group and mesh were given, which both say what the ranks are; pass one of them")
+    if not isinstance(given, DeviceMesh):
+        raise ConfigError(f"mesh is a {type(given).__name__}; pass a torch.distributed.device_mesh.DeviceMesh")
+    names = given.mesh_dim_names or _DIMENSIONS[-given.ndim :]
+    if len(names) != given.ndim or not set(names) <= set(_DIMENSIONS):
+        named = "without names" if given.mesh_dim_names is None else ", ".join(names)
+        raise ConfigError(f"mesh has {given.ndim} dimensions, {named}; {_NEXT}")
+    if given.get_coordinate() is None:
+        raise ConfigError("this process is not one of the ranks of mesh; pass it on its ranks only")
+    sizes = dict(zip(names, given.mesh.shape, strict=True))
+    table = given.mesh if names == _DIMENSIONS[-given.ndim :] else given.mesh.t()
+    rows = table.reshape(sizes.get("replicate", 1), sizes.get("shard", 1)).tolist()
+    # Process groups count their ranks in ascending order, whatever a mesh says.
+    for members in (*rows, *map(list, zip(*rows, strict=True))):
+        if members != sorted(members):
+            raise ConfigError(f"mesh has ranks {members} in one dimension; list them in ascending order")
+    groups = {name: given.get_group(index) for index, name in enumerate(names) if sizes[name] > 1}
+    return Mesh(tuple(map(tuple, rows)), groups.get("shard"), groups.get("replicate"))

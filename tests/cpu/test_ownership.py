@@ -1,0 +1,73 @@
+"""Which rank owns which group: the strategy there is, and that training takes any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import chunkmem
+from chunkmem.shard.ownership import RoundRobin
+from tests.helpers.ranks import Team
+from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_config, serial
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[Team]:
+    with Team(2) as team:
+        yield team
+
+
+class Lopsided:
+    """All groups but the first belong to the last rank."""
+
+    def owner(self, group: int) -> int:
+        return int(group > 0)
+
+
+def train(rank: int, way: dict[str, object]) -> tuple[dict[str, torch.Tensor], list[list[int]], int]:
+    """The weights after a few steps, what is exchanged together, and the bytes of optimizer states on this rank."""
+    torch.set_num_threads(1)
+    task = Task("reused", steps=5, config=way, device_nbytes=64 << 10)
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        shards = manager.runtime.sharding.shards
+        assert shards is not None
+        shards.ownership = Lopsided()
+        torch.manual_seed(0)
+        with manager.init():
+            model = MODELS[task.model]()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(task.steps):
+            manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+        report = manager.memory()
+        states = sum(tier.by_role.get("exp_avg", (0, 0))[0] for tier in (report.device, report.host))
+        return manager.state_dict(), shards.together(range(7)), states
+
+
+def test_groups_are_dealt_out_in_turn() -> None:
+    assert [RoundRobin(3).owner(group) for group in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_training_takes_a_strategy_of_another_kind(team: Team) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    _, weights, _ = serial(Task("reused", steps=5), 2)
+    torch.set_num_threads(threads)
+    outcomes = team.run(train, {})
+    for trained, together, _ in outcomes:
+        assert together == [[0, 1], [2], [3], [4], [5], [6]], "each list has at most one group of each owner"
+        assert [key for key, value in weights.items() if not torch.equal(value, trained[key])] == []
+    (_, _, less), (_, _, more) = outcomes
+    assert more == 3 * less > 0
+
+
+@pytest.mark.parametrize("saves_memory", [False, True])
+def test_so_do_the_collectives_of_the_library(team: Team, *, saves_memory: bool) -> None:
+    way = {"client": {"opts": {"with_mem_saving_comm": saves_memory}}}
+    (first, _, _), (second, _, _) = team.run(train, way)
+    _, weights, _ = serial(Task("reused", steps=5), 2)
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+    assert all(torch.allclose(value, first[key], atol=1e-5) for key, value in weights.items())
