@@ -99,8 +99,8 @@ class ChunkManager:
             )
         collector = self.runtime.collector = Collector()
         built = HERE
-        if self.runtime.shards is not None and not self.runtime.config.release_after_init:
-            built = BuiltOverRanks(self.runtime.shards, collector)
+        if self.runtime.sharding.shards is not None and not self.runtime.config.release_after_init:
+            built = BuiltOverRanks(self.runtime.sharding.shards, collector)
         try:
             with self.runtime.random_numbers(), collector.watching(), built.watching():
                 yield
@@ -135,7 +135,7 @@ class ChunkManager:
         self.runtime.require_open()
         if not isinstance(module, nn.Module):
             raise LayoutError(f"manager.unit() takes a torch.nn.Module, not a {type(module).__name__}")
-        self.runtime.units.mark(module)
+        self.runtime.sharding.units.mark(module)
         return module
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:
@@ -153,11 +153,11 @@ class ChunkManager:
         self.runtime.require_open()
         if not isinstance(loss, torch.Tensor):
             raise StateError(f"manager.backward() takes the loss as a tensor, not a {type(loss).__name__}")
-        self.runtime.units.declared = last
+        self.runtime.sharding.units.declared = last
         if self.runtime.scaler is not None:
             self.runtime.scaler.is_used = True
             loss = loss if is_scaled else loss.float() * self.runtime.scaler.scale
-        guard = self.runtime.make_guard()
+        guard = self.runtime.entry_points.make_guard()
         with self.runtime.ranks.telling(), guard or contextlib.nullcontext():
             loss.backward(**kwargs)
 
@@ -175,7 +175,7 @@ class ChunkManager:
         self.runtime.require_open()
         if not isinstance(num_backwards, int) or isinstance(num_backwards, bool) or num_backwards < 1:
             raise StateError(f"manager.accumulate() takes a number of backwards of at least 1, not {num_backwards!r}")
-        self.runtime.units.accumulate(num_backwards)
+        self.runtime.sharding.units.accumulate(num_backwards)
 
     @property
     def loss_scale(self) -> float:
@@ -205,23 +205,23 @@ class ChunkManager:
         )
         managed = dict.fromkeys(m for m in wanted if m is not None)
         self.runtime.registry.check()
-        self.runtime.gathers_open += 1
+        self.runtime.entry_points.gathers_open += 1
         try:
             with (
                 self.runtime.together("manager.gather()"),
                 gathered(
                     managed,
                     grads=grads,
-                    pager=self.runtime.pager,
-                    access=self.runtime.access,
+                    pager=self.runtime.memory.pager,
+                    access=self.runtime.modules.access,
                     gradients=self.runtime.gradients,
                     sync_masters=self.runtime.updater.sync_masters,
-                    reduction=self.runtime.reduction,
+                    reduction=self.runtime.sharding.reduction,
                 ),
             ):
                 yield
         finally:
-            self.runtime.gathers_open -= 1
+            self.runtime.entry_points.gathers_open -= 1
 
     def state_dict(self, model: nn.Module | None = None, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return the keys, order, shapes and dtypes of `model.state_dict()`: CPU copies, never views.
@@ -232,8 +232,8 @@ class ChunkManager:
         self.runtime.require_open()
         self.runtime.registry.check()
         with self.runtime.together("manager.state_dict()"):
-            self.runtime.ordinary.follow()
-            state = self.runtime.surface.state_dict(self.runtime.registry.only_root(model))
+            self.runtime.entry_points.ordinary.follow()
+            state = self.runtime.modules.surface.state_dict(self.runtime.registry.only_root(model))
         return {} if rank0_only and self.runtime.ranks.rank > 0 else state
 
     def load_state_dict(
@@ -249,17 +249,18 @@ class ChunkManager:
         self.runtime.registry.check()
         root = self.runtime.registry.only_root(model)
         with self.runtime.together("manager.load_state_dict()"):
-            check_fits(state_dict, self.runtime.surface.expected_state(root), strict=strict)
+            check_fits(state_dict, self.runtime.modules.surface.expected_state(root), strict=strict)
             keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
         return keys
 
     def memory(self) -> MemoryReport:
         """Return bytes by tier and role, now and at the peak, and what has been moved. `str()` is a table."""
+        sharing = self.runtime.sharding.shards
         return memory_report(
             self.runtime.tiers,
-            self.runtime.pager,
+            self.runtime.memory.pager,
             padding_nbytes=self.runtime.registry.padding_nbytes,
-            exchange_nbytes=(0, 0) if self.runtime.shards is None else self.runtime.shards.buffered_nbytes,
+            exchange_nbytes=(0, 0) if sharing is None else sharing.buffered_nbytes,
         )
 
     @property
@@ -318,14 +319,15 @@ class ChunkManager:
 
     def close(self) -> None:
         """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent."""
-        self.runtime.foreign_steps.remove()
-        self.runtime.foreign_wrappers.remove()
-        if self.runtime.pager.closed is None:
-            self.runtime.controller.close()
-            self.runtime.access.close()
-            self.runtime.backward.reset(step=True)
-            self.runtime.units.close()
-            self.runtime.ranks.close()
-            self.runtime.pager.close("its manager is closed; take manager.state_dict() before manager.close()")
-            self.runtime.store.close()
+        runtime, pager = self.runtime, self.runtime.memory.pager
+        runtime.foreign_steps.remove()
+        runtime.foreign_wrappers.remove()
+        if pager.closed is None:
+            runtime.controller.close()
+            runtime.modules.access.close()
+            runtime.modules.backward.reset(step=True)
+            runtime.sharding.units.close()
+            runtime.ranks.close()
+            pager.close("its manager is closed; take manager.state_dict() before manager.close()")
+            pager.store.close()
             give_back_freed_ram()

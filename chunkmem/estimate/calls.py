@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import torch
 
-from chunkmem.layout.spec import Layout
+from chunkmem.layout.spec import Layout, Slot
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk, Replica
+from chunkmem.runtime.store import Chunk, ChunkStore, Replica
 from chunkmem.shard.shards import ShardStore
 from chunkmem.shard.units import Unit, Units
 from chunkmem.types import Role, Tier
@@ -49,6 +49,7 @@ class RehearsedParameter:
     """Of a managed parameter, what gradients and reductions look at."""
 
     name: str
+    slot: Slot
     group: int
     position: int
     requires_grad: bool
@@ -106,7 +107,9 @@ class CallLog:
 class LoggedPager(Pager):
     """Serves accesses, and logs those to weights on DEVICE."""
 
-    log: CallLog
+    def __init__(self, store: ChunkStore, *, log: CallLog) -> None:
+        super().__init__(store)
+        self.log = log
 
     def pin(self, chunk: Chunk, tier: Tier, *, reader: object, elastic: bool = False) -> Replica:
         if chunk.id.role is Role.PARAM:
@@ -128,11 +131,10 @@ class LoggedGradients(GradientBook):
         self._log = log
         self.parameters: dict[ManagedParameter, RehearsedParameter] = {}
 
-    def take(self, parameters: Iterable[ManagedParameter]) -> None:
-        """Take in the parameters of a model."""
+    def add(self, parameters: Iterable[ManagedParameter]) -> None:
         found = tuple(parameters)
-        self.add(found)
-        self.parameters |= {m: RehearsedParameter(m.name, m.group, m.position, m.requires_grad) for m in found}
+        super().add(found)
+        self.parameters |= {m: RehearsedParameter(m.name, m.slot, m.group, m.position, m.requires_grad) for m in found}
 
     def land(self, managed: ManagedParameter, grad: torch.Tensor, *, replacing: bool = False) -> None:
         self._log.add(Asked.LAND, self.parameters[managed])

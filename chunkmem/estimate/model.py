@@ -10,9 +10,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from chunkmem.nn.borders import Borders
-from chunkmem.nn.precision import Precision, precision_of
-
 
 @dataclass(frozen=True)
 class Model:
@@ -44,13 +41,3 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         return list(module.children())
     return [block for child in module.children() for block in _blocks(child)]
-
-
-def in_precision(module: nn.Module, dtype: torch.dtype, *, master_weights: bool = True) -> Precision:
-    """Have a model compute in `dtype`, as a manager would, and return in what; see [Note: What stays in float32]."""
-    precision = precision_of([module], dtype, master_weights=master_weights)
-    for param in module.parameters():
-        if param.dtype is not precision.of(param):
-            param.data = param.data.to(precision.of(param))
-    Borders().fit(module, precision.modules, dtype)
-    return precision

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -11,27 +11,22 @@ import torch
 from chunkmem.comm.ranks import Ranks
 from chunkmem.estimate.calls import Asked, Call, Measured, StepCalls
 from chunkmem.estimate.peers import CountedExchange
-from chunkmem.estimate.weightless import WeightlessStore
 from chunkmem.layout.spec import digest
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradients import GradientBook
-from chunkmem.nn.reduction import Reduction
 from chunkmem.optim.adam import AdamRule
 from chunkmem.optim.order import in_order_of_update
-from chunkmem.optim.room import require_room
-from chunkmem.plan.placement import GroupBytes, place_states
-from chunkmem.runtime.pager import Pager
+from chunkmem.optim.places import StatePlaces
+from chunkmem.optim.speculative import Intent
+from chunkmem.parts import Memory, make_sharding, make_updater
+from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand
-from chunkmem.runtime.pool import Slab
-from chunkmem.runtime.store import NO_CONTENT, Chunk
-from chunkmem.shard.shards import ShardStore
+from chunkmem.runtime.store import Chunk
 from chunkmem.shard.units import Unit, Units
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import ChunkId, Role, Tier
-
-_STATES = AdamRule.all_states
 
 
 @dataclass(frozen=True)
@@ -50,47 +45,6 @@ class Step:
 
     trace: Trace
     exchanged: Exchanged = Exchanged()
-
-
-class _ReplayedUnits(Units):
-    """Units that a rehearsal has found."""
-
-    def __init__(self, shards: ShardStore | None, reduction: Reduction | None, units: Iterable[Unit]) -> None:
-        super().__init__(shards, None if reduction is None else lambda: reduction)
-        for unit in units:
-            for group in unit.groups:
-                self._users.setdefault(group, set()).add(unit)
-
-
-class _Slots(GradientSlots):
-    """Gradients that nobody looks at: there is no `.grad` to keep in line."""
-
-    is_shared = False
-
-    def show_reduced(self, managed: ManagedParameter) -> None:
-        """Count a mean of gradients that other ranks had."""
-        self._landed.setdefault(managed.group, set()).add(managed)
-
-    def _clear_carried(self, managed: ManagedParameter) -> None:
-        """There are no values to set to zero."""
-
-
-class _Home:
-    """Stands for the DEVICE side of a PARAM chunk: no parameter is bound to it."""
-
-    is_bound = True
-
-    def attach(self, slab: Slab) -> torch.Tensor:
-        return slab.bytes
-
-    def bind(self) -> None:
-        pass
-
-    def detach(self) -> None:
-        pass
-
-    def take_written(self) -> bool:
-        return False
 
 
 class _Meter:
@@ -134,64 +88,73 @@ class _TimedRecorder(Recorder):
         super().event(kind, chunk, reader)
 
 
+class _Optimizer:
+    """Owns the states; nothing is updated before its step."""
+
+    def intent(self, group: int) -> Intent | None:
+        """Return that it cannot tell."""
+        return None
+
+
 class RankStage:
-    """What a rank trains with, over chunks without memory."""
+    """What a rank trains with, over chunks that are only counted. Modules are not there: a log tells what they do."""
 
     def __init__(
         self,
         step: StepCalls,
         ranks: Ranks,
-        store: WeightlessStore,
+        memory: Memory,
         *,
         is_accelerator: bool,
-        margin_use_ratio: float | None = None,
+        margin_use_ratio: float = 0.0,
     ) -> None:
-        """Pack the model; without `margin_use_ratio`, everything is on DEVICE and stays there."""
-        layout, self._calls = step.layout, step.calls
-        self._layout = digest([layout])
-        self._store = store
-        self._pager = Pager(store)
-        self._on_device: dict[int, bool] = {}
+        """Pack the model; `margin_use_ratio` is as for `place_states`.
+
+        Raises:
+            CapacityError: there is no room for the weights, or for what training adds to them.
+        """
+        self._calls = step.calls
+        self._pager, self._store = memory.pager, memory.store
         self._parameters = cast(list[ManagedParameter], list(step.parameters))
-        self._slots = _Slots(self._pager, settles=lambda group: not self._on_device.get(group, True))
         self._meter = _Meter()
-        self._exchange = CountedExchange(ranks, layout, is_accelerator=is_accelerator, on_buffer=self._meter.buffer)
-        self._reduction: Reduction | None = None
-        self._shards: ShardStore | None = None
+        self._exchange = CountedExchange(
+            ranks, step.layout, is_accelerator=is_accelerator, on_buffer=self._meter.buffer
+        )
+        places = StatePlaces(memory.store, memory.caps, margin_use_ratio=margin_use_ratio)
+        self._slots = GradientSlots(memory.pager, settles=places.updates_on_host)
+        self._sharding = make_sharding(memory, ranks, [self._exchange], self._slots)
+        gradients = cast(GradientBook, self._slots)  # there is no `.grad` to keep in line
+        self._updater = make_updater(memory, gradients, places, BlockingLanes(memory.compute))
+        self._layout = digest([step.layout])
         if ranks.size > 1:
             self._layout += f" on rank {ranks.rank} of {ranks.size}"
-            self._shards = ShardStore(ranks, [self._exchange], self._pager)
-            self._reduction = Reduction(self._shards, cast(GradientBook, self._slots), self._pager)
-        shards = self._shards
-        for group in layout.groups:
-            weights = store.add_group(group)
-            weights[0].home = _Home()
-            for spec in _STATES:
-                store.add(spec.chunk(weights[0]))
-            for chunk in weights if shards is None or shards.owns(group.id) else ():
-                if margin_use_ratio is None:
-                    store.create(chunk, Tier.DEVICE, zero=False)
-                else:
-                    self._pager.place(chunk, reader="packing")
+        self._optimizer, self._rule = _Optimizer(), AdamRule(self._updater.native, decoupled=True)
+        self._pack(step, memory)
+        self._has_states: set[int] = set()
+
+    @property
+    def units(self) -> Units:
+        """Of exchange."""
+        return self._sharding.units
+
+    def _pack(self, step: StepCalls, memory: Memory) -> None:
+        packer, shards = memory.packer(), self._sharding.shards
+        names = {managed.slot.tensor: managed.name for managed in self._parameters}
+        for group in step.layout.groups:
+            inside = [names[slot.tensor] for slot in group.slots]
+            packer.make_chunks(group, inside, is_own=shards is None or shards.owns(group.id))
         if shards is not None:
-            shards.drop_unowned(group.id for group in layout.groups)
+            shards.drop_unowned(group.id for group in step.layout.groups)
         self._slots.add(self._parameters)
-        self._margin_use_ratio = margin_use_ratio
-        if margin_use_ratio is not None:
-            trained = {m.group for m in self._parameters if m.requires_grad}
-            chunks = {group.id: self._chunks(group.id) for group in layout.groups}
-            states_nbytes = {
-                group: [chunk.nbytes for chunk in found if chunk.id.role.is_state]
-                for group, found in chunks.items()
-                if not found[0].is_remote
-            }
-            require_room(trained & states_nbytes.keys(), states_nbytes, store)
-        self.units = _ReplayedUnits(shards, self._reduction, step.units)
+        self.units.add(step.units)
+        wanted = dict.fromkeys(self._parameters, AdamRule.all_states)
+        self._updater.claims.require_room(wanted)
+        self._updater.claim(wanted, self._optimizer, forget_plans=lambda: None)
 
     def measure_links(self) -> None:
         """Gather the largest unit a few times, as ranks do after their first step."""
-        if self._shards is not None and self.units.prefetch is not None:
-            self._shards.measure(self.units.prefetch.largest(), time_s=_done_at_once)
+        if self._sharding.shards is not None and self.units.prefetch is not None:
+            self._sharding.shards.measure(self.units.prefetch.largest(), time_s=_done_at_once)
 
     def begin_ahead(self) -> bool:
         """Gather ahead from the next step on, if there is room for it; tell whether there is."""
@@ -223,29 +186,6 @@ class RankStage:
         sent, received = traffic.sent_nbytes - before.sent_nbytes, traffic.received_nbytes - before.received_nbytes
         return Step(trace, Exchanged(sent, received, traffic.peak_buffered_nbytes))
 
-    def _place_states(self, margin_use_ratio: float) -> None:
-        """Decide where groups are updated, as an optimizer does in its first step."""
-        chunks = self._store.chunks.items()
-        own = [key.group for key, chunk in chunks if key.role is Role.PARAM and not chunk.is_remote]
-        sizes = []
-        for group in own:
-            nbytes = {chunk.id.role: chunk.nbytes for chunk in self._chunks(group)}
-            model_nbytes = nbytes[Role.PARAM] + nbytes[Role.GRAD]
-            sizes.append(GroupBytes(group, model_nbytes, sum(nbytes.values()) - model_nbytes))
-        cap_nbytes = self._store.pools[Tier.DEVICE].ledger.cap_nbytes
-        chosen = place_states(sizes, cap_nbytes=cap_nbytes, margin_use_ratio=margin_use_ratio)
-        self._on_device = {group: group in chosen for group in own}
-
-    def _tier_for_states(self, chunk: Chunk) -> Tier:
-        free_nbytes = self._store.pools[Tier.HOST].ledger.free_nbytes
-        is_there = self._on_device.get(chunk.id.group, True) or free_nbytes < chunk.nbytes
-        return Tier.DEVICE if is_there else Tier.HOST
-
-    def _chunks(self, group: int) -> list[Chunk]:
-        """Return a group's chunks as an update takes them."""
-        roles = (Role.PARAM, Role.GRAD, Role.MASTER, *(spec.role for spec in _STATES))
-        return [self._store.chunks[key] for role in roles if (key := ChunkId(role, group)) in self._store.chunks]
-
     def _serve(self, call: Call) -> None:
         subject = call.subject
         if isinstance(subject, int):
@@ -255,7 +195,7 @@ class RankStage:
             else:
                 self._pager.unpin(chunk, Tier.DEVICE)
         elif isinstance(subject, Unit):
-            if self._reduction is not None:  # alone, there are no units
+            if self._sharding.reduction is not None:  # alone, there are no units
                 by_name = {Asked.ENTER: self.units.enter, Asked.LEAVE: self.units.leave}
                 by_name.get(call.asked, self.units.announce)(subject)
         elif subject is not None:
@@ -267,23 +207,17 @@ class RankStage:
 
     def _update(self) -> None:
         """Do what `optimizer.step()` does: reduce what has not been, make states, update, use the gradients up."""
-        slots = self._slots
-        if self._reduction is not None:
-            self._reduction.reduce(self._parameters)
-        if self._margin_use_ratio is not None and not self._on_device:
-            self._place_states(self._margin_use_ratio)
+        slots, updater = self._slots, self._updater
+        if self._sharding.reduction is not None:
+            self._sharding.reduction.reduce(self._parameters)
+        updater.place(filter(self._sharding.owns, self._parameters))
         groups = [group for group, landed in slots.landed.items() if landed]
-        for group in dict.fromkeys(m.group for m in self._parameters if m in slots.landed.get(m.group, ())):
-            for chunk in self._chunks(group):
-                if chunk.id.role.is_state and chunk.version == NO_CONTENT:
-                    tier = self._tier_for_states(chunk)
-                    self._pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
+        for managed in self._parameters:
+            if managed.group not in self._has_states and managed in slots.landed.get(managed.group, ()):
+                self._has_states.add(managed.group)
+                updater.make_states([managed], {spec.role for spec in AdamRule.all_states})
         for group in in_order_of_update(groups, landing=groups):
-            chunks, home = self._chunks(group), Tier.DEVICE if self._on_device.get(group, True) else Tier.HOST
-            with self._pager.updating(chunks, reader="optimizer step", stateless_tier=home) as tier:
-                for chunk in self._chunks(group):
-                    if chunk.id.role is not Role.GRAD:
-                        self._store.mark_written(chunk, tier)
+            updater.update(group, (), self._rule)  # of no parameter: nothing is computed
             slots.forget(set(slots.landed[group]))
         slots.forget(self._parameters)  # as `zero_grad` does: frozen ones have zeros, which were reduced with others
 

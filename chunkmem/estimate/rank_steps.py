@@ -6,15 +6,13 @@ memory, and other ranks are taken to say and do what this one does: all have the
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from chunkmem.estimate.calls import StepCalls
 from chunkmem.estimate.peers import UnisonRanks
 from chunkmem.estimate.rank_stage import RankStage, Step
-from chunkmem.estimate.weightless import NO_CAP_NBYTES, WeightlessStore, open_ledger
+from chunkmem.estimate.weightless import NO_CAP_NBYTES, counted_memory, one_tier
 from chunkmem.runtime.ledger import Ledger
-from chunkmem.types import Tier
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,8 @@ def replay(
         is_accumulating: `manager.accumulate(1)` was called: the first backward is known to be the last one, too.
         device_nbytes: cap on DEVICE, which decides whether gathering ahead is tried.
     """
-    ranks = UnisonRanks(rank, world)
-    store = WeightlessStore([open_ledger(Tier.DEVICE, device_nbytes), open_ledger(Tier.HOST)])
-    stage = RankStage(step, ranks, store, is_accelerator=is_accelerator)
+    memory = counted_memory(*one_tier(device_nbytes))
+    stage = RankStage(step, UnisonRanks(rank, world), memory, is_accelerator=is_accelerator)
     if is_accumulating:
         stage.units.accumulate(1)
     first = stage.step()
@@ -63,7 +60,7 @@ def replay(
 
 def serve_on_demand(
     step: StepCalls,
-    ledgers: Collection[Ledger],
+    ledgers: tuple[Ledger, Ledger],
     *,
     rank: int,
     world: int,
@@ -74,7 +71,7 @@ def serve_on_demand(
 
     Args:
         step: what a rehearsal has logged.
-        ledgers: one of each tier, with its cap.
+        ledgers: of DEVICE and of HOST, with their caps.
         rank: which one of them.
         world: how many ranks.
         is_accumulating: see `replay`.
@@ -86,7 +83,7 @@ def serve_on_demand(
     stage = RankStage(
         step,
         UnisonRanks(rank, world),
-        WeightlessStore(ledgers),
+        counted_memory(*ledgers),
         is_accelerator=False,
         margin_use_ratio=margin_use_ratio,
     )

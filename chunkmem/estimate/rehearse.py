@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,27 +29,24 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chunkmem.config import Config
 from chunkmem.errors import ChunkmemError, LayoutError, TraceError
 from chunkmem.estimate.calls import Asked, CallLog, LoggedGradients, LoggedPager, LoggedUnits, Measured, StepCalls
 from chunkmem.estimate.clock import OperatorClock
-from chunkmem.estimate.model import Model, checkpointed, in_precision
+from chunkmem.estimate.model import Model, checkpointed
+from chunkmem.estimate.peers import UnisonRanks
 from chunkmem.estimate.rank_steps import RankSteps, replay
-from chunkmem.estimate.weightless import NO_CAP_NBYTES, RehearsedChunk, WeightlessStore
+from chunkmem.estimate.weightless import NO_CAP_NBYTES, counted_memory, one_tier
 from chunkmem.estimate.workspace import with_workspace
-from chunkmem.layout.pack import choose_slab_nbytes, pack
 from chunkmem.layout.spec import Layout
-from chunkmem.nn.access import AccessTracker
-from chunkmem.nn.backward import BackwardTracker
-from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.nn.built import Built
 from chunkmem.nn.guard import only_makes_a_view
-from chunkmem.nn.hooks import ModuleHooks
-from chunkmem.nn.packing import tensor_specs
-from chunkmem.nn.precision import AS_BUILT, Precision
-from chunkmem.nn.served import ParameterServer
-from chunkmem.nn.turn import Turn
+from chunkmem.optim.places import StatePlaces
+from chunkmem.parts import DTYPES, Sharding, make_modules, make_updater
+from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.trace.model import Trace
 from chunkmem.tracing.probe import LiveStorageProbe
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import Role
 
 _NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 _DEVICE = torch.ops.prim.device.default
@@ -79,6 +77,12 @@ class Setting:
     flop_per_s: float = 1e12
     memory_Bps: float = 1e11
     """Of DEVICE, for operators whose bytes take longer than their arithmetic."""
+
+    def config(self) -> Config:
+        """Return the configuration of such a training."""
+        precision = next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
+        values = {"precision": precision, "master_weights": self.master_weights}
+        return Config.from_dict(values | {"default_chunk_size": self.chunk_numel or "auto"})
 
 
 @dataclass(frozen=True)
@@ -166,8 +170,8 @@ def rehearse(model: Model, setting: Setting) -> Rehearsal:
     fake = FakeTensorMode()
     try:
         with fake:
-            module, precision = _build(model, setting)
-        stage = _Stage(module, precision, setting, clock)
+            module = _build(model, setting)
+        stage = _Stage(module, setting, clock)
         with fake, stage.watching():
             loss = model.loss(module)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -186,20 +190,15 @@ def rehearse(model: Model, setting: Setting) -> Rehearsal:
     )
 
 
-def _build(model: Model, setting: Setting) -> tuple[nn.Module, Precision]:
+def _build(model: Model, setting: Setting) -> nn.Module:
     module = model.build()
     module.train()
-    precision = (
-        AS_BUILT
-        if setting.dtype is torch.float32
-        else in_precision(module, setting.dtype, master_weights=setting.master_weights)
-    )
     if setting.checkpointing and not checkpointed(module):
         raise LayoutError(
             f"{model.name} has no nn.ModuleList or nn.Sequential, whose children could be recomputed; leave out "
             "checkpointing, or call torch.utils.checkpoint in the model"
         )
-    return module, precision
+    return module
 
 
 def place_of(error: Exception) -> str:
@@ -215,85 +214,64 @@ def shape_of(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-class _Stage:
-    """A model fitted with the hooks of training, over chunks without memory; what they ask for is logged."""
+class _Fake(Built):
+    """What was built has no values."""
 
-    def __init__(self, module: nn.Module, precision: Precision, setting: Setting, clock: OperatorClock) -> None:
+    has_memory = False
+
+    def is_released(self, param: nn.Parameter) -> bool:
+        return True
+
+
+class _Stage:
+    """A model fitted as for training, over chunks that are only counted; what it asks of them is logged."""
+
+    def __init__(self, module: nn.Module, setting: Setting, clock: OperatorClock) -> None:
         self._clock = clock
         self.log = CallLog(self._measure)
-        self._store = WeightlessStore()
-        self._pager = LoggedPager(self._store)
-        self._pager.log = self.log
-        self._access = AccessTracker(self._pager)
+        config = setting.config()
+        memory = counted_memory(*one_tier(setting.device_nbytes), make_pager=partial(LoggedPager, log=self.log))
+        places = StatePlaces(memory.store, memory.caps, margin_use_ratio=0.0)
+        self._gradients = LoggedGradients(memory.pager, self.log, settles=places.updates_on_host)
         self._units = LoggedUnits(self.log, is_alone=setting.num_ranks == 1)
-        turn = Turn(timeout_s=0.0, with_hooks=False)
-        self._backward = BackwardTracker(self._pager, self._access, self._units, turn, is_rehearsal=True)
-        self._gradients = LoggedGradients(
-            self._pager, self.log, settles=lambda _: False, then=self._backward.landed, turn=turn
-        )
-        named = list(module.named_parameters())
-        self.layout = _lay_out(named, precision, setting)
-        managed = self._pack(named)
-        self._gradients.take(managed)
-        hooks = ModuleHooks(
-            self._access, self._backward, units=self._units, turn=turn, on_root=self._begin_root, make_guard=_no_guard
-        )
-        hooks.fit(module, {id(each.param): each for each in managed})
-        self._gradients.watch(managed)
-        self._server = ParameterServer(self._pager, self._access, self._backward, turn)
-        self._server.add(managed)
-        weights = {each.storage_id for each in managed}
-        self._probe = LiveStorageProbe(weights.__contains__)
+        sharding = Sharding(UnisonRanks(0, setting.num_ranks), None, None, self._units)
+        updater = make_updater(memory, self._gradients, places, BlockingLanes(memory.compute))
+        self._modules = make_modules(config, memory, sharding, self._gradients, updater, is_rehearsal=True)
+        added = self._modules.registry.add([module], [], _Fake())
+        if not added:
+            raise LayoutError("the model has no parameters, so there is nothing to train")
+        self._hooks = self._modules.hooks(self)
+        self._modules.fit([module], added, self._hooks, dtype=setting.dtype)
+        (packed,) = added
+        self.layout = packed.layout
+        self._probe = LiveStorageProbe({managed.storage_id for managed in packed.parameters}.__contains__)
 
     def watching(self) -> AbstractContextManager[object]:
         """Return what has to be around the step: it counts the memory and the time of operators."""
-        return _Watch(self._probe, self._clock, lambda: str(self._access.stack[-1]) if self._access.stack else "")
+        stack = self._modules.access.stack
+        return _Watch(self._probe, self._clock, lambda: str(stack[-1]) if stack else "")
 
     def step(self) -> StepCalls:
         """Drop leftovers, as `optimizer.step()` does first, and return what the whole step has asked for."""
-        self._access.reset(step=True)
-        self._backward.reset(step=True)
+        self._modules.access.reset(step=True)
+        self._modules.backward.reset(step=True)
         self.log.add(Asked.STEP)
         parameters = tuple(self._gradients.parameters.values())
         return StepCalls(self.layout, tuple(self.log.calls), self._units.found, parameters)
 
+    def begin_root(self, root: nn.Module) -> None:
+        """Drop what an interrupted call left."""
+        self._modules.access.reset(step=False)
+        self._modules.backward.reset(step=False)
+
+    def make_guard(self) -> None:
+        """Nobody looks for undeclared uses of memory that is none."""
+
+    def note_error(self, error: BaseException) -> None:
+        """There are no other ranks to be told."""
+
     def _measure(self) -> Measured:
         return Measured(self._clock.take_s(), self._probe.take_peak_nbytes(), self._probe.take_peak_nbytes())
-
-    def _begin_root(self, root: nn.Module) -> None:
-        self._access.reset(step=False)
-        self._backward.reset(step=False)
-
-    def _pack(self, named: list[tuple[str, nn.Parameter]]) -> list[ManagedParameter]:
-        managed = []
-        for group in self.layout.groups:
-            for weights in self._store.add_group(group):
-                self._store.create(weights, Tier.DEVICE, zero=False)
-            chunk = self._store.chunks[ChunkId(Role.PARAM, group.id)]
-            self._access.chunks[group.id] = chunk
-            home = chunk.home = RehearsedChunk()
-            for position, slot in enumerate(group.slots):
-                name, param = named[slot.tensor]
-                managed.append(ManagedParameter(param, name, slot, position, cast(BoundChunk, home)))
-                home.add(managed[-1])
-        return managed
-
-
-def _no_guard() -> None:
-    return None
-
-
-def _lay_out(named: list[tuple[str, nn.Parameter]], precision: Precision, setting: Setting) -> Layout:
-    specs = tensor_specs(named, precision)
-    if not specs:
-        raise LayoutError("the model has no parameters, so there is nothing to train")
-    slab_nbytes = choose_slab_nbytes(
-        specs,
-        chunk_numel=setting.chunk_numel,
-        device_cap_nbytes=setting.device_nbytes,
-        num_ranks=setting.num_ranks,
-    )
-    return pack(specs, slab_nbytes=slab_nbytes)
 
 
 class _Watch(TorchDispatchMode):

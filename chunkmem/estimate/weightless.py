@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 
-from chunkmem.layout.spec import Group, MasterCopy
-from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.packing import groups_by_role
+from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.parts import Memory
+from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import Ledger
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.store import Chunk, ChunkStore, Replica
-from chunkmem.types import TIERS, ChunkId, Role, Tier
+from chunkmem.runtime.tiers import TierCaps
+from chunkmem.types import Tier
 
 NO_CAP_NBYTES = 2**62
+_CPU = torch.device("cpu")
 
 
 def open_ledger(tier: Tier, cap_nbytes: int = NO_CAP_NBYTES) -> Ledger:
     """Return a ledger that refuses nothing; the cap is what it says to those who ask."""
-    return _OpenLedger(tier, cap_nbytes, cap_nbytes)
+    return _OpenLedger(tier, cap_nbytes, NO_CAP_NBYTES)
 
 
 class _OpenLedger(Ledger):
@@ -63,6 +66,9 @@ class _WeightlessPool:
     def free(self, role: str, slab: Slab) -> None:
         self.ledger.release(role, slab.nbytes)
 
+    def expect(self, nbytes: int) -> None:
+        """Nothing is taken ahead of need."""
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -70,26 +76,12 @@ class _WeightlessPool:
 class WeightlessStore(ChunkStore):
     """Replicas that are only counted."""
 
-    def __init__(self, ledgers: Collection[Ledger] | None = None) -> None:
-        """Make it empty; None: tiers without a cap, whose chunks all stay on DEVICE."""
-        if ledgers is None:
-            ledgers = [open_ledger(tier) for tier in TIERS]
+    def __init__(self, ledgers: Iterable[Ledger]) -> None:
         super().__init__({ledger.tier: _WeightlessPool(ledger) for ledger in ledgers})
 
     def take_slab(self, chunk: Chunk, tier: Tier) -> Replica:
         slab = self.pools[tier].alloc(chunk.id.role.value, chunk.nbytes)
         return self._enter(chunk, tier, Replica(slab, slab.bytes))
-
-    def add_group(self, group: Group) -> list[Chunk]:
-        """Register a group's chunks of all roles; return those that get content when a model is packed."""
-        for role, form in groups_by_role(group).items():
-            key = ChunkId(role, group.id)
-            self.add(Chunk(key, form, torch.float32, str(key), ()))
-        weights = [self.chunks[ChunkId(Role.PARAM, group.id)]]
-        weights[0].master = self.chunks.get(ChunkId(Role.MASTER, group.id))
-        if weights[0].master is not None and group.master is MasterCopy.PACKED:
-            weights.append(weights[0].master)
-        return weights
 
     def create(self, chunk: Chunk, tier: Tier, *, zero: bool) -> Replica:
         replica = chunk.replicas.get(tier) or self.take_slab(chunk, tier)
@@ -117,17 +109,19 @@ class RehearsedChunk:
     """Stands for the DEVICE side of a PARAM chunk: here each parameter keeps a (fake) storage of its own."""
 
     is_bound = True
+    device = _CPU
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
         self.parameters: list[ManagedParameter] = []
         self._storages: dict[ManagedParameter, int] = {}
         self._num_own: dict[ManagedParameter, int] = {}
 
     def add(self, managed: ManagedParameter) -> None:
-        """Take a parameter in."""
+        """Take a parameter in: it has the chunk's dtype from now on."""
         self.parameters.append(managed)
         with torch._C.DisableTorchFunctionSubclass():
+            if managed.param.dtype is not managed.placeholder.dtype:
+                managed.param.data = managed.param.data.to(managed.placeholder.dtype)
             self._storages[managed] = int(managed.param.untyped_storage()._cdata)
         self._num_own[managed] = torch._C._storage_Use_Count(self._storages[managed])
 
@@ -144,10 +138,6 @@ class RehearsedChunk:
         ours = sum(self._num_own.values())
         return self.num_references() - ours + sum(managed.num_references() for managed in self.parameters)
 
-    def attach(self, slab: Slab) -> torch.Tensor:
-        """There is no memory to take."""
-        return slab.bytes
-
     def bind(self) -> None:
         """The parameters stay where they are."""
 
@@ -157,3 +147,15 @@ class RehearsedChunk:
     def take_written(self) -> bool:
         """Nothing is kept of what is written."""
         return False
+
+
+def one_tier(device_nbytes: int = NO_CAP_NBYTES) -> tuple[Ledger, Ledger]:
+    """Return the ledgers of a DEVICE that refuses nothing, whatever its cap says, and of a HOST that has no room."""
+    return open_ledger(Tier.DEVICE, device_nbytes), Ledger(Tier.HOST, 0, 0)
+
+
+def counted_memory(device: Ledger, host: Ledger, *, make_pager: Callable[[ChunkStore], Pager] = Pager) -> Memory:
+    """Return chunks that are only counted, on two tiers; where HOST has no room, the two are one."""
+    pager = make_pager(WeightlessStore([device, host]))
+    caps = TierCaps(device.cap_nbytes, host.cap_nbytes, shared=host.limit_nbytes == 0)
+    return Memory(ComputeDevice(_CPU), caps, pager, lambda dtype: cast(BoundChunk, RehearsedChunk()))

@@ -31,7 +31,7 @@ from chunkmem.nn.values import storage_id
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
 from chunkmem.shard.units import Unit
-from chunkmem.types import Tier
+from chunkmem.types import ChunkId, Role, Tier
 
 
 def in_backward() -> bool:
@@ -190,6 +190,11 @@ class AccessTracker:
         frames = tuple(frame for frame in self.stack if frame.groups)
         return (*frames, *(f"held: {self.chunks[group].label}" for group in self._held))
 
+    def add(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Take in the parameters of a model that was packed."""
+        for managed in parameters:
+            self.chunks[managed.group] = self._pager.store.chunks[ChunkId(Role.PARAM, managed.group)]
+
     def look_up(self, managed: ManagedParameter) -> None:
         """Serve a lookup: inside of modules the parameter is on DEVICE when this returns. Raises what `read` does."""
         if self.stack and self.stack[-1].thread == threading.get_ident():
@@ -323,6 +328,10 @@ class AccessTracker:
             running += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is bottom.module
             frame = frame.f_back  # type: ignore[assignment]
         return running <= int(bottom.module is module)  # the call that begins is on Python's stack, too
+
+    def is_outermost(self, root: nn.Module) -> bool:
+        """Tell whether a call of a model is an outermost one, be it that an interrupted call is left on the stack."""
+        return not self.stack or self.is_stale(root)
 
     def relieve(self) -> bool:
         """Release chunks that nobody keeps references to any more; False if there are none."""

@@ -239,8 +239,10 @@ class BoundChunk:
         return self.storage_id
 
     def add(self, managed: ManagedParameter) -> None:
-        """Take a parameter in, in the order of the group's slots."""
+        """Take a parameter in, in the order of the group's slots: it stands on its placeholder, its memory is freed."""
         self.parameters.append(managed)
+        managed.param.data = managed.placeholder
+        managed.version = managed.param._version
 
     def attach(self, slab: Slab) -> torch.Tensor:
         """Take the slab's memory; see `ChunkHome`."""

@@ -15,6 +15,9 @@ from chunkmem.nn.binding import dense_stride
 class Built:
     """Where packing finds the values of what was built: all of them are on this rank."""
 
+    has_memory = True
+    """Tensors have addresses; those that are only counted have none."""
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Look on while modules are built."""

@@ -39,8 +39,8 @@ class GradientSlots:
         """Parameters of which a rank has a gradient, as of the last mean over ranks; the same on all of them."""
         self._carried: dict[int, torch.Tensor] = {}
         """By group: such a mean, while further gradients accumulate in the slot."""
-        self.before_touching: Callable[[int], None] = lambda group: None
-        """Called before a gradient of a group lands or is completed: a reduction of it under way is finished first."""
+        self.under_way: dict[int, Callable[[], None]] = {}
+        """By group that is being reduced: waits until that is over. Done before its gradient is touched."""
         self._expected: dict[int, int] = {}
         """Trainable parameters of each group that has begun."""
 
@@ -73,7 +73,8 @@ class GradientSlots:
             )
         chunk = self.chunks[managed.group]
         reader = f"{managed.name} gradient"
-        self.before_touching(managed.group)
+        if managed.group in self.under_way:
+            self.under_way[managed.group]()
         if managed.group in self._reduced:
             self._carry(managed.group, reader)
         if replacing:
@@ -101,7 +102,8 @@ class GradientSlots:
     def complete(self, group: int, wanted: Collection[ManagedParameter], *, reader: str) -> None:
         """Have a gradient, of zeros where none has landed, for parameters of a group on DEVICE: to be reduced."""
         chunk = self.chunks[group]
-        self.before_touching(group)
+        if group in self.under_way:
+            self.under_way[group]()
         if group in self._reduced:
             self._carry(group, reader)
         if chunk.version == NO_CONTENT:
@@ -127,6 +129,10 @@ class GradientSlots:
         self._reduced.add(group)
         self._pager.store.mark_written(chunk, Tier.DEVICE)
         self._pager.store.settle(chunk, is_settled=self._settles(group))
+
+    def show_reduced(self, managed: ManagedParameter) -> None:
+        """Count a mean, of gradients that other ranks had, as this one's."""
+        self._landed.setdefault(managed.group, set()).add(managed)
 
     def give_up(self, group: int) -> None:
         """Another rank has a group's gradient now."""
@@ -155,7 +161,8 @@ class GradientSlots:
 
     def zero_landed(self, managed: ManagedParameter) -> None:
         """Set to zero what has landed, on all tiers, and the mean that was set aside."""
-        self.before_touching(managed.group)
+        if managed.group in self.under_way:
+            self.under_way[managed.group]()
         self._pager.policy.drain()
         self._clear_carried(managed)
         chunk = self.chunks[managed.group]

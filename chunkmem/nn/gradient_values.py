@@ -18,11 +18,10 @@ from chunkmem.types import TIERS
 class GradientValues(GradientSlots):
     """Serves what users do to lazy gradients; see `GradientOwner`."""
 
-    def __init__(self, pager: Pager, *, settles: Callable[[int], bool]) -> None:
-        """Begin with none; see `GradientSlots`."""
+    def __init__(self, pager: Pager, *, settles: Callable[[int], bool], is_shared: bool = False) -> None:
+        """Begin with none; see `GradientSlots`. `is_shared`: summed over ranks, what one has is not the gradient."""
         super().__init__(pager, settles=settles)
-        self.is_shared = False
-        """Gradients are summed over ranks: what one of them has is not the gradient."""
+        self.is_shared = is_shared
         self.before_change: Callable[[], None] = lambda: None
         """Called before gradients are changed by a user: updates that have read them are wrong."""
         self._sources: dict[ManagedParameter, GradientSource] = {}

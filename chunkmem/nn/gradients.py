@@ -8,7 +8,6 @@ that the slot is right.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,6 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_source import GradientState
 from chunkmem.nn.gradient_values import GradientValues
 from chunkmem.nn.lazy_gradient import LazyGradient
-from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
@@ -34,13 +32,10 @@ class GradientBook(GradientValues):
         pager: Pager,
         *,
         settles: Callable[[int], bool],
-        then: Callable[[ManagedParameter], None],
-        turn: Turn,
+        is_shared: bool = False,
     ) -> None:
-        """Make an empty book; `then` is called after each gradient. The rest is as for `GradientSlots`."""
-        super().__init__(pager, settles=settles)
-        self._turn = turn
-        self._then = then
+        """Make an empty book; the arguments are those of `GradientValues`."""
+        super().__init__(pager, settles=settles, is_shared=is_shared)
         self.exposed: set[ManagedParameter] = set()
         """Parameters whose `.grad` is the user's for a while, inside `manager.gather(grads=True)`."""
         self._shown: dict[ManagedParameter, LazyGradient] = {}
@@ -50,37 +45,15 @@ class GradientBook(GradientValues):
         self._unheld = _num_references(example), _num_memory_references(example)
         """What they say of a gradient that nobody else refers to."""
 
-    def watch(self, params: Iterable[ManagedParameter]) -> None:
-        """Catch the gradients of those that are trainable from now on."""
-        for managed in params:
-            if managed.gradient_hook is None and managed.requires_grad:
-                self._watch(managed)
-
-    def _watch(self, managed: ManagedParameter) -> None:
-        # Python does not see through a parameter's hooks: one that referred to the parameter would keep it for ever.
-        ref, group, position = weakref.ref(self), managed.group, managed.position
-
-        def on_gradient(_param: torch.Tensor) -> None:
-            book = ref()
-            if book is not None:
-                took_turn = book._turn.take_in_hook()
-                try:
-                    book._on_gradient(book.members[group][position])
-                finally:
-                    if took_turn:
-                        book._turn.give_back()
-
-        managed.gradient_hook = managed.param.register_post_accumulate_grad_hook(on_gradient)
-
     # What `.grad` says.
 
-    def _on_gradient(self, managed: ManagedParameter) -> None:
+    def take_final(self, managed: ManagedParameter) -> None:
+        """Autograd has accumulated a gradient: it is final for this backward. Raises what `land` does."""
         if managed not in self.exposed:
             grad = managed.grad
             if grad is not None and not isinstance(grad, LazyGradient):  # to that one autograd has added: `accumulate`
                 del grad
                 self._take(managed, from_autograd=True)
-        self._then(managed)
 
     def _take(self, managed: ManagedParameter, *, from_autograd: bool = False) -> None:
         """Let an ordinary tensor in `.grad` be the gradient.
@@ -125,8 +98,7 @@ class GradientBook(GradientValues):
         return in_graphs or _num_holders(self._shown, managed) > self._unshown
 
     def show_reduced(self, managed: ManagedParameter) -> None:
-        """Count a mean, of gradients that other ranks had, as this one's."""
-        self._landed.setdefault(managed.group, set()).add(managed)
+        super().show_reduced(managed)
         if managed.grad is None and managed not in self.exposed:
             self._show(managed)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -36,6 +36,22 @@ class FittedModule:
     """The unit of exchange it belongs to; None with one rank."""
 
 
+class RootCalls(Protocol):
+    """Hears of calls of models that come from outside."""
+
+    def begin_root(self, root: nn.Module) -> None:
+        """A model is about to be called."""
+        ...
+
+    def make_guard(self) -> AccessGuard | None:
+        """Return a guard for the call, if one is wanted."""
+        ...
+
+    def note_error(self, error: BaseException) -> None:
+        """The call has raised something."""
+        ...
+
+
 class ModuleHooks:
     """Turns calls of modules into pushes and pops of frames."""
 
@@ -46,9 +62,7 @@ class ModuleHooks:
         *,
         units: Units,
         turn: Turn,
-        on_root: Callable[[nn.Module], None],
-        make_guard: Callable[[], AccessGuard | None],
-        on_error: Callable[[BaseException], None] = lambda error: None,
+        calls: RootCalls,
     ) -> None:
         """Make hooks.
 
@@ -57,17 +71,13 @@ class ModuleHooks:
             backward: what comes after the calls.
             units: of exchange.
             turn: of this thread.
-            on_root: gets the module before each outermost call.
-            make_guard: returns a guard for an outermost call, if one is wanted.
-            on_error: hears of what an outermost call raises.
+            calls: hears of outermost calls.
         """
-        self._on_error = on_error
         self._turn = turn
         self._access = access
         self._backward = backward
         self._units = units
-        self._on_root = on_root
-        self._make_guard = make_guard
+        self._calls = calls
         self._handled: BaseException | None = None
         """What the caller of the outermost call was handling when it began."""
         self._fitted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -116,7 +126,7 @@ class ModuleHooks:
         if is_root:
             self._handled = sys.exception()
             try:
-                self._on_root(module)
+                self._calls.begin_root(module)
             except BaseException:
                 self._turn.give_back()
                 raise
@@ -131,7 +141,7 @@ class ModuleHooks:
             self._enter_unit(fitted.unit, frame)
         access.push(frame, fitted.unseen)
         if is_root:
-            frame.guard = self._make_guard()
+            frame.guard = self._calls.make_guard()
             if frame.guard is not None:
                 frame.guard.__enter__()  # type: ignore[no-untyped-call]
 
@@ -155,7 +165,7 @@ class ModuleHooks:
             # torch calls the hook while it handles what the module has raised.
             error = sys.exception() if result is None and not self._access.stack and not in_backward() else None
             if error is not None and error is not self._handled:
-                self._on_error(error)
+                self._calls.note_error(error)
             if not self._access.stack:
                 self._handled = None  # an exception keeps alive what its frames refer to
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -16,10 +17,12 @@ from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.precision import AS_BUILT, Precision
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.storage import ChunkStorage, StorageBackend
+from chunkmem.runtime.shortage import enough_for_all
 from chunkmem.runtime.store import FIRST_CONTENT, Chunk
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
+
+_FP32_NBYTES = 4
 
 
 @dataclass(frozen=True)
@@ -61,26 +64,20 @@ class Packer:
     def __init__(
         self,
         pager: Pager,
-        backend: StorageBackend,
-        device: torch.device,
+        make_home: Callable[[torch.dtype], BoundChunk],
         *,
-        expect_nbytes: Callable[[int], None],
         states_nbytes: Callable[[Group], int],
     ) -> None:
         """Make a packer.
 
         Args:
             pager: brings chunks to tiers.
-            backend: of the storages of parameters.
-            device: that computes.
-            expect_nbytes: told how much of HOST a model is about to take.
+            make_home: makes the DEVICE side of a PARAM chunk.
             states_nbytes: returns what the states of a group's optimizer are likely to take.
         """
         self._pager = pager
-        self._expect_nbytes = expect_nbytes
+        self._make_home = make_home
         self._states_nbytes = states_nbytes
-        self._backend = backend
-        self._device = device
 
     def pack(
         self,
@@ -105,7 +102,7 @@ class Packer:
         own = [group for group in layout.groups if built.owns(group.id)]
         nbytes = sum(packed_nbytes(group) for group in own)
         self._require_room(nbytes, built, in_training=sum(map(self._nbytes_in_training, own)))
-        self._expect_nbytes(nbytes)
+        self._pager.store.pools[Tier.HOST].expect(nbytes)
         managed: dict[int, ManagedParameter] = {}
         freed_nbytes = 0
         try:
@@ -156,8 +153,7 @@ class Packer:
             # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
             cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
             needed = cap + lacking
-            own = (c for c in self._pager.store.chunks.values() if c.id.role is Role.PARAM and not c.is_remote)
-            before = sum(self._nbytes_in_training(chunk.group) for chunk in own)
+            before = enough_for_all(c.nbytes for c in self._pager.store.chunks.values() if not c.is_remote)
             enough = max(needed, built.largest(before + in_training))
             where = "" if nbytes - free == lacking else f", and another rank lacks {format_nbytes(lacking)}"
             raise CapacityError(
@@ -175,12 +171,10 @@ class Packer:
     ) -> list[ManagedParameter]:
         params = [named[slot.tensor] for slot in group.slots]
         strides = [built.stride(param) for _, param in params]
-        chunk = self._add_chunks(group, params, strides)
-        home, filled = chunk.home, [chunk]
-        if chunk.master is not None and group.master is MasterCopy.PACKED:
-            filled.append(chunk.master)
-        assert isinstance(home, BoundChunk)
-        views = self._place(filled) if built.owns(group.id) else _elsewhere(filled)
+        forms = tuple((param.shape, stride) for (_, param), stride in zip(params, strides, strict=True))
+        inside = [name for name, _ in params]
+        chunk, views = self.make_chunks(group, inside, forms, is_own=built.owns(group.id))
+        home = cast(BoundChunk, chunk.home)
         packed = []
         for position, (slot, (name, param)) in enumerate(zip(group.slots, params, strict=True)):
             values = built.take(param, group.id, name=name)
@@ -191,13 +185,43 @@ class Packer:
                     param, name, slot, position, home, stride=strides[position], dtype=chunk.dtype
                 )
                 home.add(parameter)
-                param.data = parameter.placeholder  # frees the source
-                parameter.version = param._version
             packed.append(parameter)
         if chunk.newest_tier() is Tier.DEVICE:
             with runtime_mode():
                 home.bind()
         return packed
+
+    def make_chunks(
+        self,
+        group: Group,
+        inside: Sequence[str],
+        forms: tuple[tuple[torch.Size, tuple[int, ...]], ...] = (),
+        *,
+        is_own: bool,
+    ) -> tuple[Chunk, list[tuple[torch.Tensor, ...]]]:
+        """Register the chunks of all roles of a group, and begin the content of its weights.
+
+        Args:
+            group: what is packed together.
+            inside: names of its parameters.
+            forms: shape and strides of each.
+            is_own: it has content on this rank.
+
+        Returns:
+            The PARAM chunk, and slots of each chunk that is to be filled, before anything else is placed.
+        """
+        store = self._pager.store
+        what = inside[0] if len(inside) == 1 else f"{inside[0]} .. {inside[-1]}"
+        for role, form in groups_by_role(group).items():
+            key, dtype = ChunkId(role, group.id), getattr(torch, form.dtype)
+            home = self._make_home(dtype) if role is Role.PARAM else None
+            store.add(Chunk(key, form, dtype, f"{key} ({what})", forms, home))
+        chunk = store.chunks[ChunkId(Role.PARAM, group.id)]
+        chunk.master = store.chunks.get(ChunkId(Role.MASTER, group.id))
+        filled = [chunk]
+        if chunk.master is not None and group.master is MasterCopy.PACKED:
+            filled.append(chunk.master)
+        return chunk, self._place(filled) if is_own else _elsewhere(filled)
 
     def _place(self, chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:
         """Begin the content of chunks; return views of their slots, to be written before anything else is placed."""
@@ -206,26 +230,6 @@ class Packer:
         # The first may have made way for the second.
         tiers = [chunk.newest_tier() for chunk in chunks]
         return [self._pager.store.views(chunk, tier) for chunk, tier in zip(chunks, tiers, strict=True) if tier]
-
-    def _add_chunks(
-        self,
-        group: Group,
-        params: Sequence[tuple[str, nn.Parameter]],
-        strides: Sequence[tuple[int, ...]],
-    ) -> Chunk:
-        """Register the chunks of all roles; return that of PARAM."""
-        store = self._pager.store
-        forms = tuple((param.shape, stride) for (_, param), stride in zip(params, strides, strict=True))
-        inside = params[0][0] if len(params) == 1 else f"{params[0][0]} .. {params[-1][0]}"
-        for role, form in groups_by_role(group).items():
-            key, dtype = ChunkId(role, group.id), getattr(torch, form.dtype)
-            home = None
-            if role is Role.PARAM:
-                home = BoundChunk(ChunkStorage(self._backend, device=self._device, dtype=dtype), device=self._device)
-            store.add(Chunk(key, form, dtype, f"{key} ({inside})", forms, home))
-        chunk = store.chunks[ChunkId(Role.PARAM, group.id)]
-        chunk.master = store.chunks.get(ChunkId(Role.MASTER, group.id))
-        return chunk
 
 
 def _elsewhere(chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:

@@ -9,7 +9,7 @@ import torch
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Shard
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.gradients import GradientBook
+from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
@@ -23,14 +23,12 @@ _BUCKET_NUMEL = 1 << 22
 class Reduction:
     """Reduces what has landed on any rank and has not been reduced yet."""
 
-    def __init__(self, shards: ShardStore, gradients: GradientBook, pager: Pager) -> None:
+    def __init__(self, shards: ShardStore, gradients: GradientSlots, pager: Pager) -> None:
         self.shards = shards
         self._gradients = gradients
         self._pager = pager
         self._under_way: list[tuple[list[Chunk], Callable[[], None]]] = []
         """Chunks that are being reduced, and what waits for that."""
-        gradients.before_touching = self._finish_one
-        gradients.is_shared = True
 
     def reduce(self, params: Sequence[ManagedParameter]) -> None:
         """Let the owners have the means over ranks; a rank without a gradient counts as one of zeros.
@@ -93,6 +91,7 @@ class Reduction:
     def finish(self) -> None:
         """Wait for what was begun. Raises what `reduce` does."""
         under_way, self._under_way = self._under_way, []
+        self._gradients.under_way.clear()
         for chunks, wait in under_way:
             try:
                 wait()
@@ -104,11 +103,6 @@ class Reduction:
             for chunk in chunks:
                 if not self.shards.owns(chunk.id.group):
                     self._gradients.give_up(chunk.id.group)
-
-    def _finish_one(self, group: int) -> None:
-        """Wait for a group that is about to be touched."""
-        if any(chunk.id.group == group for chunks, _ in self._under_way for chunk in chunks):
-            self.finish()
 
     def _begin(self, together: Sequence[int]) -> None:
         gradients, held = self._gradients, []
@@ -123,6 +117,7 @@ class Reduction:
             self._unpin(held)
             raise
         self._under_way.append((held, wait))
+        gradients.under_way.update(dict.fromkeys(together, self.finish))
 
     def _unpin(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:

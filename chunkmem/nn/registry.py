@@ -78,7 +78,8 @@ class ModelRegistry:
             check_unmanaged(found)
             known.update(id(param) for _, param in found)
             named.append(found)
-        check_separate(roots, packed=known)
+        if built.has_memory:
+            check_separate(roots, packed=known)
         precision = precision_of(
             roots, self._dtype, master_weights=self._master_weights, excluded=excluded, packed=self._managed
         )

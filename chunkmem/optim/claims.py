@@ -119,7 +119,7 @@ class Claims:
         Raises:
             CapacityError: they cannot, whatever is moved.
         """
-        trained = {managed.group for managed in (*wanted, *self._owner) if managed.param.requires_grad}
+        trained = {managed.group for managed in (*wanted, *self._owner) if managed.requires_grad}
         specs = self._specs | self._after(wanted)
         params = {group: self._store.chunks[ChunkId(Role.PARAM, group)] for group in specs}
         states_nbytes = {

@@ -71,6 +71,10 @@ class OptimizerHost(Protocol):
         """Surround a call that all ranks make, by this thread alone."""
         ...
 
+    def forget_plans(self) -> None:
+        """Say that there are other chunks than in the steps that were recorded."""
+        ...
+
     def step(self, options: str, *, updates: bool) -> AbstractContextManager[None]:
         """Surround `step()` and clipping; all ranks come with the same `options`."""
         ...

@@ -57,7 +57,7 @@ class RuleOptimizer(StatefulOptimizer):
         self._needs: list[tuple[StateSpec, ...]] = []
         """The states that the options of each parameter group called for at the last step."""
         super().__init__(params, defaults, rule=rule, host=host)
-        self._updater.claim(self._wanted(self.param_groups), self)
+        self._updater.claim(self._wanted(self.param_groups), self, forget_plans=host.forget_plans)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch.optim; its parameters have to be managed or excluded."""
@@ -71,7 +71,7 @@ class RuleOptimizer(StatefulOptimizer):
             self.param_groups.pop()
             raise
         if self._complete:  # until all its groups are accepted, an older optimizer keeps its parameters
-            self._updater.claim(wanted, self)
+            self._updater.claim(wanted, self, forget_plans=self._host.forget_plans)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -229,7 +229,7 @@ class StatefulOptimizer(ChunkedOptimizer):
         lacking = {m: specs for m, specs in wanted.items() if not set(specs) <= set(claims.states_of(m))}
         if lacking:
             claims.require_room(lacking)
-            self._updater.claim(lacking, self)
+            self._updater.claim(lacking, self, forget_plans=self._host.forget_plans)
 
     def _adopt(self, taken: Mapping[ManagedParameter, Mapping[str, Any]]) -> None:
         for managed, state in taken.items():

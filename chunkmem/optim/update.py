@@ -12,16 +12,13 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.optim.claims import Claims, Owner, Wanted
 from chunkmem.optim.native import NativeUpdate
+from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import UpdateItem, UpdateRule, fill, slot_tensors
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
-from chunkmem.plan.placement import GroupBytes
-from chunkmem.runtime.device import ComputeDevice, runtime_mode
+from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.types import TIERS, ChunkId, Role, Tier
-
-Place = Callable[[Sequence[GroupBytes]], frozenset[int]]
-"""Which of these groups keep their states on DEVICE."""
 
 
 class GroupUpdater:
@@ -31,34 +28,30 @@ class GroupUpdater:
         self,
         pager: Pager,
         gradients: GradientBook,
-        compute: ComputeDevice,
         *,
-        place: Place,
-        expect_nbytes: Callable[[int], None],
+        places: StatePlaces,
         native: NativeUpdate,
-        forget_plans: Callable[[], None],
         make_ahead: Callable[[Callable[[int], Intent | None], Callable[[int], Sequence[Chunk]]], SpeculativeUpdater],
     ) -> None:
         self._pager = pager
         self._store = pager.store
-        self._compute = compute
-        self._place = place
-        self._expect_nbytes = expect_nbytes
+        self._places = places
         self.gradients = gradients
         self.native = native
-        self._forget_plans = forget_plans
         self.claims = Claims(self._store)
         self.ahead = make_ahead(self._intent_of, self.claims.chunks)
-        self._on_device: dict[int, bool] = {}
-        """By group whose states were placed: do they live on DEVICE?"""
 
-    def claim(self, wanted: Wanted, owner: Owner) -> None:
-        """Make `owner` the one optimizer of some parameters; see `Claims.claim`."""
-        self.claims.claim(wanted, owner, before_change=self._before_states_change)
+    def claim(self, wanted: Wanted, owner: Owner, *, forget_plans: Callable[[], None]) -> None:
+        """Make `owner` the one optimizer of some parameters; see `Claims.claim`.
 
-    def _before_states_change(self) -> None:
-        self.ahead.forget()
-        self._forget_plans()
+        `forget_plans` is called if that changes the states of groups that had an optimizer.
+        """
+
+        def before_change() -> None:
+            self.ahead.forget()
+            forget_plans()
+
+        self.claims.claim(wanted, owner, before_change=before_change)
 
     def _intent_of(self, group: int) -> Intent | None:
         owners = {self.claims.owner(managed) for managed in self.gradients.landed.get(group, ())} - {None}
@@ -69,32 +62,10 @@ class GroupUpdater:
         """Return groups in the order in which a plan has them updated; none: there is no such plan."""
         return self._pager.policy.update_order(list(groups))
 
-    def updates_on_host(self, group: int) -> bool:
-        """Tell whether a group's finished gradient is wanted on HOST next."""
-        return not self._on_device.get(group, True)
-
     def place(self, params: Iterable[ManagedParameter]) -> None:
         """Decide where the groups of `params` are updated, once; a decided group keeps its place."""
-        groups = sorted({managed.group for managed in params} - self._on_device.keys())
-        chunks = {group: self.claims.chunks(group) for group in groups}
-        # PARAM and GRAD come first.
-        sizes = [GroupBytes(g, _nbytes(found[:2]), _nbytes(found[2:])) for g, found in chunks.items()]
-        chosen = self._place(sizes)
-        self._on_device.update((group, group in chosen) for group in groups)
-        # On HOST a group has its gradient and its states, beside its weights.
-        away = [chunk for group in groups if group not in chosen for chunk in chunks[group]]
-        self._expect_nbytes(_nbytes([c for c in away if c.id.role is Role.GRAD or c.id.role.is_state]))
-
-    def device_nbytes(self, *, besides: set[int]) -> int:
-        """Return what groups other than `besides` are meant to take on DEVICE: PARAM, and by their place the rest."""
-        total = 0
-        for key, chunk in self._store.chunks.items():
-            if key.group not in besides and not chunk.is_remote:
-                is_there = key.role is Role.PARAM or (
-                    key.group in self._on_device if key.role is Role.GRAD else self._on_device.get(key.group, False)
-                )
-                total += chunk.nbytes * is_there
-        return total
+        groups = self._places.undecided({managed.group for managed in params})
+        self._places.decide({group: self.claims.chunks(group) for group in groups})
 
     def make_states(self, params: Iterable[ManagedParameter], roles: Collection[Role]) -> None:
         """Give `params`, which have none yet, states of zero in `roles`, and a master copy if that comes with them.
@@ -124,7 +95,7 @@ class GroupUpdater:
             incomplete.discard(group)
 
     def _begin_state(self, chunk: Chunk) -> None:
-        tier = self._tier_for_states(chunk)
+        tier = self._places.tier_for(chunk)
         self._pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
 
     def make_master(self, group: int) -> None:
@@ -134,7 +105,7 @@ class GroupUpdater:
         if master is None or master.version != NO_CONTENT:
             return
         self._pager.notice_writes(param)
-        tier = self._tier_for_states(master)
+        tier = self._places.tier_for(master)
         self._pager.create(master, tier, reader="master weights", zero=False, elastic=True)
         source = next(each for each in TIERS if param.ready(each))
         with runtime_mode():
@@ -153,7 +124,7 @@ class GroupUpdater:
         """
         chunks = self.claims.chunks(group)
         param, master = chunks[0], chunks[0].master
-        home = Tier.DEVICE if self._on_device[group] else Tier.HOST
+        home = Tier.HOST if self._places.updates_on_host(group) else Tier.DEVICE
         with self._pager.updating(chunks, reader="optimizer step", stateless_tier=home) as tier, runtime_mode():
             is_to_be_filled = not param.ready(tier)  # a plan that is gone on with has dropped it only now
             if not self.ahead.take_over(group, tier, items, multiplier):
@@ -247,14 +218,3 @@ class GroupUpdater:
 
     def _chunk(self, role: Role, group: int) -> Chunk:
         return self._store.chunks[ChunkId(role, group)]
-
-    def _tier_for_states(self, chunk: Chunk) -> Tier:
-        """Where planned; on the other tier if a full HOST leaves no choice."""
-        host = self._store.pools[Tier.HOST].ledger
-        if self._on_device[chunk.id.group] or host.free_nbytes < chunk.nbytes:
-            return Tier.DEVICE
-        return Tier.HOST
-
-
-def _nbytes(chunks: Iterable[Chunk]) -> int:
-    return sum(chunk.nbytes for chunk in chunks)

@@ -84,6 +84,10 @@ class SlabPool(Protocol):
         """Take a slab back."""
         ...
 
+    def expect(self, nbytes: int) -> None:
+        """Hear that `nbytes` more are about to be asked for."""
+        ...
+
     def close(self) -> None:
         """Give everything back to the system."""
         ...
@@ -133,6 +137,9 @@ class DevicePool:
                 self._discard(self._kept[0])
         self.ledger.charge(CACHE, slab.nbytes)
         self._kept.append(slab)
+
+    def expect(self, nbytes: int) -> None:
+        """Nothing is taken ahead of need."""
 
     def close(self) -> None:
         for slab in tuple(self._kept):

@@ -12,7 +12,7 @@ Then, too, a reduction is waited for when the next one begins, or backward is ov
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from chunkmem.errors import CapacityError, RankError
@@ -40,7 +40,7 @@ _ORDER = "the order of exchanges in the step"
 class PrefetchSchedule:
     """The exchanges of this step, and of the one before, which says what to prefetch."""
 
-    def __init__(self, shards: ShardStore, reduction: Callable[[], Reduces]) -> None:
+    def __init__(self, shards: ShardStore, reduction: Reduces) -> None:
         self._shards = shards
         self._reduction = reduction
         self._log: list[tuple[str, Groups]] = []
@@ -79,14 +79,14 @@ class PrefetchSchedule:
         """Give owners the means of gradients. Raises what `gather` does."""
         self.settle()
         if self.is_wanted and self.has_room:
-            self._reduction().begin(groups)
+            self._reduction.begin(groups)
         else:
-            self._reduction().reduce_groups(groups)
+            self._reduction.reduce_groups(groups)
         self._done("reduce", groups, _AHEAD)
 
     def settle(self) -> None:
         """Wait for the reduction that is under way. Raises what `gather` does."""
-        self._reduction().finish()
+        self._reduction.finish()
 
     def replay_without_batch(self, label: str) -> None:
         """Wait for the other ranks, taking part in what they exchange until they come here, too.
@@ -98,7 +98,7 @@ class PrefetchSchedule:
         self._drop()
         while (asked := self._shards.ranks.wait_for_others(label)) is not None:
             what, lists = asked
-            self._reduction().join(lists) if what == "reduce" else self._shards.join_gather(lists)
+            self._reduction.join(lists) if what == "reduce" else self._shards.join_gather(lists)
 
     def end_step(self, *, always: Sequence[int], num_backwards: int) -> int:
         """The step is over; return how many backwards it had on a rank that had all of it.

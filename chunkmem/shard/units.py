@@ -12,7 +12,7 @@ backward, takes part in what they exchange until they come, too; its gradients c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -39,8 +39,8 @@ class Unit:
 class Units:
     """Which units are open. With one rank there are none, and nothing is done."""
 
-    def __init__(self, shards: ShardStore | None, reduction: Callable[[], Reduces] | None) -> None:
-        """Begin with none; what `reduction` returns reduces groups whose gradients are complete, on all ranks alike."""
+    def __init__(self, shards: ShardStore | None, reduction: Reduces | None) -> None:
+        """Begin with none; `reduction` reduces groups whose gradients are complete, on all ranks alike."""
         self.prefetch = None if shards is None or reduction is None else PrefetchSchedule(shards, reduction)
         """The schedule of exchanges; None with one rank."""
         self._shards = shards
@@ -108,9 +108,14 @@ class Units:
         visit(root, "", Unit(type(root).__name__, is_root=True), splits=True)
         for unit, groups in members.items():
             unit.groups = tuple(sorted(groups))
-            for group in groups:
-                self._users.setdefault(group, set()).add(unit)
+        self.add(members)
         return found
+
+    def add(self, units: Iterable[Unit]) -> None:
+        """Take in units whose groups are known."""
+        for unit in units:
+            for group in unit.groups:
+                self._users.setdefault(group, set()).add(unit)
 
     def enter(self, unit: Unit) -> None:
         """A call of a module begins that belongs to another unit than its caller.

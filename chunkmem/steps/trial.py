@@ -43,7 +43,11 @@ class AheadTrial:
         self._controller = controller
         self._ranks = ranks
         self._measure = measure
-        prefetch.is_wanted = controller.may_record = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again before the first step: there is more to exchange."""
+        self._prefetch.is_wanted = self._controller.may_record = False
         self._states = iter((self._learned, self._recorded, self._recorded_ahead, self._followed))
 
     def end_step(self) -> None:

@@ -90,7 +90,7 @@ class Chunked:
         """`is_guarded`: every use of chunk memory that nobody declared is an error, outside of modules too."""
         self.manager = manager
         self._is_guarded = is_guarded
-        for pool in manager.runtime.store.pools.values():
+        for pool in manager.runtime.memory.store.pools.values():
             pool.poison = True
 
     def building(self) -> AbstractContextManager[object]:
@@ -106,8 +106,8 @@ class Chunked:
         if not self._is_guarded:
             return nullcontext()
         return AccessGuard(
-            self.manager.runtime.declared.undeclared,
-            lambda: f"step {index}, {self.manager.runtime.phase or 'outside of any module'}",
+            self.manager.runtime.modules.declared.undeclared,
+            lambda: f"step {index}, {self.manager.runtime.entry_points.phase or 'outside of any module'}",
         )
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -176,7 +176,7 @@ def has_no_room(rank: int, manager: chunkmem.ChunkManager) -> None:
     model, optimizer = made(Dropped, manager)
     step(model, optimizer, manager, 3)
     if rank == 1:
-        manager.runtime.pager.pin_remote = _no_room  # type: ignore[method-assign]
+        manager.runtime.memory.pager.pin_remote = _no_room  # type: ignore[method-assign]
     step(model, optimizer, manager, 3)
 
 

@@ -28,7 +28,7 @@ def check(seed: int) -> None:
     for lanes in (seed, seed + 1):
         chosen = config(cap_nbytes, **disorder.keys())
         with chunkmem.ChunkManager(chosen, make_lanes=lambda _, lanes=lanes: AdversarialLanes(lanes)) as manager:
-            for pool in manager.runtime.store.pools.values():
+            for pool in manager.runtime.memory.store.pools.values():
                 pool.poison = True
             assert_equal(played(disorder, manager), expected)
             audit(manager)

@@ -100,7 +100,7 @@ def test_training_goes_on_without_what_does_not_fit(use: Callable[[Twin], None])
             error = raised.value
             assert (error.needed_nbytes, error.cap_nbytes) == (needed_kib * KIB, cap_kib * KIB)
             assert "\n" not in str(error)
-            audit_ledgers(manager.runtime.store)
+            audit_ledgers(manager.runtime.memory.store)
             twin.optimizer.zero_grad()
             assert twin.steps(seed) == losses[seed : seed + 1]
         assert_equal(twin.left(), plain.left())

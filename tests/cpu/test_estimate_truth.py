@@ -77,7 +77,7 @@ def recorded(case: ZooModel, variant: Variant) -> tuple[Trace, dict[str, int], i
     sizes = footprint(case, variant, freezes_first=True)
     with chunkmem.ChunkManager(capped(case, 4 * sizes.param_nbytes)) as manager:
         trainer = Trainer(case, variant, Chunked(manager), freezes_first=True)
-        probe = LiveStorageProbe(manager.runtime.declared.is_chunk)
+        probe = LiveStorageProbe(manager.runtime.modules.declared.is_chunk)
         with probe.watching():
             loss = trainer.loss()
             loss.backward()
@@ -85,7 +85,7 @@ def recorded(case: ZooModel, variant: Variant) -> tuple[Trace, dict[str, int], i
         peak = probe.take_peak_nbytes()
         trainer.optimizer.step()
         roles = Counter[str]()
-        for chunk in manager.runtime.store.chunks.values():
+        for chunk in manager.runtime.memory.store.chunks.values():
             roles[chunk.id.role.value] += chunk.nbytes if chunk.replicas else 0
         trainer.evaluate()  # which ends the record
         trace = manager.trace

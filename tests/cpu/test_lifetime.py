@@ -172,10 +172,10 @@ def test_close_gives_all_memory_back(closed: tuple[Twin, torch.Tensor, Any]) -> 
     twin, _, _ = closed
     manager = twin.manager
     assert manager is not None
-    audit_ledgers(manager.runtime.store)
+    audit_ledgers(manager.runtime.memory.store)
     report = manager.memory()
     assert (report.device.now_nbytes, report.host.now_nbytes) == (0, 0)
-    for chunk in manager.runtime.store.chunks.values():
+    for chunk in manager.runtime.memory.store.chunks.values():
         assert not chunk.replicas
         if chunk.home is not None:
             assert chunk.home._storage.storage.nbytes() == 0
@@ -238,7 +238,9 @@ def test_the_memory_report() -> None:
         assert report.device.required_nbytes <= 6 * 1024
         for tier, side in ((Tier.DEVICE, report.device), (Tier.HOST, report.host)):
             for role in (Role.PARAM, Role.GRAD, Role("exp_avg"), Role("exp_avg_sq")):
-                live = [c for c in manager.runtime.store.chunks.values() if c.id.role == role and tier in c.replicas]
+                live = [
+                    c for c in manager.runtime.memory.store.chunks.values() if c.id.role == role and tier in c.replicas
+                ]
                 assert side.by_role.get(role.value, (0, 0))[0] == sum(chunk.nbytes for chunk in live)
             assert sum(now for now, _ in side.by_role.values()) == side.now_nbytes
         assert report.moved.h2d_nbytes > 0 < report.moved.d2h_nbytes

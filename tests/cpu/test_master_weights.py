@@ -130,7 +130,7 @@ class Small:
 
     def nbytes(self, role: Role) -> int:
         """Bytes of the chunks of a role that have content."""
-        chunks = self.manager.runtime.store.chunks.values()
+        chunks = self.manager.runtime.memory.store.chunks.values()
         return sum(chunk.nbytes for chunk in chunks if chunk.id.role == role and chunk.newest_tier() is not None)
 
 
@@ -354,7 +354,7 @@ def test_updates_beside_backward_are_of_float32_weights_only(*, master_weights: 
         small.step(seed)
     small.manager.backward(small.model(batch(4)).square().mean())
     updater = small.manager.runtime.updater
-    updater.ahead.reserve({chunk.nbytes: 8 for chunk in small.manager.runtime.store.chunks.values()})
+    updater.ahead.reserve({chunk.nbytes: 8 for chunk in small.manager.runtime.memory.store.chunks.values()})
     begun = [updater.ahead.begin(group, ()) for group in range(4)]
     assert any(begun) == master_weights
     with warnings.catch_warnings():
@@ -383,7 +383,7 @@ def test_what_cannot_be_packed_is_given_back_as_it_was_built(monkeypatch: pytest
     with chunkmem.ChunkManager(chunkmem.Config.from_dict({"precision": "bf16", "default_chunk_size": 1024})) as manager:
         model = mixed(nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(9))))
         before = {key: value.clone() for key, value in model.state_dict().items()}
-        place, calls = manager.runtime.pager.place, 0
+        place, calls = manager.runtime.memory.pager.place, 0
 
         def fail(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
@@ -392,7 +392,7 @@ def test_what_cannot_be_packed_is_given_back_as_it_was_built(monkeypatch: pytest
                 raise CapacityError("full", needed_nbytes=1, cap_nbytes=0)
             return place(*args, **kwargs)
 
-        monkeypatch.setattr(manager.runtime.pager, "place", fail)
+        monkeypatch.setattr(manager.runtime.memory.pager, "place", fail)
         with pytest.raises(CapacityError, match="full"):
             manager.wrap(model)
         assert same(dict(model.state_dict()), before)

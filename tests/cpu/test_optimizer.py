@@ -251,14 +251,16 @@ def test_states_live_where_the_configuration_says(hybrid: bool, margin: float) -
     losses = plain.steps(*STEPS)
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
         Twin(manager, Blocks)
-        num_groups = sum(key.role is Role.PARAM for key in manager.runtime.store.chunks)
+        num_groups = sum(key.role is Role.PARAM for key in manager.runtime.memory.store.chunks)
     cap = num_groups * 1024 * 4 * 2 // 3
     with chunkmem.ChunkManager(config(cap, **keys)) as manager:
         twin = Twin(manager, Blocks)
         assert twin.steps(*STEPS) == losses
         assert_equal(twin.left(), plain.left())
         states = [
-            c for key, c in manager.runtime.store.chunks.items() if key.role in (Role("exp_avg"), Role("exp_avg_sq"))
+            c
+            for key, c in manager.runtime.memory.store.chunks.items()
+            if key.role in (Role("exp_avg"), Role("exp_avg_sq"))
         ]
         on_device = sum(chunk.ready(Tier.DEVICE) for chunk in states)
         room = cap // 1024 - 2 * num_groups

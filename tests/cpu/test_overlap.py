@@ -107,7 +107,7 @@ def test_no_order_of_copies_and_updates_shows(
 ) -> None:
     runs = pair(precision=precision, max_norm=2.0, make_lanes=lanes_by_name("adversarial", seed))
     for tier in (Tier.DEVICE, Tier.HOST):
-        runs[0].manager.runtime.store.pools[tier].poison = True
+        runs[0].manager.runtime.memory.store.pools[tier].poison = True
     factor = spiky if precision == "fp16" else (lambda s: min(spiky(s), 30.0))
     ahead, _ = train(runs, range(16), factor)
     assert ahead > 20
@@ -329,7 +329,7 @@ def test_a_norm_is_made_of_what_updates_ahead_have_read(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(native, "squares", counted)
     run.step(9)
-    num_groups = sum(chunk.id.role is Role.GRAD for chunk in run.manager.runtime.store.chunks.values())
+    num_groups = sum(chunk.id.role is Role.GRAD for chunk in run.manager.runtime.memory.store.chunks.values())
     assert run.num_ahead > 2
     assert num_read == num_groups
 
@@ -365,7 +365,7 @@ def test_what_is_left_to_the_step_waits_for_its_copies(seed: int, lanes_by_name:
     """No update goes ahead while guesses are wrong, though the plan has them all: the step has to wait instead."""
     runs = pair(make_lanes=lanes_by_name("adversarial", seed), never_off=False)
     for tier in (Tier.DEVICE, Tier.HOST):
-        runs[0].manager.runtime.store.pools[tier].poison = True
+        runs[0].manager.runtime.memory.store.pools[tier].poison = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that guesses are wrong is said
         for step in range(20):
@@ -389,7 +389,7 @@ def test_numbers_that_change_in_place_and_back_do_not_show(lanes_by_name: Callab
             run.backward(step)
             for group in run.optimizer.param_groups:
                 group["lr"].fill_(0.5)
-            run.manager.runtime.pager.policy.drain()
+            run.manager.runtime.memory.pager.policy.drain()
             for group in run.optimizer.param_groups:
                 group["lr"].fill_(3e-3)
             run.optimizer.step()
@@ -402,7 +402,7 @@ def test_frozen_weights_in_a_group_that_is_updated_are_rounded_too(*, overlap: b
     """A gather before the step has the plan gone on with in the update: it drops weights that were there until then."""
     run = Run(overlap=overlap, precision="bf16", device_nbytes=36 << 10)
     for tier in (Tier.DEVICE, Tier.HOST):
-        run.manager.runtime.store.pools[tier].poison = True
+        run.manager.runtime.memory.store.pools[tier].poison = True
     for name, param in run.model.named_parameters():
         param.requires_grad_("up.weight" not in name)
     for step in range(8):
@@ -411,8 +411,8 @@ def test_frozen_weights_in_a_group_that_is_updated_are_rounded_too(*, overlap: b
             with run.manager.gather(run.model[2]):
                 pass
         run.optimizer.step()
-        run.manager.runtime.pager.policy.drain()
-        for chunk in run.manager.runtime.store.chunks.values():
+        run.manager.runtime.memory.pager.policy.drain()
+        for chunk in run.manager.runtime.memory.store.chunks.values():
             if chunk.master is not None and (tier := chunk.newest_tier()) is not None:
                 source = chunk.master.newest_tier()
                 assert source is not None

@@ -113,9 +113,9 @@ def train(rank: int, methods: Sequence[type[chunkmem.ExchangeMethod] | None], ta
             manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
             optimizer.step()
             optimizer.zero_grad()
-        assert manager.runtime.shards is not None
-        used = type(manager.runtime.shards.exchange).__name__
-        return manager.state_dict(), manager.runtime.shards.buffered_nbytes[1], used
+        assert manager.runtime.sharding.shards is not None
+        used = type(manager.runtime.sharding.shards.exchange).__name__
+        return manager.state_dict(), manager.runtime.sharding.shards.buffered_nbytes[1], used
 
 
 @pytest.mark.parametrize("method", [Plainly, InTheBackground])

@@ -31,7 +31,7 @@ def train(rank: int, way: dict[str, object]) -> tuple[dict[str, torch.Tensor], l
     torch.set_num_threads(1)
     task = Task("reused", steps=5, config=way, device_nbytes=64 << 10)
     with chunkmem.ChunkManager(make_config(task)) as manager:
-        shards = manager.runtime.shards
+        shards = manager.runtime.sharding.shards
         assert shards is not None
         shards.ownership = Lopsided()
         torch.manual_seed(0)

@@ -22,8 +22,8 @@ class Poisoned:
     """Turns poisoning on in both pools of a manager and counts the slabs filled."""
 
     def __init__(self, manager: chunkmem.ChunkManager) -> None:
-        self.slabs = dict.fromkeys(manager.runtime.store.pools, 0)
-        for tier, pool in manager.runtime.store.pools.items():
+        self.slabs = dict.fromkeys(manager.runtime.memory.store.pools, 0)
+        for tier, pool in manager.runtime.memory.store.pools.items():
             pool.poison = True
             self._count(tier, pool)
 

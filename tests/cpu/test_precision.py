@@ -348,7 +348,7 @@ def test_without_native_kernels_the_bits_are_the_same(precision: str, monkeypatc
     native = Twins(**keys)
     losses = [native.step(seed) for seed in range(4)]
     assert native.manager.runtime.updater.native.has_torch_bits, "there are no native kernels to compare with"
-    monkeypatch.setattr("chunkmem.assembly.load_kernels", lambda with_cuda: Kernels(frozenset()))
+    monkeypatch.setattr("chunkmem.parts.load_kernels", lambda with_cuda: Kernels(frozenset()))
     plain = Twins(**keys)
     assert [plain.step(seed) for seed in range(4)] == pytest.approx(losses, rel=1e-3)  # the norm is summed otherwise
     keys["gradient_clipping"] = 0.0
@@ -371,9 +371,9 @@ def test_a_planned_step_takes_fourteen_bytes_a_parameter() -> None:
         twins.step(seed)
         audit(twins.manager)
     assert_as_predicted(twins.manager)
-    nbytes = sum(chunk.nbytes for chunk in twins.manager.runtime.store.chunks.values())
-    slab = twins.manager.runtime.store.chunks[ChunkId(Role.PARAM, 0)].nbytes
-    num_groups = len({chunk.group for chunk in twins.manager.runtime.store.chunks})
+    nbytes = sum(chunk.nbytes for chunk in twins.manager.runtime.memory.store.chunks.values())
+    slab = twins.manager.runtime.memory.store.chunks[ChunkId(Role.PARAM, 0)].nbytes
+    num_groups = len({chunk.group for chunk in twins.manager.runtime.memory.store.chunks})
     assert nbytes == num_groups * 8 * slab, "16 bytes a parameter, of which a slab of weights has 2"
     peak_nbytes = twins.manager.memory().host.step_peak_nbytes
     assert peak_nbytes <= num_groups * 7 * slab + slab, "while it is updated, a group has both"
@@ -388,7 +388,7 @@ def test_weights_that_made_room_for_gradients_come_back_when_a_user_asks_for_the
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(9))
     for each in (twins, untouched):
         each.manager.backward(each.model(x).square().mean())
-    chunks = [c for c in twins.manager.runtime.store.chunks.values() if c.id.role is Role.PARAM]
+    chunks = [c for c in twins.manager.runtime.memory.store.chunks.values() if c.id.role is Role.PARAM]
     assert any(chunk.newest_tier() is None for chunk in chunks)
     with twins.manager.gather():
         now = {name: value.clone() for name, value in twins.model.named_parameters()}

@@ -72,7 +72,7 @@ def trained(
 
 def is_overlapped(manager: chunkmem.ChunkManager) -> bool:
     """Whether gathers are begun ahead."""
-    prefetch = manager.runtime.units.prefetch
+    prefetch = manager.runtime.sharding.units.prefetch
     assert prefetch is not None
     return prefetch.is_wanted
 
@@ -234,13 +234,13 @@ def read_too_early(rank: int) -> list[float]:
         torch.manual_seed(0)
         with manager.init():
             block = Block()
-        shards = manager.runtime.shards
+        shards = manager.runtime.sharding.shards
         assert shards is not None
         late = LateExchange(shards.exchange, rank=rank, seed=0)
         shards.exchange = late
         shards.hold([0], reader="test")
         shards.send([0], reader="test")
-        flat = manager.runtime.store.chunks[next(iter(manager.runtime.store.chunks))].replicas[Tier.DEVICE].flat
+        flat = next(iter(manager.runtime.memory.store.chunks.values())).replicas[Tier.DEVICE].flat
         before = float(flat[0])
         assert late.num_late == 1
         shards.arrive([0], reader="test")
@@ -283,7 +283,7 @@ def choose(rank: int, slow: int) -> tuple[int, float]:
         with manager.init():
             model = MODELS["tied"]()
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
-        shards = manager.runtime.shards
+        shards = manager.runtime.sharding.shards
         assert shards is not None
         ways = [Slow(shards.exchange, 0.05 if (index == slow and rank == 1) else 0.0) for index in range(2)]
         shards._exchanges, shards.exchange = ways, ways[0]
@@ -291,7 +291,7 @@ def choose(rank: int, slow: int) -> tuple[int, float]:
             manager.backward(loss_of(model, batch_of(task, step, 0, rank)))
             optimizer.step()
             optimizer.zero_grad()
-        return [way is shards.exchange for way in ways].index(True), manager.runtime.exchange_Bps
+        return [way is shards.exchange for way in ways].index(True), manager.runtime.links.exchange_Bps
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -365,8 +365,8 @@ def stack(rank: int, size: int, device_nbytes: int, micro_batches: int) -> Measu
             model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
         manager.accumulate(micro_batches)
-        assert manager.runtime.shards is not None
-        traffic = manager.runtime.shards.exchange.traffic
+        assert manager.runtime.sharding.shards is not None
+        traffic = manager.runtime.sharding.shards.exchange.traffic
         before = (0, 0, 0, 0)
         for step in range(6):
             before = (traffic.num_gathers, traffic.num_reductions, traffic.sent_nbytes, traffic.received_nbytes)

@@ -156,8 +156,8 @@ def exchange(rank: int, model: type[nn.Module]) -> list[int]:
         with manager.init():
             built = model()
         optimizer = chunkmem.AdamW(built.parameters(), manager=manager, lr=1e-2)
-        assert manager.runtime.shards is not None
-        traffic, received = manager.runtime.shards.exchange.traffic, [0]
+        assert manager.runtime.sharding.shards is not None
+        traffic, received = manager.runtime.sharding.shards.exchange.traffic, [0]
         for step in range(6):
             manager.backward(loss_of(built, batch_of(task, step, 0, rank)))
             optimizer.step()

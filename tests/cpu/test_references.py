@@ -332,7 +332,7 @@ def test_what_calls_inside_have_left_of_other_parameters_hides_no_alias() -> Non
     with chunkmem.ChunkManager(config(1 << 20)) as manager:
         twin = Twin(manager, KeepsAlias)
         twin.loss(features(0)).backward()
-        assert manager.runtime.access.holders() != ()
+        assert manager.runtime.modules.access.holders() != ()
         del twin.model.kept
         twin.update()
-        assert manager.runtime.access.holders() == ()
+        assert manager.runtime.modules.access.holders() == ()

@@ -172,7 +172,7 @@ def chunks_of(rank: int, keys: dict[str, Any]) -> dict[str, tuple[bool, int, lis
     with manager_with(precision="bf16", **keys) as manager:
         with manager.init():
             model = Net()
-        found = manager.runtime.store.chunks.values()
+        found = manager.runtime.memory.store.chunks.values()
         state = {str(c.id): (c.is_remote, c.version, sorted(tier.value for tier in c.replicas)) for c in found}
         assert len(list(model.parameters())) == 1 + 4 * 6
         return state

@@ -86,7 +86,7 @@ class Scene:
         """By parameter: its group, and where in the group's chunks it begins and ends."""
         with chunkmem.ChunkManager(capped(self.case, self.device_nbytes)) as manager:
             Trainer(self.case, self.variant, Chunked(manager))
-            groups = {chunk.id.group: chunk.group for chunk in manager.runtime.store.chunks.values()}
+            groups = {chunk.id.group: chunk.group for chunk in manager.runtime.memory.store.chunks.values()}
             found = {}
             for managed in manager.runtime.registry.parameters:
                 slot = groups[managed.group].slots[managed.position]

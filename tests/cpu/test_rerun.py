@@ -44,7 +44,7 @@ for run in range(6):
         exec(cell, names)
     except chunkmem.StateError as error:
         sys.last_exc = error  # as Python's prompt and IPython keep it
-    num_managers = sum(type(found).__name__ == "Runtime" for found in gc.get_objects())
+    num_managers = sum(type(found).__name__ == "Pager" for found in gc.get_objects())
     seen.append([psutil.Process().memory_info().rss, num_managers, threading.active_count()])
 print(json.dumps(seen))
 """

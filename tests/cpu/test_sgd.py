@@ -57,7 +57,7 @@ def alike(scenario: Callable[[Twin], Any], **options: Any) -> int:
 
 
 def roles(manager: chunkmem.ChunkManager) -> set[Role]:
-    return {key.role for key in manager.runtime.store.chunks}
+    return {key.role for key in manager.runtime.memory.store.chunks}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -385,7 +385,7 @@ def test_a_new_optimizer_with_another_rule_drops_the_states_of_the_old_one() -> 
 
 
 def _bytes_by_role(manager: chunkmem.ChunkManager) -> list[tuple[Tier, str, int]]:
-    pools = manager.runtime.store.pools
+    pools = manager.runtime.memory.store.pools
     return [(tier, role, nbytes) for tier, pool in pools.items() for role, nbytes in pool.ledger.now.items()]
 
 

@@ -194,7 +194,7 @@ def test_late_copies_do_not_show_at_the_smallest_cap(name: str) -> None:
     expected = copied(steps(plain, step)), plain.left()
     for seed in range(4):
         with chunkmem.ChunkManager(config(most * CHUNK_NBYTES), make_lanes=adversarial(seed)) as manager:
-            for pool in manager.runtime.store.pools.values():
+            for pool in manager.runtime.memory.store.pools.values():
                 pool.poison = True
             twin = Twin(manager, build)
             assert_equal((copied(steps(twin, step)), twin.left()), expected)
@@ -257,7 +257,7 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_states() -> None:
         twin = Twin(manager, build, params=lambda model: [p for p in model.parameters() if p.requires_grad])
         assert twin.steps(0, 1) == plain.steps(0, 1)
         assert_equal(twin.left(), plain.left())
-        chunks = [chunk for chunk in manager.runtime.store.chunks.values() if chunk.replicas]
+        chunks = [chunk for chunk in manager.runtime.memory.store.chunks.values() if chunk.replicas]
         num = Counter(chunk.id.role for chunk in chunks)
     # 6 x 2 x 16 elements of adapters fit one chunk of 256; the six base weights take one each.
     assert (num[Role.PARAM], num[Role("exp_avg")], num[Role("exp_avg_sq")]) == (NUM_LAYERS + 1, 1, 1)

@@ -58,7 +58,7 @@ class Loop:
 
     def holdings(self) -> Holdings:
         device, host = self.manager.runtime.tiers.device_pool, self.manager.runtime.tiers.host_pool
-        chunks = self.manager.runtime.store.chunks.values()
+        chunks = self.manager.runtime.memory.store.chunks.values()
         in_use = {tier: sum(tier in chunk.replicas for chunk in chunks) for tier in Tier}
         return Holdings(
             device_slabs=in_use[Tier.DEVICE] + len(device._kept),

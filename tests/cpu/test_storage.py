@@ -288,7 +288,7 @@ def test_training_under_a_small_cap(backend: StorageBackend, monkeypatch: pytest
     needed = footprint(case, PLAIN).required_nbytes
     monkeypatch.setattr("chunkmem.assembly.default_backend", lambda: backend)
     with chunkmem.ChunkManager(capped(case, needed)) as manager:
-        for pool in manager.runtime.store.pools.values():
+        for pool in manager.runtime.memory.store.pools.values():
             pool.poison = True
         assert_same(Trainer(case, PLAIN, Chunked(manager)).run(), train_plain(case, PLAIN))
         moved = manager.memory().moved

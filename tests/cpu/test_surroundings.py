@@ -241,13 +241,13 @@ def test_a_use_that_no_lookup_tells_of_is_served(where: str) -> None:
 def count_guards(manager: chunkmem.ChunkManager) -> list[object]:
     """Return a list that gets what each outermost call of a module is guarded by."""
     guards: list[object] = []
-    make_guard = manager.runtime.hooks._make_guard
+    make_guard = manager.runtime.entry_points.make_guard
 
     def noting() -> Any:
         guards.append(make_guard())
         return guards[-1]
 
-    manager.runtime.hooks._make_guard = noting
+    manager.runtime.entry_points.make_guard = noting
     return guards
 
 

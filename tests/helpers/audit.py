@@ -23,10 +23,10 @@ from chunkmem.types import ChunkId, Tier
 def audit(manager: ChunkManager) -> None:
     """Assert: no pins, ledgers equal live replicas and stay in their caps, evicted chunks hold nothing, pads are 0."""
     audit_pins(manager)
-    audit_ledgers(manager.runtime.store, log_nbytes=manager.runtime.updater.ahead._log.reserved_nbytes)
-    audit_leaving(manager.runtime.pager)
-    manager.runtime.pager.policy.drain()  # what a plan has prefetched may be under way
-    for chunk in manager.runtime.store.chunks.values():
+    audit_ledgers(manager.runtime.memory.store, log_nbytes=manager.runtime.updater.ahead._log.reserved_nbytes)
+    audit_leaving(manager.runtime.memory.pager)
+    manager.runtime.memory.pager.policy.drain()  # what a plan has prefetched may be under way
+    for chunk in manager.runtime.memory.store.chunks.values():
         for replica in chunk.replicas.values():
             if replica.version == chunk.version != NO_CONTENT:
                 for start, stop in chunk.group.pads:
@@ -37,11 +37,13 @@ def audit(manager: ChunkManager) -> None:
 
 def audit_pins(manager: ChunkManager) -> None:
     """Assert that nothing is pinned."""
-    assert manager.runtime.access.pinning == (), [str(frame) for frame in manager.runtime.access.pinning]
-    assert manager.runtime.backward.pinning == ()
-    for chunk in manager.runtime.store.chunks.values():
+    assert manager.runtime.modules.access.pinning == (), [
+        str(frame) for frame in manager.runtime.modules.access.pinning
+    ]
+    assert manager.runtime.modules.backward.pinning == ()
+    for chunk in manager.runtime.memory.store.chunks.values():
         assert all(replica.pins == 0 for replica in chunk.replicas.values()), f"{chunk.label} is pinned"
-    assert set(manager.runtime.pager.pinned_nbytes.values()) == {0}
+    assert set(manager.runtime.memory.pager.pinned_nbytes.values()) == {0}
 
 
 def audit_ledgers(store: ChunkStore, *, log_nbytes: int = 0) -> None:

@@ -122,7 +122,7 @@ def _trained(manager: chunkmem.ChunkManager, case: Case, rank: int, steps: int) 
         checkpointed(model)
     optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-3)
     torch.manual_seed(rank)
-    shards = manager.runtime.shards
+    shards = manager.runtime.sharding.shards
     before = (0, 0)
     for _ in range(steps):
         if shards is not None:

@@ -67,10 +67,10 @@ def train(scene: Scene, seed: int) -> None:
 
 def evict_all(manager: chunkmem.ChunkManager) -> None:
     """Move every chunk of parameters to HOST."""
-    store = manager.runtime.store
+    store = manager.runtime.memory.store
     for chunk in list(store.resident[Tier.DEVICE].values()):
         if chunk.home is not None:
-            manager.runtime.pager.use(chunk, Tier.HOST, reader="test")
+            manager.runtime.memory.pager.use(chunk, Tier.HOST, reader="test")
             store.drop(chunk, Tier.DEVICE)
 
 

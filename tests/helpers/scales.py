@@ -33,7 +33,9 @@ class Scales:
     def params_nbytes(self) -> int:
         """Return the bytes of storages that are no chunks; parameters that are away have one element."""
         chunks = {
-            chunk.home.storage_id for chunk in self.manager.runtime.store.chunks.values() if chunk.home is not None
+            chunk.home.storage_id
+            for chunk in self.manager.runtime.memory.store.chunks.values()
+            if chunk.home is not None
         }
         with torch._C.DisableTorchFunction():  # of the memory that they stand on now, which none is brought for
             found = [param for ref in self.params if (param := ref()) is not None and any(param.stride())]
@@ -41,7 +43,7 @@ class Scales:
         return sum(storage.nbytes() for memory, storage in storages.items() if memory not in chunks)
 
     def chunks_nbytes(self) -> int:
-        return sum(pool.ledger.total_nbytes for pool in self.manager.runtime.store.pools.values())
+        return sum(pool.ledger.total_nbytes for pool in self.manager.runtime.memory.store.pools.values())
 
     def weigh(self) -> None:
         now_nbytes = self.params_nbytes() + self.chunks_nbytes() + self.on_its_way_nbytes

@@ -187,10 +187,10 @@ def open_manager(rank: int, task: Task, **options: Any) -> chunkmem.ChunkManager
     options["make_lanes"] = lambda compute: AdversarialLanes(1000 * rank + seed)
     manager = chunkmem.ChunkManager(make_config(task), **options)
     for tier in (Tier.DEVICE, Tier.HOST):
-        manager.runtime.store.pools[tier].poison = True
-    assert manager.runtime.shards is not None
-    manager.runtime.shards.exchange = LateExchange(
-        manager.runtime.shards.exchange, rank=manager.runtime.ranks.shard.rank, seed=seed
+        manager.runtime.memory.store.pools[tier].poison = True
+    assert manager.runtime.sharding.shards is not None
+    manager.runtime.sharding.shards.exchange = LateExchange(
+        manager.runtime.sharding.shards.exchange, rank=manager.runtime.ranks.shard.rank, seed=seed
     )
     return manager
 
@@ -214,8 +214,8 @@ def train(rank: int, task: Task) -> Outcome:
                 losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-        assert manager.runtime.shards is not None
-        traffic = manager.runtime.shards.exchange.traffic
+        assert manager.runtime.sharding.shards is not None
+        traffic = manager.runtime.sharding.shards.exchange.traffic
         counts = traffic.num_gathers, traffic.num_reductions
         memory = manager.memory()
         states = optimizer.state_dict()["state"]

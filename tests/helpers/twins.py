@@ -166,7 +166,7 @@ def same(
     for _ in range(2):
         with chunkmem.ChunkManager(config(required_nbytes, **(keys or {}))) as manager:
             ours = twin(manager, build, **options)
-            for chunk_pool in manager.runtime.store.pools.values():
+            for chunk_pool in manager.runtime.memory.store.pools.values():
                 chunk_pool.poison = True
             assert_equal((copied(scenario(ours)), ours.left()), expected)
             required_nbytes = manager.memory().device.required_nbytes

@@ -1,0 +1,201 @@
+"""What happens where control enters: a model is called from outside, an optimizer steps, all ranks make a call."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+
+from chunkmem.comm.agreement import Operation
+from chunkmem.errors import StateError
+from chunkmem.nn.access import in_backward
+from chunkmem.nn.autocast import AutocastCache
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.guard import AccessGuard
+from chunkmem.nn.ordinary import OrdinaryTensors
+from chunkmem.optim.scaler import LossScaler
+from chunkmem.parts import Memory, Modules, Sharding, require_open
+from chunkmem.runtime.tiers import Tiers
+from chunkmem.steps.controller import StepController
+from chunkmem.steps.trial import AheadTrial
+
+
+class EntryPoints:
+    """Surrounds calls from outside; of those of models, the hooks of modules tell."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        sharding: Sharding,
+        modules: Modules,
+        *,
+        tiers: Tiers,
+        controller: StepController,
+        trial: AheadTrial | None,
+        scaler: LossScaler | None,
+        autocast: AutocastCache,
+        after_first_step: Callable[[], None],
+    ) -> None:
+        """Surround calls of what is made of these parts; `after_first_step` is called once."""
+        self._memory = memory
+        self._sharding = sharding
+        self._modules = modules
+        self._tiers = tiers
+        self._controller = controller
+        self._trial = trial
+        self._scaler = scaler
+        self._autocast = autocast
+        self._after_first_step: Callable[[], None] | None = after_first_step
+        self.ordinary = OrdinaryTensors(sharding.ranks)
+        self.averaged: list[nn.Parameter] = []
+        """Of excluded modules, those whose gradients are averaged over ranks."""
+        self.gathers_open = 0
+        self._stepping = False
+        self._has_given_up = False
+        """Gradients were discarded since the last step."""
+
+    @property
+    def phase(self) -> str:
+        """What runs: "step", "backward", "forward", or nothing."""
+        if self._stepping:
+            return "step"
+        if in_backward():
+            return "backward"
+        return "forward" if self._modules.access.stack else ""
+
+    def begin_root(self, root: nn.Module) -> None:
+        """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
+        require_open(self._memory.pager)
+        modules, units = self._modules, self._sharding.units
+        self._autocast.switch_off()
+        modules.access.reset(step=False)
+        modules.backward.reset(step=False)
+        units.reset()
+        grad_enabled = torch.is_grad_enabled()
+        units.begin_root(grad_enabled=grad_enabled)
+        self._state_frozen()
+        self._controller.begin_root(
+            id(root), grad_enabled=grad_enabled, before_iteration=modules.gradients.discard_unset
+        )
+        modules.registry.check()
+        modules.surface.check_copies()
+        modules.gradient_hooks.watch(modules.registry.parameters)
+
+    def make_guard(self) -> AccessGuard | None:
+        """Steps that are recorded run under a check; it would cost too much in every one."""
+        if not self._controller.is_recording:
+            return None
+        watch, declared = self._controller.watch, self._modules.declared
+        run = None if watch is None else watch.run_operator
+        return AccessGuard(declared.undeclared, lambda: self.phase, note_write=declared.note_write, run=run)
+
+    def note_error(self, error: BaseException) -> None:
+        """A model has raised something: the other ranks are told."""
+        self._sharding.ranks.note_error(error)
+
+    @contextlib.contextmanager
+    def together(self, call: str) -> Iterator[None]:
+        """Surround a call that all ranks make, by this thread alone.
+
+        Raises:
+            RankError: a rank is missing, or makes another call.
+        """
+        ranks = self._sharding.ranks
+        with self._modules.turn.taken(), ranks.telling():
+            ranks.begin(Operation(call))
+            yield
+
+    @contextlib.contextmanager
+    def step(self, options: str, *, updates: bool) -> Iterator[None]:
+        """Surround `step()` and clipping: backward is over, and what users wrote counts.
+
+        All ranks come here with the same `options`, such as learning rates: each of them updates its own chunks.
+        """
+        require_open(self._memory.pager)
+        label = f"{'optimizer.step()' if updates else 'clipping of gradients'} with {options}"
+        with self._modules.turn.taken(), self._sharding.ranks.telling():
+            self._look_over()
+            self._stepping = True
+            try:
+                self._settle_gradients(label)
+                yield
+                self._modules.access.refresh_held()
+                if updates:
+                    self._end_step()
+            finally:
+                self._stepping = False
+            if updates and self._after_first_step is not None:
+                after_first_step, self._after_first_step = self._after_first_step, None
+                after_first_step()
+
+    def gradients_given_up(self, params: Iterable[ManagedParameter]) -> None:
+        """A user discards gradients; over ranks, those that wait for their step are given up on all or on none."""
+        self._has_given_up = self._has_given_up or self._modules.gradients.any_landed(params)
+
+    def forget_steps(self) -> None:
+        """There is more to train than was recorded, and to exchange: begin again."""
+        self._controller.forget()
+        if self._trial is not None:
+            self._trial.restart()
+
+    def _look_over(self) -> None:
+        """Drop what was interrupted; take up what users have written."""
+        if self.gathers_open:
+            raise StateError("optimizer.step() inside manager.gather(): leave the block first, its writes count then")
+        modules, pager = self._modules, self._memory.pager
+        modules.access.reset(step=True)
+        modules.backward.reset(step=True)
+        self._sharding.units.reset()
+        modules.registry.check()
+        modules.surface.check()
+        modules.surface.check_copies()
+        for chunk in modules.access.chunks.values():
+            pager.notice_writes(chunk)
+        if self._controller.plan is None and not self._controller.is_recording:
+            self._tiers.leave_room_for_activations()
+        self._has_given_up = self._has_given_up or modules.gradients.any_unset()
+
+    def _settle_gradients(self, label: str) -> None:
+        """Have the gradients as `.grad` says, over ranks as their means with their owners."""
+        gradients, reduction = self._modules.gradients, self._sharding.reduction
+        gradients.settle(self._modules.registry.parameters)
+        if reduction is not None:
+            self._state_frozen()
+            parameters = list(self._modules.registry.parameters)
+            if self._scaler is not None and not gradients.any_landed(parameters):
+                self._scaler.is_used = True  # what this rank adds is 0 at any scale
+            self._sharding.units.replay_without_batch(label)
+            reduction.reduce(parameters)
+            reduction.reduce_excluded(self.averaged)
+
+    def _end_step(self) -> None:
+        self.ordinary.follow()
+        self._controller.end_step()
+        self._sharding.units.end_step()
+        self._has_given_up = False
+        if self._trial is not None:
+            self._trial.end_step()
+
+    def _state_frozen(self) -> None:
+        """Have the ranks compare which parameters are frozen."""
+        if self._sharding.shards is not None:
+            frozen = (managed for managed in self._modules.registry.parameters if not managed.requires_grad)
+            facts = {f"parameter {managed} is frozen" for managed in frozen}
+            if self._has_given_up:
+                facts.add("gradients were given up since the last step")
+            self._sharding.ranks.know(frozenset(facts))
+
+
+def collect_abandoned(is_alone: Callable[[], bool]) -> None:
+    """Free what managers hold that nobody can reach any more, if there are any.
+
+    A notebook cell that is run again rebinds the names of a model and its manager, which refer to each other.
+    Python looks for such cycles by the number of new objects, whatever memory they hold: too late for these. So it
+    is told to look when a manager is made, for that of the run before the last one, and after the first step, when
+    the names of the last run are rebound, too.
+    """
+    if not is_alone():
+        gc.collect()

@@ -1,0 +1,46 @@
+"""Where autograd's gradients become final: one hook on each trainable parameter."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from chunkmem.nn.backward import BackwardTracker
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.gradients import GradientBook
+from chunkmem.nn.turn import Turn
+
+
+class GradientHooks:
+    """Hands each gradient to the book, then tells the backward that waits for it."""
+
+    def __init__(self, book: GradientBook, backward: BackwardTracker, turn: Turn) -> None:
+        self._book = book
+        self._backward = backward
+        self._turn = turn
+
+    def watch(self, params: Iterable[ManagedParameter]) -> None:
+        """Catch the gradients of those that are trainable from now on."""
+        for managed in params:
+            if managed.gradient_hook is None and managed.requires_grad:
+                self._watch(managed)
+
+    def _watch(self, managed: ManagedParameter) -> None:
+        # Python does not see through a parameter's hooks: one that referred to the parameter would keep it for ever.
+        ref, group, position = weakref.ref(self), managed.group, managed.position
+
+        def on_gradient(_param: torch.Tensor) -> None:
+            hooks = ref()
+            if hooks is not None:
+                took_turn = hooks._turn.take_in_hook()
+                try:
+                    landed = hooks._book.members[group][position]
+                    hooks._book.take_final(landed)
+                    hooks._backward.landed(landed)
+                finally:
+                    if took_turn:
+                        hooks._turn.give_back()
+
+        managed.gradient_hook = managed.param.register_post_accumulate_grad_hook(on_gradient)

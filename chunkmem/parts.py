@@ -1,0 +1,252 @@
+"""What training is made of, in named groups; an estimate has the same parts made over memory that is only counted.
+
+[Note: Order of parts] Each part is made of earlier ones, so that calls can be followed from the last to the first:
+
+memory         tiers, chunks, and who moves them
+gradients      where they land; `StatePlaces` tells which of them are wanted on HOST next
+sharding       which rank owns what; exchanges give gradients to their owners
+updater        optimizer states, groups updated at the step or ahead of it
+modules        parameters packed and served, reads and backwards kept track of
+steps          recorded, planned and followed (`chunkmem.assembly`)
+entry points   a model is called, an optimizer steps (`chunkmem.entry_points`)
+
+Three arrows lead back. When room is short, the pager asks the tracker of accesses who keeps memory. When a plan says
+so, it begins updates ahead of the step; and gradients that a user changes undo those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from chunkmem.comm.exchange import Exchange
+from chunkmem.comm.ranks import Ranks
+from chunkmem.config import Config
+from chunkmem.errors import StateError
+from chunkmem.nn.access import AccessTracker
+from chunkmem.nn.backward import BackwardTracker
+from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.nn.borders import Borders
+from chunkmem.nn.gradient_hooks import GradientHooks
+from chunkmem.nn.gradient_slots import GradientSlots
+from chunkmem.nn.gradients import GradientBook
+from chunkmem.nn.guard import DeclaredReads
+from chunkmem.nn.hooks import ModuleHooks, RootCalls
+from chunkmem.nn.packing import PackedModel, Packer
+from chunkmem.nn.reduction import Reduction
+from chunkmem.nn.registry import ModelRegistry
+from chunkmem.nn.served import ParameterServer
+from chunkmem.nn.surface import ModuleSurface
+from chunkmem.nn.turn import Turn
+from chunkmem.optim.adam import AdamRule
+from chunkmem.optim.kernels import load_kernels
+from chunkmem.optim.native import NativeUpdate
+from chunkmem.optim.places import StatePlaces
+from chunkmem.optim.speculative import Intent, SpeculativeUpdater
+from chunkmem.optim.update import GroupUpdater
+from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.events import Lanes
+from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.shadow import ShadowBuffers
+from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.runtime.tiers import TierCaps
+from chunkmem.shard.shards import ShardStore
+from chunkmem.shard.units import Units
+from chunkmem.types import Tier
+
+T = TypeVar("T")
+DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
+"""What `precision` of the configuration stands for."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where chunks are, and who moves them."""
+
+    compute: ComputeDevice
+    caps: TierCaps
+    pager: Pager
+    make_home: Callable[[torch.dtype], BoundChunk]
+    """Makes the DEVICE side of a PARAM chunk."""
+
+    @property
+    def store(self) -> ChunkStore:
+        """All chunks."""
+        return self.pager.store
+
+    def packer(self) -> Packer:
+        """Return what makes chunks of parameters."""
+        # Packing comes before any optimizer, and the configuration names Adam or AdamW.
+        return Packer(
+            self.pager,
+            self.make_home,
+            states_nbytes=lambda group: sum(spec.form(group).nbytes for spec in AdamRule.all_states),
+        )
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What ranks have of each other."""
+
+    ranks: Ranks
+    shards: ShardStore | None
+    """None with one rank, as is `reduction`."""
+    reduction: Reduction | None
+    units: Units
+
+    def owns(self, managed: ManagedParameter) -> bool:
+        """Tell whether this rank keeps a parameter and updates it."""
+        return self.shards is None or self.shards.owns(managed.group)
+
+    def from_owner(self, managed: ManagedParameter, read: Callable[[], T]) -> T:
+        """Return what `read` returns on the rank that owns a parameter; every rank calls it."""
+        if self.shards is None:
+            return read()
+        return self.shards.from_owner(managed.group, read, reader=managed.name)
+
+
+@dataclass(frozen=True)
+class Modules:
+    """What models are packed and served by."""
+
+    registry: ModelRegistry
+    turn: Turn
+    access: AccessTracker
+    backward: BackwardTracker
+    gradients: GradientBook
+    gradient_hooks: GradientHooks
+    server: ParameterServer
+    surface: ModuleSurface
+    borders: Borders
+    declared: DeclaredReads
+    units: Units
+
+    def hooks(self, calls: RootCalls) -> ModuleHooks:
+        """Make what modules are fitted with; `calls` hears of those from outside."""
+        return ModuleHooks(self.access, self.backward, units=self.units, turn=self.turn, calls=calls)
+
+    def fit(
+        self, roots: Sequence[nn.Module], added: Sequence[PackedModel], hooks: ModuleHooks, *, dtype: torch.dtype
+    ) -> None:
+        """Fit the modules under `roots`, of which those in `added` have been packed, to compute in `dtype`."""
+        for root in roots if dtype is not torch.float32 else ():
+            self.borders.fit(root, self.registry.precision.modules, dtype)
+        for packed in added:
+            self.access.add(packed.parameters)
+            self.gradients.add(packed.parameters)
+            self.declared.add(packed.parameters, self.access.chunks)
+            owned = hooks.fit(packed.root, self.registry.managed_under(packed.root))
+            self.surface.fit(packed.root, owned)
+            self.gradient_hooks.watch(self.registry.parameters)
+            self.server.add(packed.parameters)
+
+
+def margin_use_ratio(config: Config) -> float:
+    """Return how much of the room that weights and gradients leave on DEVICE states may take."""
+    return config.client.mem_tracer.margin_use_ratio if config.optimizer.params.use_hybrid_adam else 0.0
+
+
+def make_sharding(memory: Memory, ranks: Ranks, exchanges: Sequence[Exchange], gradients: GradientSlots) -> Sharding:
+    """Return what ranks share chunks by; `exchanges` are the ways to do so, the usual one first."""
+    if ranks.size == 1:
+        return Sharding(ranks, None, None, Units(None, None))
+    shards = ShardStore(ranks, exchanges, memory.pager)
+    reduction = Reduction(shards, gradients, memory.pager)
+    return Sharding(ranks, shards, reduction, Units(shards, reduction))
+
+
+def make_updater(
+    memory: Memory, gradients: GradientBook, places: StatePlaces, lanes: Lanes, *, num_threads: int | None = None
+) -> GroupUpdater:
+    """Return what makes and updates optimizer states.
+
+    Args:
+        memory: where they are.
+        gradients: that are used up.
+        places: where they live.
+        lanes: on which groups are updated ahead of the step.
+        num_threads: of each such update; None: as many as the machine has to spare.
+    """
+    compute, store = memory.compute, memory.store
+    native = NativeUpdate(lambda: load_kernels(with_cuda=compute.is_accelerator))  # compiled when first needed
+
+    def make_ahead(
+        intent_of: Callable[[int], Intent | None], chunks_of: Callable[[int], Sequence[Chunk]]
+    ) -> SpeculativeUpdater:
+        log = ShadowBuffers(store.pools[Tier.HOST])
+        threads = num_threads or compute.num_update_threads()
+        return SpeculativeUpdater(
+            store, lanes, log, native, intent_of=intent_of, chunks_of=chunks_of, num_threads=threads
+        )
+
+    updater = GroupUpdater(memory.pager, gradients, places=places, native=native, make_ahead=make_ahead)
+    gradients.before_change = updater.ahead.roll_back
+    memory.pager.speculative = updater.ahead
+    return updater
+
+
+def make_modules(
+    config: Config,
+    memory: Memory,
+    sharding: Sharding,
+    gradients: GradientBook,
+    updater: GroupUpdater,
+    *,
+    is_rehearsal: bool = False,
+) -> Modules:
+    """Return what models are packed and served by; `is_rehearsal` is as for `BackwardTracker`."""
+    pager, size = memory.pager, config.default_chunk_size
+    registry = ModelRegistry(
+        memory.packer(),
+        chunk_numel=None if size == "auto" else size,
+        device_cap_nbytes=memory.caps.device_nbytes,
+        dtype=DTYPES[config.precision],
+        master_weights=config.master_weights,
+        num_ranks=sharding.ranks.shard.size,
+    )
+    turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
+    access = AccessTracker(pager)
+    backward = BackwardTracker(pager, access, sharding.units, turn, is_rehearsal=is_rehearsal)
+    server = ParameterServer(pager, access, backward, turn, is_shared=sharding.shards is not None)
+    return Modules(
+        registry,
+        turn,
+        access,
+        backward,
+        gradients,
+        GradientHooks(gradients, backward, turn),
+        server,
+        ModuleSurface(
+            read=partial(_read, pager, sharding, updater),
+            write=partial(_write, pager, sharding, updater),
+            saving=server.saving,
+        ),
+        Borders(is_outermost=access.is_outermost),
+        DeclaredReads(),
+        sharding.units,
+    )
+
+
+def require_open(pager: Pager) -> None:
+    """Raise a `StateError` if the manager is closed."""
+    if pager.closed is not None:
+        raise StateError(f"this manager cannot be used: {pager.closed}")
+
+
+def _read(pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter) -> torch.Tensor:
+    require_open(pager)
+    return sharding.from_owner(managed, lambda: updater.read_weight(managed).to(managed.built_dtype))
+
+
+def _write(
+    pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter, value: torch.Tensor
+) -> None:
+    require_open(pager)
+    if sharding.owns(managed):
+        updater.write_weight(managed, value)
