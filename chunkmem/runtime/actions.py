@@ -56,6 +56,8 @@ class PlanActions(ABC):
         self._previous: dict[Lane, list[Event | None]] = {lane: [] for lane in COPY_LANES}
         self._pending: dict[Lane, list[Event]] = {lane: [] for lane in COPY_LANES}
         """What the next copy on a lane comes after."""
+        self._behind_compute: set[Lane] = set()
+        """Lanes whose next copy comes after all that is computed by then: see `drain`."""
         self._update_after: list[tuple[Lane, Event]] = []
         """What the next update that the host makes itself comes after, and on which lane that is."""
         self._ahead_after: list[Event] = []
@@ -81,8 +83,13 @@ class PlanActions(ABC):
         """Return the next moment in which a group is updated."""
 
     def drain(self) -> None:
-        """Wait for every copy that was issued."""
+        """Wait for every copy that was issued: chunks are about to be used outside of the plan's moments.
+
+        Gradients that are clipped, or read by a user, between backward and step are such. The plan's waits count the
+        computing that it knows of, so the next copy on each lane waits for this use, too.
+        """
         self._lanes.drain()
+        self._behind_compute.update(() if self._is_host else COPY_LANES)
 
     def _compile(self) -> list[tuple[Step, ...]]:
         issued = dict.fromkeys(COPY_LANES, 0)
@@ -249,8 +256,9 @@ class PlanActions(ABC):
         after, self._pending[lane] = self._pending[lane], []
         if not self._is_exact:
             after += [event for _, event in self._busy(chunk, tiers=Tier)]
-            if not self._is_host:
-                after.append(self._lanes.compute_event())
+        if lane in self._behind_compute or not (self._is_exact or self._is_host):
+            self._behind_compute.discard(lane)
+            after.append(self._lanes.compute_event())
         event = self._lanes.copy(lane, target.flat, source.flat, after=after, label=chunk.label)
         target.slab.busy = source.slab.busy = event
         self._store.note_copy(chunk, copy.source, copy.target)

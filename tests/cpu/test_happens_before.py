@@ -327,11 +327,11 @@ def test_no_race_where_slabs_order_what_is_left_out(name: str, monkeypatch: pyte
 
 
 def train_with_calls(*, checker: HappensBefore | None, overlap: bool, precision: str) -> Run:
-    """What users do between backward and step, and between steps."""
-    run = Run(overlap=overlap, precision=precision, make_lanes=checker and checker.lanes)
+    """What users do between backward and step, and between steps; every fourth step clips its gradients."""
+    run = Run(overlap=overlap, precision=precision, max_norm=0.5, make_lanes=checker and checker.lanes)
     weight = run.model[0].up.weight
     for seed in range(12):
-        run.backward(seed)
+        run.backward(seed, factor=100.0 if seed % 4 == 3 else 0.01)
         if seed % 3 == 1:
             run.manager.state_dict()
         run.optimizer.step()
@@ -356,6 +356,53 @@ def test_no_race_around_gather_and_state_dicts(precision: str, overlap: bool) ->
     expected = train_with_calls(checker=None, overlap=False, precision=precision).everything()
     assert seen.keys() == expected.keys()
     assert [key for key, value in expected.items() if not torch.equal(seen[key], value)] == []
+
+
+def clip(run: Run) -> None:
+    run.optimizer.clip_grad_norm_(1e-3)
+
+
+def scale_gradients(run: Run) -> None:
+    for param in run.model.parameters():
+        param.grad.mul_(0.5)
+
+
+def copy_gradients(run: Run) -> list[torch.Tensor]:
+    return [param.grad.clone() for param in run.model.parameters()]
+
+
+def norms_of_gradients(run: Run) -> list[torch.Tensor]:
+    return [param.grad.norm() for param in run.model.parameters()]
+
+
+def use_gradients(
+    checker: HappensBefore, between: Callable[[Run], object] = norms_of_gradients, *, overlap: bool = True, **keys: Any
+) -> None:
+    run = Run(overlap=overlap, make_lanes=checker.lanes, **keys)
+    for seed in range(5):
+        run.backward(seed)
+        between(run)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("precision", "overlap"), [("fp32", True), ("bf16", False)])
+@pytest.mark.parametrize(
+    ("between", "max_norm"),
+    [(nothing, 1e-3), (clip, 0.0), (scale_gradients, 0.0), (copy_gradients, 0.0), (norms_of_gradients, 0.0)],
+    ids=["max_norm", "clip_grad_norm_", "scale", "copy", "norms"],
+)
+def test_gradients_used_before_the_step_are_not_overwritten_meanwhile(
+    between: Callable[[Run], object], max_norm: float, precision: str, overlap: bool
+) -> None:
+    """No moment of a plan tells of that use, so none of its waits did: weights were prefetched to the same memory.
+
+    COMPUTE  ... last gradient ──┐              clip: writes the slab of a gradient
+    H2D                          └ fetch weights to that slab, which the plan has freed
+    """
+    with HappensBefore() as checker:
+        use_gradients(checker, between, max_norm=max_norm, precision=precision, overlap=overlap)
+    checker.assert_ordered()
 
 
 # Mutants.
@@ -390,6 +437,10 @@ def wrong_guesses(checker: HappensBefore) -> None:
             run.optimizer.zero_grad()
 
 
+def draining_alone(_: object) -> Callable[[PlanActions], None]:
+    return lambda actions: actions._lanes.drain()
+
+
 @dataclass(frozen=True)
 class Mutant:
     """Something that waits, what it is replaced by, and where that has to be found."""
@@ -415,6 +466,7 @@ MUTANTS = (
     Mutant("lanes do not wait", PlanActions, "_lane_waits", lambda _: nothing),
     Mutant("slabs are never busy", PlanActions, "_busy", lambda _: lambda *_, **__: [], leave_out),
     Mutant("the executor does not drain", PlanActions, "drain", lambda _: nothing),
+    Mutant("uses outside of a plan are not waited for", PlanActions, "drain", draining_alone, use_gradients),
     Mutant("the lanes do not drain", ClockedLanes, "drain", lambda _: nothing),
     Mutant("slabs do not rest", Slab, "rest", lambda _: nothing),
     Mutant("nobody waits for updates", ClockedEvent, "wait", of_updates, BESIDE),
