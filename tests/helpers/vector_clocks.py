@@ -77,27 +77,31 @@ class VectorClocks:
 
 
 @dataclass(frozen=True)
+class Access:
+    """What an operation does with a cell."""
+
+    operation: Operation
+    writes: bool
+
+    def __str__(self) -> str:
+        return f"{self.operation} {'writes' if self.writes else 'reads'}"
+
+
+@dataclass(frozen=True)
 class Race:
     """Two accesses to the same cell, one of them a write, that nothing orders."""
 
     region: str
-    first: Operation
+    first: Access
     """As they were issued."""
-    second: Operation
-    first_writes: bool
-    second_writes: bool
+    second: Access
     address: int
     """Of a cell of both."""
 
     @property
     def kind(self) -> tuple[str, str, str]:
         """What it is about: many races of a run differ in the numbers of their operations alone."""
-        verbs = ["writes" if writes else "reads" for writes in (self.first_writes, self.second_writes)]
-        return self.region, f"{self.first} {verbs[0]}", f"{self.second} {verbs[1]}"
-
-    def __str__(self) -> str:
-        region, first, second = self.kind
-        return f"{region}: {first}, then {second} with no order between them"
+        return self.region, str(self.first), str(self.second)
 
 
 class _Region:
@@ -113,9 +117,6 @@ class _Region:
 
     def cells(self, address: int, nbytes: int) -> slice:
         return slice((address - self.start) // CELL_NBYTES, -(-(address + nbytes - self.start) // CELL_NBYTES))
-
-    def address(self, cell: int) -> int:
-        return self.start + cell * CELL_NBYTES
 
 
 class ShadowMemory:
@@ -164,7 +165,7 @@ class ShadowMemory:
         if unordered.any():
             at = int(unordered.argmax())
             first = self._clocks.operation(int(writers[at]), int(written[at]))
-            self.races.append(Race(region.name, first, operation, True, writes, region.address(cells.start + at)))
+            self._found(region, cells.start + at, Access(first, writes=True), Access(operation, writes=writes))
         if not writes:
             read[operation.actor] = operation.number
             return
@@ -172,5 +173,8 @@ class ShadowMemory:
         if unread.any():
             actor, at = (int(each) for each in np.argwhere(unread)[0])
             first = self._clocks.operation(actor, int(read[actor, at]))
-            self.races.append(Race(region.name, first, operation, False, True, region.address(cells.start + at)))
+            self._found(region, cells.start + at, Access(first, writes=False), Access(operation, writes=True))
         writers[:], written[:], read[:] = operation.actor, operation.number, 0
+
+    def _found(self, region: _Region, cell: int, first: Access, second: Access) -> None:
+        self.races.append(Race(region.name, first, second, region.start + cell * CELL_NBYTES))
