@@ -28,9 +28,10 @@ from tests.cpu.test_precision import plain as plain_low
 from tests.cpu.test_zoo import matrix
 from tests.helpers.happens_before import HappensBefore
 from tests.helpers.loops import LOOPS, WIDTH, Dropped, Loop, Side
+from tests.helpers.orders import Reading
 from tests.helpers.overlapped import Run
 from tests.helpers.rehearsal import cap_nbytes
-from tests.helpers.scenes import Scene, Undisturbed
+from tests.helpers.scenes import FOLLOWED, Scene, Undisturbed, unread_until_covered
 from tests.helpers.simulated import ClockedEvent, ClockedLanes
 from tests.helpers.training import (
     AMPLE_NBYTES,
@@ -203,7 +204,11 @@ def opts(**values: Any) -> dict[str, Any]:
     return {"client": {"opts": values | {"undo_log_ratio": 0.5}}}
 
 
+ON_HOST: dict[str, Any] = {"optimizer": {"params": {"use_hybrid_adam": False}}, **opts(overlap_optimizer=True)}
+
+
 def leave_out(checker: HappensBefore) -> None:
+    """What gradients have on DEVICE and HOST is not what the plan has, and slabs are used again."""
     run_loop(checker, accumulated_layer_drop, num_chunks=4.5, **opts(mem_cache_capacity=8, overlap_optimizer=True))
 
 
@@ -212,7 +217,6 @@ LEAVING_OUT: dict[str, Callable[[HappensBefore], None]] = {
     "LayerDrop": lambda checker: run_loop(checker, LOOPS["LayerDrop, shared chunks"], **ON_HOST),
     "experts": lambda checker: run_loop(checker, LOOPS["experts"], **ON_HOST),
 }
-ON_HOST: dict[str, Any] = {"optimizer": {"params": {"use_hybrid_adam": False}}, **opts(overlap_optimizer=True)}
 
 
 @pytest.mark.parametrize("name", LEAVING_OUT)
@@ -220,14 +224,24 @@ def test_no_race_where_slabs_order_what_is_left_out(name: str, monkeypatch: pyte
     busy, found = PlanActions._busy, []
 
     def noted(self: PlanActions, *chunks: Chunk, tiers: Any) -> list[Any]:
-        found.extend(busy(self, *chunks, tiers=tiers))
-        return busy(self, *chunks, tiers=tiers)
+        events = busy(self, *chunks, tiers=tiers)
+        found.extend(events)
+        return events
 
     monkeypatch.setattr(PlanActions, "_busy", noted)
     with HappensBefore() as checker:
         LEAVING_OUT[name](checker)
     checker.assert_ordered()
     assert found, "every step had all of its plan"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("on_host", [False, True])
+def test_no_race_in_loops_whose_steps_differ(name: str, on_host: bool) -> None:
+    with HappensBefore() as checker:
+        run_loop(checker, LOOPS[name], **(ON_HOST if on_host else opts(mem_cache_capacity=8, overlap_optimizer=True)))
+    checker.assert_ordered()
 
 
 def train_with_calls(*, checker: HappensBefore | None, overlap: bool, precision: str) -> Run:
@@ -485,14 +499,18 @@ def test_no_wait_on_host_updates_is_needed(scene: Scene) -> None:
 
 @pytest.mark.parametrize("scene", SCENES, ids=str)
 def test_every_other_wait_that_is_removed_is_found(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or it is implied: slabs that give way to one of another size wait for their copies, and HOST with them.
+    """Or it is implied: a slab that gives way to one of another size waits for its copy, a new one for COMPUTE.
 
-    What is implied is found if slabs do not wait either: there is a race more than with the plan as it is.
+    What is implied is found if slabs do not wait either: there is a race more than with the plan as it is. A few are
+    for what nobody reads before another one covers it.
     """
     follow(scene, scene.plan).assert_ordered()
     removed = [(name, plan) for name, plan in scene.waits() if not name.endswith(f"on {Lane.HOST_UPDATE.value}")]
     unfound = [(name, plan) for name, plan in removed if not follow(scene, plan).races]
-    assert len(unfound) < 0.1 * len(removed), [name for name, _ in unfound]
+    assert len(unfound) < 0.25 * len(removed), [name for name, _ in unfound]
     monkeypatch.setattr(Slab, "rest", nothing)
+    monkeypatch.setattr(PlanActions, "_alloc", without_events_of_slabs(PlanActions._alloc))
     implied = follow(scene, scene.plan, to_the_end=True).kinds()
-    assert [name for name, plan in unfound if not follow(scene, plan, to_the_end=True).kinds() - implied] == []
+    left = [(name, plan) for name, plan in unfound if not follow(scene, plan, to_the_end=True).kinds() - implied]
+    races = {name: Reading(plan, scene.trace, iterations=FOLLOWED).races for name, plan in left}
+    assert [name for name, found in races.items() if not unread_until_covered(scene, found)] == []

@@ -31,7 +31,8 @@ when it is allocated and when it is given up: torch's allocator orders its reuse
 What it cannot see: memory other than slabs (activations, tensors of users); operators inside of tensor subclasses that
 take themselves apart, unless the runtime runs them; several computing streams or threads of autograd; exchanges
 between ranks; how CUDA's own streams and events behave, as lanes here only stand for them. A view counts from its
-first byte to its last. Waits of users (`loss.item()`) order nothing here: the runtime must not rely on them.
+first byte to its last. Waits of users (`loss.item()`) order nothing here: the runtime must not rely on them. It may on
+its own: what `runtime_mode` computes of chunks, such as a norm, is followed until it is read as a number.
 """
 
 from __future__ import annotations
