@@ -7,7 +7,7 @@ was not freed is not taken, and another one is, which somebody may still be read
 order comes from the slabs. Each knows the last copy that reads or writes it; every copy comes after those of both of
 its slabs, and whatever is computed after those of the slabs that it touches. That is right for any actions in any
 order, and waits for more than a plan would. It ends where a step begins with everything in its place and nothing under
-way.
+way. And a use of chunks that no moment tells of begins with `drain`: the next copies come after it.
 
 What is moved is checked in both ways, action by action: nothing is freed that is pinned, or the only replica of the
 newest version; nothing is copied from a replica that is not; nothing is allocated past a cap. Where an action would do
