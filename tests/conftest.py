@@ -23,6 +23,7 @@ LONG_FILES = (
     "cpu/test_rank_plans.py",
     "cpu/test_lazy_gradients.py",
     "cpu/test_zoo.py",
+    "cpu/test_happens_before.py",
     "cpu/test_example_ranks.py",
     "cpu/test_gpu_suite.py",
     "cpu/test_removed_waits.py",

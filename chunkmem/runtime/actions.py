@@ -7,7 +7,7 @@ was not freed is not taken, and another one is, which somebody may still be read
 order comes from the slabs. Each knows the last copy that reads or writes it; every copy comes after those of both of
 its slabs, and whatever is computed after those of the slabs that it touches. That is right for any actions in any
 order, and waits for more than a plan would. It ends where a step begins with everything in its place and nothing under
-way.
+way. And a use of chunks that no moment tells of begins with `drain`: the next copies come after it.
 
 [Note: After a failed copy] Whatever waits for a copy that failed raises its `TierIOError`, and so does all that was
 issued behind it: nothing has touched its slabs since. The plan is left then, and when all lanes are still, no target of
@@ -64,6 +64,8 @@ class PlanActions(ABC):
         self._previous: dict[Lane, list[Event | None]] = {lane: [] for lane in COPY_LANES}
         self._pending: dict[Lane, list[Event]] = {lane: [] for lane in COPY_LANES}
         """What the next copy on a lane comes after."""
+        self._behind_compute: set[Lane] = set()
+        """Lanes whose next copy comes after all that is computed by then: see `drain`."""
         self._update_after: list[tuple[Lane, Event]] = []
         """What the next update that the host makes itself comes after, and on which lane that is."""
         self._ahead_after: list[Event] = []
@@ -88,11 +90,15 @@ class PlanActions(ABC):
         """Return the next moment in which a group is updated."""
 
     def drain(self) -> None:
-        """Wait for every copy that was issued; see [Note: After a failed copy].
+        """Wait for every copy that was issued: chunks are about to be used outside of the plan's moments.
+
+        Gradients that are clipped, or read by a user, between backward and step are such. The plan's waits count the
+        computing that it knows of, so the next copy on each lane waits for this use, too.
 
         Raises:
-            TierIOError: one has failed.
+            TierIOError: a copy has failed; see [Note: After a failed copy].
         """
+        self._behind_compute.update(() if self._is_host else COPY_LANES)
         drain(self._lanes, self._store)
 
     def _compile(self) -> list[tuple[Step, ...]]:
@@ -259,8 +265,9 @@ class PlanActions(ABC):
         after, self._pending[lane] = self._pending[lane], []
         if not self._is_exact:
             after += [event for _, event in self._busy(chunk, tiers=TIERS)]
-            if not self._is_host:
-                after.append(self._lanes.compute_event())
+        if lane in self._behind_compute or not (self._is_exact or self._is_host):
+            self._behind_compute.discard(lane)
+            after.append(self._lanes.compute_event())
         event = self._lanes.copy(lane, target.flat, source.flat, after=after, label=chunk.label)
         target.slab.busy = source.slab.busy = event
         self._store.note_copy(chunk, copy.source, copy.target)

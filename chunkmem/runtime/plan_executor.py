@@ -370,8 +370,7 @@ class PlanExecutor(PlanActions):
         for lane, done in self._copies_before[moment].items():
             self._events[lane] = [None] * done
             self._previous[lane] = []
-            # What was just moved in the stream that computes comes before anything that is issued now.
-            self._pending[lane] = [] if self._is_host else [self._lanes.compute_event()]
+            self._pending[lane] = []  # what was just moved by COMPUTE comes before anything issued now: see `drain`
         self._update_after, self._ahead_after = [], []
         self._cursor = moment
         self._on_plan = True

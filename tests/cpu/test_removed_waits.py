@@ -7,31 +7,26 @@ early ([Note: Copies that come too early]), by the dice, in any order that what 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 import chunkmem
-from chunkmem.plan.model import Lane, Plan, Wait
-from chunkmem.plan.planner import make_plan
+from chunkmem.plan.model import Lane, Plan
 from chunkmem.runtime.events import COPY_LANES
-from chunkmem.trace.model import Kind, Trace
 from tests.helpers.backdate import HastyLanes, HastyPerformer
 from tests.helpers.orders import Race, Reading
-from tests.helpers.rehearsal import cap_nbytes, plans, rehearsed
-from tests.helpers.training import (
-    STEPS,
-    VARIANTS,
-    Chunked,
-    Trainer,
-    assert_same,
-    capped,
-    compute_device,
-    train_plain,
+from tests.helpers.scenes import (
+    FOLLOWED,
+    Scene,
+    Undisturbed,
+    is_the_first_layer,
+    unread_until_covered,
+    writes_beside,
 )
-from tests.helpers.zoo import ZOO
+from tests.helpers.training import STEPS, Trainer, assert_same, capped, compute_device, train_plain
 
 pytestmark = pytest.mark.skipif(compute_device().type != "cpu", reason="copies are late or early at will in RAM only")
 
@@ -39,70 +34,6 @@ SEEDS = 200
 """Within these a missing Wait shows."""
 SEEDS_EXPLAINED = 30
 """The same where there is a reason to believe that it cannot: all would take long, and say no more."""
-LAPS = STEPS - 1
-"""The first step makes the optimizer states; the plan is followed from start to end after that."""
-
-
-@dataclass(frozen=True)
-class Scene:
-    """A model, how it is trained, and a cap that makes its plan what it is."""
-
-    model: str
-    way: str
-    share: float
-    """The cap, as a share of the PARAM bytes."""
-
-    def __str__(self) -> str:
-        return f"{self.model}-{self.way}-{self.share}"
-
-    @functools.cached_property
-    def case(self) -> Any:
-        return next(case for case in ZOO if case.name == self.model)
-
-    @functools.cached_property
-    def variant(self) -> Any:
-        return next(variant for variant in VARIANTS if variant.name == self.way)
-
-    @functools.cached_property
-    def device_nbytes(self) -> int:
-        return cap_nbytes(self.case, self.variant, self.share)
-
-    @functools.cached_property
-    def trace(self) -> Trace:
-        return rehearsed(self.case, self.variant, self.device_nbytes)
-
-    @functools.cached_property
-    def plan(self) -> Plan:
-        """The one that the planner likes best."""
-        machine = plans(self.case, self.variant, self.device_nbytes)[0].machine
-        return make_plan(self.trace, machine)
-
-    @functools.cached_property
-    def reading(self) -> Reading:
-        return Reading(self.plan, self.trace, iterations=LAPS)
-
-    @functools.cached_property
-    def slots(self) -> dict[str, tuple[int, int, int]]:
-        """By parameter: its group, and where in the group's chunks it begins and ends."""
-        with chunkmem.ChunkManager(capped(self.case, self.device_nbytes)) as manager:
-            Trainer(self.case, self.variant, Chunked(manager))
-            groups = {chunk.id.group: chunk.group for chunk in manager.runtime.memory.store.chunks.values()}
-            found = {}
-            for managed in manager.runtime.registry.parameters:
-                slot = groups[managed.group].slots[managed.position]
-                found[managed.name] = managed.group, slot.offset, slot.offset + slot.numel
-            return found
-
-    def waits(self) -> Iterator[tuple[str, Plan]]:
-        """Yield every Wait by name, and the plan without it."""
-        for at, actions in enumerate(self.plan.actions):
-            for index, action in enumerate(actions):
-                if isinstance(action, Wait):
-                    lists = list(self.plan.actions)
-                    lists[at] = (*actions[:index], *actions[index + 1 :])
-                    name = f"{at} {self.trace.moments[at]}: {action.lane.value} on {action.on.value}"
-                    yield name, replace(self.plan, actions=tuple(lists))
-
 
 SCENES = [
     Scene("loose", "plain", 0.4),
@@ -128,29 +59,6 @@ def scenes() -> list[Any]:
     return [pytest.param(scene, id=str(scene)) for scene in SCENES] + full
 
 
-class Undisturbed(Chunked):
-    """Without an audit, which would wait for all copies."""
-
-    def after_step(self) -> None:
-        pass
-
-
-def unread_until_covered(scene: Scene, races: list[Race]) -> bool:
-    """The module waits for further chunks before it computes anything, and that Wait covers this one.
-
-    HOLDs of one module follow one another as it reads its parameters; computing starts behind the last.
-    """
-    moments = scene.trace.moments
-    late = [race.second for race in races]
-    return all(
-        operation.lane is Lane.COMPUTE
-        and moments[operation.moment].kind is Kind.HOLD
-        and moments[operation.moment + 1].kind is Kind.HOLD
-        and moments[operation.moment].label == moments[operation.moment + 1].label
-        for operation in late
-    )
-
-
 def brings_back_the_same_bytes(scene: Scene, races: list[Race]) -> bool:
     """The chunk was in this very slab, and only read there; the copy is too early, and changes nothing."""
     reading = scene.reading
@@ -165,27 +73,6 @@ def brings_back_the_same_bytes(scene: Scene, races: list[Race]) -> bool:
         ):
             return False
     return True
-
-
-def writes_beside(scene: Scene, races: list[Race]) -> bool:
-    """What is computed meanwhile goes to other slots of the slab than the copy reads."""
-    ends = {group: max(stop for g, _, stop in scene.slots.values() if g == group) for group, *_ in scene.slots.values()}
-    for race in races:
-        moment = scene.trace.moments[race.second.moment]
-        name = moment.label.removesuffix(" gradient")
-        if race.first.lane is not Lane.D2H or name not in scene.slots:
-            return False
-        group, start, _ = scene.slots[name]
-        # Beginning a chunk zeroes its pads too, which are behind all slots.
-        if start < ends[race.first.chunk.group] or ends[group] < ends[race.first.chunk.group]:
-            return False
-    return True
-
-
-def is_the_first_layer(scene: Scene, races: list[Race]) -> bool:
-    """The backward of the first layer holds its weights, and reads nothing of them: images want no gradient."""
-    label = scene.trace.moments[min(race.second.moment for race in races)].label
-    return (scene.model, label) == ("cnn", "stem backward")
 
 
 REASONS: tuple[Callable[[Scene, list[Race]], bool], ...] = (
@@ -243,7 +130,7 @@ class Result:
 def removed_in_turn(scene: Scene) -> Result:
     result = Result([], {}, [])
     for name, plan in scene.waits():
-        reading = Reading(plan, scene.trace, iterations=LAPS)
+        reading = Reading(plan, scene.trace, iterations=FOLLOWED)
         why = [reason.__name__ for reason in REASONS if reason(scene, reading.races)]
         if not all(is_right(scene, plan, reading, seed) for seed in range(SEEDS_EXPLAINED if why else SEEDS)):
             result.shown.append(name)
@@ -265,7 +152,7 @@ def test_with_every_wait_nothing_shows(scene: Scene) -> None:
 @pytest.mark.parametrize("scene", scenes())
 def test_every_wait_is_needed(scene: Scene) -> None:
     """Without it two operations on the same memory have no order: no Wait is implied by others."""
-    assert [name for name, plan in scene.waits() if not Reading(plan, scene.trace, iterations=LAPS).races] == []
+    assert [name for name, plan in scene.waits() if not Reading(plan, scene.trace, iterations=FOLLOWED).races] == []
 
 
 @pytest.mark.parametrize("scene", scenes())

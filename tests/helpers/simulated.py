@@ -1,0 +1,153 @@
+"""An accelerator played by RAM, its lanes and its pools, which tell in what order everything would have to be done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from chunkmem.plan.model import Lane
+from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.events import COPY_LANES, Event
+from chunkmem.runtime.lanes import BlockingLanes
+from chunkmem.runtime.pool import DevicePool, HostArena, Slab
+from chunkmem.types import Tier
+from tests.helpers.access_order import AccessOrder
+from tests.helpers.vector_clocks import Actor, Clock
+
+_ACTORS = {lane: Actor[lane.name] for lane in (*COPY_LANES, Lane.HOST_UPDATE)}
+
+
+class SimulatedAccelerator(ComputeDevice):
+    """RAM that plays an accelerator, with a stream that computes. Only chunks count of its memory."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.is_accelerator = True
+
+    def name(self) -> str:
+        return "simulated in RAM"
+
+    def num_update_threads(self) -> int:
+        return 1
+
+    def used_nbytes(self) -> int:
+        return 0
+
+    def take_peak_nbytes(self) -> int:
+        return 0
+
+    def pin(self, region: object, address: int) -> bool:
+        return False
+
+
+@dataclass(eq=False, slots=True)
+class ClockedEvent:
+    """What an actor had done at a time, and knew to be done."""
+
+    order: AccessOrder
+    actor: Actor
+    clock: Clock
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    failure: None = None
+
+    def done(self) -> bool:
+        return self.order.clocks.knows(self.order.caller, self.clock)
+
+    def wait(self) -> None:
+        self.order.clocks.wait(self.order.caller, self.clock)
+
+
+class ClockedLanes(BlockingLanes):
+    """Lanes that do everything at once, and tell in what order it would have to be done."""
+
+    def __init__(self, order: AccessOrder) -> None:
+        super().__init__(ComputeDevice(torch.device("cpu")))
+        self._order = order
+        self._last: dict[Lane, ClockedEvent] = {}
+
+    def copy(
+        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, *, after: Sequence[Event], label: str
+    ) -> Event:
+        self._hold_back(_ACTORS[lane], after)
+        with self._order.copying(_ACTORS[lane]):
+            return self._issued(lane, label, super().copy(lane, target, source, after=(), label=label))
+
+    def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
+        self._order.launch(Actor.HOST_UPDATE, label)
+        self._hold_back(Actor.HOST_UPDATE, after)
+        with self._order.calling(Actor.HOST_UPDATE):
+            done = super().work(work, after=(), label=label)
+        return self._issued(Lane.HOST_UPDATE, label, done)
+
+    def _issued(self, lane: Lane, label: str, done: Event) -> Event:
+        event = self._last[lane] = self._event(_ACTORS[lane], label)
+        event.started_s, event.ended_s = done.started_s, done.ended_s
+        return event
+
+    def _event(self, actor: Actor, label: str) -> ClockedEvent:
+        """Return the end of all that an actor has been given so far."""
+        self._order.launch(actor, label)
+        return ClockedEvent(self._order, actor, self._order.clocks.now(actor))
+
+    def _hold_back(self, actor: Actor, after: Sequence[Event]) -> None:
+        """Have what an actor does next come after events; an update is waited for by the thread that issues."""
+        for event in after:
+            if isinstance(event, ClockedEvent):
+                if event.actor is Actor.HOST_UPDATE:
+                    event.wait()
+                self._order.clocks.wait(actor, event.clock)
+
+    def compute_event(self) -> Event:
+        event = self._event(Actor.COMPUTE, "the end of what is computed")
+        event.started_s = event.ended_s = time.perf_counter()
+        return event
+
+    def compute_waits(self, event: Event) -> float:
+        self._hold_back(Actor.COMPUTE, [event])
+        return 0.0
+
+    def drain(self) -> None:
+        for event in self._last.values():
+            event.wait()
+        self._last.clear()
+
+
+class DeviceSlabs(DevicePool):
+    """Slabs of DEVICE whose memory is followed."""
+
+    def __init__(self, order: AccessOrder, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._order = order
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        memory = super()._allocate(nbytes)
+        self._order.took(Tier.DEVICE, memory)
+        return memory
+
+    def free(self, role: str, slab: Slab) -> None:
+        address = slab.bytes.data_ptr()
+        super().free(role, slab)
+        if not self.keeps_all and self._capacity == 0:
+            self._order.gave_up(address, slab.nbytes)
+
+    def _discard(self, slab: Slab) -> None:
+        address = slab.bytes.data_ptr()
+        super()._discard(slab)
+        self._order.gave_up(address, slab.nbytes)
+
+
+class HostSlabs(HostArena):
+    """Slabs of HOST whose memory is followed."""
+
+    def __init__(self, order: AccessOrder, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._order = order
+
+    def _reserve(self, nbytes: int) -> None:
+        super()._reserve(nbytes)
+        self._order.took(Tier.HOST, self._segments[-1].bytes)
