@@ -249,7 +249,7 @@ class _Stage:
     def watching(self) -> AbstractContextManager[object]:
         """Return what has to be around the step: it counts the memory and the time of operators."""
         stack = self._modules.access.stack
-        return _Watch(self._probe, self._clock, lambda: str(stack[-1]) if stack else "")
+        return _RehearsalMode(self._probe, self._clock, lambda: str(stack[-1]) if stack else "")
 
     def step(self) -> StepCalls:
         """Drop leftovers, as `optimizer.step()` does first, and return what the whole step has asked for."""
@@ -274,7 +274,7 @@ class _Stage:
         return Measured(self._clock.take_s(), self._probe.take_peak_nbytes(), self._probe.take_peak_nbytes())
 
 
-class _Watch(TorchDispatchMode):
+class _RehearsalMode(TorchDispatchMode):
     """Shows every operator to the probe and to the clock."""
 
     supports_higher_order_operators = True

@@ -28,10 +28,10 @@ class WrapperCheck:
 
     def __init__(self, registry: ModelRegistry) -> None:
         """Check from now on, until `remove` or until nothing else refers to `registry`."""
-        self._handle = register_module_module_registration_hook(_Hook(registry))
+        self._handle = register_module_module_registration_hook(_WrapperHook(registry))
         hooks = self._handle.hooks_dict_ref() or {}
         # Not by a finalizer of the registry: it could run while torch goes through its hooks.
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook) and not hook.is_alive()]:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _WrapperHook) and not hook.is_alive()]:
             hooks.pop(key)
 
     def remove(self) -> None:
@@ -39,7 +39,7 @@ class WrapperCheck:
         self._handle.remove()
 
 
-class _Hook:
+class _WrapperHook:
     """What torch refers to: it keeps no manager alive."""
 
     def __init__(self, registry: ModelRegistry) -> None:

@@ -27,7 +27,7 @@ class ForeignStepCheck:
 
     def __init__(self, registry: ModelRegistry, gradients: GradientBook) -> None:
         """Check from now on, until `remove` or until nothing else refers to `registry`."""
-        self._handle = register_optimizer_step_pre_hook(_Hook(registry, gradients))
+        self._handle = register_optimizer_step_pre_hook(_StepHook(registry, gradients))
         for key in [key for key, hook in self._hooks().items() if not hook.is_alive()]:
             # Not by a finalizer of the registry: it could run while torch goes through its hooks.
             (self._handle.hooks_dict_ref() or {}).pop(key)
@@ -40,13 +40,13 @@ class ForeignStepCheck:
         """Check no longer. Idempotent."""
         self._handle.remove()
 
-    def _hooks(self) -> dict[int, _Hook]:
+    def _hooks(self) -> dict[int, _StepHook]:
         """Return the hooks of all managers in torch's table of them."""
         found = self._handle.hooks_dict_ref() or {}
-        return {key: hook for key, hook in found.items() if isinstance(hook, _Hook)}
+        return {key: hook for key, hook in found.items() if isinstance(hook, _StepHook)}
 
 
-class _Hook:
+class _StepHook:
     """What torch refers to: it keeps no manager alive."""
 
     def __init__(self, registry: ModelRegistry, gradients: GradientBook) -> None:

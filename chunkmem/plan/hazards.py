@@ -54,7 +54,7 @@ class Await(NamedTuple):
     number: int
 
 
-class Operation(NamedTuple):
+class LaneOperation(NamedTuple):
     """What takes time on a lane, and the replicas it touches; one that is read and written is among the writes."""
 
     lane: int
@@ -71,11 +71,11 @@ class Operation(NamedTuple):
     """The moment of a group that was updated speculatively: the host waits for that."""
 
 
-Entry = Take | Give | Unhold | Await | Operation
+Entry = Take | Give | Unhold | Await | LaneOperation
 
 
 @dataclass(frozen=True)
-class Program:
+class LaneProgram:
     """An iteration with all choices spelled out. A replica is an index into `replicas`, whether it has a slab or
     not."""
 
@@ -89,7 +89,7 @@ class Program:
 
 
 @dataclass
-class Iteration:
+class IterationTimes:
     """The times of one iteration. An iteration begins when all computing of the one before has ended."""
 
     began_s: float
@@ -101,7 +101,7 @@ class Iteration:
     """Copies to DEVICE that were still under way when COMPUTE was ready for what needs them."""
 
 
-class _Slab:
+class _SlabHistory:
     """Memory, and the operations that touched it last."""
 
     __slots__ = ("reads", "writer", "written")
@@ -112,23 +112,23 @@ class _Slab:
         self.reads = [0] * len(LANES)
 
 
-class Lanes:
+class SimulatedLanes:
     """The lanes of one machine, over any number of iterations of one program.
 
     With `one_processor` the host that issues operations is the one that computes, so both go at one pace. Otherwise
     the host runs ahead of COMPUTE, and only updates on it hold it up.
     """
 
-    def __init__(self, program: Program, *, one_processor: bool) -> None:
+    def __init__(self, program: LaneProgram, *, one_processor: bool) -> None:
         self._program = program
         self._one_processor = one_processor
-        idle: dict[tuple[Tier, int], list[_Slab]] = {}
+        idle: dict[tuple[Tier, int], list[_SlabHistory]] = {}
         self._idle = [
             idle.setdefault((tier, n), []) for (_, tier), n in zip(program.replicas, program.nbytes, strict=True)
         ]
-        self._slabs: list[_Slab | None] = [None] * len(program.replicas)
+        self._slabs: list[_SlabHistory | None] = [None] * len(program.replicas)
         for replica in program.start:
-            self._slabs[replica] = _Slab()
+            self._slabs[replica] = _SlabHistory()
         # Of each lane: how far it has seen every lane (itself: all the way), the same at each of its operations, and
         # the ends of those. Operations count from 1.
         self._seen: list[tuple[int, ...]] = [
@@ -141,18 +141,18 @@ class Lanes:
         self._host_s = 0.0
         self._arrived = 0
 
-    def run_iteration(self, *, record: bool) -> Iteration:
+    def run_iteration(self, *, record: bool) -> IterationTimes:
         """Run the program once more, from where the last iteration left the lanes; spans are made only if asked for.
 
         Raises:
             PlanError: two operations touch a slab, one of them writes it, and nothing orders them.
         """
         began_s = self._now_s()
-        iteration = Iteration(began_s)
+        iteration = IterationTimes(began_s)
         self._base = [len(ends) - 1 for ends in self._ends]
         slabs, idle = self._slabs, self._idle
         for entry in self._program.entries:
-            if isinstance(entry, Operation):
+            if isinstance(entry, LaneOperation):
                 self._check(entry)
                 ready_s, start_s, end_s = self._time(entry, iteration)
                 if record:
@@ -161,7 +161,7 @@ class Lanes:
                 self._await(entry)
             elif isinstance(entry, Take):
                 stack = idle[entry.replica]
-                slabs[entry.replica] = stack.pop() if stack else _Slab()
+                slabs[entry.replica] = stack.pop() if stack else _SlabHistory()
             elif isinstance(entry, Give):
                 idle[entry.replica].append(self._slab(entry.replica))
                 slabs[entry.replica] = None
@@ -173,7 +173,7 @@ class Lanes:
     def _now_s(self) -> float:
         return max(self._ends[COMPUTE][-1], self._host_s)
 
-    def _slab(self, replica: int) -> _Slab:
+    def _slab(self, replica: int) -> _SlabHistory:
         slab = self._slabs[replica]
         assert slab is not None
         return slab
@@ -192,7 +192,7 @@ class Lanes:
         if self._ends[on][number] > self._held_until[lane]:
             self._held_until[lane] = self._ends[on][number]
 
-    def _check(self, operation: Operation) -> None:
+    def _check(self, operation: LaneOperation) -> None:
         """Refuse the operation where [Note: What comes before what] does, then remember it."""
         lane = operation.lane
         seen = self._seen[lane]
@@ -213,7 +213,7 @@ class Lanes:
             slab.written = number
         self._seen_at[lane].append(seen)
 
-    def _time(self, operation: Operation, iteration: Iteration) -> tuple[float, float, float]:
+    def _time(self, operation: LaneOperation, iteration: IterationTimes) -> tuple[float, float, float]:
         """Return when the operation could start but for Waits, when it starts, and when it ends."""
         lane = operation.lane
         ends = self._ends[lane]
@@ -237,7 +237,9 @@ class Lanes:
             self._host_s = end_s
         return ready_s, start_s, end_s
 
-    def _record(self, operation: Operation, iteration: Iteration, ready_s: float, start_s: float, end_s: float) -> None:
+    def _record(
+        self, operation: LaneOperation, iteration: IterationTimes, ready_s: float, start_s: float, end_s: float
+    ) -> None:
         lane, moment, chunk = operation.lane, operation.moment, operation.chunk
         if end_s == ready_s and not operation.nbytes:
             return
@@ -250,7 +252,9 @@ class Lanes:
         if (end_s > start_s or operation.nbytes) and not operation.settles:
             iteration.spans.append(Span(LANES[lane], label, start_s, end_s, moment, chunk, operation.nbytes))
 
-    def _conflict(self, operation: Operation, does: str, replica: int, lane: int, number: int, did: str) -> PlanError:
+    def _conflict(
+        self, operation: LaneOperation, does: str, replica: int, lane: int, number: int, did: str
+    ) -> PlanError:
         moments = self._program.moments
         chunk, tier = self._program.replicas[replica]
         doing = {
@@ -269,4 +273,4 @@ class Lanes:
         )
 
     def _num_operations(self, lane: int) -> int:
-        return sum(isinstance(entry, Operation) and entry.lane == lane for entry in self._program.entries)
+        return sum(isinstance(entry, LaneOperation) and entry.lane == lane for entry in self._program.entries)

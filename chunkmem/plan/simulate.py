@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from chunkmem.errors import PlanError
-from chunkmem.plan.hazards import FETCHES, Lanes, Program
+from chunkmem.plan.hazards import FETCHES, LaneProgram, SimulatedLanes
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.timeline import Timeline
@@ -37,7 +37,7 @@ def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, iterat
         raise PlanError(f"{iterations} iterations cannot be simulated; give 1 or more")
     machine = plan.machine if machine is None else machine
     reader, program = _read(plan, trace, machine)
-    lanes = Lanes(program, one_processor=machine.one_processor)
+    lanes = SimulatedLanes(program, one_processor=machine.one_processor)
     for _ in range(iterations - 1):
         lanes.run_iteration(record=False)
     iteration = lanes.run_iteration(record=True)
@@ -64,7 +64,7 @@ def peak_nbytes(plan: Plan, trace: Trace) -> Mapping[Tier, int]:
     return dict(zip(TIERS, reader.state.peak_nbytes, strict=True))
 
 
-def _read(plan: Plan, trace: Trace, machine: Machine) -> tuple[Reader, Program]:
+def _read(plan: Plan, trace: Trace, machine: Machine) -> tuple[Reader, LaneProgram]:
     if plan.trace_digest != trace.digest:
         raise PlanError(f"the plan was made from trace {plan.trace_digest}, this one is {trace.digest}; plan again")
     if len(plan.actions) != len(trace.moments):

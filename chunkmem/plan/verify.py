@@ -15,8 +15,8 @@ from chunkmem.plan.hazards import (
     Await,
     Entry,
     Give,
-    Operation,
-    Program,
+    LaneOperation,
+    LaneProgram,
     Take,
     Unhold,
 )
@@ -52,7 +52,7 @@ class Reader:
         self._exchanges: dict[int, int] = {}
         """By replica that is being exchanged: the number of that operation."""
 
-    def read(self, *, watch: Callable[[int], None] | None = None) -> Program:
+    def read(self, *, watch: Callable[[int], None] | None = None) -> LaneProgram:
         """Go through one iteration. It ends as it begins, so this holds for all of them.
 
         Args:
@@ -86,7 +86,7 @@ class Reader:
                 watch(position.index)
         self._check_far_waits()
         state.check_end()
-        return Program(self._entries, state.replicas, state.nbytes, state.start, self._trace.moments)
+        return LaneProgram(self._entries, state.replicas, state.nbytes, state.start, self._trace.moments)
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Wait):
@@ -297,7 +297,7 @@ class Reader:
     ) -> None:
         self.num_issued[lane] += 1
         self._entries.append(
-            Operation(lane, reads, writes, duration_s, self._position.index, chunk, nbytes, is_ahead, settles)
+            LaneOperation(lane, reads, writes, duration_s, self._position.index, chunk, nbytes, is_ahead, settles)
         )
 
     def _check_far_waits(self) -> None:

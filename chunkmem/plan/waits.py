@@ -23,7 +23,7 @@ Clock = tuple[int, ...]
 """How many operations of each lane are known to be over."""
 
 
-class _Slab:
+class _SlabUses:
     """The operations that may still be at work on a slab."""
 
     __slots__ = ("reads", "written")
@@ -55,8 +55,8 @@ def add_waits(
 class _Follower:
     def __init__(self, trace: Trace, start: Iterable[Placed]) -> None:
         self.trace = trace
-        self.slabs = {(placed.chunk, placed.tier): _Slab() for placed in start}
-        self.idle: dict[tuple[Tier, int], list[_Slab]] = defaultdict(list)
+        self.slabs = {(placed.chunk, placed.tier): _SlabUses() for placed in start}
+        self.idle: dict[tuple[Tier, int], list[_SlabUses]] = defaultdict(list)
         self.done = [0] * len(_LANES)
         """Operations issued on each lane, since the first iteration began."""
         self.iteration_start = list(self.done)
@@ -93,7 +93,7 @@ class _Follower:
     def _act(self, action: Action) -> None:
         if isinstance(action, Alloc):
             idle = self.idle[action.tier, self.sizes[action.chunk]]
-            self.slabs[action.chunk, action.tier] = idle.pop() if idle else _Slab()
+            self.slabs[action.chunk, action.tier] = idle.pop() if idle else _SlabUses()
         elif isinstance(action, Free):
             self._free(action.chunk, action.tier)
         elif isinstance(action, Copy):
@@ -116,8 +116,8 @@ class _Follower:
     def _moment(self, moment: Moment, update: Update | None) -> None:
         device = Tier.DEVICE
         key = (moment.chunk, device)
-        reads: tuple[_Slab, ...] = ()
-        writes: tuple[_Slab, ...] = ()
+        reads: tuple[_SlabUses, ...] = ()
+        writes: tuple[_SlabUses, ...] = ()
         if moment.kind in (Kind.CREATE, Kind.WRITE) or self._is_exchanged(moment):
             writes = (self.slabs[key],)
         elif moment.kind is Kind.HOLD:
@@ -151,7 +151,7 @@ class _Follower:
             return moment.kind is Kind.HOLD and is_remote
         return moment.kind is Kind.ARRIVE and not is_remote
 
-    def _operate(self, lane: int, reads: Sequence[_Slab], writes: Sequence[_Slab]) -> None:
+    def _operate(self, lane: int, reads: Sequence[_SlabUses], writes: Sequence[_SlabUses]) -> None:
         known = self.known[lane]
         needs: dict[int, int] = {}
         for slabs in (reads, writes):

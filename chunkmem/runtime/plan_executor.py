@@ -10,8 +10,8 @@ recorded still has the rest in the order of the plan. So the plan's actions for 
 order, and without their events. What makes that sound:
 
 1. No action takes for granted that the events before it came. Each looks at what it is about to do, as
-   [Note: Two ways to order copies] says: at pins, versions and caps. What would free a chunk that is held, or lose what
-   was written last, is a plan miss.
+   [Note: Two ways to order copies] in `runtime.copy_order` says: at pins, versions and caps. What would free a chunk
+   that is held, or lose what was written last, is a plan miss.
 2. No copy relies on the plan's waits once something is not as the plan has it.
 3. What was left out has not happened: no event is made up. If it comes after all, it begins a later moment, or is a
    plan miss. Nothing is taken to have the content that it would have made: a chunk that nobody has written to has no
@@ -33,11 +33,11 @@ import torch
 from chunkmem.errors import PlanError, TierIOError
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.cursor import Said, TraceCursor
-from chunkmem.plan.model import Plan, Update, Wait
+from chunkmem.plan.model import Plan
 from chunkmem.plan.semantics import Residency, residency_before
-from chunkmem.plan.simulate import peak_nbytes
-from chunkmem.runtime.actions import PlanActions, Step
-from chunkmem.runtime.events import COPY_LANES, Lanes
+from chunkmem.runtime.actions import PlanActions
+from chunkmem.runtime.copy_order import Step
+from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.garbage import no_collections
 from chunkmem.runtime.left_out import LeftOut
 from chunkmem.runtime.pager import Pager
@@ -69,6 +69,16 @@ class _Cue:
     steps: tuple[Step, ...]
 
 
+@dataclass(slots=True)
+class _Tries:
+    """To resume a plan; each one looks at every chunk."""
+
+    patience: int = 1
+    """How many events make another try worth while."""
+    num_unfit: int = 0
+    """Events since the last one."""
+
+
 class PlanExecutor(PlanActions):
     """Follows one plan, iteration after iteration: a `StepPolicy`."""
 
@@ -83,12 +93,8 @@ class PlanExecutor(PlanActions):
             tiers: of the store.
         """
         super().__init__(plan, trace, pager, lanes, tiers)
-        self._peak_nbytes = peak_nbytes(plan, trace)
-        """Of an iteration that follows the plan."""
         self.obstacle = ""
         """Why the last try to resume the plan failed."""
-        self._device = tiers.device
-        self._ledgers = (tiers.device, tiers.host)
         self.director = TraceCursor(trace)
         self.elsewhere: Callable[[Kind, Chunk, object, int | None], bool] = lambda kind, chunk, reader, left_out: False
         """Called with an event that does not come next, and with how many moments would be left out if it came later,
@@ -97,22 +103,15 @@ class PlanExecutor(PlanActions):
         """By this step, so far."""
         self.first_plan_miss = ""
         """Of this step: what came in place of what."""
-        self._update_moments: dict[int, list[int]] = {}
-        for at, moment in enumerate(trace.moments):
-            if moment.kind is Kind.UPDATE:
-                self._update_moments.setdefault(moment.chunk.group, []).append(at)
         self._cursor = 0
         self._num_outdated = 0
         """Of the store, as far as the plan knows."""
-        self._unfit = 0
-        """Events since the last try to resume the plan."""
-        self._patience = 1
-        """How many of them make another try worth while: a try looks at every chunk."""
-        self._untouched = self._find_untouched() if self.left_out.is_possible and self._is_host else frozenset()
+        self._tries = _Tries()
+        self._untouched = self._facts.untouched if self.left_out.is_possible and self._order.is_host else frozenset()
         """Chunks that the plan leaves where they are. On an accelerator it counts on that, for activations."""
         chunks = pager.store.chunks
         self._cues = [
-            *(_Cue(m.kind, chunks[m.chunk], str(m), do) for m, do in zip(trace.moments, self._steps, strict=True)),
+            *(_Cue(m.kind, chunks[m.chunk], str(m), do) for m, do in zip(trace.moments, self._compile(), strict=True)),
             _Cue(None, None, "", ()),
         ]
         self._profiling: torch.profiler.record_function | None = None
@@ -145,19 +144,19 @@ class PlanExecutor(PlanActions):
         return sorted(known, key=known.__getitem__) if len(known) == len(moments) else ()
 
     def _update_moment(self, group: int) -> int | None:
-        return next((at for at in self._update_moments.get(group, ()) if at >= self._cursor), None)
+        return next((at for at in self._facts.update_moments.get(group, ()) if at >= self._cursor), None)
 
     # Iterations.
 
     def begin_iteration(self) -> None:
         """The first moment comes next. Residency is corrected if it is not what the plan has there."""
-        was_complete, was_exact = self.is_at_end, self._is_exact
+        was_complete, was_exact = self.is_at_end, self._order.is_exact
         self._begin_step_log(StepLog())
-        self._previous, self._events = self._events, {lane: [] for lane in COPY_LANES}
+        self._order.begin_iteration()
         if not (was_complete and was_exact):
             self._on_plan = False
             self._resume(0, is_next=was_complete)
-            for ledger in self._ledgers:  # what led here is not part of the iteration
+            for ledger in (self._tiers.device, self._tiers.host):  # what led here is not part of the iteration
                 ledger.restart_peak()
 
     def end_iteration(self) -> None:
@@ -180,7 +179,7 @@ class PlanExecutor(PlanActions):
         self._resume(at - 1)
 
     def _begin_step_log(self, step_log: StepLog) -> None:
-        self.step_log = step_log
+        self.step_log = self._order.step_log = step_log
         self.left_out.spans, self.first_plan_miss = [], ""
         self._cursor = 0
 
@@ -218,7 +217,7 @@ class PlanExecutor(PlanActions):
                 return
             cue = found
         self._perform(cue)
-        if self._on_plan and not self._is_exact:
+        if self._on_plan and not self._order.is_exact:
             self._settle(kind, chunk)
 
     def _perform(self, cue: _Cue) -> None:
@@ -232,10 +231,10 @@ class PlanExecutor(PlanActions):
             self._show(cue.label)
         if self._store.num_outdated != self._num_outdated:
             self._num_outdated = self._store.num_outdated
-            self._is_exact = False
+            self._order.is_exact = False
         for step in cue.steps:
             step()
-        step_log.device_nbytes.append(self._device.chunk_nbytes)
+        step_log.device_nbytes.append(self._tiers.device.chunk_nbytes)
 
     def _show(self, label: str | None) -> None:
         """Name the moment in a profile."""
@@ -259,12 +258,12 @@ class PlanExecutor(PlanActions):
         self.depart()
         if kind is Kind.RELEASE:
             return None
-        self._unfit += 1
-        if self._unfit < self._patience:
+        self._tries.num_unfit += 1
+        if self._tries.num_unfit < self._tries.patience:
             return None
         at = self.director.find(kind, chunk.id, label_of(kind, chunk.id, reader), after=self._cursor)
         if at is None or not self._resume(at):
-            self._unfit, self._patience = 0, 2 * self._patience
+            self._tries = _Tries(2 * self._tries.patience)
             return None
         return self._cues[at]
 
@@ -298,7 +297,7 @@ class PlanExecutor(PlanActions):
                 if chunk.version == NO_CONTENT:
                     self._store.consume(chunk)  # frees what the plan has given it on HOST
                 else:
-                    self._is_exact = False  # the gradient stays
+                    self._order.is_exact = False  # the gradient stays
             elif cue.kind is Kind.UPDATE and chunk.can_be_rounded and chunk.newest_tier() is None:
                 tier = self.plan.update_tiers[chunk.id.group]
                 if tier in chunk.replicas:
@@ -345,7 +344,7 @@ class PlanExecutor(PlanActions):
         self.drain()
         wanted = residency_before(self.plan, self.trace, moment)
         # The plan's peak includes the shadow buffers. What is reserved of it already is no room that a way could take.
-        peaks = dict(self._peak_nbytes)
+        peaks = dict(self._facts.peak_nbytes)
         for chunk, tier in [key for key in wanted.newest if key[0] in self._untouched]:
             # Where another kind of step has them on DEVICE, they stay if there is room.
             del wanted.newest[chunk, tier]
@@ -366,31 +365,16 @@ class PlanExecutor(PlanActions):
             self._tiers.plan_decides()
             go(actions, self._store)
         # Only now: on the way, HOST may hold more than the plan has there, and the log would take that room.
-        self._pager.speculative.reserve(self._log)
-        for lane, done in self._copies_before[moment].items():
-            self._events[lane] = [None] * done
-            self._previous[lane] = []
-            self._pending[lane] = []  # what was just moved by COMPUTE comes before anything issued now: see `drain`
-        self._update_after, self._ahead_after = [], []
+        self._pager.speculative.reserve(self._facts.shadow_counts)
+        self._order.resume(self._facts.copies_before[moment])
         self._cursor = moment
         self._on_plan = True
-        self._is_exact = self._has(wanted)
+        self._order.is_exact = self._has(wanted)
         self._num_outdated = self._store.num_outdated
-        self._unfit, self._patience = 0, 1
+        self._tries = _Tries()
         return True
 
     def _has(self, wanted: Residency) -> bool:
         """Tell whether the chunks of the plan are exactly where they should be."""
         chunks = (self._store.chunks[key] for key in self.trace.chunk_nbytes if key not in self._untouched)
         return residency(chunks) == wanted
-
-    def _find_untouched(self) -> frozenset[ChunkId]:
-        touched = {moment.chunk for moment in self.trace.moments}
-        touched |= {
-            action.chunk for actions in self.plan.actions for action in actions if not isinstance(action, Wait | Update)
-        }
-        for moment in self.trace.moments:
-            if moment.kind is Kind.UPDATE:
-                touched.update(self.trace.update(moment.chunk.group).chunks)
-        # Weights that can be rounded again would be dropped where nobody wants them.
-        return frozenset(chunk for chunk in self.trace.chunk_nbytes if not self.trace.is_rounded(chunk)) - touched

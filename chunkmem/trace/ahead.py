@@ -18,7 +18,7 @@ _ENDS = (Kind.RELEASE, Kind.CONSUME)
 
 
 @dataclass
-class _Block:
+class _ExchangeBlock:
     """Moments that follow each other and are of one exchange."""
 
     begins: list[Moment] = field(default_factory=list)
@@ -32,9 +32,9 @@ def overlapped(trace: Trace) -> Trace:
     return replace(trace, moments=tuple(_merged(_moved(_blocks(trace.moments)))))
 
 
-def _blocks(moments: Sequence[Moment]) -> list[_Block | Moment]:
+def _blocks(moments: Sequence[Moment]) -> list[_ExchangeBlock | Moment]:
     """Return moments in their order, those of an exchange together."""
-    found: list[_Block | Moment] = []
+    found: list[_ExchangeBlock | Moment] = []
     exchanged = {m.chunk for m in moments if m.kind is Kind.EXCHANGE}
     at = 0
     while at < len(moments):
@@ -48,8 +48,8 @@ def _blocks(moments: Sequence[Moment]) -> list[_Block | Moment]:
     return found
 
 
-def _block_at(moments: Sequence[Moment], at: int) -> tuple[_Block | None, int]:
-    role, block = moments[at].chunk.role, _Block()
+def _block_at(moments: Sequence[Moment], at: int) -> tuple[_ExchangeBlock | None, int]:
+    role, block = moments[at].chunk.role, _ExchangeBlock()
     while at < len(moments) and moments[at].kind in (Kind.HOLD, Kind.EXCHANGE) and moments[at].chunk.role == role:
         block.begins.append(moments[at])
         at += 1
@@ -61,23 +61,23 @@ def _block_at(moments: Sequence[Moment], at: int) -> tuple[_Block | None, int]:
     return block, at
 
 
-def _moved(parts: Sequence[_Block | Moment]) -> list[Moment]:
+def _moved(parts: Sequence[_ExchangeBlock | Moment]) -> list[Moment]:
     """Return moments, the beginnings of gathers earlier and the ends of reductions later."""
-    gathers = [part for part in parts if isinstance(part, _Block) and part.begins[0].chunk.role is Role.PARAM]
+    gathers = [part for part in parts if isinstance(part, _ExchangeBlock) and part.begins[0].chunk.role is Role.PARAM]
     following = dict(zip(map(id, gathers), gathers[1:], strict=False))
     moments: list[Moment] = []
     reduced: list[Moment] = []
     """Ends of the reduction that is under way."""
     is_same_reduction = False
     for part in parts:
-        if isinstance(part, _Block) and part.begins[0].chunk.role is Role.GRAD:
+        if isinstance(part, _ExchangeBlock) and part.begins[0].chunk.role is Role.GRAD:
             if not is_same_reduction:
                 moments += reduced
                 reduced = []
             moments += part.begins
             reduced += part.ends
             is_same_reduction = True
-        elif isinstance(part, _Block):
+        elif isinstance(part, _ExchangeBlock):
             moments += [*(part.begins if part is gathers[0] else ()), *part.ends]
             moments += following[id(part)].begins if id(part) in following else ()
             is_same_reduction = False

@@ -85,7 +85,7 @@ class LiveStorageProbe:
 
     def watching(self) -> AbstractContextManager[object]:
         """Return a dispatch mode that counts what operators return, in forward and in backward."""
-        return nullcontext() if self._stopped else _Watch(self)
+        return nullcontext() if self._stopped else _ProbeMode(self)
 
     def take_peak_nbytes(self) -> int:
         """Return the highest sum of live storages since the last call; 0 once stopped."""
@@ -146,7 +146,7 @@ class _Sighting(weakref.ref[torch.UntypedStorage]):
     nbytes: int
 
 
-class _Watch(TorchDispatchMode):
+class _ProbeMode(TorchDispatchMode):
     """Hands every operator to a probe."""
 
     supports_higher_order_operators = True

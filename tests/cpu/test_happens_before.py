@@ -18,6 +18,7 @@ import chunkmem
 from chunkmem.optim.speculative import SpeculativeUpdater
 from chunkmem.plan.model import Lane, Plan, Wait
 from chunkmem.runtime.actions import PlanActions
+from chunkmem.runtime.copy_order import CopyOrder
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.store import Chunk
@@ -221,14 +222,14 @@ LEAVING_OUT: dict[str, Callable[[HappensBefore], None]] = {
 
 @pytest.mark.parametrize("name", LEAVING_OUT)
 def test_no_race_where_slabs_order_what_is_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    busy, found = PlanActions._busy, []
+    busy, found = CopyOrder._busy, []
 
-    def noted(self: PlanActions, *chunks: Chunk, tiers: Any) -> list[Any]:
+    def noted(self: CopyOrder, *chunks: Chunk, tiers: Any) -> list[Any]:
         events = busy(self, *chunks, tiers=tiers)
         found.extend(events)
         return events
 
-    monkeypatch.setattr(PlanActions, "_busy", noted)
+    monkeypatch.setattr(CopyOrder, "_busy", noted)
     with HappensBefore() as checker:
         LEAVING_OUT[name](checker)
     checker.assert_ordered()
@@ -336,9 +337,9 @@ def of_updates(wait: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def without_events_of_slabs(alloc: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: PlanActions, chunk: Chunk, tier: Tier) -> None:
-        before = list(self._pending[Lane.H2D])
+        before = list(self._order._pending[Lane.H2D])
         alloc(self, chunk, tier)
-        self._pending[Lane.H2D] = before
+        self._order._pending[Lane.H2D] = before
 
     return mutant
 
@@ -356,7 +357,7 @@ def wrong_guesses(checker: HappensBefore) -> None:
 
 
 def draining_alone(_: object) -> Callable[[PlanActions], None]:
-    return lambda actions: actions._lanes.drain()
+    return lambda actions: actions._order.lanes.drain()
 
 
 @dataclass(frozen=True)
@@ -378,17 +379,17 @@ MUTANTS = (
     Mutant("copies are not held back", ClockedLanes, "_hold_back", lambda _: nothing),
     Mutant("copies are not held back, overlap", ClockedLanes, "_hold_back", lambda _: nothing, BESIDE),
     Mutant("new slabs are not waited for", PlanActions, "_alloc", without_events_of_slabs),
-    Mutant("updates do not wait", PlanActions, "_wait_for_update", lambda _: nothing),
-    Mutant("updates left to the step do not wait", PlanActions, "_wait_for_update", lambda _: nothing, wrong_guesses),
-    Mutant("computing does not wait", PlanActions, "_compute_waits", lambda _: nothing),
-    Mutant("lanes do not wait", PlanActions, "_lane_waits", lambda _: nothing),
-    Mutant("slabs are never busy", PlanActions, "_busy", lambda _: lambda *_, **__: [], leave_out),
+    Mutant("updates do not wait", CopyOrder, "wait_for_update", lambda _: nothing),
+    Mutant("updates left to the step do not wait", CopyOrder, "wait_for_update", lambda _: nothing, wrong_guesses),
+    Mutant("computing does not wait", CopyOrder, "_compute_waits", lambda _: nothing),
+    Mutant("lanes do not wait", CopyOrder, "_lane_waits", lambda _: nothing),
+    Mutant("slabs are never busy", CopyOrder, "_busy", lambda _: lambda *_, **__: [], leave_out),
     Mutant("the executor does not drain", PlanActions, "drain", lambda _: nothing),
     Mutant("uses outside of a plan are not waited for", PlanActions, "drain", draining_alone, use_gradients),
     Mutant("the lanes do not drain", ClockedLanes, "drain", lambda _: nothing),
     Mutant("slabs do not rest", Slab, "rest", lambda _: nothing),
     Mutant("nobody waits for updates", ClockedEvent, "wait", of_updates, BESIDE),
-    Mutant("speculative updates begin at once", PlanActions, "_update_comes_after", lambda _: nothing, BESIDE),
+    Mutant("speculative updates begin at once", CopyOrder, "_update_comes_after", lambda _: nothing, BESIDE),
 )
 
 
@@ -424,7 +425,7 @@ def test_an_update_that_is_taken_over_has_waited_already(monkeypatch: pytest.Mon
             begun[group] = list(after)
         return event
 
-    def skip(self: PlanActions) -> None:
+    def skip(self: CopyOrder) -> None:
         handed_over = [event for after in begun.values() for event in after]
         skipped.extend(event for _, event in self._update_after if not event.done())
         assert all(event.done() or event in handed_over for _, event in self._update_after)
@@ -435,7 +436,7 @@ def test_an_update_that_is_taken_over_has_waited_already(monkeypatch: pytest.Mon
         assert all(event.done() for event in begun.pop(group, ())), "HOST goes on and does not know of what it skipped"
         return was
 
-    monkeypatch.setattr(PlanActions, "_wait_for_update", skip)
+    monkeypatch.setattr(CopyOrder, "wait_for_update", skip)
     monkeypatch.setattr(SpeculativeUpdater, "begin", begin_and_note)
     monkeypatch.setattr(SpeculativeUpdater, "take_over", take_over_and_look)
     train(BESIDE).assert_ordered()

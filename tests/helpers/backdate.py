@@ -139,7 +139,7 @@ class HastyPerformer(PlanExecutor):
         """The computing of this moment is about to begin; be faster."""
         for key, event in iterations.issued.items():
             if event is not None and haste.copies[-1].comes_after(self._reading.copies[key]):
-                self._lanes.run_until(event)
+                self._order.lanes.run_until(event)
         for copy in haste.copies:
             (source,), (target,) = copy.reads, copy.writes
             if copy in iterations.done or copy in iterations.read or source not in iterations.addresses:
@@ -175,10 +175,10 @@ class HastyPerformer(PlanExecutor):
         if (iterations := self._iterations) is None:
             super()._copy(chunk, copy)
             return
-        key = iterations.iteration, copy.lane, len(self._events[copy.lane])
+        key = iterations.iteration, copy.lane, len(self._order.events[copy.lane])
         planned = self._reading.copies[key]
-        lanes = self._lanes
+        lanes = self._order.lanes
         lanes.is_done, lanes.instead = planned in iterations.done, iterations.read.get(planned)
         super()._copy(chunk, copy)
         lanes.is_done, lanes.instead = False, None
-        iterations.issued[key] = self._events[copy.lane][-1]
+        iterations.issued[key] = self._order.events[copy.lane][-1]

@@ -1,0 +1,170 @@
+"""What copies, computing and updates come after: as the plan's waits say, or as the slabs do.
+
+[Note: Two ways to order copies] A plan's waits order the lanes as long as everything is exactly where the plan has it:
+they were derived for the slabs that its Allocs take, and count its copies. Where something else happened, they prove
+nothing: a copy that is not needed is not made, and who counts on it would wait for none of those before it; a slab that
+was not freed is not taken, and another one is, which somebody may still be reading. So from the first deviation on the
+order comes from the slabs. Each knows the last copy that reads or writes it; every copy comes after those of both of
+its slabs, and whatever is computed after those of the slabs that it touches. That is right for any actions in any
+order, and waits for more than a plan would. It ends where a step begins with everything in its place and nothing under
+way. And a use of chunks that no moment tells of begins with `drain`: the next copies come after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from chunkmem.plan.model import FETCH, LINK_LANES, Lane, Wait
+from chunkmem.runtime.events import COPY_LANES, Event, Lanes
+from chunkmem.runtime.step_log import StepLog
+from chunkmem.runtime.store import Chunk
+from chunkmem.types import TIERS, Tier, neighbor
+
+Step = Callable[[], object]
+
+
+class CopyOrder:
+    """The events that the next operation on each lane comes after."""
+
+    def __init__(self, lanes: Lanes, *, is_host: bool) -> None:
+        """Begin with nothing under way.
+
+        Args:
+            lanes: what copies.
+            is_host: what was computed is over when a copy is issued, as both are done by the host.
+        """
+        self.lanes = lanes
+        self.is_host = is_host
+        self.step_log = StepLog()
+        """Is told of what was waited for."""
+        self.is_exact = False
+        """Everything is as the plan has it, so that its waits are enough; see [Note: Two ways to order copies]."""
+        self.events: dict[Lane, list[Event | None]] = {lane: [] for lane in COPY_LANES}
+        """Copies of this iteration."""
+        self._previous: dict[Lane, list[Event | None]] = {lane: [] for lane in COPY_LANES}
+        self._pending: dict[Lane, list[Event]] = {lane: [] for lane in COPY_LANES}
+        """What the next copy on a lane comes after."""
+        self._behind_compute: set[Lane] = set()
+        """Lanes whose next copy comes after all that is computed by then: see `after_other_uses`."""
+        self._update_after: list[tuple[Lane, Event]] = []
+        """What the next update that the host makes itself comes after, and on which lane that is."""
+        self._ahead_after: list[Event] = []
+        """Those of them that no speculative update has waited for: one may be left to the step."""
+
+    def begin_iteration(self) -> None:
+        """The copies so far are those of the iteration before."""
+        self._previous, self.events = self.events, {lane: [] for lane in COPY_LANES}
+
+    def resume(self, num_issued: Mapping[Lane, int]) -> None:
+        """The plan is followed from a moment on, before which it has issued so many copies: all of them are over."""
+        for lane, done in num_issued.items():
+            self.events[lane] = [None] * done
+            self._previous[lane] = []
+            self._pending[lane] = []  # what was just moved by COMPUTE comes before: see `after_other_uses`
+        self._update_after, self._ahead_after = [], []
+
+    def after_other_uses(self) -> None:
+        """Chunks are about to be used outside of the plan's moments.
+
+        Gradients that are clipped, or read by a user, between backward and step are such. The plan's waits count the
+        computing that it knows of, so the next copy on each lane waits for this use, too.
+        """
+        self._behind_compute.update(() if self.is_host else COPY_LANES)
+
+    # As a plan has it.
+
+    def wait_step(self, wait: Wait) -> Step | None:
+        """Return what carries out a wait of a plan; None if there is nothing to do for it."""
+        if wait.on is Lane.HOST_UPDATE:
+            return None  # the host that issues copies has done the update, or waited for it at its moment
+        if wait.on is Lane.COMPUTE:
+            if self.is_host:
+                return None
+            if wait.lane is Lane.HOST_UPDATE:
+                return lambda: self._update_comes_after(Lane.COMPUTE, self.lanes.compute_event())
+            return lambda: self._pending[wait.lane].append(self.lanes.compute_event())
+        if wait.lane is Lane.COMPUTE:
+            return lambda: self._compute_waits(wait.on, self._event(wait))
+        if wait.lane is Lane.HOST_UPDATE:
+            return lambda: self._update_comes_after(wait.on, self._event(wait))
+        return lambda: self._lane_waits(wait)
+
+    def _event(self, wait: Wait) -> Event | None:
+        events, count = self.events[wait.on], wait.count
+        if count <= 0:
+            events = self._previous[wait.on]
+            count += len(events)
+        return events[count - 1] if 0 < count <= len(events) else None
+
+    def _compute_waits(self, lane: Lane, event: Event | None) -> None:
+        if event is not None:
+            started_s = time.perf_counter()
+            stall_s = self.lanes.compute_waits(event)
+            self.step_log.waited(lane, started_s, stall_s)
+
+    def _update_comes_after(self, lane: Lane, event: Event | None) -> None:
+        if event is not None:
+            self._update_after.append((lane, event))
+            self._ahead_after.append(event)
+
+    def _lane_waits(self, wait: Wait) -> None:
+        event = self._event(wait)
+        if event is not None:
+            self._pending[wait.lane].append(event)
+
+    def wait_for_update(self) -> None:
+        """The host is about to update a group itself."""
+        after, self._update_after, self._ahead_after = self._update_after, [], []
+        for lane, event in after:
+            started_s = time.perf_counter()
+            event.wait()
+            self.step_log.waited(lane, started_s, time.perf_counter() - started_s)
+
+    def before_speculative(self, chunks: Iterable[Chunk]) -> list[Event]:
+        """Return what a speculative update of a group comes after, whose `chunks` these are."""
+        if self.is_exact:
+            return self._ahead_after
+        return [*self._ahead_after, *(event for _, event in self._busy(*chunks, tiers=(Tier.HOST,)))]
+
+    def speculative_began(self) -> None:
+        """A speculative update waits for that."""
+        self._ahead_after = []
+
+    def allocated(self) -> None:
+        """DEVICE has new memory from torch's allocator, which orders its reuse on the stream that computes alone."""
+        self._pending[FETCH].append(self.lanes.compute_event())
+
+    def before_copy(self, lane: Lane, chunk: Chunk) -> list[Event]:
+        """Return what a copy of a chunk on `lane` comes after, which is about to be issued."""
+        after, self._pending[lane] = self._pending[lane], []
+        if not self.is_exact:
+            after += [event for _, event in self._busy(chunk, tiers=TIERS)]
+        if lane in self._behind_compute or not (self.is_exact or self.is_host):
+            self._behind_compute.discard(lane)
+            after.append(self.lanes.compute_event())
+        return after
+
+    # As the slabs have it.
+
+    def _busy(self, *chunks: Chunk, tiers: Iterable[Tier]) -> list[tuple[Lane, Event]]:
+        """Return the last copies that touch the slabs of chunks on these tiers, if not over, and their lanes."""
+        found = []
+        for chunk in chunks:
+            for tier in tiers:
+                replica = chunk.replicas.get(tier)
+                if replica is not None and replica.slab.busy is not None and not replica.slab.busy.done():
+                    found.append((LINK_LANES[neighbor(tier), tier], replica.slab.busy))
+        return found
+
+    def compute_after_copies(self, chunk: Chunk) -> None:
+        """Have what is about to be computed with a chunk come after all copies that touch it on DEVICE."""
+        for lane, event in self._busy(chunk, tiers=(Tier.DEVICE,)):
+            self._compute_waits(lane, event)
+
+    def update_after_copies(self, chunks: Iterable[Chunk], *, is_on_host: bool) -> None:
+        """Have the update of a group come after all copies that touch its chunks."""
+        for lane, event in self._busy(*chunks, tiers=TIERS):
+            self._compute_waits(lane, event)
+            if is_on_host:
+                event.wait()  # the host updates, and runs ahead of an accelerator
