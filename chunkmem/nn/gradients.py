@@ -40,10 +40,9 @@ class GradientBook(GradientValues):
         """Parameters whose `.grad` is the user's for a while, inside `manager.gather(grads=True)`."""
         self._shown: dict[ManagedParameter, LazyGradient] = {}
         """What `.grad` was last; it is used again when nobody else refers to it."""
-        self._unshown = _num_holders({0: torch.zeros(())}, 0)
         example = _with_gradient()
-        self._unheld = _num_references(example), _num_memory_references(example)
-        """What they say of a gradient that nobody else refers to."""
+        self._unheld = _num_holders({0: torch.zeros(())}, 0), _num_references(example), _num_memory_references(example)
+        """What these say of a gradient that nobody else refers to."""
 
     # What `.grad` says.
 
@@ -73,7 +72,7 @@ class GradientBook(GradientValues):
             self._show(managed)
 
     def _is_held(self, param: torch.Tensor, *, from_autograd: bool) -> bool:
-        num_tensor, num_memory = self._unheld
+        _, num_tensor, num_memory = self._unheld
         if _num_references(param) > num_tensor:
             return True
         # What autograd has made may be a view of something of its own; to what a user assigned it has added in place.
@@ -95,7 +94,7 @@ class GradientBook(GradientValues):
     def _is_shown_elsewhere(self, managed: ManagedParameter) -> bool:
         """Tell whether somebody has kept what `.grad` was: that has to keep saying that its gradient is gone."""
         in_graphs = self._shown[managed]._use_count() > 1  # type: ignore[attr-defined]
-        return in_graphs or _num_holders(self._shown, managed) > self._unshown
+        return in_graphs or _num_holders(self._shown, managed) > self._unheld[0]
 
     def show_reduced(self, managed: ManagedParameter) -> None:
         super().show_reduced(managed)

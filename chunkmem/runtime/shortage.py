@@ -35,48 +35,51 @@ def shortage_error(
         holders: parameters whose memory somebody keeps: a view, `.data`, an array, a graph that was not run.
     """
     chunks = tuple(chunks)
-    cap = pools[tier].ledger.cap_nbytes
+    cap, below_cap = pools[tier].ledger.cap_nbytes, pools[below].ledger.cap_nbytes
     needed = cap + shortage.here_nbytes
-    other_cap = pools[below].ledger.cap_nbytes
-    if other_cap == 0:
-        enough = max(needed, enough_for_all(each.nbytes for each in chunks))
-        return CapacityError(
-            f"{reader}: {format_nbytes(chunk.nbytes)} more needed for {chunk.label}, and "
-            f"{format_nbytes(chunk.nbytes - shortage.here_nbytes)} of {format_nbytes(cap)} RAM is left; raise "
-            "memory.host (or client.mem_tracer.overall_cpu_mem_ratio) to at least "
-            f"{format_nbytes(needed)} ({needed} bytes){_also(needed, enough)}",
-            needed_nbytes=needed,
-            cap_nbytes=cap,
-            enough_nbytes=enough,
+    wanted = f"{reader}: {format_nbytes(chunk.nbytes)} more needed"
+    for_all = enough_for_all(each.nbytes for each in chunks)
+    if below_cap == 0:
+        enough = max(needed, for_all)
+        return _error(
+            f"{wanted} for {chunk.label}, and {format_nbytes(chunk.nbytes - shortage.here_nbytes)} of "
+            f"{format_nbytes(cap)} RAM is left; raise memory.host (or client.mem_tracer.overall_cpu_mem_ratio) to at "
+            f"least {_exact(needed)}{_also(needed, enough)}",
+            (needed, cap, enough),
         )
     if shortage.below_nbytes is not None:
-        other_needed = other_cap + shortage.below_nbytes
-        enough = max(other_needed, enough_for_all(each.nbytes for each in chunks))
-        return CapacityError(
-            f"{reader}: {format_nbytes(chunk.nbytes)} more needed on {tier.name} for {chunk.label}, but what would "
-            f"leave it finds no room on {below.name}, which is {format_nbytes(shortage.below_nbytes)} short; "
-            f"raise memory.{below.value} from {format_nbytes(other_cap)} to {format_nbytes(other_needed)} "
-            f"({other_needed} bytes){_also(other_needed, enough)}, or memory.{tier.value} from {format_nbytes(cap)} to "
-            f"{format_nbytes(needed)}",
-            needed_nbytes=other_needed,
-            cap_nbytes=other_cap,
-            enough_nbytes=enough,
+        below_needed = below_cap + shortage.below_nbytes
+        enough = max(below_needed, for_all)
+        return _error(
+            f"{wanted} on {tier.name} for {chunk.label}, but what would leave it finds no room on {below.name}, which "
+            f"is {format_nbytes(shortage.below_nbytes)} short; raise memory.{below.value} from "
+            f"{format_nbytes(below_cap)} to {_exact(below_needed)}{_also(below_needed, enough)}, or "
+            f"memory.{tier.value} from {format_nbytes(cap)} to {format_nbytes(needed)}",
+            (below_needed, below_cap, enough),
         )
+    enough = max(needed, _enough_for_access(chunks) if tier is Tier.DEVICE else for_all)
+    return _error(
+        f"{wanted} on {tier.name} for {chunk.label}, only {format_nbytes(chunk.nbytes - shortage.here_nbytes)} can be "
+        f"made free ({format_nbytes(pinned_nbytes)} in use){_advice(holders)} raise memory.{tier.value} from "
+        f"{format_nbytes(cap)} to at least {_exact(needed)}{_also(needed, enough)}, or lower default_chunk_size",
+        (needed, cap, enough),
+    )
+
+
+def _error(text: str, nbytes: tuple[int, int, int]) -> CapacityError:
+    needed, cap, enough = nbytes
+    return CapacityError(text, needed_nbytes=needed, cap_nbytes=cap, enough_nbytes=enough)
+
+
+def _exact(nbytes: int) -> str:
+    return f"{format_nbytes(nbytes)} ({nbytes} bytes)"
+
+
+def _advice(holders: Sequence[str]) -> str:
+    if not holders:
+        return ";"
     kept = ", ".join(holders[:3]) + (f" and {len(holders) - 3} more" if len(holders) > 3 else "")
-    advice = (
-        f". The memory of {kept} is kept by a tensor, an array or a graph that is alive: delete it, or" if kept else ";"
-    )
-    of_tier = _enough_for_access(chunks) if tier is Tier.DEVICE else enough_for_all(each.nbytes for each in chunks)
-    enough = max(needed, of_tier)
-    return CapacityError(
-        f"{reader}: {format_nbytes(chunk.nbytes)} more needed on {tier.name} for {chunk.label}, only "
-        f"{format_nbytes(chunk.nbytes - shortage.here_nbytes)} can be made free "
-        f"({format_nbytes(pinned_nbytes)} in use){advice} raise memory.{tier.value} from {format_nbytes(cap)} "
-        f"to at least {format_nbytes(needed)} ({needed} bytes){_also(needed, enough)}, or lower default_chunk_size",
-        needed_nbytes=needed,
-        cap_nbytes=cap,
-        enough_nbytes=enough,
-    )
+    return f". The memory of {kept} is kept by a tensor, an array or a graph that is alive: delete it, or"
 
 
 def enough_for_all(chunk_nbytes: Iterable[int]) -> int:
@@ -95,5 +98,4 @@ def _enough_for_access(chunks: Sequence[Chunk]) -> int:
 def _also(needed_nbytes: int, enough_nbytes: int) -> str:
     if enough_nbytes == needed_nbytes:
         return ", which is enough for every step"
-    enough = f"{format_nbytes(enough_nbytes)} ({enough_nbytes} bytes)"
-    return f" now, and later accesses may need more; {enough} is certain to do"
+    return f" now, and later accesses may need more; {_exact(enough_nbytes)} is certain to do"
