@@ -60,7 +60,7 @@ class MemoryReport:
         align = (str.ljust, str.ljust, *[str.rjust] * 4)
         lines = ["  ".join(a(cell, w) for a, cell, w in zip(align, row, widths, strict=True)) for row in rows]
         lines.append(
-            f"padding {format_nbytes(self.padding_nbytes)} per role, beside the chunks "
+            f"padding {format_nbytes(self.padding_nbytes)} per role, non-model data "
             f"{format_nbytes(self.non_model_nbytes)}, moved to DEVICE {format_nbytes(self.moved.h2d_nbytes)} and to "
             f"HOST {format_nbytes(self.moved.d2h_nbytes)}"
         )

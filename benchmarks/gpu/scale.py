@@ -122,7 +122,7 @@ def predict(*, sizes: list[dict[str, Any]], device_nbytes: int | None, host_nbyt
     told: dict[str, Any] = {}
 
     def fits(index: int) -> bool:
-        # What is beside the chunks counts here, and on a CPU it does not.
+        # Non-model data counts here, and on a CPU it does not.
         toy_nbytes = toy_cap_nbytes(rungs[index]) + TOY_ACTIVATION_NBYTES
         cap_nbytes = toy_nbytes if device_nbytes is None else device_nbytes
         told[rungs[index].name] = ask(rungs[index], cap_nbytes, host_nbytes, batch)

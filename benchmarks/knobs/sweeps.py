@@ -59,7 +59,7 @@ class Setting:
 
     @property
     def peak_nbytes(self) -> int:
-        """Highest bytes beside the chunks: activations, above all."""
+        """Peak bytes of non-model data: activations, above all."""
         return max(moment.non_model_peak_nbytes for moment in self.trace.moments)
 
     @property

@@ -1,4 +1,4 @@
-"""What can be said of a plan once it is made, for whoever follows it. Pure."""
+"""Facts about a finished plan, for its executor. Pure."""
 
 from __future__ import annotations
 

@@ -127,11 +127,11 @@ def require_fit(problem: Problem, budget: Sequence[int], machine: Machine) -> No
         return
     needed = machine.device_nbytes + short[worst]
     moment = problem.trace.moments[worst]
-    beside = moment.non_model_peak_nbytes if machine.charges_non_model else 0
+    activations = moment.non_model_peak_nbytes if machine.charges_non_model else 0
     raise CapacityError(
         f"moment {worst} ({moment}): {format_nbytes(needed_nbytes[worst])} of chunks are in use at once"
         + (", or there is no HOST to keep them," if needed_nbytes is not problem.required else "")
-        + (f" beside {format_nbytes(beside)} of activations" if beside else "")
+        + (f" next to {format_nbytes(activations)} of activations" if activations else "")
         + f", and DEVICE may hold {format_nbytes(machine.device_nbytes)}; raise memory.device to at least "
         f"{format_nbytes(needed)} ({needed} bytes), or lower default_chunk_size",
         needed_nbytes=needed,

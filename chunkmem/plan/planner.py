@@ -249,7 +249,7 @@ class _Candidates:
             yield self._try(way, self.known[key], "least-traffic", reserve)
 
     def _left(self, way: _Placed, reserve: int) -> list[int]:
-        """Return the room beside `reserve` chunks' worth of it, which is for prefetching."""
+        """Return the room without `reserve` chunks' worth of it, which is for prefetching."""
         return [max(0, nbytes - reserve * self.slab_nbytes) for nbytes in way.room]
 
     def _try(self, way: _Placed, kept: frozenset[int], name: str, reserve: int) -> tuple[int, Candidate | None]:

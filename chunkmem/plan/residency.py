@@ -105,9 +105,9 @@ class CheckedState(State):
         charge_nbytes = self.charge_nbytes if TIERS[side] is Tier.DEVICE else 0
         needed_nbytes, cap_nbytes = self.used_nbytes[side] + charge_nbytes, self._caps[side]
         if needed_nbytes > cap_nbytes:
-            beside = f" and {charge_nbytes} bytes beside them" if charge_nbytes else ""
+            others = f" and {charge_nbytes} bytes of non-model data" if charge_nbytes else ""
             raise CapacityError(
-                f"{self._position}: {self.used_nbytes[side]} bytes of chunks{beside} on {TIERS[side].name} pass the "
+                f"{self._position}: {self.used_nbytes[side]} bytes of chunks{others} on {TIERS[side].name} pass the "
                 f"cap of {cap_nbytes} bytes; plan again for this cap, or raise it to {needed_nbytes} bytes",
                 needed_nbytes=needed_nbytes,
                 cap_nbytes=cap_nbytes,

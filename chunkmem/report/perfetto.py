@@ -1,4 +1,4 @@
-"""A run as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open, also beside torch.profiler's.
+"""A run as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open, also next to torch.profiler's.
 
 Source: "Trace Event Format", the Chromium project; complete ("X"), counter ("C") and metadata ("M") events.
 """

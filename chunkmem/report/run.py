@@ -62,7 +62,7 @@ def load_run(path: Path) -> Run:
         raise TraceError(f"{path / 'trace.json'} has no moments, so there is nothing to report; record a step")
     if plan.trace_digest != trace.digest:
         raise PlanError(
-            f"{path / 'plan.json'} was made from trace {plan.trace_digest}, and trace.json beside it is "
+            f"{path / 'plan.json'} was made from trace {plan.trace_digest}, and trace.json next to it is "
             f"{trace.digest}; record both at once with manager.record()"
         )
     try:

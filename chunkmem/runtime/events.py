@@ -115,7 +115,7 @@ def closed_error(label: str) -> StateError:
 
 
 def copy_error(label: str, source: Tier, target: Tier, cause: Exception) -> TierIOError:
-    """Return what whoever waits for a copy is told if it failed."""
+    """Return the error of a failed copy, for those who wait for it."""
     return TierIOError(f"{label}: the copy from {source.name} to {target.name} failed: {cause}")
 
 

@@ -53,7 +53,7 @@ class Slab:
             self.busy = None
 
     def give_up(self) -> None:
-        """Let its memory go back to the system, whoever keeps the slab. Raises what `rest` does."""
+        """Let its memory go back to the system, even if somebody keeps the slab. Raises what `rest` does."""
         self.rest()
         with runtime_mode():
             self.bytes = torch.empty(0, dtype=torch.uint8)

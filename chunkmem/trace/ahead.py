@@ -1,7 +1,7 @@
 """A step over ranks as it would be with exchanges that overlap computing, from one that was recorded without.
 
 Recorded: a unit's weights are held, exchanged and there before it computes, and a reduction is over before backward
-goes on. Overlapped: each gather begins when the one before it has arrived, and each reduction ends when the next one
+continues. Overlapped: each gather begins when the one before it has arrived, and each reduction ends when the next one
 begins, so weights of two units and gradients of two reductions are held at a time. What is still held when it would be
 gathered again is not.
 """

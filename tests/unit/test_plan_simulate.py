@@ -332,7 +332,9 @@ def test_what_is_beside_the_chunks_is_charged_in_its_moment() -> None:
     machine = replace(MACHINE, device_nbytes=250)
     assert simulate(PLAN, trace, machine=machine).step_s == 20.0
     charging = replace(machine, charges_non_model=True)
-    with pytest.raises(CapacityError, match=r"^moment 1 .*: 200 bytes of chunks and 51 bytes beside them on") as error:
+    with pytest.raises(
+        CapacityError, match=r"^moment 1 .*: 200 bytes of chunks and 51 bytes of non-model data on"
+    ) as error:
         simulate(PLAN, trace, machine=charging)
     assert (error.value.needed_nbytes, error.value.cap_nbytes) == (251, 250)
     assert simulate(PLAN, trace, machine=replace(charging, device_nbytes=251)).step_s == 20.0

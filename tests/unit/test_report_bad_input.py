@@ -84,7 +84,7 @@ BAD = {
         r'plan\.json: this has the format \'chunkmem trace\', but a "chunkmem plan" is needed here',
     ),
     "not text": (spoil_json("trace.json", lambda text: b"\xff" + text), r"trace\.json: byte 0 is not UTF-8"),
-    "another's plan": (other_plan, r"plan\.json was made from trace \w+, and trace\.json beside it is \w+; record"),
+    "another's plan": (other_plan, r"plan\.json was made from trace \w+, and trace\.json next to it is \w+; record"),
     "unsound plan": (unsound_plan, r"plan\.json cannot be followed: moment 0"),
     "no moments": (no_moments, r"trace\.json has no moments"),
     "evaluation": (
