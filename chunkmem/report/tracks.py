@@ -29,7 +29,7 @@ _NS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Tip:
-    """What is told of a slice: a title, a line that begins with `lead` and continues with its times, and other lines."""
+    """The words of a slice: a title, a line of `lead` and its times, and other lines."""
 
     title: str
     lead: str = ""
