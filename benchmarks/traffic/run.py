@@ -94,7 +94,7 @@ def measure(case: ZooModel, variant: Variant) -> Iterator[dict[str, Any]]:
     trace, machine = record(case, variant)
     for percent in CAP_PERCENTS:
         row = compare(trace, machine, percent=percent)
-        yield {"model": case.name, "step": variant.name, **row, "machine": asdict(machine)}
+        yield {"model": case.name, "step": variant.name, **row, "machine": machine.to_dict()}
 
 
 def compare(trace: Trace, machine: Machine, *, percent: int) -> dict[str, Any]:

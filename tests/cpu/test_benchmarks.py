@@ -1,0 +1,46 @@
+"""Benchmarks can be run: what they have measured is written, and what they keep can be read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chunkmem.trace.model import Trace
+
+ROOT = Path(__file__).parents[2]
+TRACES = sorted((ROOT / "benchmarks" / "knobs" / "traces").glob("chunks-*.json"))
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
+def test_recorded_traces_are_of_the_format_that_is_read(path: Path) -> None:
+    assert Trace.load(path).moments
+
+
+def test_there_are_recorded_traces() -> None:
+    assert TRACES
+
+
+def test_rows_of_traffic_are_written(tmp_path: Path) -> None:
+    """A machine is in each row; its links are keyed by pairs, which JSON has no form for."""
+    out = tmp_path / "results.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.traffic.run",
+        "--models",
+        "loose",
+        "--steps",
+        "plain",
+        "--out",
+        str(out),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    rows = json.loads(out.read_text())["rows"]
+    assert rows
+    assert all(row["machine"]["links"] for row in rows)
