@@ -1,0 +1,48 @@
+"""Where optimizer states are made in the first step, before there is a plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import chunkmem
+from chunkmem.types import Tier
+from tests.helpers.twins import cpu_only
+
+GROUP_NBYTES = 4 * (64 * 64 + 64)
+"""Of one role; there are six groups."""
+
+
+def tiers_after_a_step(device_nbytes: int, *, hybrid: bool = True, ratio: float = 1.0) -> list[Tier | None]:
+    """Return the tier of each state after one step."""
+    values = {
+        "memory": {"device": device_nbytes, "host": 1 << 22},
+        "default_chunk_size": 64 * 64 + 64,
+        "optimizer": {"type": "AdamW", "params": {"use_hybrid_adam": hybrid}},
+        "client": {"mem_tracer": {"margin_use_ratio": ratio}},
+    }
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
+        with manager.init():
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+        manager.backward(model(torch.ones(2, 64)).square().mean())
+        optimizer.step()
+        chunks = manager.runtime.memory.store.chunks.values()
+        return [chunk.newest_tier() for chunk in chunks if chunk.id.role.is_state]
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    ("num_slabs", "options", "num_on_device"),
+    [
+        (6 * 4 + 2, {}, 12),
+        (6 * 2 + 5, {}, 4),  # weights and gradients of all, and the states of two groups
+        (6 * 4 + 2, {"hybrid": False}, 0),
+    ],
+    ids=["ample", "tight", "not hybrid"],
+)
+def test_states_are_made_where_there_is_room(num_slabs: int, options: dict[str, bool], num_on_device: int) -> None:
+    tiers = tiers_after_a_step(num_slabs * 17_000, **options)
+    assert len(tiers) == 12
+    assert tiers.count(Tier.DEVICE) == num_on_device
