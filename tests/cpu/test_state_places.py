@@ -10,8 +10,8 @@ import chunkmem
 from chunkmem.types import Tier
 from tests.helpers.twins import cpu_only
 
-GROUP_NBYTES = 4 * (64 * 64 + 64)
-"""Of one role; there are six groups."""
+SLAB_NBYTES = 17_000
+"""A little more than one of the six groups takes in one role: 64 x 64 weights and 64 biases in fp32."""
 
 
 def tiers_after_a_step(device_nbytes: int, *, hybrid: bool = True, ratio: float = 1.0) -> list[Tier | None]:
@@ -43,6 +43,6 @@ def tiers_after_a_step(device_nbytes: int, *, hybrid: bool = True, ratio: float 
     ids=["ample", "tight", "not hybrid"],
 )
 def test_states_are_made_where_there_is_room(num_slabs: int, options: dict[str, bool], num_on_device: int) -> None:
-    tiers = tiers_after_a_step(num_slabs * 17_000, **options)
+    tiers = tiers_after_a_step(num_slabs * SLAB_NBYTES, **options)
     assert len(tiers) == 12
     assert tiers.count(Tier.DEVICE) == num_on_device
