@@ -9,6 +9,7 @@ import torch
 
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.parts import Memory
+from chunkmem.runtime.clock import HostClock
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pager import Pager
@@ -77,7 +78,7 @@ class WeightlessStore(ChunkStore):
     """Replicas that are only counted."""
 
     def __init__(self, ledgers: Iterable[Ledger]) -> None:
-        super().__init__({ledger.tier: _WeightlessPool(ledger) for ledger in ledgers})
+        super().__init__({ledger.tier: _WeightlessPool(ledger) for ledger in ledgers}, HostClock())
 
     def take_slab(self, chunk: Chunk, tier: Tier) -> Replica:
         slab = self.pools[tier].alloc(chunk.id.role.value, chunk.nbytes)

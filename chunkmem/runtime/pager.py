@@ -8,13 +8,13 @@ brought again, so that with a policy that does nothing everything works the same
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from chunkmem.errors import CapacityError, StateError, TierIOError
 from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
+from chunkmem.runtime.clock import Interval, Mark
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.leaving import Leaving
 from chunkmem.runtime.ledger import CACHE
@@ -147,16 +147,17 @@ class Pager:
         for chunk in chunks:
             self.policy.event(Kind.EXCHANGE, chunk, reader)
 
-    def arrive(self, chunks: Sequence[Chunk], wait: Callable[[], None], *, reader: object, issued_s: float) -> None:
+    def arrive(self, chunks: Sequence[Chunk], wait: Callable[[], None], *, reader: object, issued: Mark) -> None:
         """Announce that an exchange is waited for, wait for it, and say how long that took."""
         for chunk in chunks:
             self.policy.event(Kind.ARRIVE, chunk, reader)
-        waited_s = time.perf_counter()
+        ready = self.store.clock.mark()
         with runtime_mode():
             wait()
+        arrived = self.store.clock.mark()
         for chunk in chunks:
-            self.policy.arrived(chunk, issued_s, waited_s)
-            waited_s = time.perf_counter()  # all have been waited for at once
+            self.policy.arrived(chunk, issued, Interval(ready, arrived))
+            ready = arrived  # all have been waited for at once
 
     def unpin(self, chunk: Chunk, tier: Tier) -> None:
         """Undo one `pin`."""

@@ -24,6 +24,7 @@ import torch
 
 from chunkmem.errors import StateError
 from chunkmem.plan.model import Lane
+from chunkmem.runtime.clock import HostMark, Interval
 from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, closed_error
 from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.queues import HostCopy, HostTask, HostWork
@@ -96,10 +97,10 @@ class AdversarialLanes:
         self._run_some()
         return DoneEvent.now()
 
-    def compute_waits(self, event: Event) -> float:
-        started_s = time.perf_counter()
+    def compute_waits(self, event: Event) -> Interval | None:
+        ready = HostMark.now()
         self.run_until(event)
-        return time.perf_counter() - started_s
+        return Interval(ready, HostMark.now())
 
     def run_until(self, event: Event) -> None:
         """Run what `event` comes after, and whatever else the dice say, until it is done.
