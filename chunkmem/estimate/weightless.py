@@ -9,13 +9,13 @@ import torch
 
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.parts import Memory
-from chunkmem.runtime.clock import HostClock
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.store import Chunk, ChunkStore, Replica
 from chunkmem.runtime.tiers import TierCaps
+from chunkmem.runtime.timestamps import HostClock
 from chunkmem.types import Tier
 
 NO_CAP_NBYTES = 2**62

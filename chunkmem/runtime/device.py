@@ -18,7 +18,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from chunkmem.errors import ConfigError
-from chunkmem.runtime.clock import Clock, HostClock, StreamClock
+from chunkmem.runtime.timestamps import Clock, HostClock, StreamClock
 
 _LARGE_PAGE_NBYTES = 2 << 20
 _WITHOUT_STREAMS = frozenset({"mps"})

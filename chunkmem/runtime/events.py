@@ -17,8 +17,8 @@ import torch
 
 from chunkmem.errors import StateError, TierIOError
 from chunkmem.plan.model import LANE_LINKS, Lane
-from chunkmem.runtime.clock import Clock, HostMark, Interval
 from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.timestamps import Clock, HostTimestamp, Interval
 from chunkmem.types import Tier
 
 COPY_LANES = tuple(LANE_LINKS)
@@ -143,8 +143,8 @@ class DoneEvent(Interval):
     @classmethod
     def now(cls) -> Self:
         """Return the event of something that the host has just done."""
-        mark = HostMark.now()
-        return cls(mark, mark)
+        end = HostTimestamp.now()
+        return cls(end, end)
 
     def done(self) -> bool:
         return True
@@ -162,6 +162,6 @@ def host_waits(event: Event, clock: Clock) -> Interval | None:
     if event.done():
         event.wait()
         return None
-    ready = clock.mark()
+    ready = clock.timestamp()
     event.wait()
-    return Interval(ready, clock.mark())
+    return Interval(ready, clock.timestamp())

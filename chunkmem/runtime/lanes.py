@@ -16,7 +16,6 @@ import torch
 
 from chunkmem.errors import StateError
 from chunkmem.plan.model import LANE_LINKS, Lane
-from chunkmem.runtime.clock import HostClock, HostMark, Interval, StreamClock
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.events import (
     DoneEvent,
@@ -30,6 +29,7 @@ from chunkmem.runtime.events import (
 )
 from chunkmem.runtime.queues import HostCopy, HostWork, Move, Worker
 from chunkmem.runtime.streams import StreamLanes, computed
+from chunkmem.runtime.timestamps import HostClock, HostTimestamp, Interval, StreamClock
 
 __all__ = ["BlockingLanes", "Event", "Lanes", "StreamLanes", "ThreadLanes", "open_lanes"]
 
@@ -55,14 +55,14 @@ class BlockingLanes:
             raise closed_error(label)
         for event in after:
             event.wait()
-        start = self._clock.mark()
+        start = self._clock.timestamp()
         with runtime_mode(), named_range(lane, label):
             require_copyable(lane, target, source, label)
             try:
                 target.view(torch.uint8).copy_(source.view(torch.uint8))
             except Exception as error:
                 raise copy_error(label, *LANE_LINKS[lane], error) from error
-        return DoneEvent(start, self._clock.mark())
+        return DoneEvent(start, self._clock.timestamp())
 
     def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
         if self._closed:
@@ -71,7 +71,7 @@ class BlockingLanes:
             event.wait()
         task = HostWork(label, work, ())
         task.run(ctypes.memmove)
-        return DoneEvent(HostMark(task.started_s), HostMark(task.ended_s))
+        return DoneEvent(HostTimestamp(task.started_s), HostTimestamp(task.ended_s))
 
     def compute_event(self) -> Event:
         return computed(self._clock) if isinstance(self._clock, StreamClock) else DoneEvent.now()

@@ -14,13 +14,13 @@ from typing import Protocol
 
 from chunkmem.errors import CapacityError, StateError, TierIOError
 from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
-from chunkmem.runtime.clock import Interval, Mark
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.leaving import Leaving
 from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.policy import NoSpeculativeUpdates, OnDemand, SpeculativeUpdates, StepPolicy
 from chunkmem.runtime.shortage import shortage_error
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
+from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.trace.model import Kind
 from chunkmem.types import TIERS, Role, Tier, neighbor
 
@@ -147,14 +147,14 @@ class Pager:
         for chunk in chunks:
             self.policy.event(Kind.EXCHANGE, chunk, reader)
 
-    def arrive(self, chunks: Sequence[Chunk], wait: Callable[[], None], *, reader: object, issued: Mark) -> None:
+    def arrive(self, chunks: Sequence[Chunk], wait: Callable[[], None], *, reader: object, issued: Timestamp) -> None:
         """Announce that an exchange is waited for, wait for it, and say how long that took."""
         for chunk in chunks:
             self.policy.event(Kind.ARRIVE, chunk, reader)
-        ready = self.store.clock.mark()
+        ready = self.store.clock.timestamp()
         with runtime_mode():
             wait()
-        arrived = self.store.clock.mark()
+        arrived = self.store.clock.timestamp()
         for chunk in chunks:
             self.policy.arrived(chunk, issued, Interval(ready, arrived))
             ready = arrived  # all have been waited for at once

@@ -36,7 +36,6 @@ from chunkmem.plan.cursor import Said, TraceCursor
 from chunkmem.plan.model import Plan
 from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.runtime.actions import PlanActions
-from chunkmem.runtime.clock import Interval, Mark
 from chunkmem.runtime.copy_order import Step
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.garbage import no_collections
@@ -45,6 +44,7 @@ from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import NO_CONTENT, Chunk, residency
 from chunkmem.runtime.tiers import Tiers
+from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.runtime.transition import actions_to, go
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.types import ChunkId, Tier
@@ -326,7 +326,7 @@ class PlanExecutor(PlanActions):
         """A copy was made on demand."""
         self.step_log.served(chunk, source, target, taken)
 
-    def arrived(self, chunk: Chunk, issued: Mark, waited: Interval) -> None:
+    def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         """An exchange is over."""
         self.step_log.exchanged(chunk, issued, waited)
 

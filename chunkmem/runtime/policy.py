@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from chunkmem.runtime.clock import Interval, Mark
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.store import Chunk
+from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.trace.model import Kind
 from chunkmem.types import Tier
 
@@ -50,7 +50,7 @@ class StepPolicy(Protocol):
         """A blocking copy is over."""
         ...
 
-    def arrived(self, chunk: Chunk, issued: Mark, waited: Interval) -> None:
+    def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         """An exchange is over; COMPUTE has waited for it meanwhile."""
         ...
 
@@ -80,7 +80,7 @@ class OnDemand:
     def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
         return
 
-    def arrived(self, chunk: Chunk, issued: Mark, waited: Interval) -> None:
+    def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         return
 
 

@@ -6,14 +6,14 @@ Moments, stalls, copies and exchanges are timed by COMPUTE and the lanes, update
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 
 from chunkmem.plan.model import FETCH, LANE_LINKS, LINK_LANES, Lane
 from chunkmem.plan.timeline import Span, Timeline
-from chunkmem.runtime.clock import Clock, Interval, Mark
 from chunkmem.runtime.events import DoneEvent, Event
 from chunkmem.runtime.store import Chunk
+from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import Tier
 
@@ -26,13 +26,13 @@ class StepLog:
 
         Args:
             clock: of what COMPUTE does.
-            times_moments: mark the beginning of each moment, for its duration. Else, unless marks are free, only of
-                those that begin with a stall; what lies between is placed by the durations of the trace.
+            times_moments: take a timestamp when a moment begins, for its duration. Else, where that is not free, only
+                of moments that begin with a stall; those between are placed by the durations of the trace.
         """
         self.clock = clock
-        self._mark_moment: Callable[[], Mark | None] = clock.mark if times_moments or clock.is_free else lambda: None
-        self._made = clock.mark()
-        self.began: list[tuple[int, Mark | None]] = []
+        self._times_moments = times_moments or clock.is_free
+        self._made = clock.timestamp()
+        self.began: list[tuple[int, Timestamp | None]] = []
         """(moment, when)"""
         self.stalls: list[tuple[Lane, int, Interval]] = []
         """(lane waited for, moment, when)"""
@@ -45,7 +45,7 @@ class StepLog:
         self.updates: list[tuple[int, int, Chunk, Event]] = []
         """(moment it is for, moment it was begun in, PARAM chunk, event)"""
         self.device_nbytes: list[int] = []
-        self._ended: Mark | None = None
+        self._ended: Timestamp | None = None
         self.plan_misses = 0
         """Accesses that were not foreseen."""
 
@@ -57,7 +57,8 @@ class StepLog:
 
     def begin(self, moment: int, kind: Kind, chunk: Chunk) -> None:
         """A moment begins; its actions come next."""
-        self.began.append((moment, self._mark_moment() if self.began else self.clock.mark()))
+        is_timed = self._times_moments or not self.began
+        self.began.append((moment, self.clock.timestamp() if is_timed else None))
         if kind is Kind.EXCHANGE:
             self._issued[chunk] = moment
 
@@ -76,7 +77,7 @@ class StepLog:
         """A group's update has been begun ahead of its `moment`; `chunk` is its PARAM."""
         self.updates.append((moment, self._moment, chunk, event))
 
-    def exchanged(self, chunk: Chunk, issued: Mark, waited: Interval) -> None:
+    def exchanged(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         """A chunk that was exchanged with other ranks since `issued` is there."""
         moment = self._issued.get(chunk, self._moment)
         self.exchanges.append((moment, chunk, Interval(issued, waited.end)))
@@ -90,27 +91,28 @@ class StepLog:
 
     def end(self) -> None:
         """The last moment is over."""
-        self._ended = self.clock.mark()
+        self._ended = self.clock.timestamp()
 
     @property
     def _moment(self) -> int:
         return self.began[-1][0] if self.began else -1
 
     @property
-    def _first(self) -> Mark:
+    def _first(self) -> Timestamp:
         return self.began[0][1] or self._made if self.began else self._made
 
     def _times_s(self, trace: Trace | None) -> list[float]:
         """Return when each of `began` began, and when the last of them ended: all in one list.
 
-        Moments without a mark share the time between two marks, stalls excluded, in proportion to their durations.
+        Moments without a timestamp share the time between two that have one, stalls excluded, in proportion to their
+        durations.
         """
-        marks = [*(mark for _, mark in self.began), self._ended]
-        if marks[-1] is None:
-            marks[-1] = next((mark for mark in reversed(marks) if mark is not None), self._made)
-        times_s = [0.0 if mark is None else mark.at_s for mark in marks]
+        known = [*(timestamp for _, timestamp in self.began), self._ended]
+        if self._ended is None:
+            known[-1] = next((timestamp for timestamp in reversed(known) if timestamp is not None), self._made)
+        times_s = [0.0 if timestamp is None else timestamp.at_s for timestamp in known]
         stalled_s = self._stalled_s()
-        for at, until in pairwise([at for at, mark in enumerate(marks) if mark is not None]):
+        for at, until in pairwise([at for at, timestamp in enumerate(known) if timestamp is not None]):
             moments = [moment for moment, _ in self.began[at:until]]
             weights = [1.0 if trace is None else trace.moments[moment].duration_s + 1e-9 for moment in moments]
             begin_s = min(times_s[at] + stalled_s.get(moments[0], 0.0), times_s[until])

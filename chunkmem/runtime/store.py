@@ -10,10 +10,10 @@ import torch
 
 from chunkmem.layout.spec import Group
 from chunkmem.plan.semantics import ReplicaState, Residency
-from chunkmem.runtime.clock import Clock, Interval
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Event, copy_error
 from chunkmem.runtime.pool import Slab, SlabPool
+from chunkmem.runtime.timestamps import Clock, Interval
 from chunkmem.types import LINKS, TIERS, ChunkId, Link, Tier
 
 NO_CONTENT = -1
@@ -219,7 +219,7 @@ class ChunkStore:
             TierIOError: it failed; `source` is as it was, and `target` is not valid.
         """
         to, origin = chunk.replicas[target], chunk.replicas[source]
-        start = self.clock.mark()
+        start = self.clock.timestamp()
         with runtime_mode():
             try:
                 self.transfer(to.flat, origin.flat)
@@ -229,7 +229,7 @@ class ChunkStore:
             if target is Tier.DEVICE and chunk.home is not None:
                 chunk.home.bind()
         self.note_copy(chunk, source, target)
-        self.on_copy(chunk, source, target, Interval(start, self.clock.mark()))
+        self.on_copy(chunk, source, target, Interval(start, self.clock.timestamp()))
 
     def transfer(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy the elements of `source`, 1-D, to `target`, and wait for it."""

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import torch
 
 from chunkmem.plan.model import Lane
-from chunkmem.runtime.clock import Interval, StreamClock, StreamMark
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.events import COPY_LANES, Event, closed_error, host_waits, named_range, require_copyable
 from chunkmem.runtime.queues import HostWork, Worker
+from chunkmem.runtime.timestamps import Interval, StreamClock, StreamTimestamp
 
 
 @dataclass(eq=False, slots=True)
 class StreamEvent(Interval):
     """What a stream does between two of its events."""
 
-    start: StreamMark
-    end: StreamMark
+    start: StreamTimestamp
+    end: StreamTimestamp
 
     @property
     def failure(self) -> None:
@@ -40,8 +40,8 @@ class StreamEvent(Interval):
 
 def computed(clock: StreamClock) -> StreamEvent:
     """Return the end of what is on the calling thread's current stream."""
-    mark = clock.mark()
-    return StreamEvent(mark, mark)
+    end = clock.timestamp()
+    return StreamEvent(end, end)
 
 
 class StreamLanes:
@@ -68,9 +68,9 @@ class StreamLanes:
             require_copyable(lane, target, source, label)
             for event in after:
                 _hold_back(stream, event)
-            start = self._clock.mark_on(stream)
+            start = self._clock.timestamp_on(stream)
             target.view(torch.uint8).copy_(source.view(torch.uint8), non_blocking=True)
-            copied = self._last[lane] = StreamEvent(start, self._clock.mark_on(stream))
+            copied = self._last[lane] = StreamEvent(start, self._clock.timestamp_on(stream))
         return copied
 
     def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
@@ -89,7 +89,7 @@ class StreamLanes:
             return host_waits(event, self._clock)
         if event.done():
             return None
-        ready = self._clock.mark()
+        ready = self._clock.timestamp()
         _hold_back(self._compute.current_stream(), event)
         return Interval(ready, event.end)
 

@@ -12,10 +12,10 @@ from typing import TypeVar
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Exchange, Shard, Work
 from chunkmem.comm.ranks import Ranks
-from chunkmem.runtime.clock import Mark
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.runtime.timestamps import Timestamp
 from chunkmem.shard.ownership import Ownership, RoundRobin
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -31,7 +31,7 @@ _KEPT_ROLES = (Role.PARAM, Role.MASTER)
 class _Transfer:
     chunks: list[Chunk]
     work: Work
-    issued: Mark
+    issued: Timestamp
 
 
 class ShardStore:
@@ -163,7 +163,7 @@ class ShardStore:
     def _issue(self, together: Sequence[int], *, reader: object) -> None:
         chunks = [self._weights(group) for group in together]
         self._pager.exchange(chunks, reader=reader)
-        issued = self._store.clock.mark()
+        issued = self._store.clock.timestamp()
         with runtime_mode():
             work = self.exchange.gather(self._shards(chunks), label=f"{reader}: {chunks[0].label}")
         self._under_way.update(dict.fromkeys(together, _Transfer(chunks, work, issued)))
@@ -280,7 +280,7 @@ class ShardStore:
             RankError: a rank is missing, or somewhere else; what waits raises it, too.
         """
         self._pager.exchange(chunks, reader=reader)
-        issued = self._store.clock.mark()
+        issued = self._store.clock.timestamp()
         with runtime_mode():
             work = self.exchange.reduce(self._shards(chunks), label=str(reader))
         return lambda: self._pager.arrive(chunks, work.wait, reader=reader, issued=issued)

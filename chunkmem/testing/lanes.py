@@ -24,10 +24,10 @@ import torch
 
 from chunkmem.errors import StateError
 from chunkmem.plan.model import Lane
-from chunkmem.runtime.clock import HostMark, Interval
 from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, closed_error
 from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.queues import HostCopy, HostTask, HostWork
+from chunkmem.runtime.timestamps import HostTimestamp, Interval
 
 LANES = (*COPY_LANES, Lane.HOST_UPDATE)
 _POISON = 0xFF
@@ -98,9 +98,9 @@ class AdversarialLanes:
         return DoneEvent.now()
 
     def compute_waits(self, event: Event) -> Interval | None:
-        ready = HostMark.now()
+        ready = HostTimestamp.now()
         self.run_until(event)
-        return Interval(ready, HostMark.now())
+        return Interval(ready, HostTimestamp.now())
 
     def run_until(self, event: Event) -> None:
         """Run what `event` comes after, and whatever else the dice say, until it is done.

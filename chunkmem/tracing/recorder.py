@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from chunkmem.runtime.clock import Clock, Interval, Mark
 from chunkmem.runtime.plan_executor import label_of
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import NO_CONTENT, Chunk
+from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
 from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Tier
@@ -52,7 +52,7 @@ class Recorder(OnDemand):
         """A copy was made on demand."""
         self.step_log.served(chunk, source, target, taken)
 
-    def arrived(self, chunk: Chunk, issued: Mark, waited: Interval) -> None:
+    def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         """An exchange is over."""
         self.step_log.exchanged(chunk, issued, waited)
 

@@ -22,12 +22,12 @@ from chunkmem.layout.spec import Group
 from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
-from chunkmem.runtime import clock
-from chunkmem.runtime.clock import Interval
+from chunkmem.runtime import timestamps
 from chunkmem.runtime.events import host_waits
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import Chunk
+from chunkmem.runtime.timestamps import Interval
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.audit import audit
@@ -159,7 +159,7 @@ def test_moments_and_stalls_are_the_step(device: TimedDevice, num_chunks: float,
     assert sum(log.durations().values()) + happened.stall_s == pytest.approx(happened.step_s, abs=EXACT_S)
 
 
-def test_a_step_that_nothing_is_learnt_from_is_marked_where_it_waits(device: TimedDevice) -> None:
+def test_a_step_that_nothing_is_learnt_from_is_timed_where_it_waits(device: TimedDevice) -> None:
     training = Training(device, num_chunks=4)
     records, timelines = [], []
     for _ in range(NUM_LEARNED + 4):
@@ -169,7 +169,7 @@ def test_a_step_that_nothing_is_learnt_from_is_marked_where_it_waits(device: Tim
     num_moments, num_copies = len(training.trace.moments), 2 * timelines[-1].fetched
     assert num_moments < records[NUM_LEARNED - 1]
     assert max(records[NUM_LEARNED + 1 :]) < 5 * num_copies < num_moments + 3 * num_copies
-    # Moments that were not marked lie where the trace has them.
+    # Moments without a timestamp lie where the trace has them.
     timed, placed = timelines[NUM_LEARNED - 1], timelines[-1]
     assert placed.step_s == pytest.approx(timed.step_s, abs=EXACT_S)
     assert placed.stall_s == pytest.approx(timed.stall_s, abs=EXACT_S)
@@ -180,13 +180,15 @@ def test_a_step_that_nothing_is_learnt_from_is_marked_where_it_waits(device: Tim
     assert begins[1] == pytest.approx(begins[0], abs=2 * EXACT_S)
 
 
-def test_training_neither_reads_marks_nor_waits_for_them(device: TimedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_neither_reads_timestamps_nor_waits_for_them(
+    device: TimedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = Training(device, num_chunks=60)  # nothing is copied
     for _ in range(NUM_LEARNED + 1):
         training.step()
     with monkeypatch.context() as patch:
         for name in ("synchronize", "elapsed_time"):
-            patch.setattr(TimingEvent, name, lambda *_: pytest.fail("a mark is waited for"))
+            patch.setattr(TimingEvent, name, lambda *_: pytest.fail("a timestamp is waited for"))
         began_s = device.host_s
         for _ in range(3):
             training.train()
@@ -259,11 +261,11 @@ def log_of(device: TimedDevice) -> StepLog:
 def test_waiting_for_ranks_is_a_stall_once_nothing_is_left_to_compute(device: TimedDevice, computing_s: float) -> None:
     """Other ranks hold the host up for a second; the device computes meanwhile."""
     log = log_of(device)
-    issued = device.clock.mark()
+    issued = device.clock.timestamp()
     device.launch(computing_s)
-    ready = device.clock.mark()
+    ready = device.clock.timestamp()
     device.host_s += 1.0
-    log.exchanged(CHUNK, issued, Interval(ready, device.clock.mark()))
+    log.exchanged(CHUNK, issued, Interval(ready, device.clock.timestamp()))
     log.end()
     timeline = log.timeline(None, {}, {Tier.DEVICE: 0})
     assert timeline.stall_s == pytest.approx(max(0.0, 1.0 - computing_s), abs=EXACT_S)
@@ -286,17 +288,17 @@ def test_a_host_that_waits_is_a_stall_once_nothing_is_left_to_compute(device: Ti
 def test_copies_that_block_do_not_take_what_was_computed_before(device: TimedDevice) -> None:
     lanes = BlockingLanes(device)
     device.launch(2.0)
-    device.computing.queued_s = 0.5  # the copy's, from the mark on that it begins with
+    device.computing.queued_s = 0.5  # the copy's, from the next timestamp on
     event = lanes.copy(Lane.D2H, torch.zeros(4), torch.ones(4), after=[], label="x")
     assert event.ended_s - event.started_s == pytest.approx(0.5, abs=EXACT_S)
 
 
 def test_a_new_anchor_changes_no_time(device: TimedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "_ANCHOR_LIFE_S", 0.5)
-    marks = []
+    monkeypatch.setattr(timestamps, "_ANCHOR_LIFE_S", 0.5)
+    taken = []
     for _ in range(10):
-        marks.append(device.clock.mark())
+        taken.append(device.clock.timestamp())
         device.launch(0.3)
         device.host_s = device.computing.end_s
-    passed = [other.at_s - one.at_s for one, other in itertools.pairwise(marks)]
+    passed = [other.at_s - one.at_s for one, other in itertools.pairwise(taken)]
     assert passed == pytest.approx([0.3] * 9, abs=EXACT_S)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from chunkmem.errors import StateError
 from chunkmem.plan.model import Lane
-from chunkmem.runtime import clock
+from chunkmem.runtime import timestamps
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.lanes import BlockingLanes, StreamLanes, open_lanes
 from chunkmem.runtime.storage import ChunkStorage, default_backend
@@ -126,7 +126,7 @@ def test_a_copy_lands_in_the_memory_it_was_issued_for(lanes: StreamLanes) -> Non
 
 @pytest.mark.parametrize("anchor_life_s", [0.0, 30.0])
 def test_times_are_the_hosts(monkeypatch: pytest.MonkeyPatch, lanes: StreamLanes, anchor_life_s: float) -> None:
-    monkeypatch.setattr(clock, "_ANCHOR_LIFE_S", anchor_life_s)
+    monkeypatch.setattr(timestamps, "_ANCHOR_LIFE_S", anchor_life_s)
     chunk, host = on_device(1 << 22), on_host(1 << 22)
     torch.cuda.synchronize()
     before_s = time.perf_counter()

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
-from chunkmem.runtime.clock import StreamClock
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.lanes import StreamLanes
 from chunkmem.runtime.store import ChunkStore
+from chunkmem.runtime.timestamps import StreamClock
 from tests.helpers.simulated import SimulatedAccelerator
 
 TICK_S = 1e-7

@@ -1,21 +1,21 @@
-"""When something happened: marks, and the clocks that set them.
+"""When something happened: timestamps, and the clocks that take them.
 
-[Note: Device time] An accelerator computes long after the host has issued it, so what COMPUTE does is not timed by the
-host's clock: that shows when it was issued, and books whatever the device has still to compute as the time of the next
-call that waits. Instead, marks are events on streams, among the operators, and are read when the step is over.
+[Note: Device time] An accelerator computes long after the host has issued the work. The host's clock around a launch
+shows when it was issued; around a call that waits, it shows all that the device had still to compute. So what COMPUTE
+does is timed by events on its stream, which are recorded among the operators and read when the step is over.
 
-host      m1 op m2 wait op m3                        <- when issued
-COMPUTE   ...m1-- op --m2 ~~ waits ~~ -- op --m3     <- what is measured
+host      t1 op t2 wait op t3                       <- when issued
+COMPUTE   ....t1-- op --t2 ~ stalled ~ -- op --t3   <- what is measured
 
 A device measures between two of its events, by its own clock; CUDA, in single precision. So every event is measured
 from an anchor: an event whose host time is known, as it was recorded on a stream with nothing else on it. Anchors are
 renewed, because within an hour the rounding is a quarter of a millisecond and the clocks drift by more.
 
-What the host does by itself, such as updates on HOST, is timed by its own clock. Where it holds COMPUTE up, since it
-waits for other ranks or issues too slowly, that is part of the moment, as COMPUTE has nothing to do then.
+What the host does by itself, such as updates on HOST, is timed by the host's clock. If it holds COMPUTE up, as it waits
+for other ranks or issues too slowly, that counts as part of the moment: COMPUTE has nothing to do then.
 
-Source of the rules: CUDA Runtime API, "Event Management" (cudaEventRecord: "overwrite[s] any existing state";
-cudaEventElapsedTime) and "Stream Management" (cudaStreamWaitEvent waits for what was captured when it was called).
+Source of the rules: CUDA Runtime API, "Event Management" (cudaEventRecord, cudaEventElapsedTime): an event can be
+recorded again, and who was told to wait for it before still waits for what it stood for then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ANCHOR_LIFE_S = 30.0
 """At this distance the rounding is 2 microseconds."""
 
 
-class Mark(Protocol):
+class Timestamp(Protocol):
     """A point in time."""
 
     @property
@@ -38,7 +38,7 @@ class Mark(Protocol):
         ...
 
 
-class HostMark(float):
+class HostTimestamp(float):
     """By the host's clock: a number of seconds."""
 
     __slots__ = ()
@@ -55,10 +55,10 @@ class HostMark(float):
 
 @dataclass(eq=False, slots=True)
 class Interval:
-    """From one mark to another, by `time.perf_counter()`."""
+    """From one timestamp to another, by `time.perf_counter()`."""
 
-    start: Mark
-    end: Mark
+    start: Timestamp
+    end: Timestamp
 
     @property
     def started_s(self) -> float:
@@ -75,13 +75,13 @@ class Interval:
 
 
 class Clock(Protocol):
-    """Sets marks in what COMPUTE does."""
+    """Takes timestamps of what COMPUTE does."""
 
     is_free: bool
-    """A mark costs next to nothing, so that every moment of every step can have one."""
+    """A timestamp costs next to nothing, so that every moment of every step can have one."""
 
-    def mark(self) -> Mark:
-        """Mark the end of everything issued on COMPUTE so far: by this thread, or on its current stream."""
+    def timestamp(self) -> Timestamp:
+        """Return the end of everything issued on COMPUTE so far: by this thread, or on its current stream."""
         ...
 
 
@@ -90,8 +90,8 @@ class HostClock:
 
     is_free = True
 
-    def mark(self) -> Mark:
-        return HostMark.now()
+    def timestamp(self) -> Timestamp:
+        return HostTimestamp.now()
 
 
 class TimingEvent(Protocol):
@@ -132,7 +132,7 @@ class _Anchor:
         return self.host_s + 1e-3 * float(self._event.elapsed_time(event))
 
 
-class StreamMark:
+class StreamTimestamp:
     """A point on a stream. Its event goes back to the pool with the last reference to it."""
 
     __slots__ = ("_anchor", "_pool", "event")
@@ -152,12 +152,11 @@ class StreamMark:
 
 
 class StreamClock:
-    """Marks on the streams of an accelerator, made of events that are used again and again.
+    """Timestamps on the streams of an accelerator, with events that are used again and again.
 
-    A mark costs the host some 2 microseconds, of which half is CUDA's, and the device about as much. The host needs 25
-    for a moment without any computing (`benchmarks/planning`): to mark each moment would cost several percent of what
-    it does. So that is done in steps that durations are taken from. In the others only what COMPUTE waits for is
-    marked, one moment in ten of a large model.
+    One costs the host some 2 microseconds. A moment, computing aside, costs it 25, and a model of 7 B parameters has
+    2000: a timestamp at each would be several percent of the host's time. So each moment has one only in steps that
+    durations are taken from. In other steps only what may stall COMPUTE has, one moment in ten.
     """
 
     is_free = False
@@ -170,22 +169,22 @@ class StreamClock:
 
     @property
     def num_idle(self) -> int:
-        """Events that belong to no mark."""
+        """Events that belong to no timestamp."""
         return len(self._pool)
 
-    def mark(self) -> StreamMark:
-        return self.mark_on(self._streams.current_stream())
+    def timestamp(self) -> StreamTimestamp:
+        return self.timestamp_on(self._streams.current_stream())
 
-    def mark_on(self, stream: Any) -> StreamMark:
-        """Mark the end of what is on a stream. Once in a while, this holds the host up for the time of one event."""
+    def timestamp_on(self, stream: Any) -> StreamTimestamp:
+        """Return the end of what is on a stream. Once in a while, this holds the host up for the time of one event."""
         if time.perf_counter() - self._anchor.host_s > _ANCHOR_LIFE_S:
             self._anchor = _Anchor(self._streams, self._idle)
         event = self._idle_event()
         event.record(stream)
-        return StreamMark(event, self._anchor, self._pool)
+        return StreamTimestamp(event, self._anchor, self._pool)
 
     def _idle_event(self) -> TimingEvent:
-        """Return an event that no mark has, and that is over: ROCm leaves open what else recording it would mean."""
+        """Return an event that no timestamp has, and that is over: ROCm leaves open what else recording it would do."""
         try:
             event = self._pool.popleft()
         except IndexError:
