@@ -99,7 +99,8 @@ class StepLog:
 
     @property
     def _first(self) -> Timestamp:
-        return self.began[0][1] or self._made if self.began else self._made
+        first = self.began[0][1] if self.began else None
+        return self._made if first is None else first
 
     def _times_s(self, trace: Trace | None) -> list[float]:
         """Return when each of `began` began, and when the last of them ended: all in one list.
@@ -113,6 +114,8 @@ class StepLog:
         times_s = [0.0 if timestamp is None else timestamp.at_s for timestamp in known]
         stalled_s = self._stalled_s()
         for at, until in pairwise([at for at, timestamp in enumerate(known) if timestamp is not None]):
+            if until == at + 1:
+                continue
             moments = [moment for moment, _ in self.began[at:until]]
             weights = [1.0 if trace is None else trace.moments[moment].duration_s + 1e-9 for moment in moments]
             begin_s = min(times_s[at] + stalled_s.get(moments[0], 0.0), times_s[until])

@@ -91,7 +91,7 @@ class HostClock:
     is_free = True
 
     def timestamp(self) -> Timestamp:
-        return HostTimestamp.now()
+        return HostTimestamp(time.perf_counter())
 
 
 class TimingEvent(Protocol):
@@ -154,9 +154,9 @@ class StreamTimestamp:
 class StreamClock:
     """Timestamps on the streams of an accelerator, with events that are used again and again.
 
-    One costs the host some 2 microseconds. A moment, computing aside, costs it 25, and a model of 7 B parameters has
-    2000: a timestamp at each would be several percent of the host's time. So each moment has one only in steps that
-    durations are taken from. In other steps only what may stall COMPUTE has, one moment in ten.
+    One costs the host some 2 microseconds, more than what following a plan does (`benchmarks/planning`), and a step of
+    a large model has thousands of moments. So each has one only in steps that durations are taken from. In other steps
+    only what may stall COMPUTE has, one moment in ten or so.
     """
 
     is_free = False
