@@ -25,10 +25,11 @@ from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime import timestamps
 from chunkmem.runtime.events import host_waits
 from chunkmem.runtime.lanes import BlockingLanes
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.store import Chunk
-from chunkmem.runtime.timestamps import Interval
-from chunkmem.trace.model import Kind, Trace
+from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.trace.model import Kind, Mode, Trace
+from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.audit import audit
 from tests.helpers.device_time import LINK_Bps, TimedDevice, TimedLanes, TimedLinear, TimingEvent, timed_device
@@ -42,7 +43,9 @@ EXACT_S = 1e-4
 NUM_LEARNED = 4
 """Steps until durations are known: one is recorded, and three that follow its plan are timed."""
 NUM_ANCHORS = 1
-CHUNK = Chunk(ChunkId(Role.PARAM, 0), Group(0, "float32", 4, 1, 1, ()), torch.float32, "param chunk 0", ())
+CHUNKS = [
+    Chunk(ChunkId(Role.PARAM, at), Group(at, "float32", 4, 1, 1, ()), torch.float32, f"P{at}", ()) for at in (0, 1)
+]
 
 
 @pytest.fixture
@@ -251,30 +254,31 @@ def test_events_go_back_to_their_pool(device: TimedDevice, disturb: Callable[[Tr
 # Waits of other kinds.
 
 
-def log_of(device: TimedDevice) -> StepLog:
-    log = StepLog(device.clock)
-    log.begin(0, Kind.HOLD, CHUNK)
-    return log
-
-
 @pytest.mark.parametrize("computing_s", [0.0, 0.3, 2.0])
 def test_waiting_for_ranks_is_a_stall_once_nothing_is_left_to_compute(device: TimedDevice, computing_s: float) -> None:
     """Other ranks hold the host up for a second; the device computes meanwhile."""
-    log = log_of(device)
+
+    def wait() -> None:
+        device.host_s += 1.0
+
+    pager = Pager(ChunkStore({}, device.clock))
+    pager.policy = recorder = Recorder(Mode.TRAIN, clock=device.clock, take_peaks=lambda: (0, 0))
+    pager.exchange(CHUNKS, reader="x")
     issued = device.clock.timestamp()
     device.launch(computing_s)
-    ready = device.clock.timestamp()
-    device.host_s += 1.0
-    log.exchanged(CHUNK, issued, Interval(ready, device.clock.timestamp()))
-    log.end()
-    timeline = log.timeline(None, {}, {Tier.DEVICE: 0})
-    assert timeline.stall_s == pytest.approx(max(0.0, 1.0 - computing_s), abs=EXACT_S)
-    assert log.durations()[0] == pytest.approx(computing_s, abs=EXACT_S)
+    pager.arrive(CHUNKS, wait, reader="x", issued=issued)
+    recorder.end()
+    log = recorder.step_log
+    assert log.timeline(None, {}, {Tier.DEVICE: 0}).stall_s == pytest.approx(max(0.0, 1 - computing_s), abs=EXACT_S)
+    assert sum(log.durations().values()) == pytest.approx(computing_s, abs=EXACT_S)
+    arrived_s = max(1.0, computing_s)
+    assert [taken.duration_s for _, _, taken in log.exchanges] == pytest.approx([arrived_s] * 2, abs=EXACT_S)
 
 
 @pytest.mark.parametrize("computing_s", [0.0, 0.3, 2.0])
 def test_a_host_that_waits_is_a_stall_once_nothing_is_left_to_compute(device: TimedDevice, computing_s: float) -> None:
-    log, lanes = log_of(device), TimedLanes(device)
+    log, lanes = StepLog(device.clock), TimedLanes(device)
+    log.begin(0, Kind.HOLD, CHUNKS[0])
     device.launch(computing_s)
     copied = lanes.copy(Lane.D2H, torch.empty(0), torch.empty(0), after=[], label="x")
     link: Any = lanes._streams[Lane.D2H]

@@ -66,6 +66,7 @@ class TimingEvent:
         self.at_s = -1.0
 
     def record(self, stream: Stream) -> None:
+        assert self.query(), "ROCm does not define what it is to record an event again that is not over"
         self._device.host_s += LAUNCH_S
         self._device.num_records += 1
         self.at_s = max(stream.end_s, self._device.host_s)
