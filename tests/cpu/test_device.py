@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from chunkmem.cli import info
 from chunkmem.errors import ConfigError
 from chunkmem.runtime import measure
 from chunkmem.runtime.device import ComputeDevice
+from chunkmem.testing.training import generators_kept
 from tests.helpers.simulated import SimulatedAccelerator
 
 OTHERS = ("xpu", "privateuseone", "mtia")
@@ -167,3 +169,22 @@ class Untimed(SimulatedAccelerator):
 def test_the_names_of_devices() -> None:
     assert ComputeDevice(torch.device("cpu")).name() == "cpu"
     assert ComputeDevice(torch.device("mtia", 0)).name() == "mtia", "torch has no names for these"
+
+
+def test_the_generators_of_all_accelerators_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed is set on all of them. Torch warned of several, and before 2.13 it kept those of CUDA, on any machine."""
+    states = [torch.tensor(1), torch.tensor(2)]
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.xpu, "get_rng_state", lambda device: states[device])
+    monkeypatch.setattr(torch.xpu, "set_rng_state", lambda state, device: kept.insert(device, state))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with generators_kept(torch.device("xpu", 1)):
+            assert kept == []
+    assert kept == states
+
+
+def test_rocm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert info._cuda() == "ROCm 7.1"
