@@ -89,6 +89,11 @@ def prefer_large_pages(address: int, nbytes: int) -> None:
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(inside), advice)
 
 
+def cuda_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the current CUDA device; None: there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
 class ComputeDevice:
     """The device that models compute on, and what it can tell and do about memory.
 
