@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import chunkmem
 from chunkmem.cli import info
 from chunkmem.errors import ConfigError
+from chunkmem.optim.kernels import Kernels
 from chunkmem.runtime import measure
 from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.testing.training import generators_kept
 from tests.helpers.simulated import SimulatedAccelerator
 
@@ -109,6 +113,31 @@ def test_kernels_for_cuda_are_for_cuda_alone(monkeypatch: pytest.MonkeyPatch, hi
     monkeypatch.setattr(torch.version, "hip", hip)
     assert ComputeDevice(torch.device("cuda", 0)).runs_cuda_kernels == (hip is None)
     assert not any(ComputeDevice(torch.device(kind)).runs_cuda_kernels for kind in (*OTHERS, "cpu"))
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_without_kernels_of_ours_updates_run_in_pytorch_and_nobody_is_warned(
+    monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    asked: list[bool] = []
+
+    def load(*, with_cuda: bool) -> Kernels:
+        asked.append(with_cuda)
+        return Kernels(frozenset())
+
+    compute = SimulatedAccelerator()
+    compute.runs_cuda_kernels = is_ours
+    monkeypatch.setattr(ComputeDevice, "default", lambda index=None: compute)
+    monkeypatch.setattr("chunkmem.parts.load_kernels", load)
+    memory = {"device": "4MiB", "host": "4MiB"}
+    config = chunkmem.Config.from_dict({"memory": memory, "precision": "bf16"})
+    lanes = BlockingLanes(ComputeDevice(torch.device("cpu")))
+    with chunkmem.ChunkManager(config, make_lanes=lambda _: lanes) as manager:
+        model = manager.wrap(nn.Linear(4, 4))
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+        manager.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+    assert asked == [is_ours]
 
 
 class _Event:

@@ -255,9 +255,7 @@ def test_where_no_thread_can_be_started_the_calling_one_does_it_all() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WITHOUT_MORE_THREADS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    # A torch for CUDA logs that there is no driver.
-    problems = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
-    assert (done.stdout, problems) == ("can't start new thread\n[] True\n", [])
+    assert (done.stdout, done.stderr) == ("can't start new thread\n[] True\n", "")
 
 
 # As an operator of torch.
