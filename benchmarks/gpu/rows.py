@@ -11,7 +11,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-
 MAX_TRIES = 2
 """How often a row is begun whose time, or whose call, ends before it does."""
 

@@ -1,4 +1,4 @@
-"""The process of one row: ``python -m benchmarks.gpu.worker MODULE:FUNCTION ANSWER``, arguments as a line of JSON on stdin."""
+"""The process of one row: ``python -m benchmarks.gpu.worker MODULE:FUNCTION ANSWER``, arguments in JSON on stdin."""
 
 from __future__ import annotations
 
