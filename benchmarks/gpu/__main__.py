@@ -23,13 +23,13 @@ PARTS: Mapping[str, ModuleType] = {part.NAME: part for part in (probe, correct, 
 ALL, HALF_HOUR = "all", "half-hour"
 BUDGET_S = 500.0
 STAGES = (
-    Stage(probe, 120, only=(probe.BACK_END,), pause=Pause.FAILED),
-    Stage(probe, 140),
-    Stage(correct, 130, only=("tests/gpu*", *correct.DRY), pause=Pause.FAILED),
-    Stage(speed, 450, only=("plain / *", "chunkmem*")),
+    Stage(probe, 180, only=(probe.BACK_END,), pause=Pause.FAILED, in_each_call=True),
+    Stage(probe, 130),
+    Stage(correct, 120, only=("tests/gpu*", *correct.DRY), pause=Pause.FAILED),
+    Stage(speed, 440, only=("plain / *", "chunkmem*")),
     Stage(profile, 110, pause=Pause.MEASURED),
-    Stage(scale, 420, only=("predicted / *", "chunkmem / *")),
-    Stage(soak, 130),
+    Stage(scale, 400, only=("predicted / *", "chunkmem / *")),
+    Stage(soak, 120),
 )
 """Of `HALF_HOUR`: 25 minutes, which leaves some for machines to start. The peers and `monotone` take longer."""
 FAILED, BAD_INPUT, LEFT, STOPPED = 1, 2, 3, 130

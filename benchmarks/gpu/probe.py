@@ -24,7 +24,7 @@ def tasks(setting: Setting, _store: Store) -> Iterator[Task]:
     threads = setting.threads(1, 2) if dry else setting.threads(1, 2, 4, 8, 12, 16)
     sizes = [1, 4, 16, 64, 256]
     # Compiling is no other row's business.
-    yield Task(BACK_END, f"{DEVICE}:back_end", {}, 120, needs_gpu=False)
+    yield Task(BACK_END, f"{DEVICE}:back_end", {}, 180, needs_gpu=False)
     yield Task("copies, pinned", f"{LINK}:copies", {"sizes_mib": sizes, "pinned": True}, 40)
     memory = {"threads": threads, "mib": 16 if dry else 1024, "budget_s": 0.05 if dry else 0.4}
     yield Task("host memory", f"{HOST}:host_memory", {**memory, "under_dma": False}, 40, needs_gpu=False)

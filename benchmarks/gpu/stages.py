@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 from typing import Any
@@ -45,6 +45,8 @@ class Stage:
     """Over all calls; not counted is what was killed."""
     only: Sequence[str] = ("*",)
     pause: Pause = Pause.NEVER
+    in_each_call: bool = False
+    """Its rows are measured again: the machine may be another one, on which nothing is built."""
 
 
 @dataclass
@@ -86,7 +88,9 @@ def run_stages(
         tasks = stage.part.tasks(setting, store)
         left: list[str] = []
         try:
-            left = carry_out(tasks, store, setting, replace(choice, budget_s=min(left_s, stage_left_s), only=only))
+            again, retry = choice.again or stage.in_each_call, choice.retry or stage.in_each_call
+            told = Choice(min(left_s, stage_left_s), only=only, retry=retry, again=again)
+            left = carry_out(tasks, store, setting, told)
         finally:
             store.leave(left)
             new = [row for row in store if before.get(row.key) != row]

@@ -122,6 +122,16 @@ def test_a_call_pauses_where_something_failed_and_the_next_goes_on(tmp_path: Pat
     assert rows_of(tmp_path, "third")["last"]["figures"] == {"x": 3}
 
 
+def test_what_is_built_is_built_in_each_call(tmp_path: Path) -> None:
+    path = tmp_path / "begun"
+    row = {"built": {"count": {"path": str(path), "seconds": 0}}}
+    asked = (stage("probe", row, only=("built",), in_each_call=True), stage("probe", {"other": {"give": {}}}))
+    for num in (1, 2):
+        assert call(tmp_path, *asked).is_over
+        assert len(path.read_text().splitlines()) == num
+    assert list(rows_of(tmp_path, "probe")) == ["built", "other"]
+
+
 def test_a_stage_has_its_seconds_and_leaves_the_rest_to_others(tmp_path: Path) -> None:
     long = {str(index): {"count": {"path": str(tmp_path / "begun"), "seconds": 1.2}} for index in range(3)}
     asked = (stage("long", long, seconds=6.5), stage("after", {"a": {"give": {}}}))
@@ -164,13 +174,15 @@ def begun(notes: Path) -> dict[str, int]:
     return {path.name: len(path.read_text().splitlines()) for path in notes.iterdir()}
 
 
+def all_rows(archive: Path) -> dict[str, dict[str, Any]]:
+    files = contents(archive) if archive.exists() else {}
+    parts = [json.loads(content) for name, content in files.items() if name.endswith(".json")]
+    return {key: row for part in parts for key, row in part["rows"].items()}
+
+
 def found(archive: Path) -> dict[str, dict[str, Any]]:
     """The rows of an archive that have figures."""
-    files = contents(archive) if archive.exists() else {}
-    rows = {
-        key: row for name in files if name.endswith(".json") for key, row in json.loads(files[name])["rows"].items()
-    }
-    return {key: row for key, row in rows.items() if "figures" in row}
+    return {key: row for key, row in all_rows(archive).items() if "figures" in row}
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -201,11 +213,11 @@ def test_commands_that_are_killed_lose_no_row(tmp_path: Path, seed: int) -> None
         if done.returncode == 0:
             break
     assert statuses[-1] == 0
-    # A row that two commands were killed over is left to --retry.
-    given_up = {key for key in KEYS if key not in found(archive)}
     assert seen.items() <= found(archive).items()
-    assert all(begun(notes)[key] == 2 for key in given_up)
     assert all(num <= 2 for num in begun(notes).values())
+    # A row that two commands were killed over is left to --retry.
+    assert all_rows(archive).keys() == set(KEYS)
+    assert {row["reason"] for key, row in all_rows(archive).items() if key not in found(archive)} <= {"cut"}
 
 
 def assert_end(processes: Any) -> None:
