@@ -30,7 +30,8 @@ def of_trace(events: Sequence[Event]) -> dict[str, Any] | None:
     if not kernels:
         return None
     calls = [event for event in spans if event.get("cat") in LAUNCHES]
-    launched_at = {number: _end(event) for event in calls if (number := event.get("args", {}).get("correlation"))}
+    launches = {number: event for event in calls if (number := event.get("args", {}).get("correlation"))}
+    launched_at = {number: _end(event) for number, event in launches.items()}
     by_stream: dict[Any, list[Event]] = defaultdict(list)
     for kernel in kernels:
         by_stream[kernel["args"]["stream"]].append(kernel)
@@ -47,7 +48,10 @@ def of_trace(events: Sequence[Event]) -> dict[str, Any] | None:
         free_at = max(free_at, _end(kernel))
     copies = [(event["ts"], _end(event)) for event in spans if event.get("cat") in COPIES]
     busy = [(kernel["ts"], _end(kernel)) for kernel in computing]
-    waits = [event for event in calls if event["name"] in WAITS]
+    issued = [launches[number] for kernel in computing if (number := kernel["args"]["correlation"]) in launches]
+    # Threads that launch what is computed, until the last of it: other threads wait for copies, and that is their work.
+    threads, last = {event["tid"] for event in issued}, max((event["ts"] for event in issued), default=0.0)
+    waits = [event for event in calls if event["name"] in WAITS and event["tid"] in threads and event["ts"] < last]
     return {
         "num_kernels": len(computing),
         "span_s": 1e-6 * (free_at - computing[0]["ts"]),
@@ -60,6 +64,15 @@ def of_trace(events: Sequence[Event]) -> dict[str, Any] | None:
             for name in sorted({event["name"] for event in waits})
         },
     }
+
+
+def busiest(events: Sequence[Event], num: int = 3) -> list[list[Any]]:
+    """Return the names of the kernels that took the device most time, and how many seconds."""
+    took_s: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event.get("cat") == "kernel":
+            took_s[event["name"][:60]] += 1e-6 * event["dur"]
+    return [[name, took_s[name]] for name in sorted(took_s, key=lambda name: -took_s[name])[:num]]
 
 
 def _end(event: Event) -> float:

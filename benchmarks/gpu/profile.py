@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from benchmarks.gpu import glance
 from benchmarks.gpu.harness import Task
@@ -21,7 +22,7 @@ from benchmarks.gpu.rows import Store
 from benchmarks.gpu.setting import GIB, Cap, Setting
 from benchmarks.gpu.table import Rows, page
 from benchmarks.gpu.train import batches_of, hold_to, open_training
-from benchmarks.gpu.work import NUM_BATCHES, Work, compute_device
+from benchmarks.gpu.work import Work, compute_device
 
 NAME = "profile"
 SUMMARY = "one step: are launches ahead, does the host wait, do updates take the cores; chrome trace and timeline"
@@ -48,7 +49,7 @@ def tasks(setting: Setting, _store: Store) -> Iterator[Task]:
 
 
 def profile(*, work: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Train until the plan is settled, then write one step down twice: as torch's profiler and as chunkmem sees it."""
+    """Train until the plan is settled, then write steps down as torch's profiler and as chunkmem see them."""
     from chunkmem.report.files import write_report
     from chunkmem.report.run import load_run
 
@@ -57,32 +58,37 @@ def profile(*, work: Mapping[str, Any], folder: str) -> dict[str, Any]:
     hold_to(asked.cap_nbytes)
     training = open_training(asked)
     steps = batches_of(asked, device)
-    for index in range(NUM_BEFORE):
-        training.step(steps[index % NUM_BATCHES])
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=kinds) as profiler:
+
+    def step() -> None:
         training.step(steps[0])
         if device.type == "cuda":
             torch.cuda.synchronize()
-    trace = place / "trace.json.gz"
-    profiler.export_chrome_trace(str(trace))
-    events = cut(trace)
-    # A step without the profiler: it slows the host down, and the page is about time.
-    before, began_s = glance.cores_now(), time.perf_counter()
-    training.step(steps[1])
+
+    for _ in range(NUM_BEFORE):
+        step()
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    traces = {"trace.json.gz": [ProfilerActivity.CPU]}
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        # To note each operator slows the host down: how far launches are ahead is read off the other one.
+        traces = {
+            "trace.json.gz": [ProfilerActivity.CPU, ProfilerActivity.CUDA],
+            "launches.json.gz": [ProfilerActivity.CUDA],
+        }
+    for name, activities in traces.items():
+        with torch.profiler.profile(activities=activities) as profiler:
+            step()
+        profiler.export_chrome_trace(str(place / name))
+        events = cut(place / name)
+    # Without any profiler.
+    before, began_s = glance.cores_now(), time.perf_counter()
+    step()
     wall_s, after = time.perf_counter() - began_s, glance.cores_now()
     told = training.told()
     training.manager.record(place / "run")
     files, notes = write_report([load_run(place / "run")], place)
     training.close()
-    names = [path.name for path in (trace, *(path for path in files.values() if path is not None))]
+    names = [*traces, *(path.name for path in files.values() if path is not None)]
     return {
         "files": {name: (place / name).stat().st_size for name in names},
         "notes": notes,
@@ -91,7 +97,7 @@ def profile(*, work: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "cores": glance.of_cores(before, after, launching=str(threading.get_native_id()), step_s=wall_s),
         "num_cpus": num_cpus(),
         "stall_s": told.get("stall_s"),
-        "busiest": busiest(profiler) if device.type == "cuda" else [],
+        "busiest": glance.busiest(events),
     }
 
 
@@ -105,12 +111,6 @@ def cut(path: Path) -> list[Any]:
         with gzip.open(path, "wt", encoding="utf-8") as file:
             json.dump({**content, "traceEvents": kept}, file)
     return events
-
-
-def busiest(profiler: Any, num: int = 3) -> list[list[Any]]:
-    """Return the names of what took the device most time, and how many seconds."""
-    averages = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
-    return [[event.key[:60], 1e-6 * event.self_device_time_total] for event in averages[:num]]
 
 
 def table(content: Mapping[str, Any]) -> str:

@@ -437,9 +437,11 @@ def kernel(ts: float, dur: float, correlation: int, stream: int = 7) -> dict[str
             "args": {"stream": stream, "correlation": correlation}}  # fmt: skip
 
 
-def host_call(ts: float, dur: float, correlation: int | None = None, name: str = "cudaLaunchKernel") -> dict[str, Any]:
+def host_call(
+    ts: float, dur: float, correlation: int | None = None, name: str = "cudaLaunchKernel", tid: int = 1
+) -> dict[str, Any]:
     args = {} if correlation is None else {"correlation": correlation}
-    return {"ph": "X", "cat": "cuda_runtime", "name": name, "ts": ts, "dur": dur, "args": args}
+    return {"ph": "X", "cat": "cuda_runtime", "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
 
 
 def test_why_a_device_idles_is_told_apart() -> None:
@@ -452,6 +454,8 @@ def test_why_a_device_idles_is_told_apart() -> None:
         host_call(300, 100, name="cudaEventSynchronize"), host_call(490, 10, 4),
         kernel(50, 100, 1), kernel(150, 50, 2), kernel(300, 100, 3), kernel(520, 80, 4), kernel(0, 10, 9, stream=13),
         {"ph": "X", "cat": "gpu_memcpy", "name": "HtoD", "ts": 220, "dur": 130, "args": {"stream": 13}},
+        # Another thread waits for a copy, and at the end the profile for the device.
+        host_call(0, 400, name="cudaEventSynchronize", tid=2), host_call(510, 90, name="cudaDeviceSynchronize"),
         {"ph": "M", "name": "process_name"},
     ]  # fmt: skip
     found = glance.of_trace(events)
@@ -469,6 +473,7 @@ def test_why_a_device_idles_is_told_apart() -> None:
         }
     )
     assert glance.of_trace([host_call(0, 10, 1)]) is None
+    assert glance.busiest(events) == [["k", pytest.approx(340e-6)]]
 
 
 def test_threads_that_wait_for_a_core_are_told() -> None:
