@@ -24,11 +24,11 @@ ALL, HALF_HOUR = "all", "half-hour"
 BUDGET_S = 500.0
 STAGES = (
     Stage(probe, 180, only=(probe.BACK_END,), pause=Pause.FAILED, in_each_call=True),
-    Stage(probe, 130),
-    Stage(correct, 120, only=("tests/gpu*", *correct.DRY), pause=Pause.FAILED),
-    Stage(speed, 440, only=("plain / *", "chunkmem*")),
+    Stage(probe, 130, only=("copies*", "host*", "matmul*", "device*", "Adam*", "pinning", "small*")),
+    Stage(correct, 150, only=("tests/gpu*", "tests/unit*"), pause=Pause.FAILED),
+    Stage(speed, 430, only=("plain / *", "chunkmem*")),
     Stage(profile, 110, pause=Pause.MEASURED),
-    Stage(scale, 400, only=("predicted / *", "chunkmem / *")),
+    Stage(scale, 380, only=("predicted / *", "chunkmem / *")),
     Stage(soak, 120),
 )
 """Of `HALF_HOUR`: 25 minutes, which leaves some for machines to start. The peers and `monotone` take longer."""

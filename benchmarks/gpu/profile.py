@@ -22,7 +22,7 @@ from benchmarks.gpu.rows import Store
 from benchmarks.gpu.setting import GIB, Cap, Setting
 from benchmarks.gpu.table import Rows, page
 from benchmarks.gpu.train import batches_of, hold_to, open_training
-from benchmarks.gpu.work import Work, compute_device
+from benchmarks.gpu.work import ENVIRONMENT, Work, compute_device
 
 NAME = "profile"
 SUMMARY = "one step: are launches ahead, does the host wait, do updates take the cores; chrome trace and timeline"
@@ -45,7 +45,7 @@ def tasks(setting: Setting, _store: Store) -> Iterator[Task]:
     work = Work("chunkmem", size, batch=batch, micro_batch=batch, cap_nbytes=cap.nbytes, host_nbytes=host_nbytes)
     key = f"profile / {MODEL if not setting.dry else 'toy'} / {cap.label}"
     arguments = {"work": asdict(work), "folder": str(setting.folder / "profile")}
-    yield Task(key, "benchmarks.gpu.profile:profile", arguments, 110, needs_gpu=False)
+    yield Task(key, "benchmarks.gpu.profile:profile", arguments, 110, needs_gpu=False, environment=ENVIRONMENT)
 
 
 def profile(*, work: Mapping[str, Any], folder: str) -> dict[str, Any]:

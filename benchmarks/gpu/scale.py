@@ -13,13 +13,13 @@ from benchmarks.gpu.rows import Reason, Store
 from benchmarks.gpu.setting import Cap, Setting
 from benchmarks.gpu.speed import error_of, probed
 from benchmarks.gpu.table import Rows, gib, page
-from benchmarks.gpu.work import DEVICE_SHARE, TOY_ACTIVATION_NBYTES, Work, toy_cap_nbytes
+from benchmarks.gpu.work import DEVICE_SHARE, ENVIRONMENT, TOY_ACTIVATION_NBYTES, Work, toy_cap_nbytes
 
 NAME = "scale"
 SUMMARY = "the largest GPT that completes 3 steps under each cap, predicted and tried, and the others'"
 BATCH = 4
 """Sequences a step."""
-LIMIT_S = 480.0
+LIMIT_S = 300.0
 """Of a row: tens of GiB are drawn, packed and pinned."""
 HEADER = ("trainer / cap / model", "predicted", "completed 3 steps", "device, reserved GiB", "device-wide GiB",
           "host GiB", "bytes a parameter", "s a step", "beside the estimate")  # fmt: skip
@@ -102,9 +102,15 @@ def _task(setting: Setting, trainer: str, cap: Cap, size: Size) -> Task:
         num_timed=1,
         least_timed=1,
     )
-    ours_or_gpu = trainer != "chunkmem"
     arguments = {"work": asdict(work), "speeds": probed(setting)}
-    return Task(_key(trainer, cap, size), "benchmarks.gpu.train:measure", arguments, LIMIT_S, needs_gpu=ours_or_gpu)
+    return Task(
+        _key(trainer, cap, size),
+        "benchmarks.gpu.train:measure",
+        arguments,
+        LIMIT_S,
+        needs_gpu=trainer != "chunkmem",
+        environment=ENVIRONMENT,
+    )
 
 
 def _batch(setting: Setting) -> int:

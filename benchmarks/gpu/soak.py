@@ -18,7 +18,7 @@ from benchmarks.gpu.rows import Store
 from benchmarks.gpu.setting import GIB, Cap, Setting
 from benchmarks.gpu.table import Rows, page
 from benchmarks.gpu.train import batches_of, hold_to, open_training
-from benchmarks.gpu.work import NUM_BATCHES, Work, compute_device
+from benchmarks.gpu.work import ENVIRONMENT, NUM_BATCHES, Work, compute_device
 
 NAME = "soak"
 SUMMARY = "up to 500 steps under a cap: reserved memory, streams and threads stay, no allocation is tried twice"
@@ -45,8 +45,15 @@ def tasks(setting: Setting, _store: Store) -> Iterator[Task]:
     num_steps = NUM_TOY_STEPS if setting.dry else NUM_STEPS
     key = f"chunkmem / {MODEL if not setting.dry else 'toy'} / {cap.label}"
     arguments = {"work": asdict(work), "num_steps": num_steps, "every": 4 if setting.dry else EVERY}
-    least_s = 10 if setting.dry else LEAST_S
-    yield Task(key, "benchmarks.gpu.soak:soak", arguments, LIMIT_S, needs_gpu=False, least_s=least_s)
+    yield Task(
+        key,
+        "benchmarks.gpu.soak:soak",
+        arguments,
+        LIMIT_S,
+        needs_gpu=False,
+        environment=ENVIRONMENT,
+        least_s=10 if setting.dry else LEAST_S,
+    )
 
 
 def soak(*, work: Mapping[str, Any], num_steps: int, every: int, limit_s: float) -> dict[str, Any]:

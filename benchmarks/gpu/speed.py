@@ -14,7 +14,7 @@ from benchmarks.gpu.peers import PEERS
 from benchmarks.gpu.rows import Store
 from benchmarks.gpu.setting import Cap, Setting
 from benchmarks.gpu.table import Rows, gib, page
-from benchmarks.gpu.work import CLIPPING_NORM, Work
+from benchmarks.gpu.work import CLIPPING_NORM, ENVIRONMENT, Work
 from chunkmem.estimate.gpt import VOCAB
 
 NAME = "speed"
@@ -85,6 +85,7 @@ def task(
         "benchmarks.gpu.train:measure",
         {"work": asdict(work), "speeds": dict(rates)},
         limit_s=60 if setting.dry else 200,
+        environment=ENVIRONMENT,
         needs_gpu=name not in ("chunkmem", NO_OFFLOAD),
         alternatives=[{"work": {**asdict(work), "micro_batch": smaller_one}} for smaller_one in smaller],
     )

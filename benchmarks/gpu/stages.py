@@ -42,7 +42,7 @@ class Stage:
     part: Any
     """A module: `NAME`, `tasks(setting, store)`, and `table(content)` of a file of rows."""
     seconds: float = inf
-    """Over all calls; not counted is what was killed."""
+    """Over all calls, but for what is killed; of one call if it is `in_each_call`."""
     only: Sequence[str] = ("*",)
     pause: Pause = Pause.NEVER
     in_each_call: bool = False
@@ -82,7 +82,8 @@ def run_stages(
     for number, stage in enumerate(stages):
         store = open_store(stage.part)
         only = stage.only if choice.only == ("*",) else choice.only
-        left_s, stage_left_s = end_s - time.monotonic(), stage.seconds - _spent_s(stage, store)
+        left_s, spent_s = end_s - time.monotonic(), 0.0 if stage.in_each_call else _spent_s(stage, store)
+        stage_left_s = stage.seconds - spent_s
         before = {row.key: row for row in store}
         progress.begun += [] if stage.part in progress.begun else [stage.part]
         tasks = stage.part.tasks(setting, store)
