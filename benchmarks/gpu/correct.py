@@ -99,7 +99,7 @@ def _pytest(wrapper: list[str], path: str, *options: str) -> dict[str, Any]:
             *options,
             path,
         ]
-        status = subprocess.run([*wrapper, *command], cwd=ROOT, check=False).returncode
+        status = subprocess.run([*wrapper, *command], cwd=ROOT, check=False, stdin=subprocess.DEVNULL).returncode
         if not report.exists():
             raise RuntimeError(f"pytest ended with {status} and left no report; see the log")
         return {"status": status, **read_report(report)}

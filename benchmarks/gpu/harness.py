@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = "no GPU"
 LEAST_SHARE = 0.25
 """A row is begun, or tried with less, while at least this share of its limit is left."""
+ENDING_S = 60.0
+"""What a killed process is waited for: a hundred GiB of pinned memory are not freed in a moment."""
 CLOSING_S = 10.0
 """What a function that ends by itself is spared of its limit, to start and to end in."""
 
@@ -187,10 +189,12 @@ def _last_words(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started, and wait until it is gone."""
+    """End a process and what it started, and wait until its memory is free again."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    # One that is stuck in a driver does not end; what was measured before is worth more than to wait for it.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(ENDING_S)
 
 
 def log_of(folder: Path, key: str) -> Path:

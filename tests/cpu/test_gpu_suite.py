@@ -144,7 +144,7 @@ def test_the_half_hour_is_rehearsed_with_commands_and_rows_that_are_killed(tmp_p
     """The whole sequence in dry mode. Its machinery alone, in seconds: tests/unit/test_gpu_half_hour.py."""
     archive, draw = tmp_path / "results.tgz", random.Random(0)
     command = [sys.executable, "-m", "benchmarks.gpu", "half-hour", "--archive", str(archive)]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     seen: dict[str, Any] = {}
     for index in range(6):
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -191,10 +191,11 @@ def test_commands_that_are_killed_lose_no_row(tmp_path: Path, seed: int) -> None
     archive, notes, draw = tmp_path / "results.tgz", tmp_path / "notes", random.Random(seed)
     notes.mkdir()
     command = [sys.executable, "-m", "tests.helpers.gpu_half_hour", str(archive), str(notes)]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
     seen: dict[str, dict[str, Any]] = {}
     for _ in range(6):
         before = begun(notes)
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
         time.sleep(draw.uniform(0.1, 1.2))
         process.send_signal(signal.SIGKILL)
         process.wait()
