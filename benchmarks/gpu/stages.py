@@ -1,8 +1,8 @@
 """Part after part within a number of seconds, again and again until all is there; and what to read at the end of each.
 
-[Note: Short calls] A rented machine is often bare and ends a command after some minutes, and of what the command
-prints only the end may be seen. So a sequence of stages is called again until it is through: each stage has seconds
-that count over all calls, a row that was found is kept, and the digest at the end of each call is all there is to read.
+[Note: Short calls] A rented machine is often bare, ends a command after some minutes, and shows the end of what it has
+printed. So the stages are called again until they are through: the seconds of each are those of all calls together, a
+row that was found is kept, and the digest at the end of a call is all there is to read.
 """
 
 from __future__ import annotations
