@@ -30,6 +30,8 @@ class Hardware:
     """Of the accelerator's memory."""
     link_Bps: float
     """Between host and accelerator, each way."""
+    duplex_Bps: float
+    """Between them, both ways at once."""
     host_memory_Bps: float
     peer_Bps: float
     """Between ranks of one machine, for each of them."""
@@ -59,6 +61,8 @@ class Hardware:
             shadow_nbytes=int(host_nbytes * OptsConfig().undo_log_ratio) if self.is_accelerator else 0,
             # Of a chunk, all but the part of its owner passes each rank.
             exchange_Bps=self.exchange_Bps(world) * world / (world - 1) if world > 1 else inf,
+            host_memory_Bps=self.host_memory_Bps,
+            duplex_Bps=self.duplex_Bps,
         )
 
 
@@ -74,7 +78,7 @@ def _of(
 ) -> Hardware:
     # Data sheets name peaks; matrix products reach about 60 % of them, streams 80 %.
     return Hardware(
-        gib << 30, 0.6e12 * teraflops, 0.6e12 * fp32_teraflops, 0.8e9 * memory_GBps, 1e9 * link_GBps, 1e9 * host_GBps,
+        gib << 30, 0.6e12 * teraflops, 0.6e12 * fp32_teraflops, 0.8e9 * memory_GBps, 1e9 * link_GBps, 1.6e9 * link_GBps, 1e9 * host_GBps,
         0.8e9 * peer_GBps,
     )  # fmt: skip
 
