@@ -35,15 +35,17 @@ def lower_bounds_of(plan: Plan, trace: Trace, hardware: Hardware, *, exchange_s:
     """Return the lower bounds of a step whose groups are updated where `plan` has them.
 
     Every weight that HOST updates crosses the link once a step, and again for backward unless DEVICE kept it since
-    forward; every gradient that HOST uses crosses it once. What crosses the link is read or written on HOST.
-    `exchange_s` is what ranks exchange, at full speed.
+    forward; every gradient that HOST uses crosses it once. What crosses the link is read or written on HOST. Computing
+    takes at least what operators take one by one; `trace` has the times of an eager step. `exchange_s` is what ranks
+    exchange, at full speed.
     """
     on_host = {group for group, tier in plan.update_tiers.items() if tier is Tier.HOST}
     to_device = _nbytes(trace, on_host, Role.PARAM) + _fetched_again_nbytes(plan, trace) if on_host else 0
     to_host = _nbytes(trace, on_host, Role.GRAD)
     host_nbytes = sum(trace.touched_nbytes(group) for group in on_host) + to_device + to_host
+    eager_s = sum(m.duration_s for m in trace.moments if m.kind is not Kind.UPDATE)
     return LowerBounds(
-        compute_s=sum(m.duration_s for m in trace.moments if m.kind is not Kind.UPDATE),
+        compute_s=hardware.eager_share * eager_s,
         link_s=max(max(to_device, to_host) / hardware.link_Bps, (to_device + to_host) / hardware.duplex_Bps),
         host_memory_s=host_nbytes / hardware.host_memory_Bps,
         network_s=exchange_s,

@@ -238,8 +238,8 @@ def test_low_precision_without_master_weights(capsys: pytest.CaptureFixture[str]
 # Bad input.
 
 WRONG = {
-    "no such preset": (["gpt:8k"], r"MODEL 'gpt:8k' is not a preset; there are gpt:1m, gpt:125m"),
-    "no kind of model": (["llama"], r"MODEL 'llama' is not known; allowed: a preset"),
+    "no such preset": (["gpt:8k"], r"MODEL 'gpt:8k' is not a size of GPT; there are gpt:1m, gpt:125m"),
+    "no kind of model": (["llama"], r"MODEL 'llama' is not known; allowed: a GPT"),
     "no module": (["nowhere.at.all:f"], r"cannot be loaded: ModuleNotFoundError: No module named"),
     "no function": (["tests.helpers.estimated:nothing"], r"cannot be loaded: .*nothing"),
     "not a function": (["tests.helpers.estimated:NOT_A_FUNCTION"], r"is a int, not a function"),

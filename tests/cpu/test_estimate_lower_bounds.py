@@ -24,7 +24,7 @@ MOMENTS = tuple(
     Moment(kind, param, duration_s=duration_s, non_model_peak_nbytes=60) for kind, param, duration_s in EVENTS
 )
 TRACE = Trace(Mode.TRAIN, "by hand", {ChunkId(role, group): 400 for group in (0, 1) for role in ROLES}, MOMENTS)
-SLOW = replace(HARDWARE["h100"], link_Bps=10.0, duplex_Bps=20.0, host_memory_Bps=20.0)
+SLOW = replace(HARDWARE["h100"], link_Bps=10.0, duplex_Bps=20.0, host_memory_Bps=20.0, eager_share=1.0)
 
 
 def plan(device_nbytes: int, *tiers: Tier) -> Plan:
