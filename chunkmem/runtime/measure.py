@@ -165,8 +165,8 @@ def _ram_copies(compute: ComputeDevice) -> Callable[[], float]:
 
 
 def _link_copies(compute: ComputeDevice, nbytes: int, *, to_device: bool) -> Callable[[], float]:
-    """Return what copies between pinned memory and the accelerator, and how long that took."""
-    host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=compute.is_accelerator)
+    """Return what copies between the accelerator and memory as HOST has it, and how long that took."""
+    host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=compute.is_cuda)
     device = torch.ones(nbytes, dtype=torch.uint8, device=compute.device)
     target, source = (device, host) if to_device else (host, device)
     return lambda: compute.time_s(lambda: target.copy_(source, non_blocking=True))
