@@ -16,8 +16,6 @@ from chunkmem.plan.simulate import simulate
 from tests.helpers.traces import training_trace
 
 COMPUTE, H2D, D2H, HOST_UPDATE = map(list(Lane).index, (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST_UPDATE))
-    list(Lane).index(lane) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST_UPDATE)
-)
 MACHINE = Machine(4096, 1 << 30, host_links(h2d_Bps=1e6, d2h_Bps=1e6), host_update_Bps=2e6, one_processor=False)
 
 
