@@ -90,6 +90,7 @@ class Runtime:
         opts = config.client.opts
         blocking = not (opts.with_async_move and backend.moves_contents)
         lanes = (make_lanes or partial(open_lanes, blocking=blocking))(compute)
+        self.tiers.device_pool.wait = lanes.compute_waits
         places = StatePlaces(self.memory.store, self.tiers.caps, margin_use_ratio=margin_use_ratio(config))
         self.gradients = GradientBook(self.memory.pager, settles=places.updates_on_host, is_shared=self.ranks.size > 1)
         exchanges = _agreed_exchanges(self.ranks, compute, saving=opts.with_mem_saving_comm, own=exchange)

@@ -191,8 +191,12 @@ class PlanExecutor(PlanActions):
     def close(self) -> None:
         """Stop following; nothing is under way when this returns."""
         self._show(None)
-        self._on_plan = False
-        self.drain()
+        was_followed, self._on_plan = self._on_plan, False
+        try:
+            self.drain()
+        finally:
+            if was_followed:
+                self._tiers.leave_room_for_activations()
 
     # Events.
 
@@ -362,7 +366,7 @@ class PlanExecutor(PlanActions):
             except PlanError as error:
                 self.obstacle = str(error)
                 return False
-            self._tiers.plan_decides()
+            self._leave_room(self.trace.moments[moment])
             go(actions, self._store)
         # Only now: on the way, HOST may hold more than the plan has there, and the log would take that room.
         self._pager.speculative.reserve(self._facts.shadow_counts)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,19 +43,22 @@ class Slab:
     busy: Event | None = None
     """The last copy that reads or writes it; it may be given back before that is over, but not to the system."""
 
-    def rest(self) -> None:
-        """Wait until no copy is at work on it.
+    def rest(self, wait: Callable[[Event], object] | None = None) -> None:
+        """Have `wait` wait until no copy is at work on it; without it, the calling thread does.
 
         Raises:
             TierIOError: the copy failed, and what it was to save may be here alone.
         """
         if self.busy is not None:
-            self.busy.wait()
+            if wait is None:
+                self.busy.wait()
+            else:
+                wait(self.busy)
             self.busy = None
 
-    def give_up(self) -> None:
-        """Let its memory go back to the system, even if somebody keeps the slab. Raises what `rest` does."""
-        self.rest()
+    def give_up(self, wait: Callable[[Event], object] | None = None) -> None:
+        """Let its memory go back to the system, even if somebody keeps the slab. As `rest`, and raises what it does."""
+        self.rest(wait)
         with runtime_mode():
             self.bytes = torch.empty(0, dtype=torch.uint8)
 
@@ -94,10 +98,23 @@ class SlabPool(Protocol):
 
 
 class DevicePool:
-    """Slabs of DEVICE: an allocation each, of which the last few freed are kept, `capacity` at most.
+    """Slabs of DEVICE: an allocation each, of which freed ones are kept, the last `capacity` unless a plan is followed.
 
     A kept slab serves a request of exactly its size and no other, the one freed last first; when room is needed, kept
-    slabs go before anything else. [Note: What a plan means] relies on that order.
+    slabs go before anything else, the one freed first first. [Note: What a plan means] relies on that order.
+
+    [Note: Room for kept slabs] A plan fills DEVICE with chunks and non-model data, moment by moment. Slabs that are
+    free in between take what both leave: `room_nbytes` is the cap less the moment's non-model data, kept slabs are
+    given up beyond that, and only then. So most slabs go from one chunk to the next without torch's allocator, and
+    the bytes of all slabs and of non-model data never pass the cap together.
+
+        cap       -----------------------------------------------
+        non-model ..:::::....:::..       the plan sees to it that there is room for these two at any moment
+        kept      oo      ooo   oo       `trim`, at the end of a moment's actions
+        chunks    #################
+
+    Giving up memory that a copy still uses waits for that copy. `wait` says how: on an accelerator, the stream that
+    computes does, as torch's allocator hands memory on in the order of that stream, and not the thread that issues.
     """
 
     def __init__(self, ledger: Ledger, compute: ComputeDevice, *, capacity: int) -> None:
@@ -107,8 +124,10 @@ class DevicePool:
         self.maps_slabs = False
         """On a CPU: have slabs mapped by themselves; [Note: Mapped slabs]."""
         self._capacity = capacity
-        self.keeps_all = False
-        """Keep every freed slab as long as the cap allows: a plan is followed, and takes each of them again."""
+        self.room_nbytes: int | None = None
+        """While a plan is followed: bytes that slabs may take, given out or kept; [Note: Room for kept slabs]."""
+        self.wait: Callable[[Event], object] | None = None
+        """Has what is computed from now on come after an event. None: the calling thread waits."""
         self._kept: deque[Slab] = deque()
 
     def alloc(self, role: str, nbytes: int) -> Slab:
@@ -118,7 +137,9 @@ class DevicePool:
                 self.ledger.release(CACHE, nbytes)
                 self.ledger.charge(role, nbytes)
                 return slab
-        while self._kept and self.ledger.free_nbytes < nbytes:
+        cap_nbytes = self.ledger.cap_nbytes
+        room_nbytes = cap_nbytes if self.room_nbytes is None else min(cap_nbytes, self.room_nbytes)
+        while self._kept and self.ledger.total_nbytes + nbytes > room_nbytes:
             self._discard(self._kept[0])
         with runtime_mode():
             slab = Slab(nbytes, self._allocate(nbytes))
@@ -129,14 +150,23 @@ class DevicePool:
         if self.poison:
             slab.poison()
         self.ledger.release(role, slab.nbytes)
-        if not self.keeps_all:
-            if self._capacity == 0:
-                slab.give_up()
-                return
-            while len(self._kept) >= self._capacity:
-                self._discard(self._kept[0])
+        if self.room_nbytes is None and self._capacity == 0:
+            slab.give_up(self.wait)
+            return
         self.ledger.charge(CACHE, slab.nbytes)
         self._kept.append(slab)
+        if self.room_nbytes is None:
+            self.trim()
+
+    def trim(self) -> None:
+        """Give up kept slabs until there are no more than there may be."""
+        while self._kept and self._has_too_many():
+            self._discard(self._kept[0])
+
+    def _has_too_many(self) -> bool:
+        if self.room_nbytes is None:
+            return len(self._kept) > self._capacity
+        return self.ledger.total_nbytes > self.room_nbytes
 
     def expect(self, nbytes: int) -> None:
         """Nothing is taken ahead of need."""
@@ -160,7 +190,7 @@ class DevicePool:
         return memory
 
     def _discard(self, slab: Slab) -> None:
-        slab.give_up()
+        slab.give_up(self.wait)
         self._kept.remove(slab)
         self.ledger.release(CACHE, slab.nbytes)
 

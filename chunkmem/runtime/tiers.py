@@ -82,18 +82,21 @@ class Tiers:
         self._non_model_peak_nbytes = 0
 
     def leave_room_for_activations(self) -> None:
-        """On an accelerator, give chunks what the activations of the steps so far have left of the cap."""
+        """No plan is followed: on an accelerator, give chunks what activations have left of the cap so far."""
         if not self.compute.is_accelerator:
             return
         peak = self.compute.take_peak_nbytes() - self.device.low_nbytes
+        self.device_pool.room_nbytes = None
+        self.device_pool.trim()
         self.device.low_nbytes = self.device.total_nbytes
         self._non_model_peak_nbytes = max(self._non_model_peak_nbytes, peak)
         self.device.cap_nbytes = max(self.device.total_nbytes, self.device.limit_nbytes - self._non_model_peak_nbytes)
 
-    def plan_decides(self) -> None:
-        """A plan is followed: it leaves room for activations by itself, moment by moment, up to the whole cap."""
+    def plan_decides(self, non_model_nbytes: int) -> None:
+        """A plan is followed: all slabs together may take what its non-model data leaves of the cap at present."""
         self.device.cap_nbytes = self.device.limit_nbytes
-        self.device_pool.keeps_all = not self.compute.is_accelerator
+        self.device_pool.room_nbytes = self.device.limit_nbytes - non_model_nbytes
+        self._non_model_peak_nbytes = max(self._non_model_peak_nbytes, non_model_nbytes)
 
     def overshoot_nbytes(self) -> int:
         """Return the bytes by which chunks and activations together passed the cap since the last call; or 0."""

@@ -132,7 +132,7 @@ class DeviceSlabs(DevicePool):
     def free(self, role: str, slab: Slab) -> None:
         address = slab.bytes.data_ptr()
         super().free(role, slab)
-        if not self.keeps_all and self._capacity == 0:
+        if self.room_nbytes is None and self._capacity == 0:
             self._order.gave_up(address, slab.nbytes)
 
     def _discard(self, slab: Slab) -> None:
