@@ -52,7 +52,7 @@ from chunkmem.runtime.measure import cached_machine
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.storage import ChunkStorage, StorageBackend, default_backend
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.runtime.tiers import Tiers, shadow_nbytes
+from chunkmem.runtime.tiers import Tiers, shadow_nbytes, warn_of_fragmentation
 from chunkmem.steps.controller import StepController
 from chunkmem.steps.trial import AheadTrial
 from chunkmem.tracing.watch import Watch
@@ -85,6 +85,7 @@ class Runtime:
             self.ranks.agree(f"{path} of the configuration", json.dumps(value))
         self.scaler = LossScaler(config.fp16) if config.precision == "fp16" else None
         self.tiers = Tiers(config, compute, num_local=self.ranks.num_local)
+        warn_of_fragmentation(compute, self.tiers.caps)
         backend = default_backend()
         self.memory = open_memory(self.tiers, backend)
         opts = config.client.opts

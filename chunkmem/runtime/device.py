@@ -152,6 +152,17 @@ class ComputeDevice:
         torch.cuda.reset_peak_memory_stats(self.device)
         return int(peak)
 
+    def has_expandable_segments(self) -> bool:
+        """Tell whether torch's allocator maps pages of freed slabs to tensors of any size; True where it cannot tell.
+
+        CUDA alone: elsewhere torch has no such setting, or does not say.
+        """
+        if self.device.type != "cuda":
+            return True
+        with contextlib.suppress(Exception):  # not part of torch's public interface
+            return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+        return True
+
     def pin(self, region: mmap.mmap, address: int) -> bool:
         """Register host memory with the device for direct copies; False, with one warning, where that is refused."""
         if not self.is_accelerator:

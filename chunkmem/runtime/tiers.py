@@ -60,6 +60,22 @@ def shadow_nbytes(opts: OptsConfig, compute: ComputeDevice, caps: TierCaps) -> i
     return int(caps.host_nbytes * opts.undo_log_ratio) if wanted else 0
 
 
+EXPANDABLE_SEGMENTS = (
+    "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before Python starts: chunks and activations then share all "
+    "memory, where else they split each other's blocks, and run out of memory below the cap"
+)
+"""What a user is told whose allocator has no expandable segments."""
+_LARGE_SHARE = 0.85
+"""Of an accelerator's memory: a cap beyond that leaves little for what is lost between blocks."""
+
+
+def warn_of_fragmentation(compute: ComputeDevice, caps: TierCaps) -> None:
+    """Warn if `caps` take most of an accelerator whose allocator loses memory between blocks; see ADR 26."""
+    is_large = compute.is_accelerator and caps.device_nbytes > _LARGE_SHARE * compute.capacity_nbytes()
+    if is_large and not compute.has_expandable_segments():
+        warnings.warn(f"memory.device is most of {compute.name()}: {EXPANDABLE_SEGMENTS}", stacklevel=2)
+
+
 class Tiers:
     """Ledgers and pools of DEVICE and HOST."""
 

@@ -5,10 +5,13 @@ The accelerator is simulated in RAM. What its activations take is what the trace
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
 
+import chunkmem
+from chunkmem.cli.main import main
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.plan_executor import PlanExecutor
@@ -135,3 +138,40 @@ def test_the_thread_that_issues_does_not_wait_for_copies_of_freed_slabs(monkeypa
             run.step(seed)
     checker.assert_ordered()
     assert set(waited) == {"COMPUTE"}
+
+
+class Card(SimulatedAccelerator):
+    """An accelerator of 1 MiB whose allocator has expandable segments or not."""
+
+    def __init__(self, *, is_expandable: bool) -> None:
+        super().__init__()
+        self.is_expandable = is_expandable
+
+    def capacity_nbytes(self) -> int:
+        return 1 << 20
+
+    def has_expandable_segments(self) -> bool:
+        return self.is_expandable
+
+
+@pytest.mark.parametrize(
+    ("share", "is_expandable", "warns"), [(0.9, False, True), (0.9, True, False), (0.5, False, False)]
+)
+def test_a_cap_near_the_whole_device_needs_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, share: float, is_expandable: bool, warns: bool
+) -> None:
+    monkeypatch.setattr(ComputeDevice, "default", lambda index=None: Card(is_expandable=is_expandable))
+    config = chunkmem.Config.from_dict({"memory": {"device": int(share * (1 << 20)), "host": 1 << 20}})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        chunkmem.ChunkManager(config, make_lanes=lambda compute: ThreadLanes()).close()
+    told = [str(warning.message) for warning in caught if "expandable_segments:True" in str(warning.message)]
+    assert len(told) == warns
+
+
+def test_info_names_the_allocator_setting_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ComputeDevice, "default", lambda index=None: Card(is_expandable=False))
+    assert main(["info"]) == 0
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in capsys.readouterr().out

@@ -34,6 +34,9 @@ class SimulatedAccelerator(ComputeDevice):
     def num_update_threads(self) -> int:
         return 1
 
+    def capacity_nbytes(self) -> int:
+        return 1 << 40
+
     def used_nbytes(self) -> int:
         return 0
 
