@@ -13,7 +13,7 @@ import mmap
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -199,19 +199,34 @@ class DevicePool:
 class _Segment:
     """One mapping of the arena, and the runs of it that are free: start to length, in bytes."""
 
-    region: mmap.mmap
+    region: mmap.mmap | Literal[b""]
+    """Empty: given back."""
     bytes: torch.Tensor
     pinned: bool
     free: dict[int, int]
-    touched_nbytes: int = 0
-    """From the start to the end of the last slab that was ever cut; the rest was never written to."""
+    slab_nbytes: int
+    """Slabs of this size are cut from its start, others from its end: holes of one size lie side by side."""
+    untouched: tuple[int, int]
+    """From where to where nothing was ever cut, so that nothing was written to."""
+
+    @property
+    def touched_nbytes(self) -> int:
+        start, stop = self.untouched
+        return len(self.region) - max(0, stop - start)
+
+    @property
+    def is_free(self) -> bool:
+        """No slab is given out or kept of it."""
+        return self.free.get(0) == len(self.region)
 
 
 class HostArena:
     """Slabs of HOST, cut first-fit from a few mappings of exact size.
 
     A freed slab stays as it was cut and serves a request of exactly its size, the one freed last first; it is joined
-    to its neighbours when another size finds no room.
+    to its neighbours when another size finds no room. Sizes lie apart, as weights leave for DEVICE and what is wanted
+    in their place is twice as large: of bf16 weights in turn with fp32 masters every hole would be too small. What is
+    free all the same, and nothing fits, is RAM beyond the cap; whole segments of it are given back.
 
     torch's pinned allocator rounds each request up to a power of two; a mapping registered as a whole costs what it
     holds. The mappings stay out of forked children: a data loader's workers neither copy their page tables nor touch
@@ -246,7 +261,7 @@ class HostArena:
         """
         self._expected_nbytes += nbytes
 
-    def _reserve(self, nbytes: int) -> None:
+    def _reserve(self, nbytes: int, *, slab_nbytes: int) -> None:
         region = mmap.mmap(-1, nbytes)
         if hasattr(mmap, "MADV_DONTFORK"):
             region.madvise(mmap.MADV_DONTFORK)
@@ -255,20 +270,24 @@ class HostArena:
         prefer_large_pages(view.data_ptr(), nbytes)
         pinned = self._compute.pin(region, view.data_ptr())
         self._open.add(len(self._segments))
-        self._segments.append(_Segment(region, view, pinned, {0: nbytes}))
+        self._segments.append(_Segment(region, view, pinned, {0: nbytes}, slab_nbytes, (0, nbytes)))
         self._expected_nbytes = max(0, self._expected_nbytes - nbytes)
 
     def alloc(self, role: str, nbytes: int) -> Slab:
         if self._idle[nbytes]:
             self.ledger.charge(role, nbytes)
             return self._idle[nbytes].pop()
+        # What was announced may go to DEVICE in part: no more than the cap is mapped ahead.
+        ahead_nbytes = min(self._expected_nbytes, self.ledger.cap_nbytes - self.reserved_nbytes)
         slab = self._cut(nbytes)
         if slab is None and self._join_idle():
             slab = self._cut(nbytes)
+        if slab is None and ahead_nbytes < nbytes:
+            slab = self._cut(nbytes, from_any=True)
         if slab is None:
-            # What was announced may go to DEVICE in part: no more than the cap is mapped ahead.
-            ahead = min(self._expected_nbytes, self.ledger.cap_nbytes - self.reserved_nbytes)
-            self._reserve(max(nbytes, min(ahead, _SEGMENT_NBYTES // nbytes * nbytes)))
+            if self.reserved_nbytes + nbytes > self.ledger.cap_nbytes:
+                self._give_free_segments_back()
+            self._reserve(max(nbytes, min(ahead_nbytes, _SEGMENT_NBYTES) // nbytes * nbytes), slab_nbytes=nbytes)
             slab = self._cut(nbytes)
         assert slab is not None
         self.ledger.charge(role, nbytes)
@@ -302,26 +321,51 @@ class HostArena:
         free[start] = length
         self._open.add(slab.segment)
 
+    def _give_free_segments_back(self) -> None:
+        for index in [index for index in self._open if self._segments[index].is_free]:
+            self._give_back(self._segments[index])
+            self._open.discard(index)
+
+    def _give_back(self, segment: _Segment) -> None:
+        if segment.pinned:
+            self._compute.unpin(segment.bytes.data_ptr())
+        # The mapping goes with the last tensor over it: closing it under a live view would crash its reader.
+        with runtime_mode():
+            segment.region, segment.bytes = b"", torch.empty(0, dtype=torch.uint8)
+        segment.pinned, segment.free, segment.untouched = False, {}, (0, 0)
+
     def close(self) -> None:
         for segment in self._segments:
-            if segment.pinned:
-                self._compute.unpin(segment.bytes.data_ptr())
-        # The mappings go with the last tensor over them: closing them under a live view would crash its reader.
+            self._give_back(segment)
         self._segments.clear()
         self._open.clear()
         self._idle.clear()
 
-    def _cut(self, nbytes: int) -> Slab | None:
+    def _cut(self, nbytes: int, *, from_any: bool = False) -> Slab | None:
+        """Return a slab from a segment for slabs of its size, or `from_any`; None if none has room."""
         for index in sorted(self._open):
             segment = self._segments[index]
-            start = min((start for start, length in segment.free.items() if length >= nbytes), default=None)
-            if start is not None:
-                length = segment.free.pop(start)
-                if length > nbytes:
-                    segment.free[start + nbytes] = length - nbytes
-                if not segment.free:
-                    self._open.discard(index)
-                segment.touched_nbytes = max(segment.touched_nbytes, start + nbytes)
-                with runtime_mode():
-                    return Slab(nbytes, segment.bytes[start : start + nbytes], start, index)
+            if segment.is_free:
+                segment.slab_nbytes = nbytes
+            is_own = segment.slab_nbytes == nbytes
+            fitting = [start for start, length in segment.free.items() if length >= nbytes]
+            if fitting and (is_own or from_any):
+                start = min(fitting) if is_own else max(fitting)
+                return self._cut_from(index, start, nbytes, at_end=not is_own)
         return None
+
+    def _cut_from(self, index: int, start: int, nbytes: int, *, at_end: bool) -> Slab:
+        segment = self._segments[index]
+        rest_nbytes = segment.free.pop(start) - nbytes
+        if at_end:
+            start, rest = start + rest_nbytes, start
+        else:
+            rest = start + nbytes
+        if rest_nbytes:
+            segment.free[rest] = rest_nbytes
+        if not segment.free:
+            self._open.discard(index)
+        first, last = segment.untouched
+        segment.untouched = (first, min(last, start)) if at_end else (max(first, start + nbytes), last)
+        with runtime_mode():
+            return Slab(nbytes, segment.bytes[start : start + nbytes], start, index)

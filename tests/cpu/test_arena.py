@@ -195,3 +195,49 @@ def test_a_forked_child_has_none_of_the_arena(arena: HostArena) -> None:
     assert os.WIFEXITED(status)
     assert os.WEXITSTATUS(status) == 0
     assert (slab.bytes == 1).all()
+
+
+def test_holes_of_one_size_make_room_for_another() -> None:
+    """bf16 weights, packed in turn with their fp32 masters, leave for DEVICE: states took RAM beyond memory.host."""
+    # |w|w|w|w|m m|m m|m m|m m|      and not |w|m m|w|m m|w|m m|w|m m|
+    arena = new_arena(12)
+    arena.expect(12 * SLAB)
+    weights = [(arena.alloc(PARAM, SLAB), arena.alloc(PARAM, 2 * SLAB))[0] for _ in range(4)]
+    for slab in weights:
+        arena.free(PARAM, slab)
+    states = [arena.alloc(PARAM, 2 * SLAB) for _ in range(2)]
+    assert sorted(starts(states)) == [(0, 0), (0, 2)]
+    assert arena.reserved_nbytes == arena.ledger.total_nbytes == 12 * SLAB
+
+
+def test_segments_that_are_free_go_back_before_more_than_the_cap_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_SEGMENT_NBYTES", SLAB)
+    arena = new_arena(4)
+    slabs = [arena.alloc(PARAM, SLAB) for _ in range(4)]
+    kept = slabs.pop()
+    kept.bytes.fill_(7)
+    for slab in slabs:
+        arena.free(PARAM, slab)
+    assert starts([arena.alloc(PARAM, 3 * SLAB)]) == [(4, 0)]
+    assert arena.reserved_nbytes == 4 * SLAB
+    assert (kept.bytes == 7).all()
+    assert arena.kept_nbytes == 0
+
+
+@given(
+    actions=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.booleans(), st.integers(0, 99)), max_size=60),
+    announced=st.integers(0, 40),
+)
+def test_slabs_of_several_sizes_stay_aligned_and_apart(actions: list[tuple[int, bool, int]], announced: int) -> None:
+    arena = new_arena(17)
+    arena.expect(announced * SLAB + SLAB // 2)
+    live: list[tuple[int, Slab]] = []
+    for mark, (slabs, takes, which) in enumerate(actions):
+        if takes and arena.ledger.free_nbytes >= slabs * SLAB:
+            live.append((mark, arena.alloc(PARAM, slabs * SLAB)))
+            live[-1][1].bytes.fill_(mark)
+        elif live:
+            arena.free(PARAM, live.pop(which % len(live))[1])
+        check_arena(arena, live)
+        assert all(slab.start % SLAB == 0 for _, slab in live)
+    arena.close()

@@ -151,6 +151,6 @@ class HostSlabs(HostArena):
         super().__init__(*args, **options)
         self._order = order
 
-    def _reserve(self, nbytes: int) -> None:
-        super()._reserve(nbytes)
+    def _reserve(self, nbytes: int, *, slab_nbytes: int) -> None:
+        super()._reserve(nbytes, slab_nbytes=slab_nbytes)
         self._order.took(Tier.HOST, self._segments[-1].bytes)
