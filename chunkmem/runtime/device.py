@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from chunkmem.errors import ConfigError
+from chunkmem.runtime.populate import num_cores, populate
 
 _LARGE_PAGE_NBYTES = 2 << 20
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -87,6 +87,11 @@ def prefer_large_pages(address: int, nbytes: int) -> None:
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(inside), advice)
 
 
+def _cuda_register(address: int, nbytes: int) -> int:
+    """Pin host memory; return CUDA's error, 0 if there is none."""
+    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+
+
 class ComputeDevice:
     """The device that models compute on, and what it can tell and do about memory."""
 
@@ -132,7 +137,7 @@ class ComputeDevice:
         """Return how many threads update on HOST while the device computes: all cores where that happens elsewhere."""
         if not self.is_accelerator:
             return torch.get_num_threads()
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return num_cores()
 
     def capacity_nbytes(self) -> int:
         """Return the bytes of memory on the device; without an accelerator, RAM."""
@@ -167,7 +172,8 @@ class ComputeDevice:
         """Register host memory with the device for direct copies; False, with one warning, where that is refused."""
         if not self.is_accelerator:
             return False
-        status = int(torch.cuda.cudart().cudaHostRegister(address, len(region), 0))
+        populate(address, len(region))
+        status = _cuda_register(address, len(region))
         if status != 0:
             warnings.warn(
                 f"the CUDA driver refused to pin {len(region)} bytes of host memory (error {status}); copies will be "

@@ -6,9 +6,10 @@ import warnings
 from dataclasses import dataclass, replace
 
 from chunkmem.config import Config, OptsConfig
+from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes
 from chunkmem.runtime.ledger import Ledger
-from chunkmem.runtime.pool import DevicePool, HostArena
+from chunkmem.runtime.pool import DevicePool
 from chunkmem.types import Tier
 
 

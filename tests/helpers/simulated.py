@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from chunkmem.plan.model import Lane
+from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import COPY_LANES, Event
 from chunkmem.runtime.lanes import BlockingLanes
-from chunkmem.runtime.pool import DevicePool, HostArena, Slab
+from chunkmem.runtime.pool import DevicePool, Slab
 from chunkmem.types import Tier
 from tests.helpers.access_order import AccessOrder
 from tests.helpers.vector_clocks import Actor, Clock
