@@ -7,10 +7,12 @@ import errno
 import mmap
 import threading
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+import chunkmem
 from chunkmem.runtime import device as device_module
 from chunkmem.runtime import populate as populate_module
 from chunkmem.runtime.arena import HostArena
@@ -134,3 +136,46 @@ def test_pieces_are_larger_where_they_are_pinned(
         with pytest.raises(InterruptedError):
             arena.alloc("param", 4 << 20)
     assert reserved == [piece_mib << 20, 100 << 20]
+
+
+class Bar:
+    """A progress bar that remembers."""
+
+    made: ClassVar[list[Bar]] = []
+
+    def __init__(self, **options: Any) -> None:
+        self.options, self.now, self.is_open = options, 0, True
+        Bar.made.append(self)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_open = False
+
+    def update(self, nbytes: int) -> None:
+        self.now += nbytes
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_packing_shows_how_far_it_is_on_the_first_rank(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    monkeypatch.setattr(Bar, "made", [])
+    config = chunkmem.Config.from_dict({"memory": {"device": 1 << 20, "host": 1 << 20}, "default_chunk_size": 200})
+    with chunkmem.ChunkManager(config) as manager:
+        monkeypatch.setattr(manager.runtime.registry._packer, "_shows_progress", is_first)
+        with manager.init():
+            model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+        del model
+    (bar,) = Bar.made
+    assert bar.options["disable"] is (None if is_first else True)  # None: only on a terminal
+    assert bar.options["delay"] > 1, "what takes no time is not worth a line"
+    assert (bar.now, bar.is_open) == (bar.options["total"], False)
+
+
+def test_packing_is_silent_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
+    with chunkmem.ChunkManager() as manager:
+        with manager.init():
+            model = torch.nn.Linear(8, 8)
+        del model
+    assert "".join(capfd.readouterr()) == ""
