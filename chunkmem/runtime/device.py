@@ -7,7 +7,7 @@ import ctypes
 import mmap
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from chunkmem.errors import ConfigError
 from chunkmem.runtime.populate import num_cores, populate
 
 _LARGE_PAGE_NBYTES = 2 << 20
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 class runtime_mode:  # it reads as torch.no_grad does
@@ -53,12 +54,30 @@ class runtime_mode:  # it reads as torch.no_grad does
 
 
 def ram_nbytes() -> int:
-    """Return the RAM this process may use: the machine's, or less where a control group says so."""
+    """Return the RAM this process may use: the machine's, or less where one of its control groups says so."""
     limit = psutil.virtual_memory().total
-    for path in _CGROUP_LIMITS:
+    for path in _cgroup_limits():
         with contextlib.suppress(OSError, ValueError):  # no such control group, or "max": no limit
             limit = min(limit, int(path.read_text()))
     return int(limit)
+
+
+def _cgroup_limits() -> Iterator[Path]:
+    """Yield the files that may limit this process: of its control groups and all above them, of both versions.
+
+    A container often sees its own group as the root. Source: Linux, admin-guide, cgroup-v1 and cgroup-v2.
+    """
+    own = {(_CGROUPS, "memory.max"): "", (_CGROUPS / "memory", "memory.limit_in_bytes"): ""}
+    with contextlib.suppress(OSError, ValueError):
+        for line in _OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                own |= {(_CGROUPS, "memory.max"): path, (_CGROUPS, "memory.high"): path}
+            elif "memory" in controllers.split(","):
+                own[_CGROUPS / "memory", "memory.limit_in_bytes"] = path
+    for (root, name), path in own.items():
+        group = root / path.lstrip("/")
+        yield from (each / name for each in (group, *group.parents) if each.is_relative_to(root))
 
 
 def give_back_freed_ram() -> None:
