@@ -83,7 +83,7 @@ class HostArena:
 
     @property
     def _piece_nbytes(self) -> int:
-        if not self._compute.is_accelerator:
+        if not self._compute.is_cuda:
             return _SEGMENT_NBYTES
         share_nbytes = int(self.ledger.cap_nbytes * _PINNED_SEGMENT_SHARE)
         return max(_SEGMENT_NBYTES, min(share_nbytes, _PINNED_SEGMENT_NBYTES))

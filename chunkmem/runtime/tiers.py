@@ -72,8 +72,9 @@ _LARGE_SHARE = 0.85
 
 def warn_of_fragmentation(compute: ComputeDevice, caps: TierCaps) -> None:
     """Warn if `caps` take most of an accelerator whose allocator loses memory between blocks; see ADR 26."""
-    is_large = compute.is_accelerator and caps.device_nbytes > _LARGE_SHARE * compute.capacity_nbytes()
-    if is_large and not compute.has_expandable_segments():
+    if compute.has_expandable_segments():
+        return
+    if caps.device_nbytes > _LARGE_SHARE * compute.capacity_nbytes():
         warnings.warn(f"memory.device is most of {compute.name()}: {EXPANDABLE_SEGMENTS}", stacklevel=2)
 
 

@@ -89,7 +89,7 @@ class Pinning(ComputeDevice):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.is_accelerator = True
+        self.is_accelerator = self.is_cuda = True
         self.present: list[tuple[int, int]] = []
 
     def register(self, address: int, nbytes: int) -> int:
@@ -115,14 +115,14 @@ def test_the_driver_pins_pages_that_are_there(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("is_accelerator", "cap_gib", "piece_mib"), [(False, 128, 256), (True, 4, 256), (True, 64, 2048), (True, 512, 4096)]
+    ("is_pinned", "cap_gib", "piece_mib"), [(False, 128, 256), (True, 4, 256), (True, 64, 2048), (True, 512, 4096)]
 )
 def test_pieces_are_larger_where_they_are_pinned(
-    monkeypatch: pytest.MonkeyPatch, is_accelerator: bool, cap_gib: int, piece_mib: int
+    monkeypatch: pytest.MonkeyPatch, is_pinned: bool, cap_gib: int, piece_mib: int
 ) -> None:
     """A piece is mapped as a whole while the model is packed: a small share of the cap."""
     compute = Pinning()
-    compute.is_accelerator = is_accelerator
+    compute.is_cuda = is_pinned
     reserved: list[int] = []
 
     def reserve(self: HostArena, nbytes: int, *, slab_nbytes: int) -> None:
