@@ -213,6 +213,7 @@ class HostArena:
         if not segment.free:
             self._open.discard(index)
         first, last = segment.untouched
-        segment.untouched = (first, min(last, start)) if at_end else (max(first, start + nbytes), last)
+        if start < last and start + nbytes > first:
+            segment.untouched = (first, start) if at_end else (start + nbytes, last)
         with runtime_mode():
             return Slab(nbytes, segment.bytes[start : start + nbytes], start, index)

@@ -213,6 +213,20 @@ def test_holes_of_one_size_make_room_for_another() -> None:
     assert arena.reserved_nbytes == arena.ledger.total_nbytes == 12 * SLAB
 
 
+def test_what_was_never_given_out_does_not_count_as_kept() -> None:
+    # |1|.|.|.|.|2 2|2 2|      freed, and a hole at each end is used again
+    arena = new_arena(9)
+    arena.expect(9 * SLAB)
+    slabs = [arena.alloc(PARAM, nbytes * SLAB) for nbytes in (1, 2, 2)]
+    assert sorted(starts(slabs)) == [(0, 0), (0, 5), (0, 7)]
+    assert arena.kept_nbytes == 0
+    for slab in slabs[:2]:
+        arena.free(PARAM, slab)
+    assert arena.kept_nbytes == 3 * SLAB
+    arena.alloc(PARAM, 2 * SLAB)
+    assert arena.kept_nbytes == SLAB
+
+
 def test_segments_that_are_free_go_back_before_more_than_the_cap_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "_SEGMENT_NBYTES", SLAB)
     arena = new_arena(4)
