@@ -191,12 +191,8 @@ class PlanExecutor(PlanActions):
     def close(self) -> None:
         """Stop following; nothing is under way when this returns."""
         self._show(None)
-        was_followed, self._on_plan = self._on_plan, False
-        try:
-            self.drain()
-        finally:
-            if was_followed:
-                self._tiers.leave_room_for_activations()
+        self._on_plan = False
+        self.drain()
 
     # Events.
 
@@ -365,6 +361,7 @@ class PlanExecutor(PlanActions):
                 )
             except PlanError as error:
                 self.obstacle = str(error)
+                self._tiers.plan_is_left()
                 return False
             self._leave_room(self.trace.moments[moment])
             go(actions, self._store)

@@ -116,6 +116,11 @@ class Tiers:
         self.device_pool.room_nbytes = self.device.limit_nbytes - non_model_nbytes
         self._non_model_peak_nbytes = max(self._non_model_peak_nbytes, non_model_nbytes)
 
+    def plan_is_left(self) -> None:
+        """No plan is followed, if one was until now."""
+        if self.device_pool.room_nbytes is not None:
+            self.leave_room_for_activations()
+
     def overshoot_nbytes(self) -> int:
         """Return the bytes by which chunks and activations together passed the cap since the last call; or 0."""
         if not self.compute.is_accelerator:

@@ -9,6 +9,7 @@ import warnings
 from dataclasses import replace
 
 import pytest
+import torch
 
 import chunkmem
 from chunkmem.cli.main import main
@@ -18,7 +19,7 @@ from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.pool import DevicePool
 from chunkmem.trace.model import Trace
 from tests.helpers.happens_before import SLOW, HappensBefore
-from tests.helpers.overlapped import Run
+from tests.helpers.overlapped import WIDTH, Run
 from tests.helpers.simulated import ClockedEvent, ClockedLanes, SimulatedAccelerator
 from tests.helpers.training import compute_device
 
@@ -138,6 +139,23 @@ def test_the_thread_that_issues_does_not_wait_for_copies_of_freed_slabs(monkeypa
             run.step(seed)
     checker.assert_ordered()
     assert set(waited) == {"COMPUTE"}
+
+
+def test_what_a_plan_kept_is_given_up_when_steps_are_served_on_demand() -> None:
+    """Nobody counts the activations of an evaluation, which would have come on top of all that is kept."""
+    trace = trace_with_activations()
+    run = run_with()
+    run.manager.trace = trace
+    for seed in range(3):
+        run.step(seed)
+    ledger, pool = run.manager.runtime.tiers.device, run.manager.runtime.tiers.device_pool
+    assert ledger.cap_nbytes == CAP_NBYTES
+    run.manager.runtime.forget_plans()
+    with torch.no_grad():
+        run.model(torch.randn(16, WIDTH))
+    peak_nbytes = max(moment.non_model_peak_nbytes for moment in trace.moments)
+    assert ledger.cap_nbytes == CAP_NBYTES - peak_nbytes
+    assert len(pool._kept) <= 2
 
 
 class Card(SimulatedAccelerator):
