@@ -87,9 +87,10 @@ class FullPlacements:
         own = {chunk.group for chunk in trace.chunk_nbytes} - trace.remote_groups
         # Weights that nothing updates only pass, unless HOST is too small for them: keeping them spares least.
         self._order = [*self._updated, *sorted(own - set(self._updated))]
-        self.most = self._most(margin_use_ratio)
+        self._limit = self._allowed(margin_use_ratio)
+        self.most = self._most()
         """Those that fit DEVICE next to some chunks of each that passes."""
-        self.fewest = self._fewest(host_nbytes)
+        self.fewest = min(self._limit, self._fewest(host_nbytes))
         """Without these the others do not fit HOST."""
 
     def placement(self, count: int) -> Placement:
@@ -120,7 +121,7 @@ class FullPlacements:
 
     def close_to_most(self) -> list[int]:
         """Return the numbers close to the most: with one of them HOST needs least, whatever it has."""
-        return sorted(range(len(self._order) + 1), key=lambda count: abs(count - self.most))[:_MOST_TRIED]
+        return sorted(range(self._limit + 1), key=lambda count: abs(count - self.most))[:_MOST_TRIED]
 
     def _fewest(self, host_nbytes: int) -> int:
         left = host_nbytes
@@ -130,14 +131,20 @@ class FullPlacements:
                 return count
         return 0
 
-    def _most(self, margin_use_ratio: float) -> int:
-        every = len(self._updated)
-        if margin_use_ratio > 0 and min(self._left(every), default=0) >= 0:
-            return every
+    def _allowed(self, margin_use_ratio: float) -> int:
+        if min(self._left(len(self._updated)), default=0) >= 0:
+            return len(self._order)  # everything fits
         states = [_states_nbytes(self._trace, group) for group in self._updated]
-        allowed = most_resident(states, left_nbytes=min(self._left(0)), margin_use_ratio=margin_use_ratio)
-        aside_nbytes = _PASSING_CHUNKS * mode(n for c, n in self._trace.chunk_nbytes.items() if c.role is Role.PARAM)
-        return bisect_right(range(allowed), False, key=lambda at: min(self._left(at + 1)) < aside_nbytes)
+        count = most_resident(states, left_nbytes=min(self._left(0)), margin_use_ratio=margin_use_ratio)
+        return count if count < len(self._updated) else len(self._order)
+
+    def _most(self) -> int:
+        every = len(self._updated)
+        if min(self._left(every), default=0) >= 0:
+            return every
+        aside_nbytes = _aside_nbytes([n for c, n in self._trace.chunk_nbytes.items() if c.role is Role.PARAM])
+        counts = range(min(every, self._limit))
+        return bisect_right(counts, False, key=lambda at: min(self._left(at + 1)) < aside_nbytes)
 
     def _left(self, count: int) -> list[int]:
         placement = self.placement(count)
@@ -153,6 +160,34 @@ class FullPlacements:
         return sum(sizes.values()) - twice
 
 
+@dataclass(frozen=True, slots=True)
+class GroupNeed:
+    """What one group takes of DEVICE, in bytes."""
+
+    resident_nbytes: int
+    """At most, if its content never leaves."""
+    passing_nbytes: int
+    """At most, if it only passes: PARAM and GRAD."""
+    states_nbytes: int
+    """Of optimizer states, master weights not included."""
+
+
+def first_residents(needs: Sequence[GroupNeed], *, cap_nbytes: int, margin_use_ratio: float) -> int:
+    """Return how many groups, the first ones, are resident before a step has been traced.
+
+    Args:
+        needs: of each group.
+        cap_nbytes: what chunks may take on DEVICE.
+        margin_use_ratio: see `most_resident`.
+    """
+    if margin_use_ratio > 0 and sum(need.resident_nbytes for need in needs) <= cap_nbytes:
+        return len(needs)
+    left_nbytes = cap_nbytes - _aside_nbytes([need.passing_nbytes for need in needs])
+    states = [need.states_nbytes for need in needs]
+    allowed = most_resident(states, left_nbytes=left_nbytes, margin_use_ratio=margin_use_ratio)
+    return bisect_right(list(accumulate(need.resident_nbytes for need in needs[:allowed])), left_nbytes)
+
+
 def most_resident(states_nbytes: Sequence[int], *, left_nbytes: int, margin_use_ratio: float) -> int:
     """Return how many groups, the first ones, may be resident, if their states may take so much of DEVICE.
 
@@ -164,6 +199,10 @@ def most_resident(states_nbytes: Sequence[int], *, left_nbytes: int, margin_use_
     if margin_use_ratio == 0.0:
         return 0
     return bisect_right(list(accumulate(states_nbytes)), margin_use_ratio * left_nbytes)
+
+
+def _aside_nbytes(sizes: Sequence[int]) -> int:
+    return _PASSING_CHUNKS * mode(sizes) if sizes else 0
 
 
 def placements(
