@@ -60,10 +60,9 @@ class StatePlaces:
 def _need(chunks: Sequence[Chunk]) -> GroupNeed:
     """Return what a group takes of DEVICE; its gradients take the place of weights that can be rounded again."""
     param, grad = chunks[:2]
-    passing_nbytes = param.nbytes + grad.nbytes
     twice_nbytes = 0 if param.master is None else min(param.nbytes, grad.nbytes)
     states_nbytes = _nbytes(chunk for chunk in chunks if chunk.id.role.is_state)
-    return GroupNeed(_nbytes(chunks) - twice_nbytes, passing_nbytes, states_nbytes)
+    return GroupNeed(_nbytes(chunks) - twice_nbytes, param.nbytes, states_nbytes)
 
 
 def _nbytes(chunks: Iterable[Chunk]) -> int:

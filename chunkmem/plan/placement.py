@@ -27,7 +27,7 @@ _PASSING_CHUNKS = 3
 """Of the usual size that resident groups leave room for on DEVICE, so that those which pass are fetched ahead."""
 _STRIDES = 32
 """Between the most and the fewest resident groups that are tried."""
-_MOST_TRIED = 8
+_MOST_TRIED = 10
 """Numbers of resident groups."""
 
 
@@ -166,8 +166,8 @@ class GroupNeed:
 
     resident_nbytes: int
     """At most, if its content never leaves."""
-    passing_nbytes: int
-    """At most, if it only passes: PARAM and GRAD."""
+    weights_nbytes: int
+    """While it passes through forward."""
     states_nbytes: int
     """Of optimizer states, master weights not included."""
 
@@ -182,7 +182,7 @@ def first_residents(needs: Sequence[GroupNeed], *, cap_nbytes: int, margin_use_r
     """
     if margin_use_ratio > 0 and sum(need.resident_nbytes for need in needs) <= cap_nbytes:
         return len(needs)
-    left_nbytes = cap_nbytes - _aside_nbytes([need.passing_nbytes for need in needs])
+    left_nbytes = cap_nbytes - _aside_nbytes([need.weights_nbytes for need in needs])
     states = [need.states_nbytes for need in needs]
     allowed = most_resident(states, left_nbytes=left_nbytes, margin_use_ratio=margin_use_ratio)
     return bisect_right(list(accumulate(need.resident_nbytes for need in needs[:allowed])), left_nbytes)
