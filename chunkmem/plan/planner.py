@@ -49,12 +49,14 @@ aside; durations do not matter."""
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a user's configuration decides about plans."""
+    """What a user's configuration, and what else there is to train, decide about plans."""
 
     margin_use_ratio: float = 0.8
     """Share of the space left on DEVICE at the traced peak that optimizer states may take; 0: all updates on HOST."""
     static_nbytes: int | None = None
     """A fixed share of DEVICE for chunks instead of what each moment leaves."""
+    with_residents: bool = True
+    """Groups may stay on DEVICE for good. Where steps of other kinds update other groups, they would take turns."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class _Candidates:
         """
         ratio, host_nbytes = self.options.margin_use_ratio, self.machine.host_nbytes
         full = None
-        if host_nbytes > 0 and ratio > 0.0:
+        if host_nbytes > 0 and ratio > 0.0 and self.options.with_residents and not _has_idle_states(self.trace):
             full = FullPlacements(self.trace, self.budget, host_nbytes=host_nbytes, margin_use_ratio=ratio)
         is_found = False
         for work, candidate in self._pieces(full):
@@ -341,6 +343,12 @@ def _repeating(trace: Trace) -> Trace:
                 "uses up: the next step will be another one, so record that"
             )
     return loop
+
+
+def _has_idle_states(trace: Trace) -> bool:
+    """Tell whether there are optimizer states that this step does not update: steps of another kind do."""
+    updated = {moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE}
+    return any(chunk.role.is_state and chunk.group not in updated for chunk in trace.chunk_nbytes)
 
 
 def _width(problem: Problem) -> int:

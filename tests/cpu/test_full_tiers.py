@@ -245,3 +245,23 @@ def test_both_tiers_hold_a_model_and_one_mebibyte(device_nbytes: int) -> None:
         tight.model.state_dict().items(), ample.model.state_dict().items(), strict=True
     ):
         assert torch.equal(value, expected), name
+
+
+@cpu_only
+def test_steps_of_two_kinds_do_not_take_turns_on_device() -> None:
+    """Each would have filled DEVICE with its own groups for good, and moved those of the other one to HOST."""
+    values = {"precision": "bf16", "default_chunk_size": 66_000, "memory": {"device": 9 * MIB, "host": 64 * MIB}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
+        with manager.init():
+            models = [nn.Sequential(*(nn.Linear(256, 256) for _ in range(10))) for _ in range(2)]
+        optimizers = [chunkmem.AdamW(model.parameters(), manager=manager) for model in models]
+        found = []
+        for seed in range(14):
+            model, optimizer = models[seed % 2], optimizers[seed % 2]
+            x = torch.randn(4, 256, generator=torch.Generator().manual_seed(seed))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            states = [c for c in manager.runtime.memory.store.chunks.values() if c.id.role.is_state]
+            found.append([chunk.newest_tier() for chunk in states])
+        assert found[-4] == found[-3] == found[-2] == found[-1]
