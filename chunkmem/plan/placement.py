@@ -69,6 +69,12 @@ class Placement:
     """Those whose content never leaves DEVICE."""
 
 
+def has_idle_states(trace: Trace) -> bool:
+    """Tell whether there are optimizer states that this step does not update: steps of another kind do."""
+    updated = {moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE}
+    return any(chunk.role.is_state and chunk.group not in updated for chunk in trace.chunk_nbytes)
+
+
 class FullPlacements:
     """Which groups may be resident: prefixes of a trace's groups, by their number. See [Note: Full placements]."""
 

@@ -18,7 +18,7 @@ from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.intervals import find_stays, keep_slabs, linger, prefetch
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
-from chunkmem.plan.placement import FullPlacements, Placement, placements
+from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.search import least_traffic
 from chunkmem.plan.simulate import simulate
@@ -199,13 +199,13 @@ class _Candidates:
         """
         ratio, host_nbytes = self.options.margin_use_ratio, self.machine.host_nbytes
         full = None
-        if host_nbytes > 0 and ratio > 0.0 and self.options.with_residents and not _has_idle_states(self.trace):
+        if host_nbytes > 0 and ratio > 0.0 and self.options.with_residents and not has_idle_states(self.trace):
             full = FullPlacements(self.trace, self.budget, host_nbytes=host_nbytes, margin_use_ratio=ratio)
         is_found = False
         for work, candidate in self._pieces(full):
             is_found = is_found or candidate is not None
             yield work, candidate
-            if candidate is not None and candidate.nbytes == 0:
+            if candidate is not None and candidate.nbytes == 0 and not self._could_hide_updates(candidate):
                 return  # nothing moves: nothing can be better
         if not is_found and full is not None:
             for work, candidate in self._with_least_on_host(full):
@@ -213,6 +213,15 @@ class _Candidates:
                 yield work, candidate
         if not is_found:
             raise self._nothing_fits()
+
+    def _could_hide_updates(self, candidate: Candidate) -> bool:
+        """Tell whether updates on DEVICE take so long that HOST might do some of them meanwhile."""
+        if self.machine.one_processor or self.machine.host_nbytes == 0:
+            return False
+        updates = [moment for moment in self.trace.moments if moment.kind is Kind.UPDATE]
+        nbytes = sum(self.trace.chunk_nbytes[c] for m in updates for c in self.trace.update(m.chunk.group).chunks)
+        given_s = sum(moment.duration_s for moment in updates) if self.machine.device_update_Bps == inf else 0.0
+        return nbytes / self.machine.device_update_Bps + given_s > _CLOSE * candidate.timeline.step_s
 
     def _pieces(self, full: FullPlacements | None) -> Iterator[tuple[int, Candidate | None]]:
         ways: list[_Placed] = []
@@ -343,12 +352,6 @@ def _repeating(trace: Trace) -> Trace:
                 "uses up: the next step will be another one, so record that"
             )
     return loop
-
-
-def _has_idle_states(trace: Trace) -> bool:
-    """Tell whether there are optimizer states that this step does not update: steps of another kind do."""
-    updated = {moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE}
-    return any(chunk.role.is_state and chunk.group not in updated for chunk in trace.chunk_nbytes)
 
 
 def _width(problem: Problem) -> int:
