@@ -107,7 +107,13 @@ class Tiers:
         self.device_pool.room_nbytes = None
         self.device_pool.trim()
         self.device.low_nbytes = self.device.total_nbytes
-        self._non_model_peak_nbytes = max(self._non_model_peak_nbytes, peak)
+        self.leave_room(peak)
+
+    def leave_room(self, non_model_nbytes: int) -> None:
+        """On an accelerator, give chunks what this, and the activations of the steps so far, leave of the cap."""
+        if not self.compute.is_accelerator:
+            return
+        self._non_model_peak_nbytes = max(self._non_model_peak_nbytes, non_model_nbytes)
         self.device.cap_nbytes = max(self.device.total_nbytes, self.device.limit_nbytes - self._non_model_peak_nbytes)
 
     def plan_decides(self, non_model_nbytes: int) -> None:
