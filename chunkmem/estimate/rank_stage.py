@@ -109,7 +109,7 @@ class RankStage:
         is_accelerator: bool,
         margin_use_ratio: float = 0.0,
     ) -> None:
-        """Pack the model; `margin_use_ratio` is as for `place_states`.
+        """Pack the model; `margin_use_ratio` is as for `first_residents`.
 
         Raises:
             CapacityError: there is no room for the weights, or for what training adds to them.

@@ -85,6 +85,15 @@ def test_computing_comes_after_the_copy_it_waits_for_and_the_host_goes_on(lanes:
     assert torch.equal(result.cpu(), host * 2)
 
 
+def test_a_thread_that_waits_gives_its_core_up(lanes: StreamLanes) -> None:
+    # CUDA's own way is to spin, on a core that the threads which launch operators need.
+    torch.cuda._sleep(LONG_CYCLES)
+    event = lanes.compute_event()
+    begin_s, begin_thread_s = time.perf_counter(), time.thread_time()
+    event.wait()
+    assert time.thread_time() - begin_thread_s < 0.2 * (time.perf_counter() - begin_s)
+
+
 def test_copies_run_while_the_device_computes(lanes: StreamLanes) -> None:
     chunk, host = on_device(1 << 20, 7), on_host(1 << 20)
     ready = lanes.compute_event()
