@@ -9,7 +9,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= 2
-VENV ?= .venv
+VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # torch looks for ninja on the PATH to build the native library.
