@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,14 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from chunkmem.errors import ConfigError
+from chunkmem.runtime.populate import num_cores, populate
+from chunkmem.runtime.timestamps import Clock, HostClock, StreamClock
 
 _LARGE_PAGE_NBYTES = 2 << 20
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_WITHOUT_STREAMS = frozenset({"mps"})
+"""Types of accelerators that compute from the host's own memory, in one queue: there is nothing to move."""
 
 
 class runtime_mode:  # it reads as torch.no_grad does
@@ -53,12 +58,30 @@ class runtime_mode:  # it reads as torch.no_grad does
 
 
 def ram_nbytes() -> int:
-    """Return the RAM this process may use: the machine's, or less where a control group says so."""
+    """Return the RAM this process may use: the machine's, or less where one of its control groups says so."""
     limit = psutil.virtual_memory().total
-    for path in _CGROUP_LIMITS:
+    for path in _cgroup_limits():
         with contextlib.suppress(OSError, ValueError):  # no such control group, or "max": no limit
             limit = min(limit, int(path.read_text()))
     return int(limit)
+
+
+def _cgroup_limits() -> Iterator[Path]:
+    """Yield the files that may limit this process: of its control groups and all above them, of both versions.
+
+    A container often sees its own group as the root. Source: Linux, admin-guide, cgroup-v1 and cgroup-v2.
+    """
+    own = {(_CGROUPS, "memory.max"): "", (_CGROUPS / "memory", "memory.limit_in_bytes"): ""}
+    with contextlib.suppress(OSError, ValueError):
+        for line in _OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                own |= {(_CGROUPS, "memory.max"): path, (_CGROUPS, "memory.high"): path}
+            elif "memory" in controllers.split(","):
+                own[_CGROUPS / "memory", "memory.limit_in_bytes"] = path
+    for (root, name), path in own.items():
+        group = root / path.lstrip("/")
+        yield from (each / name for each in (group, *group.parents) if each.is_relative_to(root))
 
 
 def give_back_freed_ram() -> None:
@@ -87,30 +110,77 @@ def prefer_large_pages(address: int, nbytes: int) -> None:
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(inside), advice)
 
 
+def _cuda_register(address: int, nbytes: int) -> int:
+    """Pin host memory; return CUDA's error, 0 if there is none."""
+    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+
+
+def cuda_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the current CUDA device; None: there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
 class ComputeDevice:
-    """The device that models compute on, and what it can tell and do about memory."""
+    """The device that models compute on, and what it can tell and do about memory.
+
+    Any accelerator of torch's that has streams, through `torch.accelerator`. What CUDA alone has is asked for only
+    where `is_cuda`; torch calls ROCm's devices cuda too.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_accelerator = device.type != "cpu"
+        self.is_cuda = device.type == "cuda"
+        """CUDA, or ROCm: host memory can be registered for direct copies, and events can block."""
+        self.runs_cuda_kernels = self.is_cuda and torch.version.hip is None
 
     @classmethod
     def default(cls, index: int | None = None) -> ComputeDevice:
-        """Return the CUDA device `index` (the current one if None), or the CPU where there is none.
+        """Return the accelerator `index` (the current one if None), or the CPU where there is none.
 
         Raises:
             ConfigError: there is no device `index`.
         """
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is not None and found.type in _WITHOUT_STREAMS:
+            found = None
+        count = 0 if found is None else torch.accelerator.device_count()
         if index is not None and index >= max(1, count):
             raise ConfigError(f"there is no accelerator {index}: {count} are visible to this process")
-        if count == 0:
+        if found is None:
             return cls(torch.device("cpu"))
-        return cls(torch.device("cuda", torch.cuda.current_device() if index is None else index))
+        current = torch.accelerator.current_device_index()  # this starts torch's allocator, too
+        return cls(torch.device(found.type, current if index is None else index))
 
     def name(self) -> str:
-        """Return what the accelerator calls itself, or ``cpu``."""
-        return torch.cuda.get_device_name(self.device) if self.is_accelerator else self.device.type
+        """Return what the accelerator calls itself, or else its type, such as ``cpu``."""
+        find = getattr(torch.get_device_module(self.device), "get_device_name", None) if self.is_accelerator else None
+        return self.device.type if find is None else str(find(self.device))
+
+    def stream(self) -> torch.Stream:
+        """Return a new stream of the accelerator."""
+        return torch.Stream(self.device)
+
+    def current_stream(self) -> torch.Stream:
+        """Return the calling thread's current stream on the accelerator."""
+        return torch.accelerator.current_stream(self.device)
+
+    def timing_event(self) -> torch.Event:
+        """Return a new event that has a time once it was recorded.
+
+        Have streams wait by `event.wait(stream)`: torch's `stream.wait_event` does not take an event of CUDA's. Those
+        block a thread that waits for them, which would else keep a core busy that computing needs; other accelerators
+        decide for themselves.
+        """
+        if self.is_cuda:
+            event: torch.Event = torch.cuda.Event(enable_timing=True, blocking=True)
+            return event
+        return torch.Event(self.device, enable_timing=True)
+
+    @cached_property
+    def clock(self) -> Clock:
+        """Times what is computed here; one for all, so that its events are used again."""
+        return StreamClock(self) if self.is_accelerator else HostClock()
 
     def time_s(self, work: Callable[[], object]) -> float:
         """Return the seconds that `work` takes; on an accelerator, those of what it starts, on a stream of its own."""
@@ -118,10 +188,10 @@ class ComputeDevice:
             begin_s = time.perf_counter()
             work()
             return time.perf_counter() - begin_s
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(stream):
+        stream = self.stream()
+        stream.wait_stream(self.current_stream())
+        with stream:
+            begin, end = self.timing_event(), self.timing_event()
             begin.record(stream)
             work()
             end.record(stream)
@@ -129,34 +199,63 @@ class ComputeDevice:
         return float(begin.elapsed_time(end)) / 1e3
 
     def num_update_threads(self) -> int:
-        """Return how many threads update on HOST while the device computes: all cores where that happens elsewhere."""
+        """Return how many threads update on HOST while the device computes.
+
+        With an accelerator, all cores but two: one for the thread that launches the model's operators, one for
+        autograd's, which would else be descheduled for milliseconds.
+        """
         if not self.is_accelerator:
             return torch.get_num_threads()
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, num_cores() - 2)
 
     def capacity_nbytes(self) -> int:
-        """Return the bytes of memory on the device; without an accelerator, RAM."""
+        """Return the bytes of memory on the device; without an accelerator, RAM.
+
+        Raises:
+            ConfigError: torch cannot tell.
+        """
         if not self.is_accelerator:
             return ram_nbytes()
-        return int(torch.cuda.get_device_properties(self.device).total_memory)
+        try:
+            return int(torch.accelerator.get_memory_info(self.device)[1])
+        except RuntimeError as error:  # that a backend does not have it is one, too
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                f"torch cannot tell how much memory {self.device} has ({reason}); set memory.device"
+            ) from error
 
     def used_nbytes(self) -> int:
         """Return the bytes torch has allocated on the accelerator, or that this process holds in RAM."""
         if not self.is_accelerator:
             return int(psutil.Process().memory_info().rss)
-        return int(torch.cuda.memory_allocated(self.device))
+        return int(torch.accelerator.memory_allocated(self.device))
 
     def take_peak_nbytes(self) -> int:
         """Return the peak of everything torch allocated on the accelerator since the last call."""
-        peak = torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
+        peak = torch.accelerator.max_memory_allocated(self.device)
+        torch.accelerator.reset_peak_memory_stats(self.device)
         return int(peak)
 
+    def has_expandable_segments(self) -> bool:
+        """Tell whether torch's allocator maps pages of freed slabs to tensors of any size; True where it cannot tell.
+
+        CUDA alone: elsewhere torch has no such setting, or does not say.
+        """
+        if not self.is_cuda:
+            return True
+        with contextlib.suppress(Exception):  # not part of torch's public interface
+            return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+        return True
+
     def pin(self, region: mmap.mmap, address: int) -> bool:
-        """Register host memory with the device for direct copies; False, with one warning, where that is refused."""
-        if not self.is_accelerator:
+        """Register host memory with CUDA for direct copies; False where there is no CUDA or, with one warning, refused.
+
+        Copies of memory that is not registered are right all the same, but may hold up the thread that issues them.
+        """
+        if not self.is_cuda:
             return False
-        status = int(torch.cuda.cudart().cudaHostRegister(address, len(region), 0))
+        populate(address, len(region))
+        status = _cuda_register(address, len(region))
         if status != 0:
             warnings.warn(
                 f"the CUDA driver refused to pin {len(region)} bytes of host memory (error {status}); copies will be "
