@@ -239,10 +239,10 @@ def test_an_argument_of_zero_switches_configured_clipping_off() -> None:
 
 
 @cpu_only
-@pytest.mark.parametrize("margin", [0, 0.5, 1])
+@pytest.mark.parametrize("margin", [0, 0.25, 0.5, 1])
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_states_live_where_the_configuration_says(hybrid: bool, margin: float) -> None:
-    """At two thirds of model data all of PARAM and GRAD fit DEVICE, and so does a part of the states."""
+    """At two thirds of model data about half of the groups fit DEVICE with all they have. How many is the planner's."""
     keys = {
         "optimizer": {"params": {"use_hybrid_adam": hybrid}},
         "client": {"mem_tracer": {"margin_use_ratio": margin}},
@@ -263,8 +263,10 @@ def test_states_live_where_the_configuration_says(hybrid: bool, margin: float) -
             if key.role in (Role("exp_avg"), Role("exp_avg_sq"))
         ]
         on_device = sum(chunk.ready(Tier.DEVICE) for chunk in states)
-        room = cap // 1024 - 2 * num_groups
-        assert on_device == (2 * int(room * margin / 2) if hybrid else 0)
+        left = cap // 1024 - 2  # at the peak, weights and their gradient are in use
+        most = (left - 3) // 4  # three chunks are for those that pass
+        bound = 2 * min(int(left * margin / 2), most) if hybrid else 0
+        assert min(bound, 1) <= on_device <= bound
 
 
 def test_all_states_on_host_at_the_smallest_cap() -> None:
