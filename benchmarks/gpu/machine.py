@@ -98,20 +98,16 @@ def speeds(probe: Mapping[str, Any] | None, *, hardware: str) -> dict[str, Any]:
     from chunkmem.estimate.hardware import HARDWARE
 
     assumed = HARDWARE[hardware]
-    found: dict[str, Any] = {
-        "link_Bps": assumed.link_Bps,
-        "host_memory_Bps": assumed.host_memory_Bps,
-        "flop_per_s": assumed.flop_per_s,
-        "memory_Bps": assumed.memory_Bps,
-    }
     figures = {key: row.get("figures") or {} for key, row in (probe or {}).items()}
     measured = {
         "link_Bps": _best_link(figures.get("copies, pinned", {})),
+        "duplex_Bps": max(figures.get("copies, pinned", {}).get("both_Bps", {}).values(), default=None),
         "host_memory_Bps": max(figures.get("host memory", {}).get("triad_Bps", {}).values(), default=None),
         "flop_per_s": figures.get("matmul, bf16", {}).get("best_flop_per_s"),
         "memory_Bps": figures.get("device copy", {}).get("best_Bps"),
     }
     known = {name: value for name, value in measured.items() if value}
+    found = {name: getattr(assumed, name) for name in measured}
     return {**found, **known, "assumed": sorted(found.keys() - known.keys()), "hardware": hardware}
 
 

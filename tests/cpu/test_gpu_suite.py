@@ -117,7 +117,9 @@ def test_a_dry_speed_trains_a_toy_beside_plain_pytorch(tmp_path: Path) -> None:
     assert ours["planned_step_s"] > 0
     assert ours["rolled_back"] == 0
     assert ours["losses"] == pytest.approx(plain["losses"], rel=0.02)
-    assert "Assumed, as no probe found them: flop_per_s, host_memory_Bps, link_Bps, memory_Bps." in done.stdout
+    assert (
+        "Assumed, as no probe found them: duplex_Bps, flop_per_s, host_memory_Bps, link_Bps, memory_Bps." in done.stdout
+    )
 
 
 @pytest.mark.full
@@ -344,15 +346,19 @@ def test_work_survives_json() -> None:
 
 
 def test_rates_are_the_probes_where_it_has_them() -> None:
-    assert speeds(None, hardware="h100")["assumed"] == ["flop_per_s", "host_memory_Bps", "link_Bps", "memory_Bps"]
+    assert speeds(None, hardware="h100")["assumed"] == [
+        "duplex_Bps", "flop_per_s", "host_memory_Bps", "link_Bps", "memory_Bps",
+    ]  # fmt: skip
     assert speeds(None, hardware="h100")["memory_Bps"] < speeds(None, hardware="h200")["memory_Bps"]
     rows = {
-        "copies, pinned": {"figures": {"h2d_Bps": {"1": 1e9, "64": 50e9}, "d2h_Bps": {"64": 45e9}, "both_Bps": {}}},
+        "copies, pinned": {
+            "figures": {"h2d_Bps": {"1": 1e9, "64": 50e9}, "d2h_Bps": {"64": 45e9}, "both_Bps": {"64": 80e9}}
+        },
         "host memory": {"figures": {"triad_Bps": {"1": 10e9, "16": 150e9}}},
         "matmul, bf16": {"why_not": "no GPU", "reason": "missing"},
     }
     found = speeds(rows, hardware="h200")
-    assert (found["link_Bps"], found["host_memory_Bps"]) == (45e9, 150e9)
+    assert (found["link_Bps"], found["duplex_Bps"], found["host_memory_Bps"]) == (45e9, 80e9, 150e9)
     assert found["assumed"] == ["flop_per_s", "memory_Bps"]
 
 
