@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from chunkmem.cli.answer import CommandResult
 from chunkmem.cli.estimate_answer import DTYPES
 from chunkmem.cli.machine import count, parse_size, parse_speed
-from chunkmem.cli.quiet import silenced
 from chunkmem.errors import CapacityError, ConfigError, LayoutError
+from chunkmem.runtime.quiet import silenced
 
 if TYPE_CHECKING:
     from chunkmem.estimate.hardware import Hardware
