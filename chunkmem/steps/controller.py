@@ -168,7 +168,7 @@ class StepController(KnownSteps):
         self._iteration_end.begin()
         self.timelines.begin()
         if entry is not None and plan_executor is not None:
-            plan_executor.begin_iteration()
+            plan_executor.begin_iteration(times_moments=entry.wants_durations)
             self._follow(entry, plan_executor)
         elif is_recorded:
             self._record(mode)
@@ -216,7 +216,10 @@ class StepController(KnownSteps):
     def _record(self, mode: Mode) -> None:
         watch = self.now.watch = self._make_watch()
         self.now.recorder = Recorder(
-            mode, take_peaks=watch.take_peaks, sampling_interval_s=lambda: watch.sampling_interval_s
+            mode,
+            clock=self._pager.store.clock,
+            take_peaks=watch.take_peaks,
+            sampling_interval_s=lambda: watch.sampling_interval_s,
         )
         self.now.step_log, self.now.entry, self.now.plan_executor = self.now.recorder.step_log, None, None
         self._leave_plans()
@@ -234,6 +237,7 @@ class StepController(KnownSteps):
 
     def _leave_plans(self) -> None:
         drain(self._lanes, self._pager.store)
+        self._tiers.plan_is_left()
         self._pager.speculative.reserve({})
 
     def _take_another_way(self, kind: Kind, chunk: Chunk, reader: object, left_out: int | None) -> bool:
@@ -247,7 +251,7 @@ class StepController(KnownSteps):
         if entry is None or plan_executor is None:
             return False
         before.close()
-        plan_executor.take_over(before.step_log, came)
+        plan_executor.take_over(before.step_log, came, times_moments=entry.wants_durations)
         self._follow(entry, plan_executor)
         plan_executor.event(kind, chunk, reader)
         return True

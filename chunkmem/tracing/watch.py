@@ -26,6 +26,8 @@ class Watch:
             self._probe = AllocatorProbe(tiers.compute, lambda: tiers.device.total_nbytes)
         else:
             self._probe = LiveStorageProbe(is_chunk)
+        self.non_model_peak_nbytes = 0
+        """Highest so far, at operator boundaries."""
         self._sampler: SamplingThread | None = None
         self._base_nbytes = 0
         self._sampled_nbytes = 0
@@ -53,7 +55,9 @@ class Watch:
         sampled, self._sampled_nbytes = self._sampled_nbytes, 0
         if self._sampler is not None:
             sampled = max(0, self._sampler.take_peak_nbytes() - self._base_nbytes)
-        return self._probe.take_peak_nbytes(), sampled
+        peak_nbytes = self._probe.take_peak_nbytes()
+        self.non_model_peak_nbytes = max(self.non_model_peak_nbytes, peak_nbytes)
+        return peak_nbytes, sampled
 
     def end_sampling(self) -> None:
         """End the thread, if there is one; what it has seen is in the next `take_peaks`."""

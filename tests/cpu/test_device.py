@@ -144,29 +144,20 @@ class _Event:
     """An event of torch's, as it was asked for."""
 
     def __init__(self, *given: object, **named: object) -> None:
-        self.given, self.named, self.recorded = given, named, list[object]()
-
-    def record(self, stream: object) -> None:
-        self.recorded.append(stream)
+        self.given, self.named = given, named
 
 
 def test_a_thread_that_waits_for_cuda_gives_its_core_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", _Event)
-    stream: Any = object()
-    compute = ComputeDevice(torch.device("cuda", 0))
-    for is_awaited in (True, False):
-        event: Any = compute.record(stream, is_awaited=is_awaited)
-        assert event.named == {"enable_timing": True, "blocking": is_awaited}
-        assert event.recorded == [stream]
+    event: Any = ComputeDevice(torch.device("cuda", 0)).timing_event()
+    assert event.named == {"enable_timing": True, "blocking": True}
 
 
 @pytest.mark.usefixtures("no_cuda")
 def test_events_of_other_accelerators_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", _Event)
-    stream: Any = object()
-    event: Any = ComputeDevice(torch.device("xpu", 1)).record(stream)
+    event: Any = ComputeDevice(torch.device("xpu", 1)).timing_event()
     assert (event.given, event.named) == ((torch.device("xpu", 1),), {"enable_timing": True})
-    assert event.recorded == [stream]
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(16, 14), (3, 1), (2, 1), (1, 1)])

@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from chunkmem.plan.model import Lane
+from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import COPY_LANES, Event
 from chunkmem.runtime.lanes import BlockingLanes
-from chunkmem.runtime.pool import DevicePool, HostArena, Slab
+from chunkmem.runtime.pool import DevicePool, Slab
+from chunkmem.runtime.timestamps import HostClock, Interval
 from chunkmem.types import Tier
 from tests.helpers.access_order import AccessOrder
 from tests.helpers.vector_clocks import Actor, Clock
@@ -28,6 +31,10 @@ class SimulatedAccelerator(ComputeDevice):
         super().__init__(torch.device("cpu"))
         self.is_accelerator = True
 
+    @cached_property
+    def clock(self) -> HostClock:
+        return HostClock()
+
     def name(self) -> str:
         return "simulated in RAM"
 
@@ -38,6 +45,9 @@ class SimulatedAccelerator(ComputeDevice):
 
     def num_update_threads(self) -> int:
         return 1
+
+    def capacity_nbytes(self) -> int:
+        return 1 << 40
 
     def used_nbytes(self) -> int:
         return 0
@@ -112,9 +122,9 @@ class ClockedLanes(BlockingLanes):
         event.started_s = event.ended_s = time.perf_counter()
         return event
 
-    def compute_waits(self, event: Event) -> float:
+    def compute_waits(self, event: Event) -> Interval | None:
         self._hold_back(Actor.COMPUTE, [event])
-        return 0.0
+        return None
 
     def drain(self) -> None:
         for event in self._last.values():
@@ -137,7 +147,7 @@ class DeviceSlabs(DevicePool):
     def free(self, role: str, slab: Slab) -> None:
         address = slab.bytes.data_ptr()
         super().free(role, slab)
-        if not self.keeps_all and self._capacity == 0:
+        if self.room_nbytes is None and self._capacity == 0:
             self._order.gave_up(address, slab.nbytes)
 
     def _discard(self, slab: Slab) -> None:
@@ -153,6 +163,6 @@ class HostSlabs(HostArena):
         super().__init__(*args, **options)
         self._order = order
 
-    def _reserve(self, nbytes: int) -> None:
-        super()._reserve(nbytes)
+    def _reserve(self, nbytes: int, *, slab_nbytes: int) -> None:
+        super()._reserve(nbytes, slab_nbytes=slab_nbytes)
         self._order.took(Tier.HOST, self._segments[-1].bytes)

@@ -9,10 +9,11 @@ import torch
 
 from chunkmem.layout.spec import Group, Slot
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.pool import DevicePool, HostArena
+from chunkmem.runtime.pool import DevicePool
 from chunkmem.runtime.storage import ChunkStorage, default_backend
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore
 from chunkmem.types import ChunkId, Role, Tier
@@ -49,7 +50,7 @@ class World:
         }
         for pool in pools.values():
             pool.poison = True
-        self.store = ChunkStore(pools)
+        self.store = ChunkStore(pools, compute.clock)
         self.pager = Pager(self.store)
         self.parameters: dict[int, tuple[ManagedParameter, ...]] = {}
         for index, slabs in enumerate(sizes):
