@@ -2,10 +2,11 @@
 
 [Note: One order] Every rank gathers and reduces the same in the same order, whatever is read inside of a unit on which
 rank. Forward gathers a unit when a call enters it. Backward gathers it when the gradients of its outputs begin to
-arrive, and again if another unit's came in between. It leaves a unit twice that is called twice, or that has others
-inside: when it has left all units that a group has a part in as often as the last backward of the step before did, the
-group is reduced, if no micro-batch is thought to follow. A recomputed forward inside a backward counts as backward. So
-what is exchanged depends on the order of units alone, which is the same on all ranks, and not on what a rank still has.
+arrive, and again if another unit's came in between. It leaves a unit for good when it has come to it as often as forward
+did: to one that is called twice, or that has others inside, more than once. When it has left all units that a group has
+a part in, or is over, the group is reduced, if no micro-batch is thought to follow. A recomputed forward inside a
+backward counts as backward. So what is exchanged depends on the order of units alone, which is the same on all ranks,
+and not on what a rank still has.
 
 A rank that comes to the end of its step before the others, since it has had no batch, fewer micro-batches or no
 backward, takes part in what they exchange until they come, too; its gradients count as zeros.
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from chunkmem.shard.prefetch import PrefetchSchedule, Reduces, StepShape
+from chunkmem.shard.prefetch import PrefetchSchedule, Reduces
 from chunkmem.shard.shards import ShardStore
 
 
@@ -32,11 +33,6 @@ class Unit:
     """What is in no other unit; backward may come back to it at any time."""
     depth: int = field(default=0, init=False)
     """Calls of it that run."""
-
-    @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
-        """What tells it from others, alike on all ranks."""
-        return self.name, self.groups
 
     def __str__(self) -> str:
         return f"unit {self.name}"
@@ -55,8 +51,6 @@ class Units:
         self._expected: int | None = None
         """Backwards a step: declared, or as many as the step before had; None: not known."""
         self._is_declared = False
-        self._visits: Mapping[tuple[str, tuple[int, ...]], int] = {}
-        """How often the last backward of the step before came to each unit."""
         self._marked: list[nn.Module] = []
         self._users: dict[int, set[Unit]] = {}
         """By group: the units that have a part in it."""
@@ -68,8 +62,8 @@ class Units:
         """The one that backward is in."""
         self._visited: dict[Unit, int] = {}
         """How often the running backward has come to each that it has been in."""
-        self._last_visited: dict[Unit, int] = {}
-        """The same of the last backward that is over."""
+        self._runs: dict[Unit, int] = {}
+        """How often forward has come to each, by a call or back from one, since the last backward."""
         self._reduced: set[int] = set()
         """Groups that it has reduced."""
         self._is_last = False
@@ -139,6 +133,7 @@ class Units:
             self._shards.hold(unit.groups, reader=unit)
             unit.depth = 1
             self._running.append(unit)
+            self._run_in(unit)
             self._gather(unit, unit)
         else:
             unit.depth += 1
@@ -149,6 +144,13 @@ class Units:
         if unit.depth == 0:
             self._running.remove(unit)
             self._release(unit)
+            if self._running:
+                self._run_in(self._running[-1])
+
+    def _run_in(self, unit: Unit) -> None:
+        """Forward has come to a unit."""
+        if self._is_in_step and not self._visited:
+            self._runs[unit] = self._runs.get(unit, 0) + 1
 
     def announce(self, unit: Unit | None) -> None:
         """Backward continues in a unit. Raises what `enter` does."""
@@ -175,7 +177,6 @@ class Units:
             self._reduce_left(is_over=True)
             assert self.prefetch is not None
             self.prefetch.settle()
-            self._last_visited = dict(self._visited)
         self._close_backward()
 
     def begin_root(self, *, grad_enabled: bool) -> None:
@@ -192,13 +193,10 @@ class Units:
         if self.prefetch is None:
             return
         roots = {group for users in self._users.values() for unit in users if unit.is_root for group in unit.groups}
-        own = StepShape(self._num_backwards, {unit.key: count for unit, count in self._last_visited.items()})
-        shape = self.prefetch.end_step(always=sorted(roots), own=own)
-        if shape.num_backwards:
-            self._visits = shape.visits
-            self._expected = self._expected if self._is_declared else shape.num_backwards
+        num_backwards = self.prefetch.end_step(always=sorted(roots), num_backwards=self._num_backwards)
+        if num_backwards and not self._is_declared:
+            self._expected = num_backwards
         self._num_backwards = 0
-        self._last_visited = {}
         self._is_in_step = False
 
     def reset(self) -> None:
@@ -224,9 +222,8 @@ class Units:
         self._reduced = set()
 
     def _is_left(self, unit: Unit) -> bool:
-        """Backward has been in it, and is not thought to come back; in the first step nothing is known of that."""
-        known = self._visits.get(unit.key)
-        is_done = known is not None and self._visited.get(unit, 0) >= known
+        """Backward has been in it, and is not thought to come back."""
+        is_done = self._visited.get(unit, 0) >= self._runs.get(unit, 1)
         return is_done and unit is not self._last and not unit.is_root
 
     def _reduce_left(self, *, is_over: bool = False) -> None:
@@ -247,6 +244,7 @@ class Units:
     def _close_backward(self) -> None:
         self._last, self._is_last = None, False
         self._visited.clear()
+        self._runs.clear()
         self._release_backward()
 
     def _release_backward(self) -> None:
