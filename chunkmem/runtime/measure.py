@@ -110,16 +110,13 @@ def _measure(compute: ComputeDevice, budget_s: float) -> _Speeds:
             copy_Bps = _COPY_NBYTES / _median_s(_ram_copies(compute), budget_s)
             return _Speeds(copy_Bps, copy_Bps, _hand_over_s(budget_s))
         cpu = ComputeDevice(torch.device("cpu"))
-        speeds = _Speeds(
+        return _Speeds(
             h2d_Bps=_COPY_NBYTES / _median_s(_link_copies(compute, _COPY_NBYTES, to_device=True), budget_s),
             d2h_Bps=_COPY_NBYTES / _median_s(_link_copies(compute, _COPY_NBYTES, to_device=False), budget_s),
             latency_s=_median_s(_link_copies(compute, _SMALL_NBYTES, to_device=True), budget_s),
             device_update_Bps=_update_Bps(compute, budget_s),
             host_update_Bps=_update_Bps(cpu, budget_s),
         )
-        # What this took must not look like activations of the model.
-        compute.take_peak_nbytes()
-        return speeds
 
 
 def _median_s(measure: Callable[[], float], budget_s: float) -> float:

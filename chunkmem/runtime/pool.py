@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -110,6 +112,8 @@ class DevicePool:
         self.keeps_all = False
         """Keep every freed slab as long as the cap allows: a plan is followed, and takes each of them again."""
         self._kept: deque[Slab] = deque()
+        self.changing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        """Surrounds what may take memory from the allocator or give it back, with the entries in the ledger."""
 
     def alloc(self, role: str, nbytes: int) -> Slab:
         for slab in reversed(self._kept):
@@ -118,25 +122,27 @@ class DevicePool:
                 self.ledger.release(CACHE, nbytes)
                 self.ledger.charge(role, nbytes)
                 return slab
-        while self._kept and self.ledger.free_nbytes < nbytes:
-            self._discard(self._kept[0])
-        with runtime_mode():
-            slab = Slab(nbytes, self._allocate(nbytes))
-        self.ledger.charge(role, nbytes)
+        with self.changing():
+            while self._kept and self.ledger.free_nbytes < nbytes:
+                self._discard(self._kept[0])
+            with runtime_mode():
+                slab = Slab(nbytes, self._allocate(nbytes))
+            self.ledger.charge(role, nbytes)
         return slab
 
     def free(self, role: str, slab: Slab) -> None:
         if self.poison:
             slab.poison()
-        self.ledger.release(role, slab.nbytes)
-        if not self.keeps_all:
-            if self._capacity == 0:
-                slab.give_up()
-                return
-            while len(self._kept) >= self._capacity:
-                self._discard(self._kept[0])
-        self.ledger.charge(CACHE, slab.nbytes)
-        self._kept.append(slab)
+        with self.changing():
+            self.ledger.release(role, slab.nbytes)
+            if not self.keeps_all:
+                if self._capacity == 0:
+                    slab.give_up()
+                    return
+                while len(self._kept) >= self._capacity:
+                    self._discard(self._kept[0])
+            self.ledger.charge(CACHE, slab.nbytes)
+            self._kept.append(slab)
 
     def expect(self, nbytes: int) -> None:
         """Nothing is taken ahead of need."""

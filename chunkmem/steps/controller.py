@@ -216,7 +216,10 @@ class StepController(KnownSteps):
     def _record(self, mode: Mode) -> None:
         watch = self.now.watch = self._make_watch()
         self.now.recorder = Recorder(
-            mode, take_peaks=watch.take_peaks, sampling_interval_s=lambda: watch.sampling_interval_s
+            mode,
+            take_peaks=watch.take_peaks,
+            sampling_interval_s=lambda: watch.sampling_interval_s,
+            left_nbytes=watch.left_nbytes,
         )
         self.now.step_log, self.now.entry, self.now.plan_executor = self.now.recorder.step_log, None, None
         self._leave_plans()
