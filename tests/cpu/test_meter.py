@@ -21,7 +21,9 @@ from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Trace
 from chunkmem.tracing.probe import AllocatorProbe
 from chunkmem.types import Tier
+from tests.helpers.chunk_caps import count_chunks_alone
 from tests.helpers.counted import CountedDevice, blocking, counted, counted_only
+from tests.helpers.happens_before import SLOW
 from tests.helpers.training import (
     AMPLE_NBYTES,
     HOST_NBYTES,
@@ -31,6 +33,8 @@ from tests.helpers.training import (
     Outcome,
     Trainer,
     assert_same,
+    capped,
+    footprint,
     repeats,
     train_plain,
 )
@@ -260,13 +264,34 @@ def test_the_cap_holds_the_states_of_excluded_modules(device: CountedDevice) -> 
     steps(required_nbytes)
 
 
-def test_measuring_the_machine_is_no_activation(device: CountedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.helpers.happens_before import SLOW
-
+def test_measuring_the_machine_is_no_activation() -> None:
     def measure(*_: object) -> Any:
         torch.empty(AMPLE_NBYTES // 2, dtype=torch.uint8)
         return SLOW
 
-    monkeypatch.setattr("chunkmem.assembly.cached_machine", measure)
     case = next(case for case in ZOO if case.name == "cnn")
-    assert train(case, AMPLE_NBYTES).highest_nbytes < AMPLE_NBYTES // 2
+    with counted(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chunkmem.assembly.cached_machine", measure)
+        assert train(case, AMPLE_NBYTES).highest_nbytes < AMPLE_NBYTES // 2
+
+
+# Caps in chunks, for the tests of this folder on a machine with an accelerator.
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_caps_can_be_for_chunks_alone(case: ZooModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest cap of a CPU does on an accelerator, and one slab less does not."""
+    cap_nbytes, expected = footprint(case, PLAIN).required_nbytes, train_plain(case, PLAIN)
+
+    def run(nbytes: int) -> int:
+        with chunkmem.ChunkManager(capped(case, nbytes), make_lanes=blocking) as manager:
+            assert_same(Trainer(case, PLAIN, Chunked(manager, follows=True)).run(), expected)
+            return manager.memory().device.required_nbytes
+
+    with counted():
+        with pytest.raises(chunkmem.CapacityError, match="next to"):
+            run(cap_nbytes)
+        count_chunks_alone(monkeypatch)
+        assert run(cap_nbytes) == cap_nbytes
+        with pytest.raises(chunkmem.CapacityError):
+            run(cap_nbytes - case.slab_nbytes)
