@@ -52,7 +52,7 @@ from chunkmem.runtime.measure import cached_machine
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.storage import ChunkStorage, StorageBackend, default_backend
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.runtime.tiers import Tiers, shadow_nbytes
+from chunkmem.runtime.tiers import Tiers, shadow_nbytes, warn_of_fragmentation
 from chunkmem.steps.controller import StepController
 from chunkmem.steps.trial import AheadTrial
 from chunkmem.tracing.watch import Watch
@@ -85,11 +85,13 @@ class Runtime:
             self.ranks.agree(f"{path} of the configuration", json.dumps(value))
         self.scaler = LossScaler(config.fp16) if config.precision == "fp16" else None
         self.tiers = Tiers(config, compute, num_local=self.ranks.num_local)
+        warn_of_fragmentation(compute, self.tiers.caps)
         backend = default_backend()
         self.memory = open_memory(self.tiers, backend)
         opts = config.client.opts
         blocking = not (opts.with_async_move and backend.moves_contents)
         lanes = (make_lanes or partial(open_lanes, blocking=blocking))(compute)
+        self.tiers.device_pool.wait = lanes.compute_waits
         places = StatePlaces(self.memory.store, self.tiers.caps, margin_use_ratio=margin_use_ratio(config))
         self.gradients = GradientBook(self.memory.pager, settles=places.updates_on_host, is_shared=self.ranks.size > 1)
         exchanges = _agreed_exchanges(self.ranks, compute, saving=opts.with_mem_saving_comm, own=exchange)

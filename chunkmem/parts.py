@@ -80,13 +80,14 @@ class Memory:
         """All chunks."""
         return self.pager.store
 
-    def packer(self) -> Packer:
+    def packer(self, *, shows_progress: bool = False) -> Packer:
         """Return what makes chunks of parameters."""
         # Packing comes before any optimizer, and the configuration names Adam or AdamW.
         return Packer(
             self.pager,
             self.make_home,
             states_nbytes=lambda group: sum(spec.form(group).nbytes for spec in AdamRule.all_states),
+            shows_progress=shows_progress,
         )
 
 
@@ -203,7 +204,7 @@ def make_modules(
     """Return what models are packed and served by; `is_rehearsal` is as for `BackwardTracker`."""
     pager, size = memory.pager, config.default_chunk_size
     registry = ModelRegistry(
-        memory.packer(),
+        memory.packer(shows_progress=sharding.ranks.rank == 0),
         chunk_numel=None if size == "auto" else size,
         device_cap_nbytes=memory.caps.device_nbytes,
         dtype=DTYPES[config.precision],

@@ -124,7 +124,11 @@ def _accelerator() -> dict[str, Any]:
     compute = _compute()
     if not compute.is_accelerator:
         raise _AbsentError("torch sees none; DEVICE is a part of RAM")
-    return {"name": compute.name(), "nbytes": compute.capacity_nbytes()}
+    return {
+        "name": compute.name(),
+        "nbytes": compute.capacity_nbytes(),
+        "expandable_segments": compute.has_expandable_segments(),
+    }
 
 
 def _ram() -> dict[str, int]:
@@ -187,6 +191,7 @@ def _text(data: Mapping[str, Any]) -> str:
         ("CUDA, driver", f"{data['cuda'] or 'none'}, {data['driver'] or 'none'}"),
         ("cores, threads", f"{data['cores'] or '?'}, {data['threads'] or '?'}"),
         ("accelerator", _accelerator_text(data["accelerator"])),
+        *_allocator_row(data["accelerator"]),
         ("RAM", _ram_text(data["ram"])),
         ("back end", "?" if data["storage"] is None else _BACKENDS[data["storage"]["name"]]),
     ]
@@ -202,6 +207,14 @@ def _text(data: Mapping[str, Any]) -> str:
 
 def _accelerator_text(accelerator: Mapping[str, Any] | None) -> str:
     return "none" if accelerator is None else f"{accelerator['name']}, {format_nbytes(accelerator['nbytes'])}"
+
+
+def _allocator_row(accelerator: Mapping[str, Any] | None) -> Sequence[tuple[str, str]]:
+    if accelerator is None or accelerator["expandable_segments"]:
+        return ()
+    from chunkmem.runtime.tiers import EXPANDABLE_SEGMENTS
+
+    return [("allocator", f"no expandable segments; {EXPANDABLE_SEGMENTS}")]
 
 
 def _ram_text(ram: Mapping[str, int] | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
 
 _FP32_NBYTES = 4
+_BAR_DELAY_S = 2.0
+"""What is packed by then has no progress bar."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Packer:
         make_home: Callable[[torch.dtype], BoundChunk],
         *,
         states_nbytes: Callable[[Group], int],
+        shows_progress: bool = False,
     ) -> None:
         """Make a packer.
 
@@ -74,10 +77,12 @@ class Packer:
             pager: brings chunks to tiers.
             make_home: makes the DEVICE side of a PARAM chunk.
             states_nbytes: returns what the states of a group's optimizer are likely to take.
+            shows_progress: have a bar on a terminal while a large model is packed, and its memory pinned.
         """
         self._pager = pager
         self._make_home = make_home
         self._states_nbytes = states_nbytes
+        self._shows_progress = shows_progress
 
     def pack(
         self,
@@ -106,17 +111,25 @@ class Packer:
         managed: dict[int, ManagedParameter] = {}
         freed_nbytes = 0
         try:
-            for group in layout.groups:
-                for parameter in self._pack_group(group, named, built):
-                    managed[parameter.slot.tensor] = parameter
-                freed_nbytes += group.nbytes
-                if freed_nbytes >= SLAB_FLOOR_NBYTES:
-                    give_back_freed_ram()
-                    freed_nbytes = 0
+            with self._bar(sum(group.nbytes for group in layout.groups)) as bar:
+                for group in layout.groups:
+                    for parameter in self._pack_group(group, named, built):
+                        managed[parameter.slot.tensor] = parameter
+                    bar.update(group.nbytes)
+                    freed_nbytes += group.nbytes
+                    if freed_nbytes >= SLAB_FLOOR_NBYTES:
+                        give_back_freed_ram()
+                        freed_nbytes = 0
         except BaseException:
             self.unpack(layout)
             raise
         return PackedModel(root, layout, tuple(managed[i] for i in range(len(named))))
+
+    def _bar(self, nbytes: int) -> Any:
+        from tqdm import tqdm
+
+        options = {"desc": "packing", "unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
+        return tqdm(total=nbytes, delay=_BAR_DELAY_S, disable=None if self._shows_progress else True, **options)
 
     def _nbytes_in_training(self, group: Group) -> int:
         return sum(form.nbytes for form in groups_by_role(group).values()) + self._states_nbytes(group)

@@ -14,6 +14,7 @@ that, the plan is left.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 
 from chunkmem.plan.facts import PlanFacts
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update, Wait
@@ -67,10 +68,17 @@ class PlanActions(ABC):
         compiled = []
         for moment, actions in zip(self.trace.moments, self.plan.actions, strict=True):
             steps = [step for action in actions if (step := self._step(action, moment)) is not None]
+            if not self._order.is_host:
+                steps = [partial(self._leave_room, moment), *steps, self._tiers.device_pool.trim]
             if moment.kind is Kind.UPDATE:
                 steps.append(self._order.wait_for_update)
             compiled.append(tuple(steps))
         return compiled
+
+    def _leave_room(self, moment: Moment) -> None:
+        """Let slabs take what the non-model data of a moment leaves of the cap; [Note: Room for kept slabs]."""
+        is_charged = self.plan.machine.charges_non_model and not self._order.is_host
+        self._tiers.plan_decides(moment.non_model_peak_nbytes if is_charged else 0)
 
     def _step(self, action: Action, moment: Moment) -> Step | None:
         if isinstance(action, Wait):

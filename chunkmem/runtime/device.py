@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,13 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from chunkmem.errors import ConfigError
+from chunkmem.runtime.populate import num_cores, populate
 
 _LARGE_PAGE_NBYTES = 2 << 20
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 _WITHOUT_STREAMS = frozenset({"mps"})
 """Types of accelerators that compute from the host's own memory, in one queue: there is nothing to move."""
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 class runtime_mode:  # it reads as torch.no_grad does
@@ -55,12 +56,30 @@ class runtime_mode:  # it reads as torch.no_grad does
 
 
 def ram_nbytes() -> int:
-    """Return the RAM this process may use: the machine's, or less where a control group says so."""
+    """Return the RAM this process may use: the machine's, or less where one of its control groups says so."""
     limit = psutil.virtual_memory().total
-    for path in _CGROUP_LIMITS:
+    for path in _cgroup_limits():
         with contextlib.suppress(OSError, ValueError):  # no such control group, or "max": no limit
             limit = min(limit, int(path.read_text()))
     return int(limit)
+
+
+def _cgroup_limits() -> Iterator[Path]:
+    """Yield the files that may limit this process: of its control groups and all above them, of both versions.
+
+    A container often sees its own group as the root. Source: Linux, admin-guide, cgroup-v1 and cgroup-v2.
+    """
+    own = {(_CGROUPS, "memory.max"): "", (_CGROUPS / "memory", "memory.limit_in_bytes"): ""}
+    with contextlib.suppress(OSError, ValueError):
+        for line in _OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                own |= {(_CGROUPS, "memory.max"): path, (_CGROUPS, "memory.high"): path}
+            elif "memory" in controllers.split(","):
+                own[_CGROUPS / "memory", "memory.limit_in_bytes"] = path
+    for (root, name), path in own.items():
+        group = root / path.lstrip("/")
+        yield from (each / name for each in (group, *group.parents) if each.is_relative_to(root))
 
 
 def give_back_freed_ram() -> None:
@@ -87,6 +106,11 @@ def prefer_large_pages(address: int, nbytes: int) -> None:
         inside = (address + nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
         if inside >= _LARGE_PAGE_NBYTES:
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(inside), advice)
+
+
+def _cuda_register(address: int, nbytes: int) -> int:
+    """Pin host memory; return CUDA's error, 0 if there is none."""
+    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
 
 
 def cuda_capability() -> tuple[int, int] | None:
@@ -179,8 +203,7 @@ class ComputeDevice:
         """
         if not self.is_accelerator:
             return torch.get_num_threads()
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, num_cores - 2)
+        return max(1, num_cores() - 2)
 
     def capacity_nbytes(self) -> int:
         """Return the bytes of memory on the device; without an accelerator, RAM.
@@ -210,6 +233,17 @@ class ComputeDevice:
         torch.accelerator.reset_peak_memory_stats(self.device)
         return int(peak)
 
+    def has_expandable_segments(self) -> bool:
+        """Tell whether torch's allocator maps pages of freed slabs to tensors of any size; True where it cannot tell.
+
+        CUDA alone: elsewhere torch has no such setting, or does not say.
+        """
+        if not self.is_cuda:
+            return True
+        with contextlib.suppress(Exception):  # not part of torch's public interface
+            return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+        return True
+
     def pin(self, region: mmap.mmap, address: int) -> bool:
         """Register host memory with CUDA for direct copies; False where there is no CUDA or, with one warning, refused.
 
@@ -217,7 +251,8 @@ class ComputeDevice:
         """
         if not self.is_cuda:
             return False
-        status = int(torch.cuda.cudart().cudaHostRegister(address, len(region), 0))
+        populate(address, len(region))
+        status = _cuda_register(address, len(region))
         if status != 0:
             warnings.warn(
                 f"the CUDA driver refused to pin {len(region)} bytes of host memory (error {status}); copies will be "

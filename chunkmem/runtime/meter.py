@@ -38,7 +38,7 @@ class NonModelMeter:
     @property
     def now_nbytes(self) -> int:
         """Bytes of non-model data now."""
-        return self._compute.used_nbytes() - self._ledger.total_nbytes
+        return max(0, self._compute.used_nbytes() - self._ledger.total_nbytes)
 
     @contextmanager
     def excluding(self) -> Iterator[None]:
@@ -67,8 +67,9 @@ class NonModelMeter:
         peak, self._total_peak_nbytes = self._total_peak_nbytes, 0
         return peak
 
-    def pause(self) -> None:
-        """A plan is followed: slabs change at no cost. May be called again."""
+    def pause(self, known_nbytes: int) -> None:
+        """A plan is followed: slabs change at no cost. By it, non-model data takes `known_nbytes` now."""
+        self.highest_nbytes = max(self.highest_nbytes, known_nbytes)
         if not self.is_paused:
             self._read()
             self.is_paused = True

@@ -361,8 +361,9 @@ class PlanExecutor(PlanActions):
                 )
             except PlanError as error:
                 self.obstacle = str(error)
+                self._tiers.plan_is_left()
                 return False
-            self._tiers.plan_decides()
+            self._leave_room(self.trace.moments[moment])
             go(actions, self._store)
         # Only now: on the way, HOST may hold more than the plan has there, and the log would take that room.
         self._pager.speculative.reserve(self._facts.shadow_counts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,8 +23,6 @@ from chunkmem.runtime.device import ComputeDevice, prefer_large_pages, runtime_m
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.ledger import CACHE, Ledger
 
-_SEGMENT_NBYTES = 256 << 20
-"""Largest piece of host memory mapped ahead of need."""
 _MAPPED_NBYTES = 128 << 10
 """Smaller slabs are left to the C library: a mapping is made of whole pages."""
 _POISON = 0xFF
@@ -44,19 +42,22 @@ class Slab:
     busy: Event | None = None
     """The last copy that reads or writes it; it may be given back before that is over, but not to the system."""
 
-    def rest(self) -> None:
-        """Wait until no copy is at work on it.
+    def rest(self, wait: Callable[[Event], object] | None = None) -> None:
+        """Have `wait` wait until no copy is at work on it; without it, the calling thread does.
 
         Raises:
             TierIOError: the copy failed, and what it was to save may be here alone.
         """
         if self.busy is not None:
-            self.busy.wait()
+            if wait is None:
+                self.busy.wait()
+            else:
+                wait(self.busy)
             self.busy = None
 
-    def give_up(self) -> None:
-        """Let its memory go back to the system, even if somebody keeps the slab. Raises what `rest` does."""
-        self.rest()
+    def give_up(self, wait: Callable[[Event], object] | None = None) -> None:
+        """Let its memory go back to the system, even if somebody keeps the slab. As `rest`, and raises what it does."""
+        self.rest(wait)
         with runtime_mode():
             self.bytes = torch.empty(0, dtype=torch.uint8)
 
@@ -96,10 +97,23 @@ class SlabPool(Protocol):
 
 
 class DevicePool:
-    """Slabs of DEVICE: an allocation each, of which the last few freed are kept, `capacity` at most.
+    """Slabs of DEVICE: an allocation each, of which freed ones are kept, the last `capacity` unless a plan is followed.
 
     A kept slab serves a request of exactly its size and no other, the one freed last first; when room is needed, kept
-    slabs go before anything else. [Note: What a plan means] relies on that order.
+    slabs go before anything else, the one freed first first. [Note: What a plan means] relies on that order.
+
+    [Note: Room for kept slabs] A plan fills DEVICE with chunks and non-model data, moment by moment. Slabs that are
+    free in between take what both leave: `room_nbytes` is the cap less the moment's non-model data, kept slabs are
+    given up beyond that, and only then. So most slabs go from one chunk to the next without torch's allocator, and
+    the bytes of all slabs and of non-model data never pass the cap together.
+
+        cap       -----------------------------------------------
+        non-model ..:::::....:::..       the plan sees to it that there is room for these two at any moment
+        kept      oo      ooo   oo       `trim`, at the end of a moment's actions
+        chunks    #################
+
+    Giving up memory that a copy still uses waits for that copy. `wait` says how: on an accelerator, the stream that
+    computes does, as torch's allocator hands memory on in the order of that stream, and not the thread that issues.
     """
 
     def __init__(self, ledger: Ledger, compute: ComputeDevice, *, capacity: int) -> None:
@@ -109,8 +123,10 @@ class DevicePool:
         self.maps_slabs = False
         """On a CPU: have slabs mapped by themselves; [Note: Mapped slabs]."""
         self._capacity = capacity
-        self.keeps_all = False
-        """Keep every freed slab as long as the cap allows: a plan is followed, and takes each of them again."""
+        self.room_nbytes: int | None = None
+        """While a plan is followed: bytes that slabs may take, given out or kept; [Note: Room for kept slabs]."""
+        self.wait: Callable[[Event], object] | None = None
+        """Has what is computed from now on come after an event. None: the calling thread waits."""
         self._kept: deque[Slab] = deque()
         self.changing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         """Surrounds what may take memory from the allocator or give it back, with the entries in the ledger."""
@@ -122,27 +138,38 @@ class DevicePool:
                 self.ledger.release(CACHE, nbytes)
                 self.ledger.charge(role, nbytes)
                 return slab
-        with self.changing():
-            while self._kept and self.ledger.free_nbytes < nbytes:
-                self._discard(self._kept[0])
-            with runtime_mode():
-                slab = Slab(nbytes, self._allocate(nbytes))
+        cap_nbytes = self.ledger.cap_nbytes
+        room_nbytes = cap_nbytes if self.room_nbytes is None else min(cap_nbytes, self.room_nbytes)
+        while self._kept and self.ledger.total_nbytes + nbytes > room_nbytes:
+            self._discard(self._kept[0])
+        with self.changing(), runtime_mode():
+            slab = Slab(nbytes, self._allocate(nbytes))
             self.ledger.charge(role, nbytes)
         return slab
 
     def free(self, role: str, slab: Slab) -> None:
         if self.poison:
             slab.poison()
-        with self.changing():
-            self.ledger.release(role, slab.nbytes)
-            if not self.keeps_all:
-                if self._capacity == 0:
-                    slab.give_up()
-                    return
-                while len(self._kept) >= self._capacity:
-                    self._discard(self._kept[0])
-            self.ledger.charge(CACHE, slab.nbytes)
-            self._kept.append(slab)
+        if self.room_nbytes is None and self._capacity == 0:
+            with self.changing():
+                self.ledger.release(role, slab.nbytes)
+                slab.give_up(self.wait)
+            return
+        self.ledger.release(role, slab.nbytes)
+        self.ledger.charge(CACHE, slab.nbytes)
+        self._kept.append(slab)
+        if self.room_nbytes is None:
+            self.trim()
+
+    def trim(self) -> None:
+        """Give up kept slabs until there are no more than there may be."""
+        while self._kept and self._has_too_many():
+            self._discard(self._kept[0])
+
+    def _has_too_many(self) -> bool:
+        if self.room_nbytes is None:
+            return len(self._kept) > self._capacity
+        return self.ledger.total_nbytes > self.room_nbytes
 
     def expect(self, nbytes: int) -> None:
         """Nothing is taken ahead of need."""
@@ -166,138 +193,7 @@ class DevicePool:
         return memory
 
     def _discard(self, slab: Slab) -> None:
-        slab.give_up()
-        self._kept.remove(slab)
-        self.ledger.release(CACHE, slab.nbytes)
-
-
-@dataclass(eq=False, slots=True)
-class _Segment:
-    """One mapping of the arena, and the runs of it that are free: start to length, in bytes."""
-
-    region: mmap.mmap
-    bytes: torch.Tensor
-    pinned: bool
-    free: dict[int, int]
-    touched_nbytes: int = 0
-    """From the start to the end of the last slab that was ever cut; the rest was never written to."""
-
-
-class HostArena:
-    """Slabs of HOST, cut first-fit from a few mappings of exact size.
-
-    A freed slab stays as it was cut and serves a request of exactly its size, the one freed last first; it is joined
-    to its neighbours when another size finds no room.
-
-    torch's pinned allocator rounds each request up to a power of two; a mapping registered as a whole costs what it
-    holds. The mappings stay out of forked children: a data loader's workers neither copy their page tables nor touch
-    them.
-    """
-
-    def __init__(self, ledger: Ledger, compute: ComputeDevice) -> None:
-        self.ledger = ledger
-        self.poison = False
-        self._compute = compute
-        self._segments: list[_Segment] = []
-        self._open: set[int] = set()
-        """Segments with free runs: where each slab is a segment of its own, there are thousands of full ones."""
-        self._idle: dict[int, list[Slab]] = defaultdict(list)
-        """Freed slabs by size, the last one last."""
-        self._expected_nbytes = 0
-
-    @property
-    def reserved_nbytes(self) -> int:
-        """Bytes mapped, given out or not."""
-        return sum(len(segment.region) for segment in self._segments)
-
-    @property
-    def kept_nbytes(self) -> int:
-        """Bytes that were given out and taken back, and are kept for reuse: RAM that no role of the ledger counts."""
-        return max(0, sum(segment.touched_nbytes for segment in self._segments) - self.ledger.total_nbytes)
-
-    def expect(self, nbytes: int) -> None:
-        """Announce that `nbytes` more will be asked for, so that they are mapped in few pieces and no more than that.
-
-        A piece is mapped when it is first needed: packing a model holds the model and one piece at a time.
-        """
-        self._expected_nbytes += nbytes
-
-    def _reserve(self, nbytes: int) -> None:
-        region = mmap.mmap(-1, nbytes)
-        if hasattr(mmap, "MADV_DONTFORK"):
-            region.madvise(mmap.MADV_DONTFORK)
-        with runtime_mode():
-            view = torch.frombuffer(region, dtype=torch.uint8)
-        prefer_large_pages(view.data_ptr(), nbytes)
-        pinned = self._compute.pin(region, view.data_ptr())
-        self._open.add(len(self._segments))
-        self._segments.append(_Segment(region, view, pinned, {0: nbytes}))
-        self._expected_nbytes = max(0, self._expected_nbytes - nbytes)
-
-    def alloc(self, role: str, nbytes: int) -> Slab:
-        if self._idle[nbytes]:
-            self.ledger.charge(role, nbytes)
-            return self._idle[nbytes].pop()
-        slab = self._cut(nbytes)
-        if slab is None and self._join_idle():
-            slab = self._cut(nbytes)
-        if slab is None:
-            # What was announced may go to DEVICE in part: no more than the cap is mapped ahead.
-            ahead = min(self._expected_nbytes, self.ledger.cap_nbytes - self.reserved_nbytes)
-            self._reserve(max(nbytes, min(ahead, _SEGMENT_NBYTES // nbytes * nbytes)))
-            slab = self._cut(nbytes)
-        assert slab is not None
-        self.ledger.charge(role, nbytes)
-        return slab
-
-    def free(self, role: str, slab: Slab) -> None:
-        if self.poison:
-            slab.poison()
-        self._idle[slab.nbytes].append(slab)
-        self.ledger.release(role, slab.nbytes)
-
-    def _join_idle(self) -> bool:
-        """Make runs of the freed slabs; tell whether there were any."""
-        idle = [slab for slabs in self._idle.values() for slab in slabs]
-        for slab in idle:
-            slab.rest()
-        self._idle.clear()
-        for slab in idle:
-            self._join(slab)
-        return bool(idle)
-
-    def _join(self, slab: Slab) -> None:
-        free = self._segments[slab.segment].free
-        start, length = slab.start, slab.nbytes
-        if start + length in free:
-            length += free.pop(start + length)
-        before = next((s for s, n in free.items() if s + n == start), None)
-        if before is not None:
-            length += free.pop(before)
-            start = before
-        free[start] = length
-        self._open.add(slab.segment)
-
-    def close(self) -> None:
-        for segment in self._segments:
-            if segment.pinned:
-                self._compute.unpin(segment.bytes.data_ptr())
-        # The mappings go with the last tensor over them: closing them under a live view would crash its reader.
-        self._segments.clear()
-        self._open.clear()
-        self._idle.clear()
-
-    def _cut(self, nbytes: int) -> Slab | None:
-        for index in sorted(self._open):
-            segment = self._segments[index]
-            start = min((start for start, length in segment.free.items() if length >= nbytes), default=None)
-            if start is not None:
-                length = segment.free.pop(start)
-                if length > nbytes:
-                    segment.free[start + nbytes] = length - nbytes
-                if not segment.free:
-                    self._open.discard(index)
-                segment.touched_nbytes = max(segment.touched_nbytes, start + nbytes)
-                with runtime_mode():
-                    return Slab(nbytes, segment.bytes[start : start + nbytes], start, index)
-        return None
+        with self.changing():
+            slab.give_up(self.wait)
+            self._kept.remove(slab)
+            self.ledger.release(CACHE, slab.nbytes)

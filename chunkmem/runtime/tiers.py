@@ -6,10 +6,11 @@ import warnings
 from dataclasses import dataclass, replace
 
 from chunkmem.config import Config, OptsConfig
+from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.meter import NonModelMeter
-from chunkmem.runtime.pool import DevicePool, HostArena
+from chunkmem.runtime.pool import DevicePool
 from chunkmem.types import Tier
 
 
@@ -61,6 +62,23 @@ def shadow_nbytes(opts: OptsConfig, compute: ComputeDevice, caps: TierCaps) -> i
     return int(caps.host_nbytes * opts.undo_log_ratio) if wanted else 0
 
 
+EXPANDABLE_SEGMENTS = (
+    "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before Python starts: chunks and activations then share all "
+    "memory, where else they split each other's blocks, and run out of memory below the cap"
+)
+"""What a user is told whose allocator has no expandable segments."""
+_LARGE_SHARE = 0.85
+"""Of an accelerator's memory: a cap beyond that leaves little for what is lost between blocks."""
+
+
+def warn_of_fragmentation(compute: ComputeDevice, caps: TierCaps) -> None:
+    """Warn if `caps` take most of an accelerator whose allocator loses memory between blocks; see ADR 26."""
+    if compute.has_expandable_segments():
+        return
+    if caps.device_nbytes > _LARGE_SHARE * compute.capacity_nbytes():
+        warnings.warn(f"memory.device is most of {compute.name()}: {EXPANDABLE_SEGMENTS}", stacklevel=2)
+
+
 class Tiers:
     """Ledgers and pools of DEVICE and HOST."""
 
@@ -86,22 +104,29 @@ class Tiers:
             self.device_pool.changing = self.meter.excluding
 
     def leave_room_for_activations(self, known_nbytes: int = 0) -> None:
-        """On an accelerator, give chunks what the activations of the steps so far have left of the cap.
+        """No plan is followed: on an accelerator, give chunks what activations have left of the cap so far.
 
         Args:
             known_nbytes: what activations take by the plan that was followed.
         """
         if self.meter is not None:
             self.meter.resume()
+            self.device_pool.room_nbytes = None
+            self.device_pool.trim()
             left = self.device.limit_nbytes - max(known_nbytes, self.meter.highest_nbytes)
             self.device.cap_nbytes = max(self.device.total_nbytes, left)
 
-    def plan_decides(self) -> None:
-        """A plan is followed: it leaves room for activations by itself, moment by moment, up to the whole cap."""
+    def plan_decides(self, non_model_nbytes: int) -> None:
+        """A plan is followed: all slabs together may take what its non-model data leaves of the cap at present."""
         self.device.cap_nbytes = self.device.limit_nbytes
-        self.device_pool.keeps_all = not self.compute.is_accelerator
+        self.device_pool.room_nbytes = self.device.limit_nbytes - non_model_nbytes
         if self.meter is not None:
-            self.meter.pause()
+            self.meter.pause(non_model_nbytes)
+
+    def plan_is_left(self) -> None:
+        """No plan is followed, if one was until now."""
+        if self.device_pool.room_nbytes is not None:
+            self.leave_room_for_activations()
 
     def overshoot_nbytes(self) -> int:
         """Return the bytes by which chunks and activations together passed the cap since the last call; or 0."""

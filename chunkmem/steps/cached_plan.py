@@ -16,6 +16,7 @@ from chunkmem.plan.planner import PlanOptions
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.runtime.plan_executor import PlanExecutor
+from chunkmem.sizes import format_nbytes
 from chunkmem.steps.planning import StepPlanner
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import Tier
@@ -71,6 +72,8 @@ class CachedPlan:
         """How often the trace was compared with the durations of a step that followed a plan."""
         self._director: TraceCursor | None = None
         self._is_hopeless = False
+        self._charged_nbytes = 0
+        """For activations, beyond what was recorded."""
         self._has_warned = False
         """Of a plan that was out of reach."""
 
@@ -85,7 +88,7 @@ class CachedPlan:
         self.stop()
         self.trace = self.plan = self.plan_executor = self._planner = self._director = None
         self._is_hopeless = False
-        self._num_refinements = 0
+        self._num_refinements = self._charged_nbytes = 0
 
     def take(self, trace: Trace) -> None:
         """Switch to a trace of another way to step, which was recorded in this run."""
@@ -122,7 +125,7 @@ class CachedPlan:
             has_alternative: there is another way to step, if this one does not fit.
 
         Raises:
-            CapacityError: a moment of the step does not fit; with the smallest cap that works.
+            CapacityError: a moment of the step, as it was recorded, does not fit; with the smallest cap that works.
         """
         if self.trace is None or self._is_hopeless:
             return None
@@ -131,10 +134,13 @@ class CachedPlan:
                 self._planner = self._make_planner(self.trace)
                 self.plan = self._planner.plan
             except PlanError as error:
-                if isinstance(error, CapacityError) and not error.on_host and not has_alternative:
+                is_fatal = isinstance(error, CapacityError) and not error.on_host and not self._charged_nbytes
+                if is_fatal and not has_alternative:
                     raise
                 if not has_alternative:
-                    warnings.warn(f"no plan is followed, every access is served on demand: {error}", stacklevel=2)
+                    more = f"activations took {format_nbytes(self._charged_nbytes)} more than when recorded: "
+                    why = f"{more if self._charged_nbytes else ''}{error}"
+                    warnings.warn(f"no plan is followed, every access is served on demand: {why}", stacklevel=2)
                 self._is_hopeless = True
                 return None
         if self.plan_executor is None:
@@ -176,13 +182,15 @@ class CachedPlan:
         return Outcome.FOLLOWED
 
     def charge_more(self, nbytes: int) -> None:
-        """Activations took `nbytes` more than traced: plan with more room for them."""
+        """Activations took `nbytes` more than traced: plan with more room for them, or serve on demand if none fits."""
         if self.trace is not None:
             trace = self.trace
             moments = tuple(
                 replace(moment, non_model_peak_nbytes=moment.non_model_peak_nbytes + nbytes) for moment in trace.moments
             )
+            charged_nbytes = self._charged_nbytes + nbytes
             self.adopt(replace(trace, moments=moments))
+            self._charged_nbytes = charged_nbytes
 
     def _make_planner(self, trace: Trace) -> StepPlanner:
         return StepPlanner(

@@ -237,6 +237,7 @@ class StepController(KnownSteps):
 
     def _leave_plans(self) -> None:
         drain(self._lanes, self._pager.store)
+        self._tiers.plan_is_left()
         self._pager.speculative.reserve({})
 
     def _take_another_way(self, kind: Kind, chunk: Chunk, reader: object, left_out: int | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -10,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkmem.runtime import pool as pool_module
+from chunkmem.errors import CapacityError
+from chunkmem.runtime import arena as arena_module
+from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import Ledger
-from chunkmem.runtime.pool import HostArena, Slab
+from chunkmem.runtime.pool import Slab
 from chunkmem.types import Tier
 
 SLAB = 256
@@ -38,7 +41,7 @@ def starts(slabs: list[Slab]) -> list[tuple[int, int]]:
 
 def test_the_arena_maps_exactly_what_was_announced(arena: HostArena, monkeypatch: pytest.MonkeyPatch) -> None:
     # announced 10 slabs, mapped in pieces of at most 4:   |0 1 2 3|4 5 6 7|8 9|
-    monkeypatch.setattr(pool_module, "_SEGMENT_NBYTES", 4 * SLAB + SLAB // 2)
+    monkeypatch.setattr(arena_module, "_SEGMENT_NBYTES", 4 * SLAB + SLAB // 2)
     arena.expect(10 * SLAB)
     assert arena.reserved_nbytes == 0
     slabs = [arena.alloc(PARAM, SLAB) for _ in range(10)]
@@ -47,7 +50,7 @@ def test_the_arena_maps_exactly_what_was_announced(arena: HostArena, monkeypatch
 
 
 def test_a_piece_is_mapped_when_it_is_first_needed(arena: HostArena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_SEGMENT_NBYTES", 4 * SLAB)
+    monkeypatch.setattr(arena_module, "_SEGMENT_NBYTES", 4 * SLAB)
     arena.expect(8 * SLAB)
     reserved = [(arena.alloc(PARAM, SLAB), arena.reserved_nbytes // SLAB)[1] for _ in range(8)]
     assert reserved == [4, 4, 4, 4, 8, 8, 8, 8]
@@ -60,7 +63,7 @@ def test_what_was_not_announced_is_mapped_as_it_is_asked_for(arena: HostArena) -
 
 
 def test_a_slab_larger_than_a_segment_gets_one_of_its_own(arena: HostArena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_SEGMENT_NBYTES", 2 * SLAB)
+    monkeypatch.setattr(arena_module, "_SEGMENT_NBYTES", 2 * SLAB)
     arena.expect(7 * SLAB)
     assert starts([arena.alloc(PARAM, 5 * SLAB), arena.alloc(PARAM, SLAB), arena.alloc(PARAM, SLAB)]) == [
         (0, 0),
@@ -195,3 +198,83 @@ def test_a_forked_child_has_none_of_the_arena(arena: HostArena) -> None:
     assert os.WIFEXITED(status)
     assert os.WEXITSTATUS(status) == 0
     assert (slab.bytes == 1).all()
+
+
+def test_holes_of_one_size_make_room_for_another() -> None:
+    """bf16 weights, packed in turn with their fp32 masters, leave for DEVICE: states took RAM beyond memory.host."""
+    # |w|w|w|w|m m|m m|m m|m m|      and not |w|m m|w|m m|w|m m|w|m m|
+    arena = new_arena(12)
+    arena.expect(12 * SLAB)
+    weights = [(arena.alloc(PARAM, SLAB), arena.alloc(PARAM, 2 * SLAB))[0] for _ in range(4)]
+    for slab in weights:
+        arena.free(PARAM, slab)
+    states = [arena.alloc(PARAM, 2 * SLAB) for _ in range(2)]
+    assert sorted(starts(states)) == [(0, 0), (0, 2)]
+    assert arena.reserved_nbytes == arena.ledger.total_nbytes == 12 * SLAB
+
+
+def test_what_was_never_given_out_does_not_count_as_kept() -> None:
+    # |1|.|.|.|.|2 2|2 2|      freed, and a hole at each end is used again
+    arena = new_arena(9)
+    arena.expect(9 * SLAB)
+    slabs = [arena.alloc(PARAM, nbytes * SLAB) for nbytes in (1, 2, 2)]
+    assert sorted(starts(slabs)) == [(0, 0), (0, 5), (0, 7)]
+    assert arena.kept_nbytes == 0
+    for slab in slabs[:2]:
+        arena.free(PARAM, slab)
+    assert arena.kept_nbytes == 3 * SLAB
+    arena.alloc(PARAM, 2 * SLAB)
+    assert arena.kept_nbytes == SLAB
+
+
+def test_segments_that_are_free_go_back_before_more_than_the_cap_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_SEGMENT_NBYTES", SLAB)
+    arena = new_arena(4)
+    slabs = [arena.alloc(PARAM, SLAB) for _ in range(4)]
+    kept = slabs.pop()
+    kept.bytes.fill_(7)
+    for slab in slabs:
+        arena.free(PARAM, slab)
+    assert starts([arena.alloc(PARAM, 3 * SLAB)]) == [(4, 0)]
+    assert arena.reserved_nbytes == 4 * SLAB
+    assert (kept.bytes == 7).all()
+    assert arena.kept_nbytes == 0
+
+
+@given(
+    actions=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.booleans(), st.integers(0, 99)), max_size=60),
+    announced=st.integers(0, 40),
+)
+def test_slabs_of_several_sizes_stay_aligned_and_apart(actions: list[tuple[int, bool, int]], announced: int) -> None:
+    arena = new_arena(17)
+    arena.expect(announced * SLAB + SLAB // 2)
+    live: list[tuple[int, Slab]] = []
+    for mark, (slabs, takes, which) in enumerate(actions):
+        if takes and arena.ledger.free_nbytes >= slabs * SLAB:
+            live.append((mark, arena.alloc(PARAM, slabs * SLAB)))
+            live[-1][1].bytes.fill_(mark)
+        elif live:
+            arena.free(PARAM, live.pop(which % len(live))[1])
+        check_arena(arena, live)
+        assert all(slab.start % SLAB == 0 for _, slab in live)
+    arena.close()
+
+
+def test_a_system_without_room_is_said_and_nothing_is_lost(arena: HostArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """memory.host may be more than a system gives, which only shows when it is asked."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    slab = arena.alloc(PARAM, SLAB)
+    slab.bytes.fill_(7)
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", refuse)
+        with pytest.raises(
+            CapacityError, match=r"no 768 B of RAM left.*256 B of 250.00 KiB.*lower memory.host"
+        ) as error:
+            arena.alloc(PARAM, 3 * SLAB)
+    assert (error.value.needed_nbytes, error.value.cap_nbytes) == (4 * SLAB, 1000 * SLAB)
+    assert arena.ledger.total_nbytes == arena.reserved_nbytes == SLAB
+    assert arena.alloc(PARAM, 3 * SLAB).nbytes == 3 * SLAB
+    assert (slab.bytes == 7).all()

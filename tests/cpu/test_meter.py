@@ -135,7 +135,7 @@ def test_steps_on_demand_leave_room_for_activations_and_no_more(device: CountedD
         tiers.device_pool.free("param", slab)
     tiers.leave_room_for_activations()
     assert tiers.device.cap_nbytes == 95_000
-    tiers.plan_decides()
+    tiers.plan_decides(6_000)
     tiers.leave_room_for_activations(known_nbytes=7_000)
     assert tiers.device.cap_nbytes == 93_000
 
@@ -157,7 +157,6 @@ def train(case: ZooModel, device_nbytes: int, *, expected: Outcome | None = None
     config = {
         "memory": {"device": device_nbytes, "host": HOST_NBYTES},
         "default_chunk_size": case.chunk_numel,
-        "client": {"opts": {"mem_cache_capacity": 0}},
     }
     with chunkmem.ChunkManager(chunkmem.Config.from_dict(config), make_lanes=blocking) as manager:
         outcome = Trainer(case, PLAIN, WithinCap(manager, device_nbytes)).run()
@@ -244,7 +243,6 @@ def test_the_cap_holds_the_states_of_excluded_modules(device: CountedDevice) -> 
             {
                 "memory": {"device": cap_nbytes, "host": HOST_NBYTES},
                 "default_chunk_size": WIDTH * WIDTH + WIDTH,
-                "client": {"opts": {"mem_cache_capacity": 0}},
             }
         )
         with chunkmem.ChunkManager(config, make_lanes=blocking) as manager:

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import CACHE, Ledger
-from chunkmem.runtime.pool import DevicePool, HostArena, Slab, SlabPool
+from chunkmem.runtime.pool import DevicePool, Slab, SlabPool
 from chunkmem.types import Tier
 
 SLAB = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,14 @@ class Training:
         return timeline.plan_misses
 
 
-def manager_with(num_chunks: float, **options: Any) -> chunkmem.ChunkManager:
+def manager_with(num_chunks: float, *, machine: Machine = FAST, **options: Any) -> chunkmem.ChunkManager:
     """A manager with room for so many chunks on DEVICE."""
     values = {
         "memory": {"device": int(num_chunks * PARAM_NBYTES), "host": 16 << 20},
         "default_chunk_size": SLAB_NUMEL,
         **options,
     }
-    return chunkmem.ChunkManager(chunkmem.Config.from_dict(values), machine=FAST)
+    return chunkmem.ChunkManager(chunkmem.Config.from_dict(values), machine=machine)
 
 
 def same(num_chunks: float, scenario: Any) -> Training:
@@ -335,6 +336,27 @@ def test_larger_activations_than_traced_are_planned_for(monkeypatch: pytest.Monk
         training.step()
         assert manager.plan is not None
         assert_as_predicted(manager)
+
+
+def test_activations_that_leave_no_room_for_a_plan_do_not_end_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step raised a CapacityError, after steps that had all fit."""
+    plain = Training(None)
+    machine = replace(FAST, charges_non_model=True)
+    with manager_with(6, machine=machine) as manager:
+        training = Training(manager)
+        for _ in range(3):
+            training.step()
+        monkeypatch.setattr(manager.runtime.tiers, "overshoot_nbytes", lambda: 6 * PARAM_NBYTES)
+        training.step()
+        monkeypatch.undo()
+        with pytest.warns(UserWarning, match=r"no plan is followed.*took 24.75 KiB more.*: .*raise memory.device to"):
+            training.step()
+        for _ in range(3):
+            training.step()
+        assert manager.plan is None
+    for _ in range(8):
+        plain.step()
+    assert training.losses == plain.losses
 
 
 def test_an_interrupted_step_leaves_nothing_behind() -> None:

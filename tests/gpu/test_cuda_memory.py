@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import Ledger
-from chunkmem.runtime.pool import HostArena
 from chunkmem.types import Tier
 from tests.helpers.audit import audit
 from tests.helpers.occupied import occupied_nbytes

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from chunkmem.plan.model import Lane
+from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import COPY_LANES, Event
 from chunkmem.runtime.lanes import BlockingLanes
-from chunkmem.runtime.pool import DevicePool, HostArena, Slab
+from chunkmem.runtime.pool import DevicePool, Slab
 from chunkmem.types import Tier
 from tests.helpers.access_order import AccessOrder
 from tests.helpers.vector_clocks import Actor, Clock
@@ -38,6 +39,9 @@ class SimulatedAccelerator(ComputeDevice):
 
     def num_update_threads(self) -> int:
         return 1
+
+    def capacity_nbytes(self) -> int:
+        return 1 << 40
 
     def used_nbytes(self) -> int:
         return 0
@@ -137,7 +141,7 @@ class DeviceSlabs(DevicePool):
     def free(self, role: str, slab: Slab) -> None:
         address = slab.bytes.data_ptr()
         super().free(role, slab)
-        if not self.keeps_all and self._capacity == 0:
+        if self.room_nbytes is None and self._capacity == 0:
             self._order.gave_up(address, slab.nbytes)
 
     def _discard(self, slab: Slab) -> None:
@@ -153,6 +157,6 @@ class HostSlabs(HostArena):
         super().__init__(*args, **options)
         self._order = order
 
-    def _reserve(self, nbytes: int) -> None:
-        super()._reserve(nbytes)
+    def _reserve(self, nbytes: int, *, slab_nbytes: int) -> None:
+        super()._reserve(nbytes, slab_nbytes=slab_nbytes)
         self._order.took(Tier.HOST, self._segments[-1].bytes)

@@ -1,0 +1,219 @@
+"""Slabs of HOST: cut from a few large mappings, which are pinned where there is an accelerator."""
+
+from __future__ import annotations
+
+import mmap
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from chunkmem.errors import CapacityError
+from chunkmem.runtime.device import ComputeDevice, prefer_large_pages, runtime_mode
+from chunkmem.runtime.ledger import Ledger
+from chunkmem.runtime.pool import Slab
+from chunkmem.sizes import format_nbytes
+
+_SEGMENT_NBYTES = 256 << 20
+"""Largest piece of host memory mapped ahead of need; where it is pinned, more, by a share of the cap."""
+_PINNED_SEGMENT_SHARE = 1 / 32
+_PINNED_SEGMENT_NBYTES = 4 << 30
+"""The most of that: pieces are made by all cores, and pinned by a call each."""
+
+
+@dataclass(eq=False, slots=True)
+class _Segment:
+    """One mapping of the arena, and the runs of it that are free: start to length, in bytes."""
+
+    region: mmap.mmap | Literal[b""]
+    """Empty: given back."""
+    bytes: torch.Tensor
+    pinned: bool
+    free: dict[int, int]
+    slab_nbytes: int
+    """Slabs of this size are cut from its start, others from its end: holes of one size lie side by side."""
+    untouched: tuple[int, int]
+    """From where to where nothing was ever cut, so that nothing was written to."""
+
+    @property
+    def touched_nbytes(self) -> int:
+        start, stop = self.untouched
+        return len(self.region) - max(0, stop - start)
+
+    @property
+    def is_free(self) -> bool:
+        """No slab is given out or kept of it."""
+        return self.free.get(0) == len(self.region)
+
+
+class HostArena:
+    """Slabs of HOST, cut first-fit from a few mappings of exact size.
+
+    A freed slab stays as it was cut and serves a request of exactly its size, the one freed last first; it is joined
+    to its neighbours when another size finds no room. Sizes lie apart, as weights leave for DEVICE and what is wanted
+    in their place is twice as large: of bf16 weights in turn with fp32 masters every hole would be too small. What is
+    free all the same, and nothing fits, is RAM beyond the cap; whole segments of it are given back.
+
+    torch's pinned allocator rounds each request up to a power of two; a mapping registered as a whole costs what it
+    holds. The mappings stay out of forked children: a data loader's workers neither copy their page tables nor touch
+    them.
+    """
+
+    def __init__(self, ledger: Ledger, compute: ComputeDevice) -> None:
+        self.ledger = ledger
+        self.poison = False
+        self._compute = compute
+        self._segments: list[_Segment] = []
+        self._open: set[int] = set()
+        """Segments with free runs: where each slab is a segment of its own, there are thousands of full ones."""
+        self._idle: dict[int, list[Slab]] = defaultdict(list)
+        """Freed slabs by size, the last one last."""
+        self._expected_nbytes = 0
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes mapped, given out or not."""
+        return sum(len(segment.region) for segment in self._segments)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes that were given out and taken back, and are kept for reuse: RAM that no role of the ledger counts."""
+        return max(0, sum(segment.touched_nbytes for segment in self._segments) - self.ledger.total_nbytes)
+
+    @property
+    def _piece_nbytes(self) -> int:
+        if not self._compute.is_cuda:
+            return _SEGMENT_NBYTES
+        share_nbytes = int(self.ledger.cap_nbytes * _PINNED_SEGMENT_SHARE)
+        return max(_SEGMENT_NBYTES, min(share_nbytes, _PINNED_SEGMENT_NBYTES))
+
+    def expect(self, nbytes: int) -> None:
+        """Announce that `nbytes` more will be asked for, so that they are mapped in few pieces and no more than that.
+
+        A piece is mapped when it is first needed: packing a model holds the model and one piece at a time.
+        """
+        self._expected_nbytes += nbytes
+
+    def _reserve(self, nbytes: int, *, slab_nbytes: int) -> None:
+        try:
+            # Private: a system that has large pages for such memory mostly has none for shared memory.
+            region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise self._no_room_error(nbytes) from error
+        if hasattr(mmap, "MADV_DONTFORK"):
+            region.madvise(mmap.MADV_DONTFORK)
+        with runtime_mode():
+            view = torch.frombuffer(region, dtype=torch.uint8)
+        prefer_large_pages(view.data_ptr(), nbytes)
+        pinned = self._compute.pin(region, view.data_ptr())
+        self._open.add(len(self._segments))
+        self._segments.append(_Segment(region, view, pinned, {0: nbytes}, slab_nbytes, (0, nbytes)))
+        self._expected_nbytes = max(0, self._expected_nbytes - nbytes)
+
+    def _no_room_error(self, nbytes: int) -> CapacityError:
+        has_nbytes, cap_nbytes = self.reserved_nbytes, self.ledger.cap_nbytes
+        return CapacityError(
+            f"HOST: the system has no {format_nbytes(nbytes)} of RAM left for this process, which has "
+            f"{format_nbytes(has_nbytes)} of {format_nbytes(cap_nbytes)}; lower memory.host to what it may use",
+            needed_nbytes=has_nbytes + nbytes,
+            cap_nbytes=cap_nbytes,
+        )
+
+    def alloc(self, role: str, nbytes: int) -> Slab:
+        if self._idle[nbytes]:
+            self.ledger.charge(role, nbytes)
+            return self._idle[nbytes].pop()
+        # What was announced may go to DEVICE in part: no more than the cap is mapped ahead.
+        ahead_nbytes = min(self._expected_nbytes, self.ledger.cap_nbytes - self.reserved_nbytes)
+        slab = self._cut(nbytes)
+        if slab is None and self._join_idle():
+            slab = self._cut(nbytes)
+        if slab is None and ahead_nbytes < nbytes:
+            slab = self._cut(nbytes, from_any=True)
+        if slab is None:
+            if self.reserved_nbytes + nbytes > self.ledger.cap_nbytes:
+                self._give_free_segments_back()
+            self._reserve(max(nbytes, min(ahead_nbytes, self._piece_nbytes) // nbytes * nbytes), slab_nbytes=nbytes)
+            slab = self._cut(nbytes)
+        assert slab is not None
+        self.ledger.charge(role, nbytes)
+        return slab
+
+    def free(self, role: str, slab: Slab) -> None:
+        if self.poison:
+            slab.poison()
+        self._idle[slab.nbytes].append(slab)
+        self.ledger.release(role, slab.nbytes)
+
+    def _join_idle(self) -> bool:
+        """Make runs of the freed slabs; tell whether there were any."""
+        idle = [slab for slabs in self._idle.values() for slab in slabs]
+        for slab in idle:
+            slab.rest()
+        self._idle.clear()
+        for slab in idle:
+            self._join(slab)
+        return bool(idle)
+
+    def _join(self, slab: Slab) -> None:
+        free = self._segments[slab.segment].free
+        start, length = slab.start, slab.nbytes
+        if start + length in free:
+            length += free.pop(start + length)
+        before = next((s for s, n in free.items() if s + n == start), None)
+        if before is not None:
+            length += free.pop(before)
+            start = before
+        free[start] = length
+        self._open.add(slab.segment)
+
+    def _give_free_segments_back(self) -> None:
+        for index in [index for index in self._open if self._segments[index].is_free]:
+            self._give_back(self._segments[index])
+            self._open.discard(index)
+
+    def _give_back(self, segment: _Segment) -> None:
+        if segment.pinned:
+            self._compute.unpin(segment.bytes.data_ptr())
+        # The mapping goes with the last tensor over it: closing it under a live view would crash its reader.
+        with runtime_mode():
+            segment.region, segment.bytes = b"", torch.empty(0, dtype=torch.uint8)
+        segment.pinned, segment.free, segment.untouched = False, {}, (0, 0)
+
+    def close(self) -> None:
+        for segment in self._segments:
+            self._give_back(segment)
+        self._segments.clear()
+        self._open.clear()
+        self._idle.clear()
+
+    def _cut(self, nbytes: int, *, from_any: bool = False) -> Slab | None:
+        """Return a slab from a segment for slabs of its size, or `from_any`; None if none has room."""
+        for index in sorted(self._open):
+            segment = self._segments[index]
+            if segment.is_free:
+                segment.slab_nbytes = nbytes
+            is_own = segment.slab_nbytes == nbytes
+            fitting = [start for start, length in segment.free.items() if length >= nbytes]
+            if fitting and (is_own or from_any):
+                start = min(fitting) if is_own else max(fitting)
+                return self._cut_from(index, start, nbytes, at_end=not is_own)
+        return None
+
+    def _cut_from(self, index: int, start: int, nbytes: int, *, at_end: bool) -> Slab:
+        segment = self._segments[index]
+        rest_nbytes = segment.free.pop(start) - nbytes
+        if at_end:
+            start, rest = start + rest_nbytes, start
+        else:
+            rest = start + nbytes
+        if rest_nbytes:
+            segment.free[rest] = rest_nbytes
+        if not segment.free:
+            self._open.discard(index)
+        first, last = segment.untouched
+        if start < last and start + nbytes > first:
+            segment.untouched = (first, start) if at_end else (start + nbytes, last)
+        with runtime_mode():
+            return Slab(nbytes, segment.bytes[start : start + nbytes], start, index)

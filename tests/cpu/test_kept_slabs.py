@@ -1,0 +1,195 @@
+"""Slabs kept for reuse while a plan is followed on an accelerator: within the cap together with activations.
+
+The accelerator is simulated in RAM. What its activations take is what the trace says.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+import chunkmem
+from chunkmem.cli.main import main
+from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.lanes import ThreadLanes
+from chunkmem.runtime.plan_executor import PlanExecutor
+from chunkmem.runtime.pool import DevicePool
+from chunkmem.trace.model import Trace
+from tests.helpers.happens_before import SLOW, HappensBefore
+from tests.helpers.overlapped import WIDTH, Run
+from tests.helpers.simulated import ClockedEvent, ClockedLanes, SimulatedAccelerator
+from tests.helpers.training import compute_device
+
+pytestmark = pytest.mark.skipif(compute_device().type != "cpu", reason="the accelerator is simulated in RAM")
+
+SLAB_NBYTES = 20_032
+CAP_NBYTES = 8 * SLAB_NBYTES
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ComputeDevice, "default", lambda index=None: SimulatedAccelerator())
+    monkeypatch.setattr("chunkmem.assembly.cached_machine", lambda compute, caps: SLOW)
+
+
+def run_with(make_lanes: object = lambda compute: ThreadLanes()) -> Run:
+    return Run(overlap=False, device_nbytes=CAP_NBYTES, num_blocks=10, make_lanes=make_lanes)  # type: ignore[arg-type]
+
+
+def trace_with_activations() -> Trace:
+    """Return the trace of a step whose activations take none to four slabs, more and less by turns."""
+    run = run_with()
+    run.step(0)
+    run.step(1)
+    trace = run.manager.trace
+    assert trace is not None
+    wave = [0, 1, 3, 4, 3, 0]
+    moments = (
+        replace(moment, non_model_peak_nbytes=wave[at // 4 % len(wave)] * SLAB_NBYTES)
+        for at, moment in enumerate(trace.moments)
+    )
+    run.manager.close()
+    return replace(trace, moments=tuple(moments))
+
+
+@pytest.fixture
+def moments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return, for each planned moment, the bytes of its chunks and of the slabs kept beside them, once it is served.
+
+    Slabs and activations are within the cap at its end, and whenever memory is allocated.
+    """
+    perform, allocate = PlanExecutor._perform, DevicePool._allocate
+    seen: list[tuple[int, int]] = []
+    activations = [0]
+
+    def checked(self: PlanExecutor, cue: object) -> None:
+        now_nbytes = self.trace.moments[self._cursor].non_model_peak_nbytes
+        activations[0] = min(activations[0], now_nbytes)  # where two moments meet
+        perform(self, cue)  # type: ignore[arg-type]
+        ledger, activations[0] = self._tiers.device, now_nbytes
+        assert ledger.total_nbytes + now_nbytes <= CAP_NBYTES, "kept slabs take what activations need"
+        seen.append((ledger.chunk_nbytes, ledger.total_nbytes - ledger.chunk_nbytes))
+
+    def allocated(self: DevicePool, nbytes: int) -> object:
+        assert self.ledger.total_nbytes + nbytes + activations[0] <= CAP_NBYTES, "a slab is one too many"
+        return allocate(self, nbytes)
+
+    monkeypatch.setattr(PlanExecutor, "_perform", checked)
+    monkeypatch.setattr(DevicePool, "_allocate", allocated)
+    return seen
+
+
+def test_kept_slabs_and_activations_stay_within_the_cap(moments: list[tuple[int, int]]) -> None:
+    """A plan fills the cap with chunks and activations; slabs that were free in between came on top of both."""
+    trace = trace_with_activations()
+    moments.clear()
+    run = run_with()
+    run.manager.trace = trace
+    for seed in range(STEPS):
+        run.step(seed)
+        timeline = run.manager.timeline()
+        assert timeline is not None
+        assert seed == 0 or timeline.plan_misses == 0
+    assert len(moments) >= (STEPS - 1) * len(trace.moments)
+    kept = [kept_nbytes for _, kept_nbytes in moments]
+    assert max(kept) > 2 * SLAB_NBYTES, "what is left of the cap is not used"
+
+
+def test_the_thread_that_issues_does_not_wait_for_copies_of_freed_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Giving up a slab that is still being read held all launches up until the copy was over."""
+    trace = trace_with_activations()
+    waited: list[str] = []
+    in_pool: list[str] = []
+
+    def noting(name: str) -> None:
+        method = getattr(DevicePool, name)
+
+        def noted(self: DevicePool, *args: object) -> object:
+            in_pool.append(name)
+            try:
+                return method(self, *args)
+            finally:
+                in_pool.pop()
+
+        monkeypatch.setattr(DevicePool, name, noted)
+
+    def note_wait(self: ClockedEvent) -> None:
+        if in_pool and not self.done():
+            waited.append(f"HOST in {in_pool[-1]}")
+        wait(self)
+
+    def note_compute(self: ClockedLanes, event: ClockedEvent) -> float:
+        if in_pool and not event.done():
+            waited.append("COMPUTE")
+        return compute_waits(self, event)
+
+    wait, compute_waits = ClockedEvent.wait, ClockedLanes.compute_waits
+    for name in ("alloc", "free", "trim"):
+        noting(name)
+    monkeypatch.setattr(ClockedEvent, "wait", note_wait)
+    monkeypatch.setattr(ClockedLanes, "compute_waits", note_compute)
+    with HappensBefore() as checker:
+        run = run_with(checker.lanes)
+        run.manager.trace = trace
+        for seed in range(STEPS):
+            run.step(seed)
+    checker.assert_ordered()
+    assert set(waited) == {"COMPUTE"}
+
+
+def test_what_a_plan_kept_is_given_up_when_steps_are_served_on_demand() -> None:
+    """Nobody counts the activations of an evaluation, which would have come on top of all that is kept."""
+    trace = trace_with_activations()
+    run = run_with()
+    run.manager.trace = trace
+    for seed in range(3):
+        run.step(seed)
+    ledger, pool = run.manager.runtime.tiers.device, run.manager.runtime.tiers.device_pool
+    assert ledger.cap_nbytes == CAP_NBYTES
+    run.manager.runtime.forget_plans()
+    with torch.no_grad():
+        run.model(torch.randn(16, WIDTH))
+    peak_nbytes = max(moment.non_model_peak_nbytes for moment in trace.moments)
+    assert ledger.cap_nbytes == CAP_NBYTES - peak_nbytes
+    assert len(pool._kept) <= 2
+
+
+class Card(SimulatedAccelerator):
+    """An accelerator of 1 MiB whose allocator has expandable segments or not."""
+
+    def __init__(self, *, is_expandable: bool) -> None:
+        super().__init__()
+        self.is_expandable = is_expandable
+
+    def capacity_nbytes(self) -> int:
+        return 1 << 20
+
+    def has_expandable_segments(self) -> bool:
+        return self.is_expandable
+
+
+@pytest.mark.parametrize(
+    ("share", "is_expandable", "warns"), [(0.9, False, True), (0.9, True, False), (0.5, False, False)]
+)
+def test_a_cap_near_the_whole_device_needs_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, share: float, is_expandable: bool, warns: bool
+) -> None:
+    monkeypatch.setattr(ComputeDevice, "default", lambda index=None: Card(is_expandable=is_expandable))
+    config = chunkmem.Config.from_dict({"memory": {"device": int(share * (1 << 20)), "host": 1 << 20}})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        chunkmem.ChunkManager(config, make_lanes=lambda compute: ThreadLanes()).close()
+    told = [str(warning.message) for warning in caught if "expandable_segments:True" in str(warning.message)]
+    assert len(told) == warns
+
+
+def test_info_names_the_allocator_setting_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ComputeDevice, "default", lambda index=None: Card(is_expandable=False))
+    assert main(["info"]) == 0
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in capsys.readouterr().out

@@ -1,0 +1,181 @@
+"""RAM that is about to be pinned is there beforehand, made by several threads."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import chunkmem
+from chunkmem.runtime import device as device_module
+from chunkmem.runtime import populate as populate_module
+from chunkmem.runtime.arena import HostArena
+from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.ledger import Ledger
+from chunkmem.runtime.populate import populate
+from chunkmem.types import Tier
+
+NBYTES = (16 << 20) + mmap.PAGESIZE
+PAGEMAP = Path("/proc/self/pagemap")
+
+pytestmark = pytest.mark.skipif(not PAGEMAP.exists(), reason="only Linux tells which pages are there")
+
+
+def num_present(address: int, nbytes: int) -> int:
+    """How many pages of a range are in memory."""
+    first, count = address // mmap.PAGESIZE, -(-nbytes // mmap.PAGESIZE)
+    with PAGEMAP.open("rb") as pagemap:
+        pagemap.seek(8 * first)
+        entries = pagemap.read(8 * count)
+    return sum(entries[8 * at + 7] >> 7 for at in range(count))
+
+
+@pytest.fixture
+def region() -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(-1, NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+class Libc:
+    """A C library whose `madvise` fails."""
+
+    def __init__(self, error: int) -> None:
+        self._error = error
+
+    def madvise(self, *_: object) -> int:
+        ctypes.set_errno(self._error)
+        return -1
+
+
+def test_every_page_is_there_afterwards(region: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(populate_module, "_SPAN_NBYTES", 2 << 20)
+    monkeypatch.setattr(populate_module, "num_cores", lambda: 4)
+    threads: set[int] = set()
+    toucher = populate_module._toucher
+
+    def noting() -> object:
+        touch = toucher()
+        return lambda *span: (threads.add(threading.get_ident()), touch(*span))
+
+    monkeypatch.setattr(populate_module, "_toucher", noting)
+    assert num_present(region.data_ptr(), NBYTES) == 0
+    populate(region.data_ptr(), NBYTES)
+    assert num_present(region.data_ptr(), NBYTES) == NBYTES // mmap.PAGESIZE
+    assert threading.get_ident() not in threads
+    assert not region.any()
+
+
+def test_an_older_system_is_made_to_by_writing(region: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux before 5.14 does not know the advice."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Libc(errno.EINVAL))
+    populate(region.data_ptr(), NBYTES)
+    assert num_present(region.data_ptr(), NBYTES) == NBYTES // mmap.PAGESIZE
+
+
+def test_what_the_system_refuses_is_not_forced(region: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing where there is no memory left ends the process."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Libc(errno.ENOMEM))
+    populate(region.data_ptr(), NBYTES)
+    assert num_present(region.data_ptr(), NBYTES) == 0
+
+
+class Pinning(ComputeDevice):
+    """An accelerator in RAM, whose driver finds pinned memory there or not."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.is_accelerator = self.is_cuda = True
+        self.present: list[tuple[int, int]] = []
+
+    def register(self, address: int, nbytes: int) -> int:
+        self.present.append((num_present(address, nbytes), -(-nbytes // mmap.PAGESIZE)))
+        return 0
+
+    def unpin(self, address: int) -> None:
+        return
+
+
+def new_arena(compute: ComputeDevice, cap_nbytes: int) -> HostArena:
+    return HostArena(Ledger(Tier.HOST, cap_nbytes, cap_nbytes), compute)
+
+
+def test_the_driver_pins_pages_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = Pinning()
+    monkeypatch.setattr(device_module, "_cuda_register", compute.register)
+    arena = new_arena(compute, 1 << 30)
+    arena.expect(24 << 20)
+    arena.alloc("param", 8 << 20)
+    assert compute.present == [(6144, 6144)]
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("is_pinned", "cap_gib", "piece_mib"), [(False, 128, 256), (True, 4, 256), (True, 64, 2048), (True, 512, 4096)]
+)
+def test_pieces_are_larger_where_they_are_pinned(
+    monkeypatch: pytest.MonkeyPatch, is_pinned: bool, cap_gib: int, piece_mib: int
+) -> None:
+    """A piece is mapped as a whole while the model is packed: a small share of the cap."""
+    compute = Pinning()
+    compute.is_cuda = is_pinned
+    reserved: list[int] = []
+
+    def reserve(self: HostArena, nbytes: int, *, slab_nbytes: int) -> None:
+        reserved.append(nbytes)
+        raise InterruptedError
+
+    monkeypatch.setattr(HostArena, "_reserve", reserve)
+    for expected_nbytes in (1 << 40, 100 << 20):
+        arena = new_arena(compute, cap_gib << 30)
+        arena.expect(expected_nbytes)
+        with pytest.raises(InterruptedError):
+            arena.alloc("param", 4 << 20)
+    assert reserved == [piece_mib << 20, 100 << 20]
+
+
+class Bar:
+    """A progress bar that remembers."""
+
+    made: ClassVar[list[Bar]] = []
+
+    def __init__(self, **options: Any) -> None:
+        self.options, self.now, self.is_open = options, 0, True
+        Bar.made.append(self)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_open = False
+
+    def update(self, nbytes: int) -> None:
+        self.now += nbytes
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_packing_shows_how_far_it_is_on_the_first_rank(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    monkeypatch.setattr(Bar, "made", [])
+    config = chunkmem.Config.from_dict({"memory": {"device": 1 << 20, "host": 1 << 20}, "default_chunk_size": 200})
+    with chunkmem.ChunkManager(config) as manager:
+        monkeypatch.setattr(manager.runtime.registry._packer, "_shows_progress", is_first)
+        with manager.init():
+            model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+        del model
+    (bar,) = Bar.made
+    assert bar.options["disable"] is (None if is_first else True)  # None: only on a terminal
+    assert bar.options["delay"] > 1, "what takes no time is not worth a line"
+    assert (bar.now, bar.is_open) == (bar.options["total"], False)
+
+
+def test_packing_is_silent_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
+    with chunkmem.ChunkManager() as manager:
+        with manager.init():
+            model = torch.nn.Linear(8, 8)
+        del model
+    assert "".join(capfd.readouterr()) == ""
