@@ -3,12 +3,13 @@
 #   DATA=file-or-folder   text to train the demo on
 #   PYTHON=python3.12     another interpreter than python3
 #   TORCH=torch==2.13.0   another torch, e.g. a wheel for your CUDA version
+#   VENV=.venv            another folder to install into: make test TORCH=torch==2.11.0 VENV=.venv-2.11
 #   JOBS=2                processes that `make test` runs beside each other
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= 2
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # torch looks for ninja on the PATH to build the native library.

@@ -230,7 +230,7 @@ def open_memory(tiers: Tiers, backend: StorageBackend) -> Memory:
     def make_home(dtype: torch.dtype) -> BoundChunk:
         return BoundChunk(ChunkStorage(backend, device=device, dtype=dtype), device=device)
 
-    store = ChunkStore({Tier.DEVICE: tiers.device_pool, Tier.HOST: tiers.host_pool})
+    store = ChunkStore({Tier.DEVICE: tiers.device_pool, Tier.HOST: tiers.host_pool}, tiers.compute.clock)
     return Memory(tiers.compute, tiers.caps, Pager(store, meter=tiers.meter), make_home)
 
 

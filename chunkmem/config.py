@@ -181,7 +181,7 @@ class OptsConfig(
     update_threads: int | None = option(
         either(NULL, integer(1)),
         None,
-        about="Threads of such an update; null: all cores, or where those compute as many as torch uses.",
+        about="Threads of such an update; null: all cores but two, or without an accelerator as many as torch uses.",
     )
     undo_log_ratio: float = option(
         _SHARE,

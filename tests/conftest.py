@@ -26,6 +26,7 @@ LONG_FILES = (
     "cpu/test_happens_before.py",
     "cpu/test_example_ranks.py",
     "cpu/test_gpu_suite.py",
+    "unit/test_gpu_half_hour.py",
     "cpu/test_removed_waits.py",
     "cpu/test_evicted_parameters.py",
     "cpu/test_estimate_truth.py",

@@ -1,4 +1,4 @@
-"""What to expect of one H200 before anything is measured: ``python -m benchmarks.gpu.expected``. Needs no GPU."""
+"""What to expect before anything is measured: ``python -m benchmarks.gpu.expected h100``, or h200. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from tqdm import tqdm
 
 from benchmarks.gpu import scale, speed
 from benchmarks.gpu.model import ladder, preset
-from benchmarks.gpu.scale import BATCH, HOST_SHARE
+from benchmarks.gpu.scale import BATCH
 from benchmarks.gpu.setting import GIB, Cap, Card, Setting
 from benchmarks.gpu.work import DEVICE_SHARE
 
-H200 = Setting(Card("NVIDIA H200", 140 * GIB, 139 * GIB, "9.0", 132, 60 << 20, "?"), 128 * GIB, 16, Path())
-"""139 GiB free, 128 GiB of RAM; speeds are `chunkmem.estimate.hardware`'s."""
+SETTINGS = {
+    "h100": Setting(Card("NVIDIA H100", 79 * GIB, 78 * GIB, "9.0", 132, 50 << 20, "?"), 128 * GIB, 16, Path()),
+    "h200": Setting(Card("NVIDIA H200", 140 * GIB, 139 * GIB, "9.0", 132, 60 << 20, "?"), 128 * GIB, 16, Path()),
+}
+"""78 or 139 GiB free, 128 GiB of RAM; speeds are `chunkmem.estimate.hardware`'s."""
 TOKENS = (4096, 16384)
 
 
-def scale_lines() -> list[str]:
+def scale_lines(setting: Setting) -> list[str]:
     """Return the largest rung that is said to fit under each cap, and what the next one lacks."""
     sizes = [asdict(size) for size in ladder(dry=False)]
     names = [size["name"] for size in sizes]
     lines = ["| cap | largest that fits | step, s | what the next lacks |", "|---|---|---|---|"]
-    for cap in tqdm(H200.caps(*scale.GIB_CAPS), unit="cap", disable=None):
-        found = scale.predict(sizes=sizes, device_nbytes=_told(cap), host_nbytes=_host_nbytes(), batch=BATCH)
+    for cap in tqdm(setting.caps(*scale.GIB_CAPS), unit="cap", disable=None):
+        host_nbytes, hardware = setting.host_nbytes, setting.hardware
+        found = scale.predict(
+            sizes=sizes, device_nbytes=_told(cap), host_nbytes=host_nbytes, batch=BATCH, hardware=hardware
+        )
         largest, rungs = found["largest"], found["rungs"]
         after = names[0 if largest is None else names.index(largest) + 1]
         lacks = rungs.get(after, {}).get("limit", "–")
@@ -34,10 +40,11 @@ def scale_lines() -> list[str]:
     return lines
 
 
-def speed_lines() -> list[str]:
+def speed_lines(setting: Setting) -> list[str]:
     """Return the estimated rate of each model and cap; steps of several micro-batches are not estimated."""
     lines = ["| model | tokens a step | cap | tokens/s | TFLOP/s | step, s | stalls, s | bound by |", "|---" * 8 + "|"]
-    combinations = [(m, t, c) for m in sorted(speed.MODELS, key=_billions) for t in TOKENS for c in H200.caps(24, 80)]
+    models = sorted(speed.MODELS, key=_billions)
+    combinations = [(model, tokens, cap) for model in models for tokens in TOKENS for cap in setting.caps(24, 80)]
     for model, tokens, cap in tqdm(combinations, unit="row", disable=None):
         size = preset(model, dry=False)
         batch = tokens // size.seq
@@ -45,7 +52,7 @@ def speed_lines() -> list[str]:
         if speed.first_micro_batch(size, batch, cap.nbytes) < batch:
             lines.append(f"{head} several micro-batches |" + " – |" * 4)
             continue
-        said = scale.ask(size, _told(cap), _host_nbytes(), batch)
+        said = scale.ask(size, _told(cap), setting.host_nbytes, batch, setting.hardware)
         if not said["fits"]:
             lines.append(f"{head} does not fit: {said['limit']} |" + " – |" * 4)
             continue
@@ -66,10 +73,6 @@ def _told(cap: Cap) -> int:
     return int(DEVICE_SHARE * cap.nbytes)
 
 
-def _host_nbytes() -> int:
-    return int(HOST_SHARE * H200.ram_nbytes)
-
-
 if __name__ == "__main__":
-    print("\n".join([*scale_lines(), "", *speed_lines()]))
-    sys.exit(0)
+    asked = SETTINGS[sys.argv[1] if len(sys.argv) > 1 else "h200"]
+    print("\n".join([*scale_lines(asked), "", *speed_lines(asked)]))

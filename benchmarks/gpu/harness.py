@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,11 @@ from benchmarks.gpu.setting import Setting
 ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = "no GPU"
 LEAST_SHARE = 0.25
-"""A row is begun while at least this share of its limit is left of the part's time."""
+"""A row is begun, or tried with less, while at least this share of its limit is left."""
+ENDING_S = 60.0
+"""What a killed process is waited for: a hundred GiB of pinned memory are not freed in a moment."""
+CLOSING_S = 10.0
+"""What a function that ends by itself is spared of its limit, to start and to end in."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,13 @@ class Task:
     """``module:function``."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     limit_s: float = 120.0
+    """Of all that is tried for it."""
     needs_gpu: bool = True
     alternatives: Sequence[Mapping[str, Any]] = ()
     """What to change of the arguments, one after the other, as long as there was no room."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    least_s: float | None = None
+    """The function takes `limit_s` and returns by then what it has; it is begun if there is this much time for it."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +56,19 @@ class Choice:
     """Which rows a run is about, and how long it may take."""
 
     budget_s: float
-    only: str = "*"
-    """A pattern of keys, as in a shell."""
+    only: Sequence[str] = ("*",)
+    """Patterns of keys, as in a shell."""
     retry: bool = False
     """Try rows again that have no figures."""
+    again: bool = False
+    """Measure rows again that have figures."""
 
 
 def carry_out(tasks: Iterable[Task], store: Store, setting: Setting, choice: Choice) -> list[str]:
     """Run tasks until the time is spent; return the keys of the rows that are left.
 
     `tasks` may be a generator that looks into `store`: each row is there before the next task is asked for. A row that
-    is left is not, and what depends on it must then not be asked for.
+    is left is not, or was cut, and what depends on it must then not be asked for.
     """
     end_s = time.monotonic() + choice.budget_s
     left: list[str] = []
@@ -67,42 +76,69 @@ def carry_out(tasks: Iterable[Task], store: Store, setting: Setting, choice: Cho
     store.save()
     with tqdm(unit="row", disable=None) as bar:
         for task in tasks:
-            if not fnmatch.fnmatch(task.key, choice.only):
+            if not any(fnmatch.fnmatch(task.key, pattern) for pattern in choice.only):
                 continue
             known = store.get(task.key)
-            if known is not None and not (choice.retry and known.figures is None):
+            has_figures = known is not None and known.figures is not None
+            if known is not None and known.is_final and not (choice.again if has_figures else choice.retry):
                 continue
             bar.set_postfix_str(task.key)
-            row = _row(task, setting, end_s)
-            if row is None:
+            if not _found(task, store, setting, end_s):
                 left.append(task.key)
-            else:
-                store.put(row)
             bar.update()
     return left
 
 
-def _row(task: Task, setting: Setting, end_s: float) -> Row | None:
-    """Return the row of a task; None if the part's time is too short for it."""
-    began_s = time.monotonic()
+def _found(task: Task, store: Store, setting: Setting, end_s: float) -> bool:
+    """Run one task and keep its row; False if the time is too short for it.
+
+    Until it is done, the row says that it was cut: that is what a command that is killed leaves behind.
+    """
     at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     if task.needs_gpu and setting.card is None:
-        return Row(task.key, why_not=NO_GPU, reason=Reason.MISSING, at=at)
+        store.put(Row(task.key, why_not=NO_GPU, reason=Reason.MISSING, at=at))
+        return True
+    least_s = LEAST_SHARE * task.limit_s if task.least_s is None else task.least_s
+    began_s = time.monotonic()
+    if end_s - began_s < least_s:
+        return False
+    known = store.get(task.key)
+    tries = 1 if known is None or known.is_final else known.tries + 1
+    begun = Row(task.key, why_not="the call was killed while it ran", reason=Reason.CUT, at=at, tries=tries)
+    if known is None or known.figures is None:
+        store.put(begun)
+    until_s = min(end_s, began_s + task.limit_s)
+    try:
+        found = _tried(task, setting, until_s)
+    except KeyboardInterrupt:
+        if store.get(task.key) == begun:
+            store.remove(task.key)
+        raise
+    row = Row.from_dict(task.key, {**found, "wall_s": time.monotonic() - began_s, "at": at})
+    if row.reason is Reason.TIME and until_s == end_s:  # It was the call's time that ended, not the row's.
+        row = replace(row, reason=Reason.CUT, tries=tries)
+        if known is not None and known.figures is not None:
+            return False
+    store.put(row)
+    return row.is_final
+
+
+def _tried(task: Task, setting: Setting, until_s: float) -> dict[str, Any]:
+    """Return what the process of a task wrote, or why there is nothing, with alternatives as long as there is time."""
     result: dict[str, Any] = {}
     for change in ({}, *task.alternatives):
-        left_s = end_s - time.monotonic()
-        if left_s < LEAST_SHARE * task.limit_s:
-            return None
-        limit_s = min(left_s, task.limit_s)
-        found = _in_a_process(task, {**task.arguments, **change}, setting, limit_s)
+        limit_s = until_s - time.monotonic()
+        if result and limit_s < LEAST_SHARE * task.limit_s:
+            break
+        told = {} if task.least_s is None else {"limit_s": limit_s - CLOSING_S}
+        found = _in_a_process(task, {**task.arguments, **change, **told}, setting, limit_s)
         if found is None:
-            if limit_s < task.limit_s:  # It was the part's time that ended, not the row's.
-                return None
-            found = {"why_not": f"not done after {limit_s:.0f} s", "reason": Reason.TIME.value}
+            words = _last_words(log_of(setting.folder, task.key))
+            return {"why_not": f"not done after {limit_s:.0f} s{words}", "reason": Reason.TIME.value}
         result = found
         if result.get("reason") != Reason.NO_ROOM.value:
             break
-    return Row.from_dict(task.key, {**result, "wall_s": time.monotonic() - began_s, "at": at})
+    return result
 
 
 def _in_a_process(task: Task, arguments: Mapping[str, Any], setting: Setting, limit_s: float) -> dict[str, Any] | None:
@@ -117,16 +153,22 @@ def _in_a_process(task: Task, arguments: Mapping[str, Any], setting: Setting, li
             stdout=output,
             stderr=output,
             cwd=ROOT,
-            env={**os.environ, **task.environment},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **task.environment},
             # Ctrl-C is for this process, which then ends the other and all that it has started.
-            start_new_session=True,
+            process_group=0,
         )
+        assert process.stdin is not None
         try:
-            process.communicate(json.dumps(dict(arguments)).encode(), timeout=limit_s)
+            # It stays open, and closes with this process however that ends: the worker then ends, too.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(dict(arguments)).encode() + b"\n")
+                process.stdin.flush()
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
         finally:
             _end(process)
+            process.stdin.close()
         if process.returncode == 0 and answer.exists():
             return dict(json.loads(answer.read_text(encoding="utf-8")))
     return _of_its_end(process.returncode, log)
@@ -137,17 +179,22 @@ def _of_its_end(status: int, log: Path) -> dict[str, Any]:
     if status == -signal.SIGKILL:
         why = "the system killed it, as it does when RAM is short"
         return {"why_not": why, "reason": Reason.NO_ROOM.value}
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     ended = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    last = f": {lines[-1][:200]}" if lines else ""
-    return {"why_not": f"its process ended with {ended}{last}", "reason": Reason.FAILED.value}
+    return {"why_not": f"its process ended with {ended}{_last_words(log)}", "reason": Reason.FAILED.value}
+
+
+def _last_words(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
+    return f": {lines[-1][:200]}" if lines else ""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started, and wait until it is gone."""
+    """End a process and what it started, and wait until its memory is free again."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    # One that is stuck in a driver does not end; what was measured before is worth more than to wait for it.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(ENDING_S)
 
 
 def log_of(folder: Path, key: str) -> Path:

@@ -27,7 +27,7 @@ def bounds_of_step(manager: Any, work: Work, speeds: Mapping[str, Any]) -> dict[
     if plan is None or trace is None:
         return None
     rates = {name: speeds[name] for name in ("link_Bps", "host_memory_Bps", "flop_per_s", "memory_Bps")}
-    found = lower_bounds_of(plan, trace, replace(HARDWARE["h200"], **rates))
+    found = lower_bounds_of(plan, trace, replace(HARDWARE[speeds["hardware"]], **rates))
     on_host = [group for group, tier in plan.update_tiers.items() if tier is Tier.HOST]
     numel_of = {group: trace.chunk_nbytes.get(ChunkId(Role("exp_avg"), group), 0) // 4 for group in plan.update_tiers}
     on_device_numel = sum(numel for group, numel in numel_of.items() if group not in set(on_host))

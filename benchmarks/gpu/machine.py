@@ -20,7 +20,7 @@ from benchmarks.program import Results, surroundings
 from chunkmem.runtime.device import ram_nbytes
 
 
-def find_setting(folder: Path) -> Setting:
+def find_setting(folder: Path, *, host_nbytes: int | None = None) -> Setting:
     """Look at this machine; a card is looked at in another process, which leaves no context behind on it.
 
     Raises:
@@ -35,7 +35,7 @@ def find_setting(folder: Path) -> Setting:
             why = (told.stderr.strip().splitlines() or ["no word of why"])[-1]
             raise OSError(f"there is a CUDA device, but it cannot be used: {why}")
         card = Card(**json.loads(told.stdout.splitlines()[-1]))
-    return Setting(card, ram_nbytes(), num_cpus(), folder)
+    return Setting(card, ram_nbytes(), num_cpus(), folder, host_nbytes)
 
 
 def print_card() -> None:
@@ -71,7 +71,8 @@ def identity(setting: Setting) -> Results:
 def described(setting: Setting) -> Results:
     """Return the machine, the versions and the settings that figures depend on."""
     found = surroundings()
-    found["hardware"] = {**found["hardware"], "usable_ram_nbytes": setting.ram_nbytes}
+    found["hardware"] = {**found["hardware"], "usable_ram_nbytes": setting.ram_nbytes, "hardware": setting.hardware,
+                         "host_nbytes": setting.host_nbytes}  # fmt: skip
     found["hardware"]["card"] = None if setting.card is None else asdict(setting.card)
     found["versions"]["cuda"] = torch.version.cuda
     found["versions"]["nvcc"] = _output("nvcc", "--version").splitlines()[-1:] if shutil.which("nvcc") else None
@@ -86,16 +87,17 @@ def _output(*command: str) -> str:
     return "?"
 
 
-def speeds(probe: Mapping[str, Any] | None) -> dict[str, Any]:
+def speeds(probe: Mapping[str, Any] | None, *, hardware: str) -> dict[str, Any]:
     """Return the rates that lower bounds are worked out with: those of a probe's rows as far as it has them, else
     assumed.
 
     Args:
         probe: the rows of ``probe.json`` as plain data, or None.
+        hardware: a name in `chunkmem.estimate.hardware`.
     """
     from chunkmem.estimate.hardware import HARDWARE
 
-    assumed = HARDWARE["h200"]
+    assumed = HARDWARE[hardware]
     found: dict[str, Any] = {
         "link_Bps": assumed.link_Bps,
         "host_memory_Bps": assumed.host_memory_Bps,
@@ -110,7 +112,7 @@ def speeds(probe: Mapping[str, Any] | None) -> dict[str, Any]:
         "memory_Bps": figures.get("device copy", {}).get("best_Bps"),
     }
     known = {name: value for name, value in measured.items() if value}
-    return {**found, **known, "assumed": sorted(found.keys() - known.keys())}
+    return {**found, **known, "assumed": sorted(found.keys() - known.keys()), "hardware": hardware}
 
 
 def _best_link(figures: Mapping[str, Any]) -> float | None:

@@ -16,7 +16,6 @@ from benchmarks.gpu.work import toy_cap_nbytes
 
 NAME = "monotone"
 SUMMARY = "tokens/s of one model over caps from 8 GiB to the whole card"
-BUDGET_S = 600.0
 MODEL, TOKENS = "2.7b", 4096
 GIB_CAPS = (8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 112)
 TOY_SHARES = (1.0, 2.0)

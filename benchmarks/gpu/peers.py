@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.model import build
 from benchmarks.gpu.rows import NoRoomError, NotHereError
-from benchmarks.gpu.work import ADAMW, MAX_NORM, Training, Work, compute_device
+from benchmarks.gpu.work import ADAMW, Training, Work, compute_device
 from chunkmem.estimate.model import checkpointed
 
 NO_OFFLOAD_NBYTES_PER_PARAM = 16
@@ -27,8 +27,9 @@ class MastersOnDevice:
     torch's own optimizers would need the fp32 gradients of all parameters at once.
     """
 
-    def __init__(self, params: list[nn.Parameter]) -> None:
+    def __init__(self, params: list[nn.Parameter], max_norm: float) -> None:
         self._params = params
+        self._max_norm = max_norm
         self._masters = [param.detach().float() for param in params]
         self._exp_avgs = [torch.zeros_like(master) for master in self._masters]
         self._exp_avg_sqs = [torch.zeros_like(master) for master in self._masters]
@@ -38,7 +39,7 @@ class MastersOnDevice:
     @torch.no_grad()
     def step(self) -> None:
         """Clip, update once, and drop the gradients."""
-        nn.utils.clip_grad_norm_(self._params, MAX_NORM)
+        nn.utils.clip_grad_norm_(self._params, self._max_norm)
         lists = zip(self._params, self._masters, self._exp_avgs, self._exp_avg_sqs, self._steps, strict=True)
         for param, master, exp_avg, exp_avg_sq, step in lists:
             assert param.grad is not None
@@ -72,7 +73,7 @@ def train_plain(work: Work) -> Training:
         )
     model = build(work.size).bfloat16().to(device)
     checkpointed(model)
-    optimizer = MastersOnDevice(list(model.parameters()))
+    optimizer = MastersOnDevice(list(model.parameters()), work.max_norm)
     return Training(model, _backward, optimizer.step)
 
 
@@ -107,7 +108,7 @@ def train_fsdp2(work: Work) -> Training:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 
     def update() -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        nn.utils.clip_grad_norm_(model.parameters(), work.max_norm)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -130,7 +131,7 @@ def train_deepspeed(work: Work) -> Training:
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": work.num_micro_batches,
         "bf16": {"enabled": True},
-        "gradient_clipping": MAX_NORM,
+        "gradient_clipping": work.max_norm,
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": {"device": "cpu", "pin_memory": True},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,52 @@ from benchmarks.gpu.work import compute_device
 
 MIB = 2**20
 UPDATE_NBYTES = 28
+
+
+def back_end() -> dict[str, Any]:
+    """Build or load what is native; tell what storages, lanes and kernels training will have.
+
+    Raises:
+        NotNativeError: there is a device, and one of them is not the native one.
+    """
+    from chunkmem.optim.kernels import load_kernels
+    from chunkmem.runtime.device import ComputeDevice
+    from chunkmem.runtime.lanes import open_lanes
+    from chunkmem.runtime.storage import default_backend
+
+    compute = ComputeDevice.default()
+    begin_s = time.perf_counter()
+    backend = default_backend()
+    kernels = load_kernels(with_cuda=compute.is_accelerator)
+    found: dict[str, Any] = {
+        "storage": backend.name,
+        "kernels": sorted(kernels.native_devices),
+        "build_s": time.perf_counter() - begin_s,
+    }
+    # As `chunkmem.assembly` chooses them.
+    lanes = open_lanes(compute, blocking=not backend.moves_contents)
+    found["lanes"] = type(lanes).__name__
+    lanes.close()
+    if compute.is_accelerator and (lacks := not_native(found)):
+        raise NotNativeError(f"{'; '.join(lacks)}. The log says why; rows would measure something else than chunkmem")
+    return found
+
+
+class NotNativeError(Exception):
+    """What training would use is a substitute."""
+
+
+def not_native(found: Mapping[str, Any]) -> list[str]:
+    """Return what of a back end on a card is a substitute."""
+    lacks = []
+    if found["storage"] not in ("swap", "native"):
+        lacks.append(f"chunks change memory by {found['storage']}, without a C++ compiler or ninja on the PATH")
+    if found["lanes"] != "StreamLanes":
+        lacks.append(f"copies are on {found['lanes']}, so nothing overlaps")
+    missing = {"cpu", "cuda"} - set(found["kernels"])
+    if missing:
+        lacks.append(f"there are no kernels of our own for {' and '.join(sorted(missing))}")
+    return lacks
 
 
 def device_copy(*, sizes_mib: list[int]) -> dict[str, Any]:

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 
+from benchmarks.gpu import glance
 from benchmarks.gpu.harness import Task
+from benchmarks.gpu.machine import num_cpus
 from benchmarks.gpu.model import preset
 from benchmarks.gpu.rows import Store
 from benchmarks.gpu.setting import GIB, Cap, Setting
 from benchmarks.gpu.table import Rows, page
 from benchmarks.gpu.train import batches_of, hold_to, open_training
-from benchmarks.gpu.work import NUM_BATCHES, Work, compute_device
+from benchmarks.gpu.work import ENVIRONMENT, Work, compute_device
 
 NAME = "profile"
-SUMMARY = "a chrome trace and a timeline page of one step"
-BUDGET_S = 600.0
+SUMMARY = "one step: are launches ahead, does the host wait, do updates take the cores; chrome trace and timeline"
 MODEL, TOKENS, GIB_CAP = "1.3b", 4096, 8
 NUM_BEFORE = 6
-HEADER = ("row", "files", "step, s", "stalls, s", "busiest on the device")
+MOST_TRACE_NBYTES = 6 << 20
+"""Of a compressed trace; above it, only what touches the device is kept."""
+ON_DEVICE = ("kernel", "cuda_runtime", "cuda_driver", "gpu_memcpy", "gpu_memset", "user_annotation")
+HEADER = ("row", "step, s", "stalls, s", "at a glance", "busiest on the device", "files")
 
 
 def tasks(setting: Setting, _store: Store) -> Iterator[Task]:
@@ -32,14 +41,15 @@ def tasks(setting: Setting, _store: Store) -> Iterator[Task]:
         (Cap(f"{GIB_CAP} GiB", GIB_CAP * GIB), setting.caps()[-1]), key=lambda cap: cap.nbytes or 0
     )  # fmt: skip
     batch = 2 if setting.dry else TOKENS // size.seq
-    work = Work("chunkmem", size, batch=batch, micro_batch=batch, cap_nbytes=cap.nbytes)
-    key = f"chunkmem / {MODEL if not setting.dry else 'toy'} / {cap.label}"
+    host_nbytes = None if setting.dry else setting.host_nbytes
+    work = Work("chunkmem", size, batch=batch, micro_batch=batch, cap_nbytes=cap.nbytes, host_nbytes=host_nbytes)
+    key = f"profile / {MODEL if not setting.dry else 'toy'} / {cap.label}"
     arguments = {"work": asdict(work), "folder": str(setting.folder / "profile")}
-    yield Task(key, "benchmarks.gpu.profile:profile", arguments, 300, needs_gpu=False)
+    yield Task(key, "benchmarks.gpu.profile:profile", arguments, 110, needs_gpu=False, environment=ENVIRONMENT)
 
 
 def profile(*, work: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Train until the plan is settled, then write one step down twice: as torch's profiler and as chunkmem sees it."""
+    """Train until the plan is settled, then write steps down as torch's profiler and as chunkmem see them."""
     from chunkmem.report.files import write_report
     from chunkmem.report.run import load_run
 
@@ -48,41 +58,59 @@ def profile(*, work: Mapping[str, Any], folder: str) -> dict[str, Any]:
     hold_to(asked.cap_nbytes)
     training = open_training(asked)
     steps = batches_of(asked, device)
-    for index in range(NUM_BEFORE):
-        training.step(steps[index % NUM_BATCHES])
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=kinds) as profiler:
+
+    def step() -> None:
         training.step(steps[0])
         if device.type == "cuda":
             torch.cuda.synchronize()
-    trace = place / "trace.json.gz"
-    profiler.export_chrome_trace(str(trace))
-    # A step without the profiler: it slows the host down, and the page is about time.
-    training.step(steps[1])
+
+    for _ in range(NUM_BEFORE):
+        step()
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    traces = {"trace.json.gz": [ProfilerActivity.CPU]}
+    if device.type == "cuda":
+        # To note each operator slows the host down: how far launches are ahead is read off the other one.
+        traces = {
+            "trace.json.gz": [ProfilerActivity.CPU, ProfilerActivity.CUDA],
+            "launches.json.gz": [ProfilerActivity.CUDA],
+        }
+    for name, activities in traces.items():
+        with torch.profiler.profile(activities=activities) as profiler:
+            step()
+        profiler.export_chrome_trace(str(place / name))
+        events = cut(place / name)
+    # Without any profiler.
+    before, began_s = glance.cores_now(), time.perf_counter()
+    step()
+    wall_s, after = time.perf_counter() - began_s, glance.cores_now()
     told = training.told()
     training.manager.record(place / "run")
     files, notes = write_report([load_run(place / "run")], place)
-    timeline = training.manager.timeline()
     training.close()
-    names = [path.name for path in (trace, *(path for path in files.values() if path is not None))]
+    names = [*traces, *(path.name for path in files.values() if path is not None)]
     return {
         "files": {name: (place / name).stat().st_size for name in names},
         "notes": notes,
-        "step_s": timeline.step_s,
+        "step_s": wall_s,
+        "trace": glance.of_trace(events),
+        "cores": glance.of_cores(before, after, launching=str(threading.get_native_id()), step_s=wall_s),
+        "num_cpus": num_cpus(),
         "stall_s": told.get("stall_s"),
-        "busiest": busiest(profiler) if device.type == "cuda" else [],
+        "busiest": glance.busiest(events),
     }
 
 
-def busiest(profiler: Any, num: int = 3) -> list[list[Any]]:
-    """Return the names of what took the device most time, and how many seconds."""
-    averages = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
-    return [[event.key[:60], 1e-6 * event.self_device_time_total] for event in averages[:num]]
+def cut(path: Path) -> list[Any]:
+    """Return the events of a compressed trace; a file that is too large is written again with fewer."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        content = json.load(file)
+    events: list[Any] = content["traceEvents"]
+    if path.stat().st_size > MOST_TRACE_NBYTES:
+        kept = [event for event in events if event.get("ph") == "M" or event.get("cat") in ON_DEVICE]
+        with gzip.open(path, "wt", encoding="utf-8") as file:
+            json.dump({**content, "traceEvents": kept}, file)
+    return events
 
 
 def table(content: Mapping[str, Any]) -> str:
@@ -92,8 +120,9 @@ def table(content: Mapping[str, Any]) -> str:
 
 def _cells(_key: str, figures: Mapping[str, Any], _rows: Rows) -> list[str]:
     return [
-        ", ".join(f"`{name}` ({nbytes / 2**20:.1f} MiB)" for name, nbytes in figures["files"].items()),
         f"{figures['step_s']:.3f}",
         "–" if figures["stall_s"] is None else f"{figures['stall_s']:.3f}",
+        glance.told(figures["trace"], figures["cores"], num_cpus=figures["num_cpus"]),
         "; ".join(f"`{name}` {seconds:.3f} s" for name, seconds in figures["busiest"]) or "–",
+        ", ".join(f"`{name}` ({nbytes / 2**20:.1f} MiB)" for name, nbytes in figures["files"].items()),
     ]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
+
+MAX_TRIES = 2
+"""How often a row is begun whose time, or whose call, ends before it does."""
 
 
 class StoreError(Exception):
@@ -32,6 +36,8 @@ class Reason(Enum):
     """It ran out of the memory it was given. For a ladder of sizes this is the answer."""
     TIME = "time"
     """It was ended at the limit of a row."""
+    CUT = "cut"
+    """The call ended, or was killed, while it ran. The next call tries it again, once."""
     FAILED = "failed"
     """Anything else; the log says what."""
 
@@ -48,14 +54,20 @@ class Row:
     """All of it: starting a process, building, warming up."""
     at: str = ""
     """When, in UTC."""
+    tries: int = 1
 
     def __post_init__(self) -> None:
         if (self.figures is None) == (self.why_not is None) or (self.why_not is None) != (self.reason is None):
             raise ValueError(f"row {self.key}: either figures, or why not and a reason")
 
+    @property
+    def is_final(self) -> bool:
+        """It is not begun again unless that is asked for."""
+        return self.reason is not Reason.CUT or self.tries >= MAX_TRIES
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data, without its key."""
-        told = {"wall_s": round(self.wall_s, 2), "at": self.at}
+        told = {"wall_s": round(self.wall_s, 2), "at": self.at, **({"tries": self.tries} if self.tries > 1 else {})}
         if self.reason is None:
             return {"figures": dict(self.figures or {}), **told}
         return {"why_not": self.why_not, "reason": self.reason.value, **told}
@@ -64,7 +76,8 @@ class Row:
     def from_dict(cls, key: str, values: Mapping[str, Any]) -> Self:
         """Make a row of what `to_dict` returned."""
         reason = Reason(values["reason"]) if "reason" in values else None
-        return cls(key, values.get("figures"), values.get("why_not"), reason, values["wall_s"], values["at"])
+        told = values["wall_s"], values["at"], values.get("tries", 1)
+        return cls(key, values.get("figures"), values.get("why_not"), reason, *told)
 
 
 class Store:
@@ -74,13 +87,22 @@ class Store:
         path: the file; its folder exists.
         machine: what rows of one file have in common. Those of another machine are not mixed in.
         told: what else belongs beside them, such as versions; the latest run's is kept.
+        saved: called whenever the file has been written.
 
     Raises:
         StoreError: the file is not one of these, or of another machine.
     """
 
-    def __init__(self, path: Path, *, machine: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        machine: Mapping[str, Any],
+        told: Mapping[str, Any],
+        saved: Callable[[], object] = lambda: None,
+    ) -> None:
         self.path = path
+        self._saved = saved
         self._head: dict[str, Any] = {"machine": dict(machine), **told}
         self._rows: dict[str, Row] = {}
         if path.exists():
@@ -88,7 +110,7 @@ class Store:
             if saved["machine"] != self._head["machine"]:
                 raise StoreError(
                     f"{path} has rows of {_shown(saved['machine'])}, and this is {_shown(machine)}: "
-                    "name another --out, or move the file away"
+                    "name another --out or --archive, or move the file away"
                 )
             self._rows = {key: Row.from_dict(key, values) for key, values in saved["rows"].items()}
 
@@ -112,24 +134,37 @@ class Store:
         self._rows[row.key] = row
         self.save()
 
+    def remove(self, key: str) -> None:
+        """Forget a row, and write the file again."""
+        self._rows.pop(key, None)
+        self.save()
+
     def leave(self, keys: list[str]) -> None:
         """Note which rows there was no time for, and write the file again."""
         self._head["left"] = list(keys)
         self.save()
 
     def save(self) -> None:
-        """Write the file: beside it first, then in its place, so that a reader or a Ctrl-C never sees half of one."""
-        beside = self.path.with_name(self.path.name + ".new")
-        with open(beside, "w", encoding="utf-8") as file:
-            json.dump(self.to_dict(), file, indent=1, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, self.path)
+        """Write the file, as a whole."""
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+        with replacing(self.path) as file:
+            file.write(text.encode())
+        self._saved()
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
         return {**self._head, "rows": {row.key: row.to_dict() for row in self}}
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that takes the place of `path` when the block ends: a reader or a kill never sees half of one."""
+    beside = path.with_name(path.name + ".new")
+    with open(beside, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
 
 
 def read(path: Path) -> dict[str, Any]:

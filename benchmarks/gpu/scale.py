@@ -9,33 +9,33 @@ from typing import Any
 from benchmarks.gpu.harness import Task
 from benchmarks.gpu.model import Size, estimated, ladder
 from benchmarks.gpu.peers import PEERS, TITLES
-from benchmarks.gpu.rows import Store
+from benchmarks.gpu.rows import Reason, Store
 from benchmarks.gpu.setting import Cap, Setting
+from benchmarks.gpu.speed import error_of, probed
 from benchmarks.gpu.table import Rows, gib, page
-from benchmarks.gpu.work import DEVICE_SHARE, Work, toy_cap_nbytes
+from benchmarks.gpu.work import DEVICE_SHARE, ENVIRONMENT, TOY_ACTIVATION_NBYTES, Work, toy_cap_nbytes
 
 NAME = "scale"
 SUMMARY = "the largest GPT that completes 3 steps under each cap, predicted and tried, and the others'"
-BUDGET_S = 600.0
 BATCH = 4
 """Sequences a step."""
-HOST_SHARE = 0.8
-"""`overall_cpu_mem_ratio`: what chunkmem takes of the RAM unless told otherwise."""
+LIMIT_S = 300.0
+"""Of a row: tens of GiB are drawn, packed and pinned."""
 HEADER = ("trainer / cap / model", "predicted", "completed 3 steps", "device, reserved GiB", "device-wide GiB",
-          "host GiB", "bytes a parameter", "s a step")  # fmt: skip
-GIB_CAPS = (8, 24, 80)
-TOY_ACTIVATION_NBYTES = 64 << 20
+          "host GiB", "bytes a parameter", "s a step", "beside the estimate")  # fmt: skip
+GIB_CAPS = (24, 8, 80)
 
 
 def tasks(setting: Setting, store: Store) -> Iterator[Task]:
     """Yield, cap by cap, a prediction and the tries that follow from it; then the peers."""
     sizes = ladder(dry=setting.dry)
-    caps = setting.caps(*GIB_CAPS)
-    # The largest caps first: theirs are the figures that are asked for first.
-    for cap in reversed(caps):
+    first, *others = setting.caps(*GIB_CAPS)
+    # The whole card comes second: these two are the figures that are asked for first.
+    caps = [first, *others[-1:], *others[:-1]]
+    for cap in caps:
         yield from _ours(setting, store, cap, sizes)
     for peer in PEERS:
-        for cap in reversed(caps):
+        for cap in caps:
             yield from _peer(setting, store, peer, cap, sizes)
 
 
@@ -44,10 +44,11 @@ def _ours(setting: Setting, store: Store, cap: Cap, sizes: list[Size]) -> Iterat
     question = {
         "sizes": [asdict(size) for size in sizes],
         "device_nbytes": None if cap.nbytes is None else int(DEVICE_SHARE * cap.nbytes),
-        "host_nbytes": int(HOST_SHARE * setting.ram_nbytes),
+        "host_nbytes": setting.host_nbytes,
         "batch": _batch(setting),
+        "hardware": setting.hardware,
     }
-    yield Task(key, "benchmarks.gpu.scale:predict", question, 200, needs_gpu=False)
+    yield Task(key, "benchmarks.gpu.scale:predict", question, 100, needs_gpu=False)
     predicted = store.figures(key)
     if predicted is None:
         return
@@ -70,7 +71,7 @@ def _climb(setting: Setting, store: Store, trainer: str, cap: Cap, sizes: list[S
 
     def completed(index: int) -> bool | None:
         row = store.get(_key(trainer, cap, sizes[index]))
-        return None if row is None or row.why_not == "no GPU" else row.figures is not None
+        return None if row is None or row.why_not == "no GPU" or row.reason is Reason.CUT else row.figures is not None
 
     yield _task(setting, trainer, cap, sizes[start])
     first = completed(start)
@@ -96,13 +97,20 @@ def _task(setting: Setting, trainer: str, cap: Cap, size: Size) -> Task:
         batch=_batch(setting),
         micro_batch=_batch(setting),
         cap_nbytes=cap.nbytes,
+        host_nbytes=None if setting.dry else setting.host_nbytes,
         num_warm_up=2,
         num_timed=1,
         least_timed=1,
     )
-    ours_or_gpu = trainer != "chunkmem"
-    arguments = {"work": asdict(work)}
-    return Task(_key(trainer, cap, size), "benchmarks.gpu.train:measure", arguments, 240, needs_gpu=ours_or_gpu)
+    arguments = {"work": asdict(work), "speeds": probed(setting)}
+    return Task(
+        _key(trainer, cap, size),
+        "benchmarks.gpu.train:measure",
+        arguments,
+        LIMIT_S,
+        needs_gpu=trainer != "chunkmem",
+        environment=ENVIRONMENT,
+    )
 
 
 def _batch(setting: Setting) -> int:
@@ -113,7 +121,9 @@ def _key(trainer: str, cap: Cap, size: Size) -> str:
     return f"{trainer} / {cap.label} / {size.name}"
 
 
-def predict(*, sizes: list[dict[str, Any]], device_nbytes: int | None, host_nbytes: int, batch: int) -> dict[str, Any]:
+def predict(
+    *, sizes: list[dict[str, Any]], device_nbytes: int | None, host_nbytes: int, batch: int, hardware: str
+) -> dict[str, Any]:
     """Return the largest rung that `chunkmem estimate` says fits, and what it says of each that it was asked about.
 
     Rungs are bisected: what does not fit makes no larger one fit. In a dry run each rung has its toy cap.
@@ -122,10 +132,9 @@ def predict(*, sizes: list[dict[str, Any]], device_nbytes: int | None, host_nbyt
     told: dict[str, Any] = {}
 
     def fits(index: int) -> bool:
-        # Non-model data counts here, and on a CPU it does not.
         toy_nbytes = toy_cap_nbytes(rungs[index]) + TOY_ACTIVATION_NBYTES
         cap_nbytes = toy_nbytes if device_nbytes is None else device_nbytes
-        told[rungs[index].name] = ask(rungs[index], cap_nbytes, host_nbytes, batch)
+        told[rungs[index].name] = ask(rungs[index], cap_nbytes, host_nbytes, batch, hardware)
         return bool(told[rungs[index].name]["fits"])
 
     low, high = -1, len(rungs)
@@ -135,8 +144,8 @@ def predict(*, sizes: list[dict[str, Any]], device_nbytes: int | None, host_nbyt
     return {"largest": None if low < 0 else rungs[low].name, "device_nbytes": device_nbytes, "rungs": told}
 
 
-def ask(size: Size, device_nbytes: int, host_nbytes: int, batch: int) -> dict[str, Any]:
-    """Return what `chunkmem estimate` says of a model in bf16 with blocks recomputed, on an H200 with these caps."""
+def ask(size: Size, device_nbytes: int, host_nbytes: int, batch: int, hardware: str) -> dict[str, Any]:
+    """Return what `chunkmem estimate` says of a model in bf16 with blocks recomputed, on some hardware."""
     import torch
 
     from chunkmem.errors import CapacityError
@@ -146,7 +155,7 @@ def ask(size: Size, device_nbytes: int, host_nbytes: int, batch: int) -> dict[st
     question = Question(
         model=lambda num: estimated(size, num),
         batch=batch,
-        hardware=HARDWARE["h200"],
+        hardware=HARDWARE[hardware],
         device_nbytes=device_nbytes,
         host_nbytes=host_nbytes,
         dtype=torch.bfloat16,
@@ -191,6 +200,7 @@ def _cells(key: str, figures: Mapping[str, Any], rows: Rows) -> list[str]:
         gib(figures["host_nbytes"]),
         f"{figures['held_nbytes_per_param']:.1f}",
         f"{figures['median_step_s']:.2f}",
+        error_of(figures, "estimate"),
     ]
 
 

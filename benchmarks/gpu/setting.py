@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
 WHOLE = "whole card"
+LARGE_NBYTES = 110 * GIB
+DRY_HARDWARE = "h200"
+"""Assumed where there is no card, and no figure means anything."""
+HOST_SHARE = 0.8
+"""`overall_cpu_mem_ratio`: what chunkmem takes of the RAM unless told otherwise."""
 KEPT_FREE_NBYTES = GIB
 """Of the whole card: what CUDA itself, its libraries and loaded kernels take beside torch's allocator."""
 
@@ -22,6 +28,14 @@ class Card:
     num_multiprocessors: int
     l2_nbytes: int
     driver: str
+
+    @property
+    def hardware(self) -> str:
+        """The name in `chunkmem.estimate.hardware` of what comes closest."""
+        known = [name for name in ("v100", "a100", "h100", "h200") if re.search(rf"\b{name}", self.name, re.IGNORECASE)]
+        is_old = int(self.capability.partition(".")[0]) < 9
+        other = "a100" if is_old else "h100" if self.nbytes < LARGE_NBYTES else "h200"
+        return "rtx4090" if "4090" in self.name else known[0] if known else other
 
     @property
     def whole_nbytes(self) -> int:
@@ -46,11 +60,28 @@ class Setting:
     ram_nbytes: int
     num_cpus: int
     folder: Path
+    told_host_nbytes: int | None = None
+    """What chunkmem may use of the RAM, if that was said."""
 
     @property
     def dry(self) -> bool:
         """There is no GPU: everything is tried at toy sizes on the CPU, and means nothing."""
         return self.card is None
+
+    @property
+    def hardware(self) -> str:
+        """What `chunkmem.estimate` takes this machine for."""
+        return DRY_HARDWARE if self.card is None else self.card.hardware
+
+    @property
+    def is_large(self) -> bool:
+        """Plain PyTorch trains seven billion parameters on the card."""
+        return self.card is not None and self.card.nbytes >= LARGE_NBYTES
+
+    @property
+    def host_nbytes(self) -> int:
+        """What chunkmem may use of the RAM."""
+        return int(HOST_SHARE * self.ram_nbytes) if self.told_host_nbytes is None else self.told_host_nbytes
 
     def caps(self, *gib: int) -> list[Cap]:
         """Return those of these caps that the card is larger than, and the whole card."""

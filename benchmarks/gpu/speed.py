@@ -14,22 +14,24 @@ from benchmarks.gpu.peers import PEERS
 from benchmarks.gpu.rows import Store
 from benchmarks.gpu.setting import Cap, Setting
 from benchmarks.gpu.table import Rows, gib, page
-from benchmarks.gpu.work import Work
+from benchmarks.gpu.work import CLIPPING_NORM, ENVIRONMENT, Work
 from chunkmem.estimate.gpt import VOCAB
 
 NAME = "speed"
 SUMMARY = "tokens/s and TFLOP/s at 1-13 B parameters, beside lower bounds, no offload and the others"
-BUDGET_S = 600.0
-MODELS = ("6.7b", "1.3b", "13b", "2.7b")
-"""Those first whose rows say most."""
+MODELS, LARGE_MODELS = ("2.7b", "1.3b", "6.7b", "13b"), ("6.7b", "2.7b", "1.3b", "13b")
+"""Those first that plain PyTorch has room for on the card, to compare with; `Setting.is_large` tells which."""
+SMALL = ("1.3b", 4096, 8)
+"""A small step under a small cap, where what a step costs beside arithmetic shows."""
 TOKENS = (16384, 4096, 65536)
 GIB_CAPS = (24, 80)
-NO_OFFLOAD = "plain"
+NO_OFFLOAD, CLIPPING = "plain", "chunkmem, clipping"
 LOGIT_NBYTES = 8
 """Of each token and each entry of the vocabulary: bf16 logits, what their loss keeps, and their gradient."""
 HEADER = ("trainer / model / tokens a step / cap", "tokens/s", "TFLOP/s", "of no offload", "step, s",
-          "fastest – slowest", "stalls, s", "floor, s", "× floor", "bound by", "device, reserved GiB",
-          "micro-batches")  # fmt: skip
+          "fastest – slowest", "beside the estimate", "beside its plan", "stalls, s", "floor, s", "× floor", "bound by",
+          "device, reserved GiB", "retries", "plan misses", "rolled back", "micro-batches")  # fmt: skip
+COUNTS = ("num_alloc_retries", "plan_misses", "rolled_back", "num_micro_batches")
 Combination = tuple[str, int, Cap]
 
 
@@ -37,11 +39,12 @@ def tasks(setting: Setting, _store: Store) -> Iterator[Task]:
     """Yield rows so that each prefix of them is a comparison: one model and cap with all trainers, then the next."""
     rates = probed(setting)
     done: set[tuple[str, int]] = set()
-    for model, tokens, cap in _combinations(setting):
+    for index, (model, tokens, cap) in enumerate(_combinations(setting)):
         if (model, tokens) not in done:  # Without offload there is one row, under the largest cap.
             done.add((model, tokens))
             yield task(setting, NO_OFFLOAD, model, tokens, setting.caps()[-1], rates)
-        for trainer in ("chunkmem", *PEERS):
+        trainers = ("chunkmem", *((CLIPPING,) if index == 0 else ()), *PEERS)
+        for trainer in trainers:
             yield task(setting, trainer, model, tokens, cap, rates)
 
 
@@ -49,13 +52,16 @@ def _combinations(setting: Setting) -> list[Combination]:
     if setting.dry:
         return [("toy", 64, setting.caps()[0])]
     caps = setting.caps(*GIB_CAPS)
-    return [(model, tokens, cap) for tokens in TOKENS for cap in caps for model in MODELS]
+    models = LARGE_MODELS if setting.is_large else MODELS
+    first, *others = [(model, tokens, cap) for tokens in TOKENS for cap in caps for model in models]
+    model, tokens, gib = SMALL
+    return [first, *((model, tokens, cap) for cap in setting.caps(gib)[:-1]), *others]
 
 
 def probed(setting: Setting) -> dict[str, Any]:
     """Return the rates that a probe beside these rows found; what there is none of is assumed, and named."""
     path = setting.folder / "probe.json"
-    return speeds(saved.read(path)["rows"] if path.exists() else None)
+    return speeds(saved.read(path)["rows"] if path.exists() else None, hardware=setting.hardware)
 
 
 def task(
@@ -67,14 +73,20 @@ def task(
     micro_batch = first_micro_batch(size, batch, cap.nbytes)
     if setting.dry:
         changes = {"num_warm_up": 3, "num_timed": 3, **changes}
-    work = Work(trainer, size, batch=batch, micro_batch=micro_batch, cap_nbytes=cap.nbytes, **changes)
+    if not setting.dry:
+        changes = {"host_nbytes": setting.host_nbytes, **changes}
+    if trainer == CLIPPING:
+        changes = {"max_norm": CLIPPING_NORM, **changes}
+    name = trainer.partition(",")[0]
+    work = Work(name, size, batch=batch, micro_batch=micro_batch, cap_nbytes=cap.nbytes, **changes)
     smaller = sorted({micro_batch // 2, micro_batch // 4, 1} - {0, micro_batch}, reverse=True)
     return Task(
         key_of(trainer, model, tokens, cap),
         "benchmarks.gpu.train:measure",
         {"work": asdict(work), "speeds": dict(rates)},
         limit_s=60 if setting.dry else 200,
-        needs_gpu=trainer not in ("chunkmem", NO_OFFLOAD),
+        environment=ENVIRONMENT,
+        needs_gpu=name not in ("chunkmem", NO_OFFLOAD),
         alternatives=[{"work": {**asdict(work), "micro_batch": smaller_one}} for smaller_one in smaller],
     )
 
@@ -105,8 +117,10 @@ def table(content: Mapping[str, Any]) -> str:
     note = (
         "Model FLOP are 6 × parameters × tokens: what is recomputed is not counted. All recompute their blocks. “Of no "
         "offload” divides by the row of plain PyTorch with as many tokens, which may use the whole card; where that "
-        "has no room, there is nothing to divide by. The floor is max(compute, link, host) + tail of chunkmem's own "
-        "plan, from the rates of `probe`."
+        "has no room, there is nothing to divide by. “Beside” tells the predicted time of a step and how much more was "
+        "measured: by `chunkmem estimate` of assumed hardware, and by the plan at this machine's measured rates. "
+        "“Rolled back” counts steps whose speculative updates were thrown away. The floor is max(compute, link, host) "
+        "+ tail of chunkmem's own plan, from the rates of `probe`."
     )
     return f"{page(content, HEADER, cells)}\n\n{note}{_assumed(content['rows'])}"
 
@@ -137,10 +151,21 @@ def cells(key: str, figures: Mapping[str, Any], rows: Rows) -> list[str]:
         share,
         f"{step_s:.3f}",
         f"{min(figures['step_s']):.3f} – {max(figures['step_s']):.3f}",
+        error_of(figures, "estimate"),
+        error_of(figures, "plan"),
         f"{figures['stall_s']:.3f}" if "stall_s" in figures else "–",
         "–" if lower_bounds is None else f"{lower_bounds['floor_s']:.3f}",
         "–" if lower_bounds is None else f"{step_s / lower_bounds['floor_s']:.2f}",
         "–" if lower_bounds is None else str(lower_bounds["binding"]),
         gib(figures["device_reserved_nbytes"]),
-        str(figures["num_micro_batches"]),
+        *("–" if figures.get(name) is None else str(figures[name]) for name in COUNTS),
     ]
+
+
+def error_of(figures: Mapping[str, Any], of: str) -> str:
+    """Return what was predicted of a step, and how much longer it took: by "estimate", or by the "plan" it followed."""
+    said = figures.get("estimate") or {}
+    if of == "estimate" and said.get("fits") is False:
+        return f"does not fit: {said['limit']}"
+    step_s = said.get("step_s") if of == "estimate" else figures.get("planned_step_s")
+    return "–" if not step_s else f"{step_s:.3f} s, {figures['median_step_s'] / step_s - 1:+.0%}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -18,7 +20,9 @@ from torch import Tensor
 from benchmarks.gpu import peers
 from benchmarks.gpu.lower_bounds import bounds_of_step
 from benchmarks.gpu.model import build, tokens
-from benchmarks.gpu.work import ADAMW, MAX_NORM, NUM_BATCHES, Training, Work, compute_device
+from benchmarks.gpu.scale import ask
+from benchmarks.gpu.work import ADAMW, NUM_BATCHES, Training, Work, compute_device
+from chunkmem.errors import ChunkmemError
 from chunkmem.estimate.model import checkpointed
 
 
@@ -95,8 +99,8 @@ def train_chunkmem(work: Work) -> Training:
 
     keys = {
         "precision": "bf16",
-        "gradient_clipping": MAX_NORM,
-        "memory": {"device": work.device_nbytes},
+        "gradient_clipping": work.max_norm,
+        "memory": {"device": work.device_nbytes, **({} if work.host_nbytes is None else {"host": work.host_nbytes})},
         **work.options,
     }
     manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(keys))
@@ -128,6 +132,8 @@ def _of_manager(manager: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "chunk_peak_nbytes": memory.device.peak_nbytes,
         "host_chunk_nbytes": memory.host.peak_nbytes,
+        # Steps whose speculative updates were thrown away, of all.
+        "rolled_back": manager.runtime.updater.ahead.guesses.num_wrong,
     }
     if timeline is not None:
         found |= {
@@ -150,19 +156,41 @@ def batches_of(work: Work, device: torch.device) -> list[list[Tensor]]:
     ]
 
 
-def measure(work: Mapping[str, Any], speeds: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Train as a `Work` says; return its figures, beside their lower bounds if rates are given. What a row's process
-    calls.
+def measure(work: Mapping[str, Any], speeds: Mapping[str, Any]) -> dict[str, Any]:
+    """Train as a `Work` says; return its figures, for chunkmem beside their lower bounds and what was expected. What a
+    row's process calls.
 
     Raises:
         ValueError: a loss is not finite.
     """
     asked = Work.of(work)
     training, figures = run(asked)
-    if training.manager is not None and speeds is not None:
+    if training.manager is not None:
         figures["lower_bounds"] = bounds_of_step(training.manager, asked, speeds)
+        figures["planned_step_s"] = planned_step_s(training.manager)
     training.close()
+    if training.manager is not None and asked.num_micro_batches == 1:
+        figures["estimate"] = estimate_of(asked, str(speeds["hardware"]))
     return figures
+
+
+def planned_step_s(manager: Any) -> float | None:
+    """Return what a step takes by the plan that was followed, at this machine's measured rates; None without one."""
+    from chunkmem.plan.simulate import simulate
+
+    with contextlib.suppress(ChunkmemError):
+        return None if manager.plan is None else simulate(manager.plan, manager.trace).step_s
+    return None
+
+
+def estimate_of(work: Work, hardware: str) -> dict[str, Any]:
+    """Return what `chunkmem estimate` says of this row, or why it says nothing."""
+    host_nbytes = psutil.virtual_memory().total if work.host_nbytes is None else work.host_nbytes
+    try:
+        return ask(work.size, work.estimated_nbytes, host_nbytes, work.batch, hardware)
+    except Exception as error:  # What was measured is worth more.
+        traceback.print_exc()
+        return {"error": repr(error)[:200]}
 
 
 def run(work: Work) -> tuple[Training, dict[str, Any]]:
@@ -173,10 +201,12 @@ def run(work: Work) -> tuple[Training, dict[str, Any]]:
     began_s = time.perf_counter()
     training = open_training(work)
     build_s = time.perf_counter() - began_s
+    print(f"built after {build_s:.1f} s", flush=True)
     steps = batches_of(work, device)
     losses = []
     for index in range(work.num_warm_up):
         losses.append(float(training.step(steps[index % NUM_BATCHES])))
+        print(f"step {index} is done after {time.perf_counter() - began_s:.1f} s", flush=True)
         meter.look()
         if index == 0:
             # What building took is over; what the first step takes is part of what training needs.
@@ -198,6 +228,8 @@ def run(work: Work) -> tuple[Training, dict[str, Any]]:
         "micro_batch": work.micro_batch,
         "num_micro_batches": work.num_micro_batches,
         "cap_nbytes": work.cap_nbytes,
+        "host_cap_nbytes": work.host_nbytes,
+        "max_norm": work.max_norm,
         "build_s": build_s,
         "step_s": step_s,
         "median_step_s": statistics.median(step_s),

@@ -1,4 +1,4 @@
-"""The process of one row: ``python -m benchmarks.gpu.worker MODULE:FUNCTION ANSWER``, arguments as JSON on stdin."""
+"""The process of one row: ``python -m benchmarks.gpu.worker MODULE:FUNCTION ANSWER``, arguments in JSON on stdin."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -53,11 +55,19 @@ def _volunteer() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
+def _end_with_the_suite() -> None:
+    """Wait until the suite's end of the pipe is closed, as it is when it was killed; end all that this row started."""
+    sys.stdin.read()
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
     """Answer one question, and end without waiting for anybody's threads."""
     _volunteer()
     function, path = sys.argv[1:]
-    found = answer(function, json.load(sys.stdin))
+    arguments = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_the_suite, daemon=True).start()
+    found = answer(function, arguments)
     text = json.dumps(found, allow_nan=False)
     Path(path).write_text(text, encoding="utf-8")
     sys.stdout.flush()

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from chunkmem.cli.answer import CommandResult
-from chunkmem.cli.quiet import silenced
 from chunkmem.errors import ConfigError
+from chunkmem.runtime.quiet import silenced
 
 NAME = "build"
 SUMMARY = "compile the native libraries ahead of time"

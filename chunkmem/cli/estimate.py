@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from chunkmem.cli.answer import CommandResult
 from chunkmem.cli.estimate_answer import DTYPES
 from chunkmem.cli.machine import count, parse_size, parse_speed
-from chunkmem.cli.quiet import silenced
-from chunkmem.errors import CapacityError, LayoutError
+from chunkmem.errors import CapacityError, ConfigError, LayoutError
+from chunkmem.runtime.quiet import silenced
 
 if TYPE_CHECKING:
     from chunkmem.estimate.hardware import Hardware
@@ -27,12 +27,17 @@ the smallest change that makes it fit, and how long a step will take.
   chunkmem estimate gpt:7b --device 24GiB --host 128GiB --precision bf16 --batch 4
   chunkmem estimate path/to/config.json --hardware h200 --checkpointing
   chunkmem estimate mypackage.train:make --device 8GiB
+  chunkmem estimate gpt --largest --device 24GiB --host 120GiB --precision bf16 --checkpointing
 
-MODEL is a preset (gpt:1m to gpt:1t), a config.json of transformers, or module:function: a function that returns
-(model, step), where step(model) is the loss or step is what the model is called with to return it. It is given those
-of `batch` and `seq` that it takes. Caps are those of one rank. Speeds come from --hardware unless given."""
+MODEL is a GPT (gpt:7b, gpt:9.4b, or width x layers: gpt:4096x45), a config.json of transformers, or module:function: a
+function that returns (model, step), where step(model) is the loss or step is what the model is called with to return
+it. It is given those of `batch`, `seq` and `layers` that it takes. Caps are those of one rank. Speeds come from
+--hardware unless given; they are assumptions, so times are ranges: see docs/estimates.md.
 
-_HARDWARE = ("v100", "a100", "h100", "h200", "rtx4090")
+With --largest, MODEL is gpt, whose width and layers are searched, or a config.json or module:function, whose layers
+are."""
+
+_HARDWARE = ("v100", "a100", "a100-40", "h100", "h200", "rtx4090")
 _DEVICE_SHARE = 0.8
 """`overall_gpu_mem_ratio`, where no cap is given."""
 
@@ -40,7 +45,8 @@ _DEVICE_SHARE = 0.8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="gpt:7b, a config.json, or module:function")
+    add("model", metavar="MODEL", help="gpt:7b, gpt:9.4b, gpt:4096x45, a config.json, or module:function")
+    add("--largest", action="store_true", help="find the largest MODEL that fits; needs --host")
     add("--device", metavar="SIZE", help="cap on DEVICE, such as 80GiB; default: 80 %% of the accelerator")
     add("--host", metavar="SIZE", help="cap on HOST; default: as much as it takes")
     add("--batch", type=count, default=1, metavar="N", help="samples a step and rank (default: 1)")
@@ -71,6 +77,8 @@ def run(options: argparse.Namespace) -> CommandResult:
     from chunkmem.estimate.forked import in_fork
     from chunkmem.estimate.question import device_need, find, trains_on_demand
 
+    if options.largest:
+        return _largest(options)
     question = _question(options)
     other = replace(question, checkpointing=not question.checkpointing)
     known: dict[Question, Rehearsal] = {}
@@ -110,7 +118,8 @@ def _question(options: argparse.Namespace) -> Question:
 
     hardware = HARDWARE[options.hardware]
     if options.link is not None:
-        hardware = replace(hardware, link_Bps=parse_speed("--link", options.link))
+        link_Bps = parse_speed("--link", options.link)
+        hardware = replace(hardware, link_Bps=link_Bps, duplex_Bps=link_Bps * hardware.duplex_Bps / hardware.link_Bps)
     if options.host_memory is not None:
         hardware = replace(hardware, host_memory_Bps=parse_speed("--host-memory", options.host_memory))
     if options.network is not None:
@@ -118,7 +127,8 @@ def _question(options: argparse.Namespace) -> Question:
         hardware = replace(hardware, peer_Bps=network_Bps, network_Bps=network_Bps)
     if options.tflops is not None:
         hardware = replace(hardware, flop_per_s=1e12 * options.tflops, fp32_flop_per_s=1e12 * options.tflops)
-    resolve_model(options.model, batch=1, seq=options.seq)  # what is wrong with it is said before anything takes time
+    if not options.largest:
+        resolve_model(options.model, batch=1, seq=options.seq)  # what is wrong is said before anything takes time
     return Question(
         model=lambda batch: resolve_model(options.model, batch=batch, seq=options.seq),
         batch=options.batch,
@@ -132,6 +142,30 @@ def _question(options: argparse.Namespace) -> Question:
         is_accumulating=options.accumulate,
         chunk_numel=options.chunk_size,
     )
+
+
+def _largest(options: argparse.Namespace) -> CommandResult:
+    from tqdm import tqdm
+
+    from chunkmem.cli.largest_answer import answer
+    from chunkmem.estimate.families import family_of
+    from chunkmem.estimate.largest import Tried, largest
+
+    family = family_of(options.model, seq=options.seq)
+    if options.host is None:
+        raise ConfigError("--largest needs --host: if HOST may take as much as it likes, no model is the largest")
+    question = _question(options)
+    gc.freeze()
+    with (
+        silenced("torch._subclasses.fake_tensor"),
+        tqdm(desc="largest", unit=" tries", disable=None, leave=False) as bar,
+    ):
+
+        def note(tried: Tried) -> None:
+            bar.set_postfix_str(f"{tried.layers} layers {'fit' if tried.finding else 'do not fit'}")
+            bar.update()
+
+        return answer(largest(family, question, note=note))
 
 
 def _device_nbytes(options: argparse.Namespace, hardware: Hardware) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
+from chunkmem.cli.estimate_times import assumption_lines, time_data, time_lines
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import Role, Tier
 
 if TYPE_CHECKING:
     from chunkmem.errors import CapacityError
-    from chunkmem.estimate.needs import Need
+    from chunkmem.estimate.needs import DeviceNeed
     from chunkmem.estimate.question import Change, Finding, Question
     from chunkmem.estimate.rehearse import Rehearsal
 
@@ -21,26 +23,21 @@ _ROLES = MappingProxyType({Role.PARAM: "weights", Role.GRAD: "gradients", Role.M
 
 
 def yes(
-    question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: Need, finding: Finding
+    question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: DeviceNeed, finding: Finding
 ) -> CommandResult:
     """Say that it fits, and what a step takes; `other` is the same step with or without checkpointing."""
+    from chunkmem.estimate.question import step_range
+
     peaks = {tier: finding.timeline.peak_nbytes.get(tier, 0) for tier in (Tier.DEVICE, Tier.HOST)}
     with_activations = max(
         chunks + moment.non_model_peak_nbytes
         for chunks, moment in zip(finding.timeline.device_nbytes, finding.trace.moments, strict=True)
     )
-    step_s = max(finding.timeline.step_s, finding.lower_bounds.network_s)
-    bounds, tokens = finding.lower_bounds, rehearsal.tokens
-    data = _subject(question, rehearsal, other, need) | {
+    step = step_range(question, finding)
+    data = _subject(question, rehearsal, other, need) | time_data(question, rehearsal, finding, step) | {
         "fits": True,
         "limit": None,
         "planned": True,
-        "step_s": step_s,
-        "tokens_per_s": tokens / step_s if tokens and step_s else None,
-        "stall_s": finding.timeline.stall_s,
-        "lower_bounds": {"compute_s": bounds.compute_s, "link_s": bounds.link_s,
-                         "host_memory_s": bounds.host_memory_s, "network_s": bounds.network_s,
-                         "binding": bounds.binding},
         "moved_nbytes": {lane.value: nbytes for lane, nbytes in finding.timeline.moved_nbytes.items()},
         "device": {"peak_nbytes": with_activations, "chunk_peak_nbytes": peaks[Tier.DEVICE],
                    "cap_nbytes": question.device_nbytes},
@@ -53,19 +50,12 @@ def yes(
         "updated_on_host": sum(tier is Tier.HOST for tier in finding.plan.update_tiers.values()),
     }  # fmt: skip
     host_cap = "" if question.host_nbytes is None else f" of {format_nbytes(question.host_nbytes)}"
-    speed = f", {data['tokens_per_s']:,.0f} tokens/s a rank" if data["tokens_per_s"] else ""
-    least = f"at least {format_nbytes(need.nbytes)} is needed"
-    if need.nbytes > with_activations:  # a planned step has less: it may gather less at a time, and reduces at once
-        least = f"the first step needs {format_nbytes(need.nbytes)}"
     lines = [
-        f"fits: DEVICE peaks at {format_nbytes(with_activations)} of {format_nbytes(question.device_nbytes)} "
-        f"({least}), "
+        f"fits: DEVICE peaks at {format_nbytes(with_activations)} of {format_nbytes(question.device_nbytes)}, "
         f"HOST at {format_nbytes(peaks[Tier.HOST])}{host_cap}",
-        f"a step takes {step_s:.3g} s{speed}, of which computing waits {finding.timeline.stall_s:.3g} s for copies",
-        f"lower bounds: compute {bounds.compute_s:.3g} s, link {bounds.link_s:.3g} s, "
-        f"host memory {bounds.host_memory_s:.3g} s"
-        + (f", network {bounds.network_s:.3g} s" if question.world > 1 else "")
-        + f"; {bounds.binding} binds",
+        _least(need),
+        *_beyond(question),
+        *time_lines(question, rehearsal, finding, step),
     ]
     if question.world > 1:
         lines.append(
@@ -79,8 +69,28 @@ def yes(
     return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other), "", *lines]))
 
 
+def _least(need: DeviceNeed) -> str:
+    if need.first_nbytes > need.planned_nbytes:
+        return (
+            f"smallest cap on DEVICE: {format_nbytes(need.first_nbytes)} for the first step, "
+            f"{format_nbytes(need.planned_nbytes)} for planned ones"
+        )
+    return f"smallest cap on DEVICE: {format_nbytes(need.nbytes)}, at {need.moment}"
+
+
+def _beyond(question: Question) -> Iterator[str]:
+    """Yield a warning if the cap on DEVICE leaves nothing for what is not counted."""
+    hardware = question.hardware
+    if hardware.is_accelerator and question.device_nbytes > hardware.usable_nbytes:
+        yield (
+            f"warning: of the card's {format_nbytes(hardware.device_nbytes)}, about "
+            f"{format_nbytes(hardware.usable_nbytes)} can be used: CUDA's context takes 0.5 GiB, cuBLAS "
+            f"{format_nbytes(hardware.workspace_nbytes)}, and gaps in torch's allocator 5 %"
+        )
+
+
 def without_plan(
-    question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: Need, shortage: CapacityError
+    question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: DeviceNeed, shortage: CapacityError
 ) -> CommandResult:
     """Say that it fits, but not with a plan, which needs more of HOST; so how long a step takes is not known."""
     data = _subject(question, rehearsal, other, need) | {
@@ -103,7 +113,7 @@ def no(
     question: Question,
     rehearsal: Rehearsal,
     other: Rehearsal | None,
-    need: Need,
+    need: DeviceNeed,
     shortage: CapacityError,
     changes: list[Change],
 ) -> CommandResult:
@@ -132,7 +142,7 @@ def no(
     return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other), "", *lines]), fits=False)
 
 
-def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: Need) -> dict[str, Any]:
+def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, need: DeviceNeed) -> dict[str, Any]:
     return {
         "model": question.model(question.batch).name,
         "parameters": rehearsal.num_params,
@@ -151,8 +161,10 @@ def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, 
             if found is not None
         },
         "flop": rehearsal.flop,
-        "need": {"device_nbytes": need.nbytes, "moment": need.moment},
+        "need": {"device_nbytes": need.nbytes, "moment": need.moment, "first_step_nbytes": need.first_nbytes,
+                 "planned_nbytes": need.planned_nbytes},
         "assumed": {"flop_per_s": question.hardware.flop_rate(question.dtype), "link_Bps": question.hardware.link_Bps,
+                    "eager_share": question.hardware.eager_share, "duplex_Bps": question.hardware.duplex_Bps,
                     "host_memory_Bps": question.hardware.host_memory_Bps, "memory_Bps": question.hardware.memory_Bps,
                     "network_Bps": question.hardware.exchange_Bps(question.world)},
     }  # fmt: skip
@@ -171,14 +183,8 @@ def _subject_text(question: Question, rehearsal: Rehearsal, other: Rehearsal | N
     if other is not None:
         way = "without" if question.checkpointing else "with"
         rows.append((f"  {way} checkpointing", format_nbytes(other.activation_nbytes), ""))
-    hardware = question.hardware
-    assumed = (
-        f"assumed: {hardware.flop_rate(question.dtype) / 1e12:.0f} TFLOP/s, link {hardware.link_Bps / 1e9:.0f} GB/s "
-        f"each way, host memory {hardware.host_memory_Bps / 1e9:.0f} GB/s"
-    )
-    if question.world > 1:
-        assumed += f", network {hardware.exchange_Bps(question.world) / 1e9:.0f} GB/s a rank"
     scope = "over all ranks" if question.world > 1 else ""
+    assumed = "\n".join(assumption_lines(question))
     return f"{subject}\n{assumed}\n\n{table((scope, 'bytes', 'a parameter'), rows)}"
 
 
@@ -188,12 +194,13 @@ def _subject_line(question: Question, rehearsal: Rehearsal) -> str:
     ranks = f", {question.world} ranks" if question.world > 1 else ""
     recomputing = ", recomputing blocks" if question.checkpointing else ""
     return (
-        f"{name}: {_billions(rehearsal.num_params)} parameters in {len(rehearsal.layout.groups)} chunk groups, {batch} "
+        f"{name}: {billions(rehearsal.num_params)} parameters in {len(rehearsal.layout.groups)} chunk groups, {batch} "
         f"a step{ranks}, {str(question.dtype).removeprefix('torch.')}{recomputing}"
     )
 
 
-def _billions(count: int) -> str:
+def billions(count: int) -> str:
+    """Return a number of parameters for people: 6.66 B."""
     for scale, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= scale:
             return f"{count / scale:.3g} {name}"

@@ -102,6 +102,8 @@ def _num_threads() -> int:
 def _cuda() -> str:
     import torch
 
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"  # torch calls its devices cuda
     if torch.version.cuda is None:
         raise _AbsentError(f"torch {torch.__version__} is built without it")
     return str(torch.version.cuda)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from chunkmem.errors import ConfigError
 
 VOCAB = 50257
 
@@ -43,6 +46,58 @@ SHAPES = MappingProxyType(
 )
 """Layers, widths and heads as published: the GPT-3 paper's table 2.1, OPT's, Megatron's for the largest.
 "1m" is a toy over bytes."""
+
+SIZES = (
+    f"{', '.join(f'gpt:{name}' for name in SHAPES)}, a number of parameters (gpt:9.4b), or width x layers (gpt:4096x45)"
+)
+_HEAD_WIDTH, _WIDTH_STEP = 64, 128
+_WIDTH_PER_LAYER = 128
+"""About that of published shapes."""
+_SCALES = MappingProxyType({"m": 10**6, "b": 10**9, "t": 10**12})
+_MOST_WIDTH, _MOST_LAYERS = 2**17, 2**12
+
+
+def shape_of(size: str) -> Shape:
+    """Return the shape of a published size, ``7b``, a number of parameters, ``9.4b``, or width and layers, ``4096x45``.
+
+    Raises:
+        ConfigError: it is none of these, or no GPT has it.
+    """
+    if size in SHAPES:
+        return SHAPES[size]
+    if found := re.fullmatch(r"(\d+)x(\d+)", size):
+        return _shape(size, int(found[1]), int(found[2]))
+    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([mbt])", size):
+        return _of_params(size, round(float(found[1]) * _SCALES[found[2]]))
+    raise ConfigError(f"MODEL 'gpt:{size}' is not a size of GPT; there are {SIZES}")
+
+
+def usual_width(num_params: int) -> int:
+    """Return the width that a GPT of so many parameters usually has: about 128 a layer."""
+    width: float = (num_params * _WIDTH_PER_LAYER / 12) ** (1 / 3)
+    return max(_WIDTH_STEP, round(width / _WIDTH_STEP) * _WIDTH_STEP)
+
+
+def _of_params(size: str, num_params: int) -> Shape:
+    width = usual_width(num_params)
+    layers = round((num_params - VOCAB * width) / (12 * width * width))
+    if layers < 1:
+        least = VOCAB * _WIDTH_STEP + 12 * _WIDTH_STEP**2
+        raise ConfigError(
+            f"MODEL 'gpt:{size}' has fewer parameters than a GPT with {VOCAB} words and one layer, {least / 1e6:.1f}m; "
+            "gpt:1m is a toy with 256"
+        )
+    return _shape(size, width, layers)
+
+
+def _shape(size: str, width: int, layers: int) -> Shape:
+    if not 1 <= layers <= _MOST_LAYERS:
+        raise ConfigError(f"MODEL 'gpt:{size}' has {layers} layers; give 1 to {_MOST_LAYERS}")
+    if width % _HEAD_WIDTH or not _HEAD_WIDTH <= width <= _MOST_WIDTH:
+        raise ConfigError(
+            f"MODEL 'gpt:{size}' has a width of {width}; give a multiple of {_HEAD_WIDTH} up to {_MOST_WIDTH}"
+        )
+    return Shape(layers, width, heads=width // (2 * _HEAD_WIDTH if width % (2 * _HEAD_WIDTH) == 0 else _HEAD_WIDTH))
 
 
 class _Block(nn.Module):

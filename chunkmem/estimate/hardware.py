@@ -1,8 +1,14 @@
-"""What is assumed of a machine that is not at hand: capacities and speeds."""
+"""What is assumed of a machine that is not at hand: capacities and speeds.
+
+[Note: Calibration] Peaks are of data sheets. What whole steps of eager PyTorch reach of them is fitted to published
+figures, of which docs/estimates.md has a table: 0.45 of the dense peak on H100, 0.55 on V100. HOST's bandwidth is that
+of rented machines with 16 or so cores for each accelerator. `SLOWER` and `FASTER` are how far other machines are off.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
 
@@ -15,6 +21,21 @@ _UPDATE_MOVES_PER_BYTE = 28 / 16
 """An Adam update reads and writes 28 bytes a parameter; `Machine` counts the 16 of PARAM, GRAD and states."""
 _LATENCY_S = 10e-6
 _RANKS_A_MACHINE = 8
+_MATMUL_SHARE = 0.6
+"""Of the dense peak: what large matrix products reach."""
+_CONTEXT_NBYTES, _GAPS_SHARE = 1 << 29, 0.05
+"""CUDA's context, and the share of the rest that is lost between the blocks of torch's allocator."""
+_BUILD_Bps, _PIN_Bps = 0.5e9, 3e9
+"""Random initial values, which one thread draws; first touch and registration of HOST's pinned memory."""
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """Times before the first step."""
+
+    build_s: float
+    """Drawing the initial weights."""
+    pin_s: float
 
 
 @dataclass(frozen=True)
@@ -22,17 +43,23 @@ class Hardware:
     """One accelerator, its host and what connects them. Speeds are those that programs reach."""
 
     device_nbytes: int
-    """Memory of the accelerator."""
+    """Memory of the accelerator: torch's `total_memory`."""
     flop_per_s: float
-    """Of large matrix products in bf16 and fp16."""
+    """Of large matrix products in bf16 and fp16, by themselves."""
     fp32_flop_per_s: float
     memory_Bps: float
     """Of the accelerator's memory."""
     link_Bps: float
     """Between host and accelerator, each way."""
+    duplex_Bps: float
+    """Between them, both ways at once."""
     host_memory_Bps: float
     peer_Bps: float
     """Between ranks of one machine, for each of them."""
+    eager_share: float = 0.75
+    """Of the speed of its operators one by one: what an eager step reaches, with launches, casts, small operators."""
+    workspace_nbytes: int = 8 << 20
+    """What cuBLAS takes of the accelerator's memory."""
     network_Bps: float = 25e9
     """Between ranks of several machines, for each of them."""
     is_accelerator: bool = True
@@ -45,6 +72,25 @@ class Hardware:
     def flop_rate(self, dtype: torch.dtype) -> float:
         """Return the operations a second in `dtype`."""
         return self.fp32_flop_per_s if dtype is torch.float32 else self.flop_per_s
+
+    @property
+    def usable_nbytes(self) -> int:
+        """The largest cap on DEVICE: what CUDA's context, cuBLAS's workspace and the allocator's gaps leave."""
+        return int((1 - _GAPS_SHARE) * (self.device_nbytes - _CONTEXT_NBYTES - self.workspace_nbytes))
+
+    def start_up(self, *, num_params: int, host_nbytes: int) -> StartUp:
+        """Return the times before a first step with so many fp32 parameters to build, and bytes of HOST to pin."""
+        return StartUp(4 * num_params / _BUILD_Bps, host_nbytes / _PIN_Bps)
+
+    def scaled(self, *, eager: float, host: float, link: float) -> Hardware:
+        """Return hardware that is so many times as fast; operators one by one stay as fast."""
+        return replace(
+            self,
+            eager_share=min(1.0, eager * self.eager_share),
+            host_memory_Bps=host * self.host_memory_Bps,
+            link_Bps=link * self.link_Bps,
+            duplex_Bps=link * self.duplex_Bps,
+        )
 
     def machine(self, device_nbytes: int, host_nbytes: int, *, world: int = 1) -> Machine:
         """Return what plans of one of `world` ranks are made for, under these caps."""
@@ -59,11 +105,13 @@ class Hardware:
             shadow_nbytes=int(host_nbytes * OptsConfig().undo_log_ratio) if self.is_accelerator else 0,
             # Of a chunk, all but the part of its owner passes each rank.
             exchange_Bps=self.exchange_Bps(world) * world / (world - 1) if world > 1 else inf,
+            host_memory_Bps=self.host_memory_Bps,
+            duplex_Bps=self.duplex_Bps,
         )
 
 
 def _of(
-    gib: int,
+    gib: float,
     teraflops: float,
     fp32_teraflops: float,
     *,
@@ -71,21 +119,38 @@ def _of(
     link_GBps: float,
     host_GBps: float,
     peer_GBps: float,
+    eager: float,
+    workspace_mib: int = 8,
 ) -> Hardware:
-    # Data sheets name peaks; matrix products reach about 60 % of them, streams 80 %.
+    # Data sheets name peaks; matrix products reach about 60 % of them, streams 80 %. `eager` is of the peak, too.
     return Hardware(
-        gib << 30, 0.6e12 * teraflops, 0.6e12 * fp32_teraflops, 0.8e9 * memory_GBps, 1e9 * link_GBps, 1e9 * host_GBps,
-        0.8e9 * peer_GBps,
-    )  # fmt: skip
+        device_nbytes=int(gib * 2**30),
+        flop_per_s=_MATMUL_SHARE * 1e12 * teraflops,
+        fp32_flop_per_s=_MATMUL_SHARE * 1e12 * fp32_teraflops,
+        memory_Bps=0.8e9 * memory_GBps,
+        link_Bps=1e9 * link_GBps,
+        duplex_Bps=1.6e9 * link_GBps,
+        host_memory_Bps=1e9 * host_GBps,
+        peer_Bps=0.8e9 * peer_GBps,
+        eager_share=eager / _MATMUL_SHARE,
+        workspace_nbytes=workspace_mib << 20,
+    )
 
 
 HARDWARE = MappingProxyType(
     {
-        "v100": _of(32, 125, 15.7, memory_GBps=900, link_GBps=12, host_GBps=80, peer_GBps=150),
-        "a100": _of(80, 312, 19.5, memory_GBps=2039, link_GBps=25, host_GBps=100, peer_GBps=300),
-        "h100": _of(80, 989, 67, memory_GBps=3350, link_GBps=55, host_GBps=200, peer_GBps=450),
-        "h200": _of(141, 989, 67, memory_GBps=4800, link_GBps=55, host_GBps=200, peer_GBps=450),
-        "rtx4090": _of(24, 165, 82.6, memory_GBps=1008, link_GBps=25, host_GBps=60, peer_GBps=25),
+        "v100": _of(31.7, 125, 15.7, memory_GBps=900, link_GBps=12, host_GBps=80, peer_GBps=150, eager=0.55),
+        "a100": _of(79.2, 312, 19.5, memory_GBps=2039, link_GBps=25, host_GBps=100, peer_GBps=300, eager=0.5),
+        "a100-40": _of(39.4, 312, 19.5, memory_GBps=1555, link_GBps=25, host_GBps=100, peer_GBps=300, eager=0.5),
+        "h100": _of(79.2, 989, 67, memory_GBps=3350, link_GBps=55, host_GBps=130, peer_GBps=450, eager=0.45,
+                    workspace_mib=32),
+        "h200": _of(139.8, 989, 67, memory_GBps=4800, link_GBps=55, host_GBps=130, peer_GBps=450, eager=0.45,
+                    workspace_mib=32),
+        "rtx4090": _of(23.6, 165, 82.6, memory_GBps=1008, link_GBps=25, host_GBps=60, peer_GBps=25, eager=0.5),
     }
-)
-"""By name; peaks from NVIDIA's data sheets, links and host memory as such machines usually have them."""
+)  # fmt: skip
+"""By name: [Note: Calibration]. Peaks from NVIDIA's data sheets, memory as torch's messages name it."""
+
+SLOWER: Mapping[str, float] = MappingProxyType({"eager": 0.8, "host": 0.77, "link": 0.9})
+FASTER: Mapping[str, float] = MappingProxyType({"eager": 1.2, "host": 1.23, "link": 1.1})
+"""Factors for `Hardware.scaled` between which most machines of a name are: 100 to 160 GB/s for 130 of HOST's memory."""

@@ -13,8 +13,8 @@ from chunkmem.errors import ConfigError
 from chunkmem.estimate.model import Model
 
 
-def from_config(path: Path, *, batch: int, seq: int) -> Model:
-    """Return the model that a `config.json` describes, trained to predict its own input.
+def from_config(path: Path, *, batch: int, seq: int, layers: int | None = None) -> Model:
+    """Return the model that a `config.json` describes, trained to predict its own input; with `layers`, if given.
 
     Raises:
         ConfigError: transformers is not installed, or the file is not such a configuration.
@@ -26,6 +26,10 @@ def from_config(path: Path, *, batch: int, seq: int) -> Model:
             f'{path}: transformers is missing, which reads it; pip install "chunkmem[hf]" brings it'
         ) from None
     config, kind = _read(path, transformers)
+    name = f"{kind.__name__} ({path})"
+    if layers is not None:
+        _set_layers(config, layers, path)
+        name = f"{kind.__name__} with {layers} layers ({path})"
     vocabulary = int(getattr(config.get_text_config(), "vocab_size", 0))
     if not vocabulary:
         raise ConfigError(f"{path}: a {config.model_type} has no vocabulary; write a module:function for it")
@@ -35,7 +39,17 @@ def from_config(path: Path, *, batch: int, seq: int) -> Model:
         found: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return found
 
-    return Model(f"{kind.__name__} ({path})", lambda: kind._from_config(config), loss, tokens=batch * seq)
+    return Model(name, lambda: kind._from_config(config), loss, tokens=batch * seq)
+
+
+def _set_layers(config: Any, layers: int, path: Path) -> None:
+    if not hasattr(config, "num_hidden_layers"):
+        raise ConfigError(
+            f"{path}: a {config.model_type} has no num_hidden_layers, so there is none that is the largest"
+        )
+    config.num_hidden_layers = layers
+    if types := getattr(config, "layer_types", None):
+        config.layer_types = [types[layer % len(types)] for layer in range(layers)]
 
 
 def _read(path: Path, transformers: Any) -> tuple[Any, Any]:

@@ -35,24 +35,34 @@ def lower_bounds_of(plan: Plan, trace: Trace, hardware: Hardware, *, exchange_s:
     """Return the lower bounds of a step whose groups are updated where `plan` has them.
 
     Every weight that HOST updates crosses the link once a step, and again for backward unless DEVICE kept it since
-    forward; every gradient that HOST uses crosses it once. `exchange_s` is what ranks exchange, at full speed.
+    forward; every gradient that HOST uses crosses it once. What crosses the link is read or written on HOST. Computing
+    takes at least what operators take one by one; `trace` has the times of an eager step. `exchange_s` is what ranks
+    exchange, at full speed.
     """
     on_host = {group for group, tier in plan.update_tiers.items() if tier is Tier.HOST}
-    updated = _nbytes(trace, on_host, Role.PARAM)
-    held = {moment.chunk for moment in trace.moments if moment.kind is Kind.HOLD}
-    weights = sum(trace.chunk_nbytes[chunk] for chunk in held)
-    room = plan.machine.device_nbytes - min((m.non_model_peak_nbytes for m in trace.moments), default=0)
-    to_device = updated + max(0, weights - room) if on_host else 0
+    to_device = _nbytes(trace, on_host, Role.PARAM) + _fetched_again_nbytes(plan, trace) if on_host else 0
     to_host = _nbytes(trace, on_host, Role.GRAD)
-    updates = [trace.update(group) for group in on_host]
-    touched_nbytes = sum(trace.chunk_nbytes[chunk] for update in updates for chunk in (*update.reads, *update.writes))
-    host_nbytes = touched_nbytes + to_device + to_host
+    host_nbytes = sum(trace.touched_nbytes(group) for group in on_host) + to_device + to_host
+    eager_s = sum(m.duration_s for m in trace.moments if m.kind is not Kind.UPDATE)
     return LowerBounds(
-        compute_s=sum(m.duration_s for m in trace.moments if m.kind is not Kind.UPDATE),
-        link_s=max(to_device / hardware.link_Bps, to_host / hardware.link_Bps),
+        compute_s=hardware.eager_share * eager_s,
+        link_s=max(max(to_device, to_host) / hardware.link_Bps, (to_device + to_host) / hardware.duplex_Bps),
         host_memory_s=host_nbytes / hardware.host_memory_Bps,
         network_s=exchange_s,
     )
+
+
+def _fetched_again_nbytes(plan: Plan, trace: Trace) -> int:
+    """Return the bytes of weights used in forward and in backward that DEVICE has no room for in between."""
+    backward = next((at for at, m in enumerate(trace.moments) if m.kind is Kind.CREATE), None)
+    before, after = (
+        {moment.chunk for moment in moments if moment.kind is Kind.HOLD}
+        for moments in (trace.moments[:backward], trace.moments[backward:])
+    )
+    room = plan.machine.device_nbytes
+    if plan.machine.charges_non_model:
+        room -= min((m.non_model_peak_nbytes for m in trace.moments), default=0)
+    return max(0, sum(trace.chunk_nbytes[chunk] for chunk in before & after) - room)
 
 
 def _nbytes(trace: Trace, groups: set[int], role: Role) -> int:

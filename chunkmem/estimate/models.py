@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from chunkmem.errors import ConfigError
-from chunkmem.estimate.gpt import GPT, SHAPES
+from chunkmem.estimate.gpt import GPT, SIZES, shape_of
 from chunkmem.estimate.model import Model
 
 DEFAULT_SEQ = 2048
-KINDS = f"a preset ({', '.join(f'gpt:{name}' for name in SHAPES)}), a config.json of transformers, or module:function"
+KINDS = f"a GPT ({SIZES}), a config.json of transformers, or module:function"
 
 
 def resolve_model(text: str, *, batch: int, seq: int | None = None, default_seq: int = DEFAULT_SEQ) -> Model:
@@ -38,15 +38,15 @@ def resolve_model(text: str, *, batch: int, seq: int | None = None, default_seq:
         from chunkmem.estimate.huggingface import from_config
 
         return from_config(Path(text), batch=batch, seq=seq or default_seq)
+    if text == "gpt":
+        raise ConfigError(f"MODEL {text!r} is a family; give a size ({SIZES}), or --largest")
     if ":" in text:
         return from_function(text, batch=batch, seq=seq)
     raise ConfigError(f"MODEL {text!r} is not known; allowed: {KINDS}")
 
 
 def _preset(text: str, *, batch: int, seq: int) -> Model:
-    shape = SHAPES.get(text.removeprefix("gpt:").lower())
-    if shape is None:
-        raise ConfigError(f"MODEL {text!r} is not a preset; there are {', '.join(f'gpt:{name}' for name in SHAPES)}")
+    shape = shape_of(text.removeprefix("gpt:").lower())
 
     def loss(model: nn.Module) -> torch.Tensor:
         result: torch.Tensor = model(torch.randint(shape.vocab, (batch, seq)))
@@ -55,24 +55,29 @@ def _preset(text: str, *, batch: int, seq: int) -> Model:
     return Model(text, lambda: GPT(shape, seq=seq), loss, tokens=batch * seq)
 
 
-def from_function(text: str, *, batch: int, seq: int | None) -> Model:
+def from_function(text: str, *, batch: int, seq: int | None, layers: int | None = None) -> Model:
     """Return what the user's function makes.
 
-    It is called with those of ``batch`` and ``seq`` that it takes, and returns ``(model, step)``: a module, and either
-    a function of the module that returns the loss, or what the module is called with to return it (a tensor, a tuple
-    of positional arguments, a dict of keyword arguments). `chunkmem estimate` does that under fake tensors, so nothing
-    is allocated.
+    It is called with those of ``batch``, ``seq`` and ``layers`` that it takes, and returns ``(model, step)``: a module,
+    and either a function of the module that returns the loss, or what the module is called with to return it (a tensor,
+    a tuple of positional arguments, a dict of keyword arguments). `chunkmem estimate` does that under fake tensors, so
+    nothing is allocated.
 
     Raises:
-        ConfigError: there is no such function, or it returns something else.
+        ConfigError: there is no such function, it returns something else, or it does not take `layers` and is given
+            some.
     """
     make = _function(text)
-    taken = {"batch": batch, "seq": seq} if seq is not None else {"batch": batch}
+    taken = {name: value for name, value in (("batch", batch), ("seq", seq), ("layers", layers)) if value is not None}
     parameters = inspect.signature(make).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     given = {name: value for name, value in taken.items() if takes_all or name in {p.name for p in parameters}}
+    if layers is not None and "layers" not in given:
+        raise ConfigError(
+            f"MODEL {text!r} takes no `layers`, so there is none that is the largest; give it that parameter"
+        )
     build, loss = model_and_loss(lambda: make(**given), name=text)
-    return Model(text, build, loss, tokens=batch * (seq or 0))
+    return Model(text if layers is None else f"{text} with {layers} layers", build, loss, tokens=batch * (seq or 0))
 
 
 def model_and_loss(

@@ -21,11 +21,21 @@ class Need:
     """When it needs most."""
 
 
-def least_on_device(steps: RankSteps, *, charges_non_model: bool) -> Need:
+@dataclass(frozen=True)
+class DeviceNeed(Need):
+    """The smallest cap on DEVICE: the larger one of those of the first step and of planned ones."""
+
+    first_nbytes: int
+    """Of the first step, which gathers a module's weights at once and may reduce all gradients at its end."""
+    planned_nbytes: int
+
+
+def least_on_device(steps: RankSteps, *, charges_non_model: bool) -> DeviceNeed:
     """Return the smallest cap on DEVICE under which every step runs that is not a choice."""
-    traces = [steps.lazy.trace, *([] if steps.first is steps.lazy else [steps.first.trace])]
-    found = [_most_in_use(trace, charges_non_model) for trace in traces]
-    return max(found, key=lambda need: need.nbytes)
+    planned = _most_in_use(steps.lazy.trace, charges_non_model)
+    first = planned if steps.first is steps.lazy else _most_in_use(steps.first.trace, charges_non_model)
+    most = max(planned, first, key=lambda need: need.nbytes)
+    return DeviceNeed(most.nbytes, most.moment, first.nbytes, planned.nbytes)
 
 
 def _most_in_use(trace: Trace, charges_non_model: bool) -> Need:

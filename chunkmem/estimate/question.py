@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from chunkmem.errors import CapacityError
-from chunkmem.estimate.hardware import Hardware
+from chunkmem.estimate.hardware import FASTER, SLOWER, Hardware
 from chunkmem.estimate.lower_bounds import LowerBounds, lower_bounds_of
 from chunkmem.estimate.model import Model
-from chunkmem.estimate.needs import Need, least_on_device, least_on_host
+from chunkmem.estimate.needs import DeviceNeed, Need, least_on_device, least_on_host
 from chunkmem.estimate.rank_stage import Exchanged, Step
 from chunkmem.estimate.rank_steps import RankSteps, serve_on_demand
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
@@ -60,8 +60,8 @@ class Question:
                 chunk_numel=self.chunk_numel,
                 device_nbytes=self.device_nbytes,
                 num_ranks=self.world,
-                flop_per_s=self.hardware.flop_rate(self.dtype),
-                memory_Bps=self.hardware.memory_Bps,
+                flop_per_s=self.hardware.eager_share * self.hardware.flop_rate(self.dtype),
+                memory_Bps=self.hardware.eager_share * self.hardware.memory_Bps,
             ),
         )
 
@@ -79,6 +79,15 @@ class Change:
 
 
 @dataclass(frozen=True)
+class StepRange:
+    """Seconds of a step on the hardware that is assumed, and on what else may have its name."""
+
+    fastest_s: float
+    typical_s: float
+    slowest_s: float
+
+
+@dataclass(frozen=True)
 class Finding:
     """The answer, where it fits: for the rank that owns most bytes."""
 
@@ -91,7 +100,7 @@ class Finding:
     """What the first step needs on HOST, where gradients may wait for the optimizer's step."""
 
 
-def device_need(question: Question, rehearsal: Rehearsal) -> Need:
+def device_need(question: Question, rehearsal: Rehearsal) -> DeviceNeed:
     """Return the smallest cap on DEVICE under which a rank trains, if HOST takes everything that nobody uses."""
     return least_on_device(_steps(question, rehearsal), charges_non_model=question.hardware.is_accelerator)
 
@@ -129,6 +138,21 @@ def find(question: Question, rehearsal: Rehearsal) -> Finding:
     exchange_s = most_nbytes / question.hardware.exchange_Bps(question.world)
     lower_bounds = lower_bounds_of(plan, step.trace, question.hardware, exchange_s=exchange_s)
     return Finding(step.trace, plan, timeline, lower_bounds, step.exchanged, _least_on_host(question, steps))
+
+
+def step_range(question: Question, finding: Finding) -> StepRange:
+    """Return how long a step takes: the same plan on assumed, `FASTER` and `SLOWER` hardware."""
+
+    def timed_s(factors: Mapping[str, float]) -> float:
+        hardware = question.hardware.scaled(**factors)
+        machine = hardware.machine(question.device_nbytes, _host_nbytes(question), world=question.world)
+        slowdown = question.hardware.eager_share / hardware.eager_share
+        moments = tuple(replace(moment, duration_s=slowdown * moment.duration_s) for moment in finding.trace.moments)
+        step_s = simulate(finding.plan, replace(finding.trace, moments=moments), machine=machine).step_s
+        return max(step_s, finding.lower_bounds.network_s)
+
+    typical_s = max(finding.timeline.step_s, finding.lower_bounds.network_s)
+    return StepRange(timed_s(FASTER), typical_s, timed_s(SLOWER))
 
 
 def fits(question: Question, rehearsal: Rehearsal) -> bool:

@@ -23,6 +23,7 @@ from chunkmem.parts import Memory, make_sharding, make_updater
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.store import Chunk
+from chunkmem.runtime.timestamps import HostClock
 from chunkmem.shard.units import Unit, Units
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
@@ -78,7 +79,7 @@ class _TimedRecorder(Recorder):
     """Takes the logged times of a step with its events."""
 
     def __init__(self, meter: _Meter) -> None:
-        super().__init__(Mode.TRAIN, take_peaks=lambda: (meter.take_peak_nbytes(), 0))
+        super().__init__(Mode.TRAIN, clock=HostClock(), take_peaks=lambda: (meter.take_peak_nbytes(), 0))
         self._meter = meter
         self.passed_s: list[float] = []
         """Before each event, since the one before it."""
@@ -108,7 +109,7 @@ class RankStage:
         is_accelerator: bool,
         margin_use_ratio: float = 0.0,
     ) -> None:
-        """Pack the model; `margin_use_ratio` is as for `place_states`.
+        """Pack the model; `margin_use_ratio` is as for `first_residents`.
 
         Raises:
             CapacityError: there is no room for the weights, or for what training adds to them.

@@ -75,7 +75,7 @@ def serve_on_demand(
         rank: which one of them.
         world: how many ranks.
         is_accumulating: see `replay`.
-        margin_use_ratio: see `place_states`.
+        margin_use_ratio: see `first_residents`.
 
     Raises:
         CapacityError: room cannot be made under these caps.

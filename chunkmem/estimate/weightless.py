@@ -15,6 +15,7 @@ from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.store import Chunk, ChunkStore, Replica
 from chunkmem.runtime.tiers import TierCaps
+from chunkmem.runtime.timestamps import HostClock
 from chunkmem.types import Tier
 
 NO_CAP_NBYTES = 2**62
@@ -77,7 +78,7 @@ class WeightlessStore(ChunkStore):
     """Replicas that are only counted."""
 
     def __init__(self, ledgers: Iterable[Ledger]) -> None:
-        super().__init__({ledger.tier: _WeightlessPool(ledger) for ledger in ledgers})
+        super().__init__({ledger.tier: _WeightlessPool(ledger) for ledger in ledgers}, HostClock())
 
     def take_slab(self, chunk: Chunk, tier: Tier) -> Replica:
         slab = self.pools[tier].alloc(chunk.id.role.value, chunk.nbytes)

@@ -33,6 +33,30 @@ def serves_itself(tensor: torch.Tensor) -> bool:
     return issubclass(type(tensor), Served)
 
 
+def stands_at(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Tell whether two tensors are the same memory, with the same shape and strides."""
+    if tensor.is_cpu or tensor.is_cuda:
+        return tensor.is_set_to(memory)
+    # Other devices leave that operator to the CPU, which is given a copy of each.
+    return (
+        torch._C._is_alias_of(tensor, memory)  # type: ignore[attr-defined]
+        and tensor.storage_offset() == memory.storage_offset()
+        and tensor.shape == memory.shape
+        and tensor.stride() == memory.stride()
+    )
+
+
+def move_to(param: torch.nn.Parameter, memory: torch.Tensor) -> None:
+    """Give a Parameter that no graph knows yet other memory, on any device."""
+    if torch._has_compatible_shallow_copy_type(param, memory):
+        param.data = memory
+        return
+    # Devices that torch does not know by name cannot be assigned to `.data`: what both hold is exchanged.
+    requires_grad = param.requires_grad
+    torch._C._swap_tensor_impl(param, memory.detach())
+    param.requires_grad_(requires_grad)
+
+
 class ManagedParameter:
     """A Parameter the user made, and where its values are. The Parameter object itself is never replaced."""
 
@@ -196,7 +220,7 @@ class ManagedParameter:
 
     def point(self, target: torch.Tensor, *, at: torch.Tensor) -> None:
         """Move the parameter from `at` to `target`; one that stands elsewhere is left for `take_assigned`."""
-        if self.param.is_set_to(at):
+        if stands_at(self.param, at):
             self.param.data = target
             self.version = self.param._version
 
@@ -241,7 +265,7 @@ class BoundChunk:
     def add(self, managed: ManagedParameter) -> None:
         """Take a parameter in, in the order of the group's slots: it stands on its placeholder, its memory is freed."""
         self.parameters.append(managed)
-        managed.param.data = managed.placeholder
+        move_to(managed.param, managed.placeholder)
         managed.version = managed.param._version
 
     def attach(self, slab: Slab) -> torch.Tensor:
@@ -316,7 +340,7 @@ class BoundChunk:
                 )
             own = managed.view if self.is_bound else managed.placeholder
             assert own is not None
-            if not managed.param.is_set_to(own):
+            if not stands_at(managed.param, own):
                 managed.param.data = own
                 managed.version = managed.param._version
                 managed.accumulator = None  # torch has made itself another one

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.binding import ManagedParameter, stands_at
 from chunkmem.nn.gradient_source import GradientState
 from chunkmem.nn.gradient_values import GradientValues
 from chunkmem.nn.lazy_gradient import LazyGradient
@@ -175,7 +175,7 @@ class GradientBook(GradientValues):
         landed = managed in self._landed.get(managed.group, ())
         if landed and grad is not None and chunk.ready(Tier.DEVICE):
             slot = self._slot(managed)
-            is_slot = not isinstance(grad, LazyGradient) and grad.is_set_to(slot)
+            is_slot = not isinstance(grad, LazyGradient) and stands_at(grad, slot)
             if not is_slot and managed.group in self._reduced:  # what takes the place of a mean is one
                 with runtime_mode():
                     slot.copy_(grad.whole() if isinstance(grad, LazyGradient) else grad)

@@ -12,7 +12,7 @@ from torch import nn
 from chunkmem.errors import CapacityError
 from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, pack
 from chunkmem.layout.spec import Group, Layout, MasterCopy, TensorSpec
-from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.precision import AS_BUILT, Precision
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
@@ -260,4 +260,4 @@ def move_ordinary_tensors(module: nn.Module, excluded: Iterable[nn.Module], devi
                 child._buffers[name] = buffer.to(device)
     for child in excluded:
         for param in child.parameters(recurse=False):
-            param.data = param.data.to(device)
+            move_to(param, param.data.to(device))

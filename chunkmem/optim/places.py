@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from chunkmem.plan.placement import GroupBytes, place_states
+from chunkmem.plan.placement import GroupNeed, first_residents
 from chunkmem.runtime.store import Chunk, ChunkStore
 from chunkmem.runtime.tiers import TierCaps
 from chunkmem.types import Role, Tier
@@ -14,12 +14,14 @@ class StatePlaces:
     """The tier of each group's states."""
 
     def __init__(self, store: ChunkStore, caps: TierCaps, *, margin_use_ratio: float) -> None:
-        """Decide nothing yet; `margin_use_ratio` is as for `place_states`."""
+        """Decide nothing yet; `margin_use_ratio` is as for `first_residents`."""
         self._store = store
         self._is_one_tier = caps.shared
         self._margin_use_ratio = margin_use_ratio
         self._on_device: dict[int, bool] = {}
         """By group that was decided about: do its states live on DEVICE?"""
+        self._resident_nbytes = 0
+        """That those take there."""
 
     def updates_on_host(self, group: int) -> bool:
         """Tell whether a group's finished gradient is wanted on HOST next."""
@@ -30,9 +32,12 @@ class StatePlaces:
         return sorted(groups - self._on_device.keys())
 
     def decide(self, groups: Mapping[int, Sequence[Chunk]]) -> None:
-        """Choose the places of groups that have none, of which these are the chunks: PARAM, GRAD, and then the rest."""
-        sizes = [GroupBytes(group, _nbytes(chunks[:2]), _nbytes(chunks[2:])) for group, chunks in groups.items()]
-        chosen = frozenset(groups) if self._is_one_tier else self._choose(sizes)
+        """Choose the places of groups that have none, of which these are the chunks: PARAM, GRAD, and then the rest.
+
+        As a plan is going to: the first ones are resident on DEVICE, [Note: Full placements].
+        """
+        order = sorted(groups)
+        chosen = set(order if self._is_one_tier else order[: self._num_resident([groups[g] for g in order])])
         self._on_device.update((group, group in chosen) for group in groups)
         # On HOST a group has its gradient and its states, in addition to its weights.
         away = (chunk for group, chunks in groups.items() if group not in chosen for chunk in chunks)
@@ -43,21 +48,21 @@ class StatePlaces:
         is_full = self._store.pools[Tier.HOST].ledger.free_nbytes < chunk.nbytes
         return Tier.DEVICE if self._on_device[chunk.id.group] or is_full else Tier.HOST
 
-    def _choose(self, sizes: list[GroupBytes]) -> frozenset[int]:
-        cap_nbytes = self._store.pools[Tier.DEVICE].ledger.cap_nbytes
-        taken_nbytes = self._taken_nbytes(besides={size.group for size in sizes})
-        return place_states(sizes, cap_nbytes=cap_nbytes - taken_nbytes, margin_use_ratio=self._margin_use_ratio)
+    def _num_resident(self, groups: Sequence[Sequence[Chunk]]) -> int:
+        """Return how many of `groups`, of which these are the chunks, are resident next to those that are already."""
+        needs = [_need(chunks) for chunks in groups]
+        cap_nbytes = self._store.pools[Tier.DEVICE].ledger.cap_nbytes - self._resident_nbytes
+        count = first_residents(needs, cap_nbytes=cap_nbytes, margin_use_ratio=self._margin_use_ratio)
+        self._resident_nbytes += sum(need.resident_nbytes for need in needs[:count])
+        return count
 
-    def _taken_nbytes(self, *, besides: set[int]) -> int:
-        """Return what groups other than `besides` are meant to take on DEVICE: PARAM, and by their place the rest."""
-        total = 0
-        for key, chunk in self._store.chunks.items():
-            if key.group not in besides and not chunk.is_remote:
-                is_there = key.role is Role.PARAM or (
-                    key.group in self._on_device if key.role is Role.GRAD else self._on_device.get(key.group, False)
-                )
-                total += chunk.nbytes * is_there
-        return total
+
+def _need(chunks: Sequence[Chunk]) -> GroupNeed:
+    """Return what a group takes of DEVICE; its gradients take the place of weights that can be rounded again."""
+    param, grad = chunks[:2]
+    twice_nbytes = 0 if param.master is None else min(param.nbytes, grad.nbytes)
+    states_nbytes = _nbytes(chunk for chunk in chunks if chunk.id.role.is_state)
+    return GroupNeed(_nbytes(chunks) - twice_nbytes, param.nbytes, states_nbytes)
 
 
 def _nbytes(chunks: Iterable[Chunk]) -> int:

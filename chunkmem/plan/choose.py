@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from chunkmem.plan.gaps import After, Problem
+from chunkmem.plan.gaps import After, Problem, may_be_kept
 
 Order = Callable[[int, int, int], tuple[int, ...]]
 
@@ -25,12 +25,8 @@ def least_recently_used(start: int, stop: int, chunk: int) -> tuple[int, ...]:
 
 
 def free_to_choose(problem: Problem) -> list[int]:
-    """Return the gaps that cost a copy if they are not kept, and may be kept."""
-    return [
-        at
-        for at, gap in enumerate(problem.gaps)
-        if gap.after is After.LIVES and gap.start < gap.stop and gap.needed_below is None
-    ]
+    """Return the gaps that cost a copy if they are not kept, and may be kept or not."""
+    return [at for at, gap in enumerate(problem.gaps) if may_be_kept(gap) and at not in problem.always_kept]
 
 
 def sweep(problem: Problem, room: Sequence[int], order: Order) -> frozenset[int]:
@@ -100,9 +96,10 @@ def _one_iteration(
 
 
 def traffic_nbytes(problem: Problem, kept: frozenset[int]) -> tuple[int, int]:
-    """Return the bytes an iteration moves to DEVICE and to the tier below if exactly `kept` gaps are kept (and empty
-    ones)."""
+    """Return the bytes an iteration moves to DEVICE and to the tier below if exactly `kept` gaps are kept, and those
+    that are empty or always kept."""
     fetched = saved = 0
+    kept |= problem.always_kept
     written: set[tuple[int, int]] = set()
     for at, gap in enumerate(problem.gaps):
         if at not in kept and gap.start < gap.stop:

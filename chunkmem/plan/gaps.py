@@ -9,7 +9,7 @@ next iteration.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from chunkmem.errors import CapacityError, PlanError
@@ -81,7 +81,9 @@ class Problem:
     first_gap: tuple[int, ...]
     """By chunk: the index of its first gap."""
     required: tuple[int, ...]
-    """By moment: bytes of the chunks in use."""
+    """By moment: bytes of the chunks in use, and of those in gaps that are always kept."""
+    always_kept: frozenset[int] = frozenset()
+    """Indices of gaps that are not free to decide: the content of resident groups never leaves DEVICE."""
 
     def fetch_nbytes(self, gap: Gap) -> int:
         """Bytes that come back if the gap is not kept."""
@@ -160,10 +162,20 @@ def _living(problem: Problem) -> list[int]:
     return living
 
 
-def find_gaps(trace: Trace, update_tiers: Mapping[int, Tier], *, one_tier: bool = False) -> Problem:
+def find_gaps(
+    trace: Trace,
+    update_tiers: Mapping[int, Tier],
+    *,
+    one_tier: bool = False,
+    resident_groups: Collection[int] = frozenset(),
+) -> Problem:
     """Read uses and gaps off a trace.
 
-    With `one_tier` there is no HOST, so chunks that nothing uses are on DEVICE all the time.
+    Args:
+        trace: of the step.
+        update_tiers: by group that is updated.
+        one_tier: there is no HOST, so chunks that nothing uses are on DEVICE all the time.
+        resident_groups: groups whose content never leaves DEVICE, which is where they are updated.
 
     Raises:
         PlanError: the trace updates a group that `update_tiers` has no tier for.
@@ -213,10 +225,19 @@ def find_gaps(trace: Trace, update_tiers: Mapping[int, Tier], *, one_tier: bool 
     for own, chain in enumerate(uses):
         first_gap.append(len(gaps))
         gaps += _gaps_of(own, chain, renewed[own], needed[own], len(trace.moments))
+    always_kept = frozenset(
+        at for at, gap in enumerate(gaps) if chunks[gap.chunk].group in resident_groups and may_be_kept(gap)
+    )
+    required = _required(len(trace.moments), nbytes, uses, [gaps[at] for at in always_kept])
     return Problem(
-        trace, update_tiers, chunks, nbytes, tuple(map(tuple, uses)), tuple(gaps), tuple(first_gap),
-        _required(len(trace.moments), nbytes, uses),
+        trace, update_tiers, chunks, nbytes, tuple(map(tuple, uses)), tuple(gaps), tuple(first_gap), required,
+        always_kept,
     )  # fmt: skip
+
+
+def may_be_kept(gap: Gap) -> bool:
+    """Tell whether a gap costs a copy if it is not kept, and may be kept."""
+    return gap.after is After.LIVES and gap.start < gap.stop and gap.needed_below is None
 
 
 def _gaps_of(chunk: int, chain: Sequence[Use], renewed: Sequence[int], needed: Sequence[int], n: int) -> list[Gap]:
@@ -245,12 +266,21 @@ def _gaps_of(chunk: int, chain: Sequence[Use], renewed: Sequence[int], needed: S
     return found
 
 
-def _required(n: int, nbytes: Sequence[int], uses: Sequence[Sequence[Use]]) -> tuple[int, ...]:
+def _required(
+    n: int, nbytes: Sequence[int], uses: Sequence[Sequence[Use]], always_kept: Iterable[Gap]
+) -> tuple[int, ...]:
     change = [0] * (n + 1)
     for size, chain in zip(nbytes, uses, strict=True):
         for use in chain:
             change[use.start] += size
             change[use.stop] -= size
+    for gap in always_kept:
+        size = nbytes[gap.chunk]
+        change[gap.start] += size
+        change[min(gap.stop, n)] -= size
+        if gap.stop > n:
+            change[0] += size
+            change[gap.stop - n] -= size
     total = 0
     required = []
     for step in change[:n]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from chunkmem.errors import PlanError
+from chunkmem.plan.lane_times import Bandwidth, Queue, end_times
 from chunkmem.plan.model import FETCH, LANE_LINKS, Lane
 from chunkmem.plan.timeline import Span
 from chunkmem.trace.model import Moment
@@ -69,6 +70,8 @@ class LaneOperation(NamedTuple):
     """An update that the host does not wait for; it does at the one of the group's moment."""
     settles: bool = False
     """The moment of a group that was updated speculatively: the host waits for that."""
+    host_nbytes: int = 0
+    """Read and written on HOST by it."""
 
 
 Entry = Take | Give | Unhold | Await | LaneOperation
@@ -119,9 +122,11 @@ class SimulatedLanes:
     the host runs ahead of COMPUTE, and only updates on it hold it up.
     """
 
-    def __init__(self, program: LaneProgram, *, one_processor: bool) -> None:
+    def __init__(self, program: LaneProgram, *, one_processor: bool, bandwidth: Bandwidth) -> None:
         self._program = program
         self._one_processor = one_processor
+        self._host_lanes = {HOST_UPDATE, COMPUTE} if one_processor else {HOST_UPDATE}
+        self._bandwidth = bandwidth
         idle: dict[tuple[Tier, int], list[_SlabHistory]] = {}
         self._idle = [
             idle.setdefault((tier, n), []) for (_, tier), n in zip(program.replicas, program.nbytes, strict=True)
@@ -129,34 +134,46 @@ class SimulatedLanes:
         self._slabs: list[_SlabHistory | None] = [None] * len(program.replicas)
         for replica in program.start:
             self._slabs[replica] = _SlabHistory()
-        # Of each lane: how far it has seen every lane (itself: all the way), the same at each of its operations, and
-        # the ends of those. Operations count from 1.
+        # Of each lane: how far it has seen every lane (itself: all the way), and the same at each of its operations.
+        # Operations count from 1.
         self._seen: list[tuple[int, ...]] = [
             tuple(_ALL if a == b else 0 for b in range(len(LANES))) for a in range(len(LANES))
         ]
         self._seen_at: list[list[tuple[int, ...]]] = [[seen] for seen in self._seen]
-        self._ends: list[list[float]] = [[0.0] for _ in LANES]
         self._base = [0] * len(LANES)
-        self._held_until = [0.0] * len(LANES)
-        self._host_s = 0.0
-        self._arrived = 0
+        self._operations = [entry for entry in program.entries if isinstance(entry, LaneOperation)]
+        self._queues = [Queue() for _ in LANES]
+        for operation in self._operations:
+            self._queues[operation.lane].add(operation.duration_s, operation.host_nbytes, bandwidth)
+        self._waits: list[list[tuple[int, int]]] = [[] for _ in LANES]
+        """By lane: what its next operation starts after."""
+        self._host = (COMPUTE, 0)
+        """The operation that held the host up last: nothing is issued before its end."""
+        self._host_known = [self._host] * len(LANES)
+        """By lane: the one that it starts after as it is."""
 
-    def run_iteration(self, *, record: bool) -> IterationTimes:
-        """Run the program once more, from where the last iteration left the lanes; spans are made only if asked for.
+    def run(self, iterations: int) -> IterationTimes:
+        """Run the program so many times in succession, and return the times of the last.
 
         Raises:
             PlanError: two operations touch a slab, one of them writes it, and nothing orders them.
         """
-        began_s = self._now_s()
-        iteration = IterationTimes(began_s)
-        self._base = [len(ends) - 1 for ends in self._ends]
+        # The first iteration has none before it; the second is like all that follow.
+        for _ in range(min(iterations, 2)):
+            self._base, host = [len(seen) - 1 for seen in self._seen_at], self._host
+            self._issue_all()
+        lengths = [len(queue.durations_s) for queue in self._queues]
+        queues = [queue.repeated(lane, lengths, iterations) for lane, queue in enumerate(self._queues)]
+        ends = end_times(queues, self._bandwidth)
+        skipped = [max(0, iterations - 2) * length for length in lengths]
+        return self._times([found[first:] for found, first in zip(ends, skipped, strict=True)], host)
+
+    def _issue_all(self) -> None:
         slabs, idle = self._slabs, self._idle
         for entry in self._program.entries:
             if isinstance(entry, LaneOperation):
                 self._check(entry)
-                ready_s, start_s, end_s = self._time(entry, iteration)
-                if record:
-                    self._record(entry, iteration, ready_s, start_s, end_s)
+                self._order(entry)
             elif isinstance(entry, Await):
                 self._await(entry)
             elif isinstance(entry, Take):
@@ -166,12 +183,7 @@ class SimulatedLanes:
                 idle[entry.replica].append(self._slab(entry.replica))
                 slabs[entry.replica] = None
             else:
-                self._slab(entry.replica).reads[COMPUTE] = len(self._ends[COMPUTE]) - 1
-        iteration.step_s = self._now_s() - began_s
-        return iteration
-
-    def _now_s(self) -> float:
-        return max(self._ends[COMPUTE][-1], self._host_s)
+                self._slab(entry.replica).reads[COMPUTE] = len(self._seen_at[COMPUTE]) - 1
 
     def _slab(self, replica: int) -> _SlabHistory:
         slab = self._slabs[replica]
@@ -189,14 +201,27 @@ class SimulatedLanes:
         merged[on] = number
         merged[lane] = _ALL
         self._seen[lane] = tuple(merged)
-        if self._ends[on][number] > self._held_until[lane]:
-            self._held_until[lane] = self._ends[on][number]
+        self._waits[lane].append((on, number))
+
+    def _order(self, operation: LaneOperation) -> None:
+        """Note what the operation starts after, and whether the host waits for it."""
+        lane = operation.lane
+        number, waits, host = len(self._seen_at[lane]) - 1, self._waits[lane], self._host
+        if host is not self._host_known[lane]:
+            self._host_known[lane] = host
+            if host[0] != lane:
+                waits.append(host)
+        if waits:
+            self._queues[lane].after[number - 1] = waits
+            self._waits[lane] = []
+        if lane in self._host_lanes and not operation.is_ahead:
+            self._host = lane, number
 
     def _check(self, operation: LaneOperation) -> None:
         """Refuse the operation where [Note: What comes before what] does, then remember it."""
         lane = operation.lane
         seen = self._seen[lane]
-        number = len(self._ends[lane])
+        number = len(self._seen_at[lane])
         for replica in operation.reads:
             slab = self._slab(replica)
             if slab.written > seen[slab.writer]:
@@ -213,36 +238,40 @@ class SimulatedLanes:
             slab.written = number
         self._seen_at[lane].append(seen)
 
-    def _time(self, operation: LaneOperation, iteration: IterationTimes) -> tuple[float, float, float]:
-        """Return when the operation could start but for Waits, when it starts, and when it ends."""
-        lane = operation.lane
-        ends = self._ends[lane]
-        ready_s, held_s = ends[-1], self._held_until[lane]
-        if operation.settles:
-            held_s, ready_s = max(held_s, ready_s, self._host_s), max(self._host_s, self._ends[COMPUTE][-1])
-        elif self._host_s > ready_s:
-            ready_s = self._host_s
-        start_s = held_s if held_s > ready_s or operation.settles else ready_s
-        end_s = start_s + operation.duration_s
-        ends.append(end_s)
-        if lane == COMPUTE:
-            if (seen := self._seen[COMPUTE][FETCHES]) > self._arrived:
-                iteration.late += sum(
-                    arrival_s > ready_s for arrival_s in self._ends[FETCHES][self._arrived + 1 : seen + 1]
-                )
-                self._arrived = seen
-            if self._one_processor:
-                self._host_s = end_s
-        elif lane == HOST_UPDATE and not operation.is_ahead:
-            self._host_s = end_s
-        return ready_s, start_s, end_s
+    def _times(self, ends: Sequence[Sequence[float]], host: tuple[int, int]) -> IterationTimes:
+        """Return the times of the last iteration.
+
+        Args:
+            ends: of its operations and those before it, by lane and number.
+            host: what held the host up last before it.
+        """
+        number, host_s = list(self._base), ends[host[0]][host[1]]
+        iteration = IterationTimes(max(ends[COMPUTE][number[COMPUTE]], host_s))
+        arrived = self._seen_at[COMPUTE][number[COMPUTE]][FETCHES]
+        for operation in self._operations:
+            lane = operation.lane
+            before_s = start_s = ends[lane][number[lane]]
+            for other, awaited in self._queues[lane].after.get(number[lane], ()):
+                start_s = max(start_s, ends[other][awaited])
+            number[lane] += 1
+            end_s = ends[lane][number[lane]]
+            ready_s = ends[COMPUTE][number[COMPUTE]] if operation.settles else before_s
+            if host_s > ready_s:
+                ready_s = host_s
+            if lane == COMPUTE and (seen := self._seen_at[COMPUTE][number[COMPUTE]][FETCHES]) > arrived:
+                iteration.late += sum(arrival_s > ready_s for arrival_s in ends[FETCHES][arrived + 1 : seen + 1])
+                arrived = seen
+            if end_s != ready_s or operation.nbytes:
+                self._record(operation, iteration, ready_s, start_s, end_s)
+            if lane in self._host_lanes and not operation.is_ahead:
+                host_s = end_s
+        iteration.step_s = max(ends[COMPUTE][-1], host_s) - iteration.began_s
+        return iteration
 
     def _record(
         self, operation: LaneOperation, iteration: IterationTimes, ready_s: float, start_s: float, end_s: float
     ) -> None:
         lane, moment, chunk = operation.lane, operation.moment, operation.chunk
-        if end_s == ready_s and not operation.nbytes:
-            return
         ready_s, start_s, end_s = ready_s - iteration.began_s, start_s - iteration.began_s, end_s - iteration.began_s
         label = str(chunk) if operation.nbytes else str(self._program.moments[moment])
         # On one processor an update on the host that waits keeps COMPUTE waiting.
@@ -265,12 +294,9 @@ class SimulatedLanes:
         }[operation.lane]
         # Counts reach one iteration back; to wait for something older, the first operation of the iteration before will
         # do.
-        count = max(number - self._base[lane], 1 - self._num_operations(lane))
+        count = max(number - self._base[lane], 1 - len(self._queues[lane].durations_s))
         return PlanError(
             f"moment {operation.moment} ({moments[operation.moment]}): {doing}: it {does} the slab of {chunk} on "
             f"{tier.name}, which an operation on {LANES[lane].name} may still {did}; a Wait of "
             f"{LANES[operation.lane].name} on {LANES[lane].name}, count {count} or more, is missing"
         )
-
-    def _num_operations(self, lane: int) -> int:
-        return sum(isinstance(entry, LaneOperation) and entry.lane == lane for entry in self._program.entries)

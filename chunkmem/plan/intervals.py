@@ -49,7 +49,8 @@ class Stays:
 
 
 def find_stays(problem: Problem, kept: frozenset[int]) -> Stays:
-    """Join uses over the gaps in `kept` and over empty ones."""
+    """Join uses over the gaps in `kept`, those that are always kept, and empty ones."""
+    kept |= problem.always_kept
     passing: list[Stay] = []
     resident = set()
     for chunk, chain in enumerate(problem.uses):

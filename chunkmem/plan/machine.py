@@ -36,8 +36,17 @@ def host_links(*, h2d_Bps: float, d2h_Bps: float, latency_s: float = 0.0) -> dic
     }
 
 
+_SPEEDS = ("device_update_Bps", "host_update_Bps", "exchange_Bps", "host_memory_Bps", "duplex_Bps")
+
+
 @dataclass(frozen=True)
-class Machine(Saved, name="chunkmem machine", error=PlanError, again="save it again with this one"):
+class Machine(
+    Saved,
+    name="chunkmem machine",
+    error=PlanError,
+    again="save it again with this one",
+    optional=("host_memory_Bps", "duplex_Bps"),
+):
     """Caps and speeds. Every field may be given by hand; `runtime.measure` measures them."""
 
     device_nbytes: int
@@ -57,9 +66,13 @@ class Machine(Saved, name="chunkmem machine", error=PlanError, again="save it ag
     """Bytes of HOST for the shadow buffers for speculative updates; 0: there are none."""
     exchange_Bps: Speed = inf
     """Bytes of chunks that all ranks together exchange in a second, whichever rank owns them."""
+    host_memory_Bps: Speed = inf
+    """Bytes a second that copies and updates on HOST read and write there, together."""
+    duplex_Bps: Speed = inf
+    """Bytes a second of copies in both directions at once, together."""
 
     def __post_init__(self) -> None:
-        speeds = {name: getattr(self, name) for name in ("device_update_Bps", "host_update_Bps", "exchange_Bps")}
+        speeds = {name: getattr(self, name) for name in _SPEEDS}
         for source, target in LINKS:
             name = f"the link from {source.name} to {target.name}"
             if (source, target) not in self.links:

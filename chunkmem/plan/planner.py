@@ -18,7 +18,7 @@ from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.intervals import find_stays, keep_slabs, linger, prefetch
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
-from chunkmem.plan.placement import placements
+from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.search import least_traffic
 from chunkmem.plan.simulate import simulate
@@ -42,18 +42,21 @@ _SEARCH_WORK = 1_000_000
 _MOMENT_WORK = 40
 """Of making and simulating a candidate, for each of its moments."""
 
-Searched = dict[tuple[tuple[tuple[int, Tier], ...], int], frozenset[int]]
-"""Gaps to keep that move least, by where groups are updated and how much room is set aside; durations do not matter."""
+Searched = dict[tuple[tuple[tuple[int, Tier], ...], frozenset[int], int], frozenset[int]]
+"""Gaps to keep that move least, by where groups are updated, the gaps that are kept anyway, and how much room is set
+aside; durations do not matter."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a user's configuration decides about plans."""
+    """What a user's configuration, and what else there is to train, decide about plans."""
 
     margin_use_ratio: float = 0.8
     """Share of the space left on DEVICE at the traced peak that optimizer states may take; 0: all updates on HOST."""
     static_nbytes: int | None = None
     """A fixed share of DEVICE for chunks instead of what each moment leaves."""
+    with_residents: bool = True
+    """Groups may stay on DEVICE for good. Where steps of other kinds update other groups, they would take turns."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,8 @@ class _Placed:
     """With so much room set aside nothing stalls: more cannot hide more, and costs traffic."""
     is_whole: bool = False
     """Every gap can be kept."""
+    step_s: float = inf
+    """Of the fastest candidate."""
 
 
 class _Candidates:
@@ -192,39 +197,82 @@ class _Candidates:
         Raises:
             CapacityError: no candidate fits.
         """
-        placed: list[_Placed] = []
+        ratio, host_nbytes = self.options.margin_use_ratio, self.machine.host_nbytes
+        full = None
+        if host_nbytes > 0 and ratio > 0.0 and self.options.with_residents and not has_idle_states(self.trace):
+            full = FullPlacements(self.trace, self.budget, host_nbytes=host_nbytes, margin_use_ratio=ratio)
         is_found = False
-        for update_tiers in placements(
-            self.trace, self.machine, self.budget, self.options.margin_use_ratio, with_half=self.is_small
-        ):
-            problem = find_gaps(self.trace, update_tiers, one_tier=self.machine.host_nbytes == 0)
-            try:
-                require_fit(problem, self.budget, self.machine)
-            except CapacityError as error:
-                self.shortage = error
-                continue
-            room = [have - need for have, need in zip(self.budget, problem.required, strict=True)]
-            placed.append(_Placed(problem, room))
-            for work, candidate in self._by_rule(placed[-1]):
-                is_found = is_found or candidate is not None
-                yield work, candidate
-                if candidate is not None and candidate.nbytes == 0:
-                    return  # nothing moves: nothing can be better
-        for way in placed if self.is_small else ():
-            for work, candidate in self._by_search(way):
+        for work, candidate in self._pieces(full):
+            is_found = is_found or candidate is not None
+            yield work, candidate
+            if candidate is not None and candidate.nbytes == 0 and not self._could_hide_updates(candidate):
+                return  # nothing moves: nothing can be better
+        if not is_found and full is not None:
+            for work, candidate in self._with_least_on_host(full):
                 is_found = is_found or candidate is not None
                 yield work, candidate
         if not is_found:
             raise self._nothing_fits()
 
-    def _by_rule(self, way: _Placed) -> Iterator[tuple[int, Candidate | None]]:
+    def _could_hide_updates(self, candidate: Candidate) -> bool:
+        """Tell whether updates on DEVICE take so long that HOST might do some of them meanwhile."""
+        if self.machine.one_processor or self.machine.host_nbytes == 0:
+            return False
+        updates = [moment for moment in self.trace.moments if moment.kind is Kind.UPDATE]
+        nbytes = sum(self.trace.chunk_nbytes[c] for m in updates for c in self.trace.update(m.chunk.group).chunks)
+        given_s = sum(moment.duration_s for moment in updates) if self.machine.device_update_Bps == inf else 0.0
+        return nbytes / self.machine.device_update_Bps + given_s > _CLOSE * candidate.timeline.step_s
+
+    def _pieces(self, full: FullPlacements | None) -> Iterator[tuple[int, Candidate | None]]:
+        ways: list[_Placed] = []
+        if full is not None:
+            yield from self._by_residents(full, ways)
+        ratio = self.options.margin_use_ratio
+        for tiers in placements(self.trace, self.machine, self.budget, ratio, with_half=self.is_small):
+            if (way := self._placed(Placement(tiers))) is not None:
+                ways.append(way)
+                yield from self._by_rule(way, is_brief=not self.is_small)
+        for way in ways if self.is_small else ():
+            yield from self._by_search(way)
+
+    def _by_residents(self, full: FullPlacements, ways: list[_Placed]) -> Iterator[tuple[int, Candidate | None]]:
+        """Try full placements, a few candidates of each, and all of the fastest one, which `ways` gets."""
+        tried: dict[int, _Placed] = {}
+        step_s: dict[int, float] = {}
+        while (count := full.next_count(step_s)) is not None:
+            step_s[count] = inf
+            if (way := self._placed(full.placement(count))) is not None:
+                yield from self._by_rule(way, is_brief=True)
+                tried[count], step_s[count] = way, way.step_s
+        if tried and self.is_small:
+            ways.append(min(tried.values(), key=lambda way: way.step_s))
+            yield from self._by_rule(ways[0], is_brief=False)
+
+    def _with_least_on_host(self, full: FullPlacements) -> Iterator[tuple[int, Candidate | None]]:
+        for count in full.close_to_most():
+            if (way := self._placed(full.placement(count))) is not None:
+                yield from self._by_rule(way, is_brief=True)
+
+    def _placed(self, where: Placement) -> _Placed | None:
+        """Return what there is to decide for a placement; None if a moment of it does not fit DEVICE."""
+        is_one_tier = self.machine.host_nbytes == 0
+        problem = find_gaps(self.trace, where.update_tiers, one_tier=is_one_tier, resident_groups=where.resident_groups)
+        try:
+            require_fit(problem, self.budget, self.machine)
+        except CapacityError as error:
+            if self.shortage is None or error.needed_nbytes < self.shortage.needed_nbytes:
+                self.shortage = error
+            return None
+        return _Placed(problem, [have - need for have, need in zip(self.budget, problem.required, strict=True)])
+
+    def _by_rule(self, way: _Placed, *, is_brief: bool) -> Iterator[tuple[int, Candidate | None]]:
         everything = frozenset(free_to_choose(way.problem))
-        for reserve in (0, 1, 2, 3, 4) if self.is_small else (0, 2):
+        for reserve in (0, 2) if is_brief else (0, 1, 2, 3, 4):
             if way.quiet is not None and reserve > way.quiet:
                 return
             left = self._left(way, reserve)
             rules = (("belady", furthest_next_use), ("lru", least_recently_used))
-            for name, order in rules if self.is_small else rules[:1]:
+            for name, order in rules[:1] if is_brief else rules:
                 kept = sweep(way.problem, left, order)
                 yield self._try(way, kept, name, reserve)
             if everything in way.tried:
@@ -236,7 +284,7 @@ class _Candidates:
             if way.quiet is not None and reserve > way.quiet:
                 return
             width = _width(way.problem) if reserve == 0 else _width(way.problem) // 8 + 1
-            key = tuple(sorted(way.problem.update_tiers.items())), reserve
+            key = tuple(sorted(way.problem.update_tiers.items())), way.problem.always_kept, reserve
             if key not in self.known:
                 search = least_traffic(way.problem, self._left(way, reserve), width=width, max_work=_SEARCH_WORK)
                 while True:
@@ -270,13 +318,14 @@ class _Candidates:
         name = f"{name}, {reserve} set aside"
         plan = Plan(self.given.digest, machine, program.start, waiting, update_tiers, name)
         candidate = Candidate(plan, simulate(plan, self.given, iterations=3 if self.is_small else 2))
+        way.step_s = min(way.step_s, candidate.timeline.step_s)
         if candidate.timeline.stall_s <= _QUIET * candidate.timeline.step_s:
             way.quiet = reserve if way.quiet is None else min(reserve, way.quiet)
         return work, candidate
 
     def _nothing_fits(self) -> CapacityError:
         if self.least_host_nbytes is None:
-            # The last placement has all updates on HOST, which needs least of DEVICE.
+            # Of a placement that has all updates on HOST, which needs least of DEVICE.
             assert self.shortage is not None
             return self.shortage
         least_nbytes = self.least_host_nbytes

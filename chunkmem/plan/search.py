@@ -109,15 +109,16 @@ class _Search:
         self.dirty = sum(1 << gap.chunk for gap in {g.chunk: g for g in gaps if g.epoch >= 0}.values())
         self.carried = {chunk: gap.epoch for chunk, gap in self._last_gaps() if gap.after is After.LIVES}
         """By chunk whose content lives across an iteration's end, its version then; those in use at that point
-        included."""
+        included, those that never leave not."""
         self._loads: dict[int, int] = {0: 0}
         self._work = 0
         """States looked at since the last yield."""
 
     def _last_gaps(self) -> Iterator[tuple[int, Gap]]:
         for chunk, chain in enumerate(self.problem.uses):
-            if chain:
-                yield chunk, self.problem.gaps[self.problem.first_gap[chunk] + len(chain) - 1]
+            last = self.problem.first_gap[chunk] + len(chain) - 1
+            if chain and last not in self.problem.always_kept:
+                yield chunk, self.problem.gaps[last]
 
     def starts(self, known: frozenset[int]) -> Iterator[State]:
         """Yield states an iteration may begin with: that of a known solution, then every other one where they are

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from chunkmem.errors import PlanError
 from chunkmem.plan.hazards import FETCHES, LaneProgram, SimulatedLanes
+from chunkmem.plan.lane_times import Bandwidth
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.timeline import Timeline
@@ -37,10 +38,8 @@ def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, iterat
         raise PlanError(f"{iterations} iterations cannot be simulated; give 1 or more")
     machine = plan.machine if machine is None else machine
     reader, program = _read(plan, trace, machine)
-    lanes = SimulatedLanes(program, one_processor=machine.one_processor)
-    for _ in range(iterations - 1):
-        lanes.run_iteration(record=False)
-    iteration = lanes.run_iteration(record=True)
+    bandwidth = Bandwidth(machine.host_memory_Bps, machine.duplex_Bps)
+    iteration = SimulatedLanes(program, one_processor=machine.one_processor, bandwidth=bandwidth).run(iterations)
     state, fetched = reader.state, reader.num_issued[FETCHES]
     return Timeline(
         spans=tuple(iteration.spans),

@@ -154,7 +154,7 @@ class Reader:
         state.need_slab(target)
         state.write(target)
         nbytes = state.nbytes[source]
-        self._issue(INDEX[copy.lane], (source,), (target,), link.copy_s(nbytes), copy.chunk, nbytes)
+        self._issue(INDEX[copy.lane], (source,), (target,), link.copy_s(nbytes), copy.chunk, nbytes, host_nbytes=nbytes)
 
     def _update(self, update: Update) -> None:
         moment = self._trace.moments[self._position.index]
@@ -186,7 +186,16 @@ class Reader:
         for replica in reads:
             self.state.need_newest(replica)
         self._ahead[update.group] = reads
-        self._issue(HOST_UPDATE, reads, (), self._host_update_s(moments[at[0]]), moments[at[0]].chunk, is_ahead=True)
+        moment = moments[at[0]]
+        self._issue(
+            HOST_UPDATE,
+            reads,
+            (),
+            self._host_update_s(moment),
+            moment.chunk,
+            is_ahead=True,
+            host_nbytes=self._trace.touched_nbytes(update.group),
+        )
 
     def _host_update_s(self, moment: Moment) -> float:
         nbytes = sum(self._trace.chunk_nbytes[chunk] for chunk in self._trace.update(moment.chunk.group).chunks)
@@ -215,10 +224,11 @@ class Reader:
                 state.need_alone(replica)
             (writes if is_written else reads).append(replica)
         if tier is Tier.HOST:
-            duration_s = 0.0 if settles else self._host_update_s(moment)
-            self._issue(
-                HOST_UPDATE, () if settles else tuple(reads), tuple(writes), duration_s, moment.chunk, settles=settles
-            )
+            if settles:
+                self._issue(HOST_UPDATE, (), tuple(writes), 0.0, moment.chunk, settles=True)
+                return
+            duration_s, host_nbytes = self._host_update_s(moment), self._trace.touched_nbytes(moment.chunk.group)
+            self._issue(HOST_UPDATE, tuple(reads), tuple(writes), duration_s, moment.chunk, host_nbytes=host_nbytes)
             return
         nbytes, Bps = sum(self._trace.chunk_nbytes[chunk] for chunk in update.chunks), machine.device_update_Bps
         duration_s = nbytes / Bps if isfinite(Bps) else moment.duration_s
@@ -294,10 +304,12 @@ class Reader:
         *,
         is_ahead: bool = False,
         settles: bool = False,
+        host_nbytes: int = 0,
     ) -> None:
         self.num_issued[lane] += 1
+        at = self._position.index
         self._entries.append(
-            LaneOperation(lane, reads, writes, duration_s, self._position.index, chunk, nbytes, is_ahead, settles)
+            LaneOperation(lane, reads, writes, duration_s, at, chunk, nbytes, is_ahead, settles, host_nbytes)
         )
 
     def _check_far_waits(self) -> None:

@@ -38,11 +38,11 @@ class PlanActions(ABC):
         `PlanExecutor`."""
         self.plan = plan
         self.trace = trace
-        self.step_log = StepLog()
+        self.step_log = StepLog(pager.store.clock)
         self._pager = pager
         self._store = pager.store
         self._tiers = tiers
-        self._order = CopyOrder(lanes, is_host=not tiers.compute.is_accelerator)
+        self._order = CopyOrder(lanes, self.step_log, is_host=not tiers.compute.is_accelerator)
         self._facts = PlanFacts.of(plan, trace, COPY_LANES)
         self._on_plan = False
 
@@ -166,4 +166,4 @@ class PlanActions(ABC):
         self._order.events[lane].append(event)
         self.step_log.copied(lane, chunk, event)
         if isinstance(event, DoneEvent):  # lanes that block
-            self.step_log.waited(lane, event.started_s, event.ended_s - event.started_s)
+            self.step_log.waited(lane, event)

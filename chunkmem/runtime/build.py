@@ -24,6 +24,7 @@ import torch
 from chunkmem.errors import ConfigError
 from chunkmem.runtime.device import cuda_capability
 from chunkmem.runtime.native import source_dir
+from chunkmem.runtime.quiet import silenced
 
 TORCH_TARGET_VERSION = "0x020b000000000000"
 """The stable ABI of torch 2.11, the oldest that is supported."""
@@ -82,7 +83,8 @@ class Recipe:
 
 def cpu_recipe(compiler: str | None = None) -> Recipe:
     """Return how the CPU kernels are built; `compiler`: a command, default: the one torch uses (`CXX`, or c++)."""
-    from torch.utils.cpp_extension import get_cxx_compiler
+    with silenced("torch.utils.cpp_extension"):  # a torch for CUDA says that it has found no driver
+        from torch.utils.cpp_extension import get_cxx_compiler
 
     command = tuple(shlex.split(str(get_cxx_compiler()) if compiler is None else compiler))
     found = shutil.which(command[0]) if command else None

@@ -12,11 +12,10 @@ way. And a use of chunks that no moment tells of begins with `drain`: the next c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 
 from chunkmem.plan.model import FETCH, LINK_LANES, Lane, Wait
-from chunkmem.runtime.events import COPY_LANES, Event, Lanes
+from chunkmem.runtime.events import COPY_LANES, Event, Lanes, host_waits
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import Chunk
 from chunkmem.types import TIERS, Tier, neighbor
@@ -27,17 +26,17 @@ Step = Callable[[], object]
 class CopyOrder:
     """The events that the next operation on each lane comes after."""
 
-    def __init__(self, lanes: Lanes, *, is_host: bool) -> None:
+    def __init__(self, lanes: Lanes, step_log: StepLog, *, is_host: bool) -> None:
         """Begin with nothing under way.
 
         Args:
             lanes: what copies.
+            step_log: is told of what was waited for.
             is_host: what was computed is over when a copy is issued, as both are done by the host.
         """
         self.lanes = lanes
         self.is_host = is_host
-        self.step_log = StepLog()
-        """Is told of what was waited for."""
+        self.step_log = step_log
         self.is_exact = False
         """Everything is as the plan has it, so that its waits are enough; see [Note: Two ways to order copies]."""
         self.events: dict[Lane, list[Event | None]] = {lane: [] for lane in COPY_LANES}
@@ -99,9 +98,7 @@ class CopyOrder:
 
     def _compute_waits(self, lane: Lane, event: Event | None) -> None:
         if event is not None:
-            started_s = time.perf_counter()
-            stall_s = self.lanes.compute_waits(event)
-            self.step_log.waited(lane, started_s, stall_s)
+            self.step_log.waited(lane, self.lanes.compute_waits(event))
 
     def _update_comes_after(self, lane: Lane, event: Event | None) -> None:
         if event is not None:
@@ -117,9 +114,7 @@ class CopyOrder:
         """The host is about to update a group itself."""
         after, self._update_after, self._ahead_after = self._update_after, [], []
         for lane, event in after:
-            started_s = time.perf_counter()
-            event.wait()
-            self.step_log.waited(lane, started_s, time.perf_counter() - started_s)
+            self.step_log.waited(lane, host_waits(event, self.step_log.clock))
 
     def before_speculative(self, chunks: Iterable[Chunk]) -> list[Event]:
         """Return what a speculative update of a group comes after, whose `chunks` these are."""

@@ -8,6 +8,7 @@ import mmap
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from chunkmem.errors import ConfigError
 from chunkmem.runtime.populate import num_cores, populate
+from chunkmem.runtime.timestamps import Clock, HostClock, StreamClock
 
 _LARGE_PAGE_NBYTES = 2 << 20
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -163,22 +165,22 @@ class ComputeDevice:
         """Return the calling thread's current stream on the accelerator."""
         return torch.accelerator.current_stream(self.device)
 
-    def record(self, stream: torch.Stream, *, is_awaited: bool = True) -> torch.Event:
-        """Return an event with a time, at the end of what is on `stream`.
+    def timing_event(self) -> torch.Event:
+        """Return a new event that has a time once it was recorded.
 
-        Have other streams wait by `event.wait(stream)`: torch's `stream.wait_event` does not take an event of CUDA's.
-
-        Args:
-            stream: of the accelerator.
-            is_awaited: a thread may wait for it. CUDA's events then block such a thread, where it would else keep a
-                core busy that computing needs; other accelerators decide for themselves.
+        Have streams wait by `event.wait(stream)`: torch's `stream.wait_event` does not take an event of CUDA's. Those
+        block a thread that waits for them, which would else keep a core busy that computing needs; other accelerators
+        decide for themselves.
         """
         if self.is_cuda:
-            event: torch.Event = torch.cuda.Event(enable_timing=True, blocking=is_awaited)
-        else:
-            event = torch.Event(self.device, enable_timing=True)
-        event.record(stream)
-        return event
+            event: torch.Event = torch.cuda.Event(enable_timing=True, blocking=True)
+            return event
+        return torch.Event(self.device, enable_timing=True)
+
+    @cached_property
+    def clock(self) -> Clock:
+        """Times what is computed here; one for all, so that its events are used again."""
+        return StreamClock(self) if self.is_accelerator else HostClock()
 
     def time_s(self, work: Callable[[], object]) -> float:
         """Return the seconds that `work` takes; on an accelerator, those of what it starts, on a stream of its own."""
@@ -189,9 +191,10 @@ class ComputeDevice:
         stream = self.stream()
         stream.wait_stream(self.current_stream())
         with stream:
-            begin = self.record(stream, is_awaited=False)
+            begin, end = self.timing_event(), self.timing_event()
+            begin.record(stream)
             work()
-            end = self.record(stream)
+            end.record(stream)
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 

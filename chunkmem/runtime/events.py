@@ -9,7 +9,6 @@ until its event is done, and has whatever touches that memory in conflict with i
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -19,6 +18,7 @@ import torch
 from chunkmem.errors import StateError, TierIOError
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.timestamps import Clock, HostTimestamp, Interval
 from chunkmem.types import Tier
 
 COPY_LANES = tuple(LANE_LINKS)
@@ -81,8 +81,12 @@ class Lanes(Protocol):
         """Return the end of everything issued on COMPUTE so far: by this thread, or on its current stream."""
         ...
 
-    def compute_waits(self, event: Event) -> float:
-        """Have what is computed from now on come after `event`; return the seconds this thread stalled for it."""
+    def compute_waits(self, event: Event) -> Interval | None:
+        """Have what is computed from now on come after `event`.
+
+        Returns:
+            From when COMPUTE had nothing else to do until it was over, to be asked for later; None: it is over already.
+        """
         ...
 
     def drain(self) -> None:
@@ -130,22 +134,34 @@ def named_range(lane: Lane, label: str) -> contextlib.AbstractContextManager[Non
     return _profiled(lane, label) if torch.autograd.profiler._is_profiler_enabled else contextlib.nullcontext()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DoneEvent:
+@dataclass(eq=False, slots=True)
+class DoneEvent(Interval):
     """What was over before it could be waited for."""
 
-    started_s: float
-    ended_s: float
     failure: None = None
 
     @classmethod
     def now(cls) -> Self:
-        """Return the event of something that ends as it is asked for."""
-        now_s = time.perf_counter()
-        return cls(now_s, now_s)
+        """Return the event of something that the host has just done."""
+        end = HostTimestamp.now()
+        return cls(end, end)
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> None:
         return None
+
+
+def host_waits(event: Event, clock: Clock) -> Interval | None:
+    """Block the calling thread until `event` is over; return what `Lanes.compute_waits` does.
+
+    Raises:
+        BaseException: the event's failure.
+    """
+    if event.done():
+        event.wait()
+        return None
+    ready = clock.timestamp()
+    event.wait()
+    return Interval(ready, clock.timestamp())

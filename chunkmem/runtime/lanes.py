@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -18,9 +17,19 @@ import torch
 from chunkmem.errors import StateError
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
-from chunkmem.runtime.events import DoneEvent, Event, Lanes, closed_error, copy_error, named_range, require_copyable
+from chunkmem.runtime.events import (
+    DoneEvent,
+    Event,
+    Lanes,
+    closed_error,
+    copy_error,
+    host_waits,
+    named_range,
+    require_copyable,
+)
 from chunkmem.runtime.queues import HostCopy, HostWork, Move, Worker
-from chunkmem.runtime.streams import StreamClock, StreamLanes
+from chunkmem.runtime.streams import StreamLanes, computed
+from chunkmem.runtime.timestamps import HostClock, HostTimestamp, Interval, StreamClock
 
 __all__ = ["BlockingLanes", "Event", "Lanes", "StreamLanes", "ThreadLanes", "open_lanes"]
 
@@ -36,7 +45,7 @@ class BlockingLanes:
     """Copies run in the calling thread (on an accelerator, on its current stream) and are done when `copy` returns."""
 
     def __init__(self, compute: ComputeDevice) -> None:
-        self._clock = StreamClock(compute) if compute.is_accelerator else None
+        self._clock = compute.clock
         self._closed = False
 
     def copy(
@@ -46,14 +55,14 @@ class BlockingLanes:
             raise closed_error(label)
         for event in after:
             event.wait()
-        started_s = time.perf_counter()
+        start = self._clock.timestamp()
         with runtime_mode(), named_range(lane, label):
             require_copyable(lane, target, source, label)
             try:
                 target.view(torch.uint8).copy_(source.view(torch.uint8))
             except Exception as error:
                 raise copy_error(label, *LANE_LINKS[lane], error) from error
-        return DoneEvent(started_s, time.perf_counter())
+        return DoneEvent(start, self._clock.timestamp())
 
     def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
         if self._closed:
@@ -62,13 +71,13 @@ class BlockingLanes:
             event.wait()
         task = HostWork(label, work, ())
         task.run(ctypes.memmove)
-        return DoneEvent(task.started_s, task.ended_s)
+        return DoneEvent(HostTimestamp(task.started_s), HostTimestamp(task.ended_s))
 
     def compute_event(self) -> Event:
-        return DoneEvent.now() if self._clock is None else self._clock.computed()
+        return computed(self._clock) if isinstance(self._clock, StreamClock) else DoneEvent.now()
 
-    def compute_waits(self, event: Event) -> float:
-        return _stand_still(event)
+    def compute_waits(self, event: Event) -> Interval | None:
+        return host_waits(event, self._clock)
 
     def drain(self) -> None:
         return None
@@ -77,19 +86,11 @@ class BlockingLanes:
         self._closed = True
 
 
-def _stand_still(event: Event) -> float:
-    if event.done():
-        event.wait()
-        return 0.0
-    started_s = time.perf_counter()
-    event.wait()
-    return time.perf_counter() - started_s
-
-
 class ThreadLanes:
     """One thread a lane, started by what it does first. Each copies with one core, and without Python's lock."""
 
     def __init__(self, move: Move = ctypes.memmove) -> None:
+        self._clock = HostClock()
         self._move = move
         self._workers: dict[Lane, Worker] = {}
         self._pid = os.getpid()
@@ -122,8 +123,8 @@ class ThreadLanes:
     def compute_event(self) -> Event:
         return DoneEvent.now()
 
-    def compute_waits(self, event: Event) -> float:
-        return _stand_still(event)
+    def compute_waits(self, event: Event) -> Interval | None:
+        return host_waits(event, self._clock)
 
     def drain(self) -> None:
         if os.getpid() != self._pid:

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from chunkmem.plan.machine import Machine, host_links
-from chunkmem.runtime.device import ComputeDevice, runtime_mode
+from chunkmem.runtime.device import ComputeDevice, ram_nbytes, runtime_mode
 from chunkmem.runtime.tiers import TierCaps
 from chunkmem.types import Tier
 
@@ -30,35 +31,46 @@ _COPY_NBYTES = 8 * 2**20
 _NUM_COPIES = 8
 """Copied one after the other, so that a copy does not find its bytes in a cache."""
 _SMALL_NBYTES = 64
-_UPDATE_NUMEL = {"accelerator": 2**24, "cpu": 2**22}
+_DUPLEX_NBYTES = 64 * 2**20
+"""Long enough for both directions that how they begin does not count."""
+_DEVICE_UPDATE_NUMEL, _HOST_UPDATE_NUMEL = 2**24, 2**26
 _UPDATE_NBYTES_PER_ELEMENT = 16
 """PARAM, GRAD and two states in float32."""
+_UPDATE_MOVES_PER_BYTE = 28 / 16
+"""Of those bytes, 16 are read and 12 are written."""
+_NUM_CACHES = 4
+"""An update on HOST passes over so many times what the last caches hold, so that it does not find its bytes there."""
+_RAM_SHARE = 16
+"""It takes no more than one part in so many of the RAM, nor more than the cap on HOST."""
+_CACHES = Path("/sys/devices/system/cpu")
 _MIN_REPEATS, _MAX_REPEATS = 3, 32
-_NUM_MEASURED = 5
+_NUM_MEASURED = 6
 
 
 def measure_machine(compute: ComputeDevice, caps: TierCaps, *, budget_s: float = 2.0) -> Machine:
     """Measure the speeds of this machine; `budget_s` bounds the repetitions, of which each speed gets at least 3.
 
     Without an accelerator both directions are one and the same copy in RAM, and updates keep `inf`: they run on the
-    cores that traced them. On an accelerator this resets its peak counter.
+    cores that traced them. On an accelerator this resets its peak counter. There updates on HOST pass over 1 GiB of RAM
+    or more: less would stay in the last cache of a server. They are taken to use all the bandwidth of HOST's memory.
 
     Raises:
         PlanError: a speed came out as 0.
     """
-    return _measure(compute, budget_s / _NUM_MEASURED).machine(compute, caps)
+    return _measure(compute, caps, budget_s / _NUM_MEASURED).machine(compute, caps)
 
 
 def cached_machine(compute: ComputeDevice, caps: TierCaps, *, path: Path | None = None) -> Machine:
     """Return the speeds kept at `path`, or measure them and keep them there; the caps are always the given ones.
 
-    The default is a file of the user's cache folder, another one for each device, processor, torch version and number
-    of threads. A file that cannot be used is replaced; where none can be written, nothing is kept.
+    The default is a file of the user's cache folder, another one for each device, processor, torch version, number of
+    threads and size of what is updated on HOST. A file that cannot be used is replaced; where none can be written,
+    nothing is kept.
 
     Raises:
         PlanError: a speed was measured as 0.
     """
-    made_of = _identity(compute)
+    made_of = _identity(compute, caps)
     if path is None:
         with contextlib.suppress(RuntimeError):  # no home folder
             digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
@@ -82,11 +94,13 @@ class _Speeds:
     latency_s: float
     device_update_Bps: float = inf
     host_update_Bps: float = inf
+    duplex_Bps: float = inf
 
     @classmethod
     def of(cls, machine: Machine) -> _Speeds:
         fetch, save = machine.links[Tier.HOST, Tier.DEVICE], machine.links[Tier.DEVICE, Tier.HOST]
-        return cls(fetch.Bps, save.Bps, fetch.latency_s, machine.device_update_Bps, machine.host_update_Bps)
+        update_Bps = machine.device_update_Bps, machine.host_update_Bps
+        return cls(fetch.Bps, save.Bps, fetch.latency_s, *update_Bps, machine.duplex_Bps)
 
     def machine(self, compute: ComputeDevice, caps: TierCaps) -> Machine:
         return Machine(
@@ -97,13 +111,15 @@ class _Speeds:
             host_update_Bps=self.host_update_Bps,
             charges_non_model=compute.is_accelerator,
             one_processor=not compute.is_accelerator,
+            host_memory_Bps=max(_UPDATE_MOVES_PER_BYTE * self.host_update_Bps, self.duplex_Bps),
+            duplex_Bps=self.duplex_Bps,
         )
 
 
 # Measuring.
 
 
-def _measure(compute: ComputeDevice, budget_s: float) -> _Speeds:
+def _measure(compute: ComputeDevice, caps: TierCaps, budget_s: float) -> _Speeds:
     """Spend about `budget_s` on each of the `_NUM_MEASURED` speeds."""
     with runtime_mode():
         if not compute.is_accelerator:
@@ -114,8 +130,9 @@ def _measure(compute: ComputeDevice, budget_s: float) -> _Speeds:
             h2d_Bps=_COPY_NBYTES / _median_s(_link_copies(compute, _COPY_NBYTES, to_device=True), budget_s),
             d2h_Bps=_COPY_NBYTES / _median_s(_link_copies(compute, _COPY_NBYTES, to_device=False), budget_s),
             latency_s=_median_s(_link_copies(compute, _SMALL_NBYTES, to_device=True), budget_s),
-            device_update_Bps=_update_Bps(compute, budget_s),
-            host_update_Bps=_update_Bps(cpu, budget_s),
+            device_update_Bps=_update_Bps(compute, _DEVICE_UPDATE_NUMEL, budget_s),
+            host_update_Bps=_update_Bps(cpu, _host_update_numel(caps), budget_s),
+            duplex_Bps=_duplex_Bps(compute, budget_s),
         )
 
 
@@ -152,6 +169,21 @@ def _link_copies(compute: ComputeDevice, nbytes: int, *, to_device: bool) -> Cal
     return lambda: compute.time_s(lambda: target.copy_(source, non_blocking=True))
 
 
+def _duplex_Bps(compute: ComputeDevice, budget_s: float) -> float:
+    """Return the bytes a second of copies in both directions at once, each issued by a thread and on a stream."""
+    fetch, save = (_link_copies(compute, _DUPLEX_NBYTES, to_device=to_device) for to_device in (True, False))
+
+    def measure(other: ThreadPoolExecutor) -> float:
+        begin_s = time.perf_counter()
+        saving = other.submit(save)
+        fetch()
+        saving.result()
+        return time.perf_counter() - begin_s
+
+    with ThreadPoolExecutor(1, thread_name_prefix="chunkmem measure") as other:
+        return 2 * _DUPLEX_NBYTES / _median_s(lambda: measure(other), budget_s)
+
+
 def _hand_over_s(budget_s: float) -> float:
     """Return the seconds from handing a copy of 64 bytes to another thread until it is known to be done."""
     tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -178,8 +210,25 @@ def _hand_over_s(budget_s: float) -> float:
         thread.join()
 
 
-def _update_Bps(compute: ComputeDevice, budget_s: float) -> float:
-    numel = _UPDATE_NUMEL["accelerator" if compute.is_accelerator else "cpu"]
+def _host_update_numel(caps: TierCaps) -> int:
+    """Return how many elements updates on HOST are measured with: beyond the caches, within RAM; a power of 2."""
+    wanted = max(_HOST_UPDATE_NUMEL, _NUM_CACHES * _last_caches_nbytes() // _UPDATE_NBYTES_PER_ELEMENT)
+    most = min(ram_nbytes() // _RAM_SHARE, caps.host_nbytes) // _UPDATE_NBYTES_PER_ELEMENT
+    return 1 << max(1, min(wanted, most)).bit_length() - 1
+
+
+def _last_caches_nbytes() -> int:
+    """Return the sum of the processor's caches of level 3; 0 where the system does not say."""
+    found: dict[str, int] = {}
+    for folder in _CACHES.glob("cpu[0-9]*/cache/index3"):
+        with contextlib.suppress(OSError, ValueError):
+            size = (folder / "size").read_text().strip()  # such as 32768K
+            cores = (folder / "shared_cpu_list").read_text().strip()
+            found[cores] = int(size.removesuffix("K")) << 10
+    return sum(found.values())
+
+
+def _update_Bps(compute: ComputeDevice, numel: int, budget_s: float) -> float:
     param, grad, average, average_sq = (torch.ones(numel, dtype=torch.float32, device=compute.device) for _ in range(4))
     step = torch.ones((), dtype=torch.float32, device=compute.device)
 
@@ -206,7 +255,7 @@ def _update_Bps(compute: ComputeDevice, budget_s: float) -> float:
 # Keeping.
 
 
-def _identity(compute: ComputeDevice) -> list[str]:
+def _identity(compute: ComputeDevice, caps: TierCaps) -> list[str]:
     """Return what the speeds depend on."""
     return [
         compute.name(),
@@ -214,6 +263,7 @@ def _identity(compute: ComputeDevice) -> list[str]:
         f"{len(os.sched_getaffinity(0))} cores" if hasattr(os, "sched_getaffinity") else f"{os.cpu_count()} cores",
         f"torch {torch.__version__}",
         f"{torch.get_num_threads()} threads",
+        *([f"updates of {_host_update_numel(caps)} elements"] if compute.is_accelerator else []),
     ]
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from chunkmem.runtime.quiet import silenced
+
 
 def source_dir() -> Path:
     """Return the folder of the C++ sources: `csrc/` of a checkout, or the copy an installed package carries."""
@@ -22,7 +24,8 @@ def load_library() -> ctypes.CDLL | None:
 
     torch's own extension builder keeps it under a name that holds the torch version, whose headers it was built for.
     """
-    from torch.utils import cpp_extension
+    with silenced("torch.utils.cpp_extension"):  # a torch for CUDA says that it has found no driver
+        from torch.utils import cpp_extension
 
     name = "chunkmem_storage_" + "".join(c if c.isalnum() else "_" for c in torch.__version__)
     try:

@@ -8,7 +8,6 @@ brought again, so that with a policy that does nothing everything works the same
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -22,6 +21,7 @@ from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.policy import NoSpeculativeUpdates, OnDemand, SpeculativeUpdates, StepPolicy
 from chunkmem.runtime.shortage import shortage_error
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
+from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.trace.model import Kind
 from chunkmem.types import TIERS, Role, Tier, neighbor
 
@@ -150,16 +150,17 @@ class Pager:
         for chunk in chunks:
             self.policy.event(Kind.EXCHANGE, chunk, reader)
 
-    def arrive(self, chunks: Sequence[Chunk], wait: Callable[[], None], *, reader: object, issued_s: float) -> None:
+    def arrive(self, chunks: Sequence[Chunk], wait: Callable[[], None], *, reader: object, issued: Timestamp) -> None:
         """Announce that an exchange is waited for, wait for it, and say how long that took."""
         for chunk in chunks:
             self.policy.event(Kind.ARRIVE, chunk, reader)
-        waited_s = time.perf_counter()
+        ready = self.store.clock.timestamp()
         with runtime_mode():
             wait()
+        arrived = self.store.clock.timestamp()
         for chunk in chunks:
-            self.policy.arrived(chunk, issued_s, waited_s)
-            waited_s = time.perf_counter()  # all have been waited for at once
+            self.policy.arrived(chunk, issued, Interval(ready, arrived))
+            ready = arrived  # all have been waited for at once
 
     def unpin(self, chunk: Chunk, tier: Tier) -> None:
         """Undo one `pin`."""

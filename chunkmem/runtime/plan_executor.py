@@ -44,6 +44,7 @@ from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import NO_CONTENT, Chunk, residency
 from chunkmem.runtime.tiers import Tiers
+from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.runtime.transition import actions_to, go
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.types import ChunkId, Tier
@@ -148,10 +149,14 @@ class PlanExecutor(PlanActions):
 
     # Iterations.
 
-    def begin_iteration(self) -> None:
-        """The first moment comes next. Residency is corrected if it is not what the plan has there."""
+    def begin_iteration(self, *, times_moments: bool = True) -> None:
+        """The first moment comes next. Residency is corrected if it is not what the plan has there.
+
+        Args:
+            times_moments: see `StepLog`.
+        """
         was_complete, was_exact = self.is_at_end, self._order.is_exact
-        self._begin_step_log(StepLog())
+        self._begin_step_log(times_moments=times_moments)
         self._order.begin_iteration()
         if not (was_complete and was_exact):
             self._on_plan = False
@@ -164,10 +169,15 @@ class PlanExecutor(PlanActions):
         if self._on_plan and self.left_out.may_go(self._cursor, len(self.trace.moments)):
             self._leave_out_up_to(len(self.trace.moments))
 
-    def take_over(self, step_log: StepLog, came: Sequence[Said]) -> None:
-        """Take over a step that another plan pager has followed so far; the last of its events is about to
-        begin."""
-        self._begin_step_log(StepLog())
+    def take_over(self, step_log: StepLog, came: Sequence[Said], *, times_moments: bool = True) -> None:
+        """Take over a step that another plan pager has followed so far; the last of its events is about to begin.
+
+        Args:
+            step_log: of that one.
+            came: all events of the step.
+            times_moments: see `StepLog`.
+        """
+        self._begin_step_log(times_moments=times_moments)
         self.step_log.goes_on_from(step_log)
         self._on_plan = False
         at = 0
@@ -178,8 +188,8 @@ class PlanExecutor(PlanActions):
             at = found + 1
         self._resume(at - 1)
 
-    def _begin_step_log(self, step_log: StepLog) -> None:
-        self.step_log = self._order.step_log = step_log
+    def _begin_step_log(self, *, times_moments: bool) -> None:
+        self.step_log = self._order.step_log = StepLog(self._store.clock, times_moments=times_moments)
         self.left_out.spans, self.first_plan_miss = [], ""
         self._cursor = 0
 
@@ -312,13 +322,13 @@ class PlanExecutor(PlanActions):
         """Leave the plan; see `depart`."""
         self.depart()
 
-    def copied(self, chunk: Chunk, source: Tier, target: Tier, started_s: float) -> None:
+    def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
         """A copy was made on demand."""
-        self.step_log.served(chunk, source, target, started_s)
+        self.step_log.served(chunk, source, target, taken)
 
-    def arrived(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
+    def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         """An exchange is over."""
-        self.step_log.exchanged(chunk, issued_s, waited_s)
+        self.step_log.exchanged(chunk, issued, waited)
 
     def depart(self) -> None:
         """Leave the plan: every copy is over when this returns, and nothing more is issued before a `_resume`."""

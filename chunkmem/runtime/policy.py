@@ -13,6 +13,7 @@ from typing import Protocol
 
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.store import Chunk
+from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.trace.model import Kind
 from chunkmem.types import Tier
 
@@ -45,12 +46,12 @@ class StepPolicy(Protocol):
         """Return the order in which groups are to be updated; empty: any."""
         ...
 
-    def copied(self, chunk: Chunk, source: Tier, target: Tier, started_s: float) -> None:
-        """A blocking copy, begun at `started_s`, is over."""
+    def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
+        """A blocking copy is over."""
         ...
 
-    def arrived(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
-        """An exchange that was issued and waited for since these times is over."""
+    def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
+        """An exchange is over; COMPUTE has waited for it meanwhile."""
         ...
 
 
@@ -76,10 +77,10 @@ class OnDemand:
     def update_order(self, groups: Sequence[int]) -> Sequence[int]:
         return ()
 
-    def copied(self, chunk: Chunk, source: Tier, target: Tier, started_s: float) -> None:
+    def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
         return
 
-    def arrived(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
+    def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         return
 
 

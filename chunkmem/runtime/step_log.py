@@ -1,14 +1,19 @@
-"""What happens in one step, written down as it does, and made a `Timeline` of when somebody asks."""
+"""What happens in one step, written down as it does, and made a `Timeline` of when somebody asks.
+
+Moments, stalls, copies and exchanges are timed by COMPUTE and the lanes, updates on HOST by the host: see
+[Note: Device time]. Nothing is read before the step is over.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 
 from chunkmem.plan.model import FETCH, LANE_LINKS, LINK_LANES, Lane
 from chunkmem.plan.timeline import Span, Timeline
-from chunkmem.runtime.events import Event
+from chunkmem.runtime.events import DoneEvent, Event
 from chunkmem.runtime.store import Chunk
+from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import Tier
 
@@ -16,40 +21,53 @@ from chunkmem.types import Tier
 class StepLog:
     """Entries of one iteration, as cheap to make as possible."""
 
-    def __init__(self) -> None:
-        self._made_s = time.perf_counter()
-        self.began: list[tuple[int, float]] = []
-        """(moment, time)"""
-        self.stalls: list[tuple[Lane, int, float, float]] = []
-        """(lane waited for, moment, start, seconds), also those of 0 seconds"""
-        self.copies: list[tuple[Lane, int, Chunk, Event | tuple[float, float]]] = []
-        """(lane, moment, chunk, event or times)"""
-        self.exchanges: list[tuple[int, Chunk, float, float]] = []
-        """(moment, chunk, when it was issued, when it was there)"""
+    def __init__(self, clock: Clock, *, times_moments: bool = True) -> None:
+        """Begin when the iteration does.
+
+        Args:
+            clock: of what COMPUTE does.
+            times_moments: take a timestamp when a moment begins, for its duration. Else, where that is not free, only
+                of moments that begin with a stall; those between are placed by the durations of the trace.
+        """
+        self.clock = clock
+        self._times_moments = times_moments or clock.is_free
+        self._made = clock.timestamp()
+        self.began: list[tuple[int, Timestamp | None]] = []
+        """(moment, when)"""
+        self.stalls: list[tuple[Lane, int, Interval]] = []
+        """(lane waited for, moment, when)"""
+        self.copies: list[tuple[Lane, int, Chunk, Event]] = []
+        """(lane, moment, chunk, event)"""
+        self.exchanges: list[tuple[int, Chunk, Interval]] = []
+        """(moment, chunk, from when it was issued until it was there)"""
         self._issued: dict[Chunk, int] = {}
         """By chunk: the moment its last exchange was issued in."""
         self.updates: list[tuple[int, int, Chunk, Event]] = []
         """(moment it is for, moment it was begun in, PARAM chunk, event)"""
         self.device_nbytes: list[int] = []
-        self.ended_s: float | None = None
+        self._ended: Timestamp | None = None
         self.plan_misses = 0
         """Accesses that were not foreseen."""
 
     def goes_on_from(self, step_log: StepLog) -> None:
         """Take in what was copied and waited for in the same step by another plan, whose moments are not those here."""
-        self._made_s = step_log._first_s
+        self._made = step_log._first
         self.copies = [(lane, -1, chunk, event) for lane, _, chunk, event in step_log.copies]
-        self.stalls = [(lane, -1, start_s, stall_s) for lane, _, start_s, stall_s in step_log.stalls]
+        self.stalls = [(lane, -1, stall) for lane, _, stall in step_log.stalls]
 
     def begin(self, moment: int, kind: Kind, chunk: Chunk) -> None:
         """A moment begins; its actions come next."""
-        self.began.append((moment, time.perf_counter()))
+        is_timed = self._times_moments or not self.began
+        self.began.append((moment, self.clock.timestamp() if is_timed else None))
         if kind is Kind.EXCHANGE:
             self._issued[chunk] = moment
 
-    def waited(self, lane: Lane, started_s: float, stall_s: float) -> None:
-        """COMPUTE or the host has waited for a copy on `lane`."""
-        self.stalls.append((lane, self._moment, started_s, stall_s))
+    def waited(self, lane: Lane, stall: Interval | None) -> None:
+        """COMPUTE waits for a copy on `lane`; None: it need not."""
+        if stall is not None:
+            self.stalls.append((lane, self._moment, stall))
+            if self.began and self.began[-1][1] is None:  # a moment's actions come before anything that it computes
+                self.began[-1] = (self._moment, stall.start)
 
     def copied(self, lane: Lane, chunk: Chunk, event: Event) -> None:
         """A copy has been issued."""
@@ -59,47 +77,70 @@ class StepLog:
         """A group's update has been begun ahead of its `moment`; `chunk` is its PARAM."""
         self.updates.append((moment, self._moment, chunk, event))
 
-    def exchanged(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
-        """A chunk that was exchanged with other ranks since `issued_s`, and waited for since `waited_s`, is there."""
-        now_s = time.perf_counter()
-        self.exchanges.append((self._issued.get(chunk, self._moment), chunk, issued_s, now_s))
-        self.stalls.append((Lane.COLLECTIVE, self._moment, waited_s, now_s - waited_s))
+    def exchanged(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
+        """A chunk that was exchanged with other ranks since `issued` is there."""
+        moment = self._issued.get(chunk, self._moment)
+        self.exchanges.append((moment, chunk, Interval(issued, waited.end)))
+        self.waited(Lane.COLLECTIVE, waited)
 
-    def served(self, chunk: Chunk, source: Tier, target: Tier, started_s: float) -> None:
+    def served(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
         """A copy was made on demand, and waited for."""
         lane = LINK_LANES[source, target]
-        now_s = time.perf_counter()
-        self.copies.append((lane, self._moment, chunk, (started_s, now_s)))
-        self.stalls.append((lane, self._moment, started_s, now_s - started_s))
+        self.copied(lane, chunk, DoneEvent(taken.start, taken.end))
+        self.waited(lane, taken)
 
     def end(self) -> None:
         """The last moment is over."""
-        self.ended_s = time.perf_counter()
+        self._ended = self.clock.timestamp()
 
     @property
     def _moment(self) -> int:
         return self.began[-1][0] if self.began else -1
 
     @property
-    def _first_s(self) -> float:
-        return self.began[0][1] if self.began else self._made_s
+    def _first(self) -> Timestamp:
+        first = self.began[0][1] if self.began else None
+        return self._made if first is None else first
 
-    @property
-    def _last_s(self) -> float:
-        return self.ended_s or (self.began[-1][1] if self.began else self._made_s)
+    def _times_s(self, trace: Trace | None) -> list[float]:
+        """Return when each of `began` began, and when the last of them ended: all in one list.
 
-    def _ends_s(self) -> list[float]:
-        """Return when each of `began` ended; there are none in a step that was never on its plan."""
-        return [*(at for _, at in self.began[1:]), self._last_s] if self.began else []
+        Moments without a timestamp share the time between two that have one, stalls excluded, in proportion to their
+        durations.
+        """
+        known = [*(timestamp for _, timestamp in self.began), self._ended]
+        if self._ended is None:
+            known[-1] = next((timestamp for timestamp in reversed(known) if timestamp is not None), self._made)
+        times_s = [0.0 if timestamp is None else timestamp.at_s for timestamp in known]
+        stalled_s = self._stalled_s()
+        for at, until in pairwise([at for at, timestamp in enumerate(known) if timestamp is not None]):
+            if until == at + 1:
+                continue
+            moments = [moment for moment, _ in self.began[at:until]]
+            weights = [1.0 if trace is None else trace.moments[moment].duration_s + 1e-9 for moment in moments]
+            begin_s = min(times_s[at] + stalled_s.get(moments[0], 0.0), times_s[until])
+            scale = (times_s[until] - begin_s) / sum(weights)
+            for index, passed in enumerate(accumulate(weights[:-1]), at + 1):
+                times_s[index] = begin_s + scale * passed
+        return times_s
+
+    def _stalled_s(self) -> dict[int, float]:
+        """Return how long COMPUTE waited in each moment."""
+        found: dict[int, float] = {}
+        for _, moment, stall in self.stalls:
+            found[moment] = found.get(moment, 0.0) + stall.duration_s
+        return found
 
     def durations(self) -> dict[int, float]:
-        """Return the seconds each moment took, waiting for copies not included; of a speculative update, its own."""
-        waited: dict[int, float] = {}
-        for _, moment, _, stall_s in self.stalls:
-            waited[moment] = waited.get(moment, 0.0) + stall_s
+        """Return the seconds each moment took, waiting for copies not included; of a speculative update, its own.
+
+        Waits until COMPUTE has come to the end of the step. Ask only where moments were timed, and if something is made
+        of it that takes longer, such as a plan.
+        """
+        stalled_s = self._stalled_s()
         found = {}
-        for (moment, began_s), ended_s in zip(self.began, self._ends_s(), strict=True):
-            found[moment] = max(0.0, ended_s - began_s - waited.get(moment, 0.0))
+        for (moment, _), (began_s, ended_s) in zip(self.began, pairwise(self._times_s(None)), strict=True):
+            found[moment] = max(0.0, ended_s - began_s - stalled_s.get(moment, 0.0))
         for moment, _, _, event in self.updates:
             if event.done():
                 found[moment] = event.ended_s - event.started_s
@@ -113,34 +154,36 @@ class StepLog:
     ) -> Timeline:
         """Return the step as a timeline; its first moment is at 0 s, or, if it was never on its plan, its beginning.
 
+        Waits until COMPUTE has come to the end of the step.
+
         Args:
             trace: for the names of moments.
             peaks: by tier, the highest sum over chunks and each role's own, in bytes.
             cap_nbytes: by tier.
         """
-        first_s, last_s = self._first_s, self._last_s
-        spans = self._moment_spans(trace)
+        times_s = self._times_s(trace)
+        first_s, last_s = self._first.at_s, times_s[-1]
+        spans = self._moment_spans(trace, times_s)
         for lane, moment, chunk, event in self.copies:
-            start_s, end_s = _times(event, otherwise_s=last_s)
             label = f"{chunk.id} to {LANE_LINKS[lane][1].name}"
-            spans.append(Span(lane, label, start_s - first_s, end_s - first_s, moment, chunk.id, chunk.nbytes))
-        for moment, chunk, start_s, end_s in self.exchanges:
-            label = f"{chunk.id} between ranks"
+            spans.append(Span(lane, label, *_times(event, first_s, last_s), moment, chunk.id, chunk.nbytes))
+        for moment, chunk, under_way in self.exchanges:
+            start_s, end_s = under_way.started_s - first_s, under_way.ended_s - first_s
             spans.append(
-                Span(Lane.COLLECTIVE, label, start_s - first_s, end_s - first_s, moment, chunk.id, chunk.nbytes)
+                Span(Lane.COLLECTIVE, f"{chunk.id} between ranks", start_s, end_s, moment, chunk.id, chunk.nbytes)
             )
         for _, moment, chunk, event in self.updates:
-            start_s, end_s = _times(event, otherwise_s=last_s)
             label = f"update of group {chunk.id.group}"
-            spans.append(Span(Lane.HOST_UPDATE, label, start_s - first_s, end_s - first_s, moment, chunk.id))
-        for lane, moment, start_s, stall_s in self.stalls:
-            if stall_s > 0:
-                start_s -= first_s
+            spans.append(Span(Lane.HOST_UPDATE, label, *_times(event, first_s, last_s), moment, chunk.id))
+        late = 0
+        for lane, moment, stall in self.stalls:
+            if (stall_s := stall.duration_s) > 0:
+                start_s = stall.started_s - first_s
                 spans.append(
                     Span(Lane.COMPUTE, f"waits for {lane.value}", start_s, start_s + stall_s, moment, is_stall=True)
                 )
+                late += lane is FETCH
         fetched = sum(lane is FETCH for lane, *_ in self.copies)
-        late = sum(lane is FETCH and stall_s > 0 for lane, _, _, stall_s in self.stalls)
         return Timeline(
             spans=tuple(sorted(spans, key=lambda span: span.start_s)),
             step_s=last_s - first_s,
@@ -153,9 +196,9 @@ class StepLog:
             fetched=fetched,
         )
 
-    def _moment_spans(self, trace: Trace | None) -> list[Span]:
-        first_s, spans = self._first_s, []
-        for (moment, began_s), ended_s in zip(self.began, self._ends_s(), strict=True):
+    def _moment_spans(self, trace: Trace | None, times_s: list[float]) -> list[Span]:
+        first_s, spans = self._first.at_s, []
+        for (moment, _), (began_s, ended_s) in zip(self.began, pairwise(times_s), strict=True):
             event = None if trace is None else trace.moments[moment]
             label = "" if event is None else str(event)
             chunk = None if event is None else event.chunk
@@ -163,8 +206,9 @@ class StepLog:
         return spans
 
 
-def _times(event: Event | tuple[float, float], *, otherwise_s: float) -> tuple[float, float]:
-    """Return when a copy began and ended; one that is under way still, for the next step, has no times yet."""
-    if isinstance(event, tuple):
-        return event
-    return (event.started_s, event.ended_s) if event.done() else (otherwise_s, otherwise_s)
+def _times(event: Event, first_s: float, last_s: float) -> tuple[float, float]:
+    """Return when an operation began and ended, from `first_s` on; `last_s` if it is under way still, for the next
+    step."""
+    if event.done():
+        return event.started_s - first_s, event.ended_s - first_s
+    return last_s - first_s, last_s - first_s

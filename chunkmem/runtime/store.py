@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +13,7 @@ from chunkmem.plan.semantics import ReplicaState, Residency
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Event, copy_error
 from chunkmem.runtime.pool import Slab, SlabPool
+from chunkmem.runtime.timestamps import Clock, Interval
 from chunkmem.types import LINKS, TIERS, ChunkId, Link, Tier
 
 NO_CONTENT = -1
@@ -155,8 +155,10 @@ def residency(chunks: Iterable[Chunk]) -> Residency:
 class ChunkStore:
     """All chunks and their replicas. Keeps `ledger = sum over live replicas` true at any time."""
 
-    def __init__(self, pools: Mapping[Tier, SlabPool]) -> None:
+    def __init__(self, pools: Mapping[Tier, SlabPool], clock: Clock) -> None:
         self.pools = pools
+        self.clock = clock
+        """Times what DEVICE computes, and copies that are waited for."""
         self.chunks: dict[ChunkId, Chunk] = {}
         self.resident: dict[Tier, dict[ChunkId, Chunk]] = {tier: {} for tier in pools}
         self.moved: dict[Link, int] = dict.fromkeys(LINKS, 0)
@@ -165,8 +167,8 @@ class ChunkStore:
         """Copies on lanes that may be under way yet, or have failed; in this order."""
         self.num_outdated = 0
         """Replicas that went because another one was written to: a plan frees them before."""
-        self.on_copy: Callable[[Chunk, Tier, Tier, float], None] = lambda chunk, source, target, started_s: None
-        """Called after each copy that was waited for: chunk, source, target, and its begin (`time.perf_counter`)."""
+        self.on_copy: Callable[[Chunk, Tier, Tier, Interval], None] = lambda chunk, source, target, taken: None
+        """Called after each copy that was waited for: chunk, source, target, and when COMPUTE did nothing else."""
         self.on_sooner: Callable[[Chunk, Tier], None] = lambda chunk, tier: None
         """Called when a replica may leave, or sooner than before: it has come, settles, or its content is used up."""
 
@@ -217,7 +219,7 @@ class ChunkStore:
             TierIOError: it failed; `source` is as it was, and `target` is not valid.
         """
         to, origin = chunk.replicas[target], chunk.replicas[source]
-        started_s = time.perf_counter()
+        start = self.clock.timestamp()
         with runtime_mode():
             try:
                 self.transfer(to.flat, origin.flat)
@@ -227,7 +229,7 @@ class ChunkStore:
             if target is Tier.DEVICE and chunk.home is not None:
                 chunk.home.bind()
         self.note_copy(chunk, source, target)
-        self.on_copy(chunk, source, target, started_s)
+        self.on_copy(chunk, source, target, Interval(start, self.clock.timestamp()))
 
     def transfer(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy the elements of `source`, 1-D, to `target`, and wait for it."""

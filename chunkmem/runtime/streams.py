@@ -1,17 +1,12 @@
 """Lanes on an accelerator: a stream each, ordered by events alone. Nothing here waits for the device as a whole.
 
-[Note: Device time] A device measures between two of its events, by its own clock; CUDA, in single precision. So every
-event is measured from an anchor: an event whose host time is known, as it was recorded on a stream with nothing else on
-it. Anchors are renewed, because within an hour the rounding is a quarter of a millisecond and the clocks drift by more.
-
-Source of the rules: CUDA Runtime API, "Event Management" (cudaEventElapsedTime) and "Stream synchronization behavior".
+Source of the rules: CUDA Runtime API, "Stream synchronization behavior". For times see [Note: Device time].
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,72 +15,33 @@ import torch
 
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
-from chunkmem.runtime.events import COPY_LANES, Event, closed_error, named_range, require_copyable
+from chunkmem.runtime.events import COPY_LANES, Event, closed_error, host_waits, named_range, require_copyable
 from chunkmem.runtime.queues import HostWork, Worker
-
-_ANCHOR_LIFE_S = 30.0
-"""At this distance the rounding is 2 microseconds."""
-
-
-class _Anchor:
-    """A point in the time of the device whose time on the host is known."""
-
-    def __init__(self, compute: ComputeDevice, idle: torch.Stream) -> None:
-        self._event = compute.record(idle)
-        self._event.synchronize()
-        self.host_s = time.perf_counter()
-
-    def host_time_s(self, event: torch.Event) -> float:
-        """Return when `event`, which is over and was recorded later, came to pass."""
-        return self.host_s + 1e-3 * float(self._event.elapsed_time(event))
+from chunkmem.runtime.timestamps import Interval, StreamClock, StreamTimestamp
 
 
 @dataclass(eq=False, slots=True)
-class StreamEvent:
+class StreamEvent(Interval):
     """What a stream does between two of its events."""
 
-    anchor: _Anchor
-    start: torch.Event
-    end: torch.Event
-
-    @property
-    def started_s(self) -> float:
-        return self.anchor.host_time_s(self.start)
-
-    @property
-    def ended_s(self) -> float:
-        return self.anchor.host_time_s(self.end)
+    start: StreamTimestamp
+    end: StreamTimestamp
 
     @property
     def failure(self) -> None:
         return None  # what fails on a stream ends the process's use of the device
 
     def done(self) -> bool:
-        return bool(self.end.query())
+        return self.end.event.query()
 
     def wait(self) -> None:
-        self.end.synchronize()
+        self.end.event.synchronize()
 
 
-class StreamClock:
-    """Makes events of a device that know their time on the host."""
-
-    def __init__(self, compute: ComputeDevice) -> None:
-        self._compute = compute
-        self._idle = compute.stream()
-        self._anchor = _Anchor(compute, self._idle)
-
-    def anchor(self) -> _Anchor:
-        """Return an anchor for what is issued next; a new one holds the host up for the time of one event."""
-        if time.perf_counter() - self._anchor.host_s > _ANCHOR_LIFE_S:
-            self._anchor = _Anchor(self._compute, self._idle)
-        return self._anchor
-
-    def computed(self) -> StreamEvent:
-        """Return the end of what is on the calling thread's current stream."""
-        anchor = self.anchor()
-        end = self._compute.record(self._compute.current_stream())
-        return StreamEvent(anchor, end, end)
+def computed(clock: StreamClock) -> StreamEvent:
+    """Return the end of what is on the calling thread's current stream."""
+    end = clock.timestamp()
+    return StreamEvent(end, end)
 
 
 class StreamLanes:
@@ -93,7 +49,8 @@ class StreamLanes:
 
     def __init__(self, compute: ComputeDevice) -> None:
         self._compute = compute
-        self._clock = StreamClock(compute)
+        assert isinstance(compute.clock, StreamClock)
+        self._clock = compute.clock
         self._streams = {lane: compute.stream() for lane in COPY_LANES}
         self._last: dict[Lane, StreamEvent] = {}
         self._worker: Worker | None = None
@@ -106,14 +63,14 @@ class StreamLanes:
     ) -> Event:
         if self._closed:
             raise closed_error(label)
-        stream, anchor = self._streams[lane], self._clock.anchor()
+        stream = self._streams[lane]
         with runtime_mode(), stream, named_range(lane, label):
             require_copyable(lane, target, source, label)
             for event in after:
                 _hold_back(stream, event)
-            start = self._compute.record(stream, is_awaited=False)
+            start = self._clock.timestamp_on(stream)
             target.view(torch.uint8).copy_(source.view(torch.uint8), non_blocking=True)
-            copied = self._last[lane] = StreamEvent(anchor, start, self._compute.record(stream))
+            copied = self._last[lane] = StreamEvent(start, self._clock.timestamp_on(stream))
         return copied
 
     def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
@@ -125,11 +82,16 @@ class StreamLanes:
         return self._worker.issue(HostWork(label, work, tuple(after)))
 
     def compute_event(self) -> Event:
-        return self._clock.computed()
+        return computed(self._clock)
 
-    def compute_waits(self, event: Event) -> float:
+    def compute_waits(self, event: Event) -> Interval | None:
+        if not isinstance(event, StreamEvent):
+            return host_waits(event, self._clock)
+        if event.done():
+            return None
+        ready = self._clock.timestamp()
         _hold_back(self._compute.current_stream(), event)
-        return 0.0
+        return Interval(ready, event.end)
 
     def drain(self) -> None:
         for event in self._last.values():
@@ -153,6 +115,6 @@ class StreamLanes:
 
 def _hold_back(stream: torch.Stream, event: Event) -> None:
     if isinstance(event, StreamEvent):
-        event.end.wait(stream)
+        event.end.event.wait(stream)
     else:
         event.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.runtime.timestamps import Timestamp
 from chunkmem.shard.ownership import Ownership, RoundRobin
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -31,7 +31,7 @@ _KEPT_ROLES = (Role.PARAM, Role.MASTER)
 class _Transfer:
     chunks: list[Chunk]
     work: Work
-    issued_s: float
+    issued: Timestamp
 
 
 class ShardStore:
@@ -163,10 +163,10 @@ class ShardStore:
     def _issue(self, together: Sequence[int], *, reader: object) -> None:
         chunks = [self._weights(group) for group in together]
         self._pager.exchange(chunks, reader=reader)
-        issued_s = time.perf_counter()
+        issued = self._store.clock.timestamp()
         with runtime_mode():
             work = self.exchange.gather(self._shards(chunks), label=f"{reader}: {chunks[0].label}")
-        self._under_way.update(dict.fromkeys(together, _Transfer(chunks, work, issued_s)))
+        self._under_way.update(dict.fromkeys(together, _Transfer(chunks, work, issued)))
 
     def arrive(self, groups: Iterable[int], *, reader: object) -> None:
         """Wait for what `send` has begun; raises what it does."""
@@ -176,7 +176,7 @@ class ShardStore:
                 for chunk in transfer.chunks:
                     del self._under_way[chunk.id.group]
                 self._pager.arrive(
-                    transfer.chunks, partial(self._finish, transfer), reader=reader, issued_s=transfer.issued_s
+                    transfer.chunks, partial(self._finish, transfer), reader=reader, issued=transfer.issued
                 )
 
     @staticmethod
@@ -280,10 +280,10 @@ class ShardStore:
             RankError: a rank is missing, or somewhere else; what waits raises it, too.
         """
         self._pager.exchange(chunks, reader=reader)
-        issued_s = time.perf_counter()
+        issued = self._store.clock.timestamp()
         with runtime_mode():
             work = self.exchange.reduce(self._shards(chunks), label=str(reader))
-        return lambda: self._pager.arrive(chunks, work.wait, reader=reader, issued_s=issued_s)
+        return lambda: self._pager.arrive(chunks, work.wait, reader=reader, issued=issued)
 
     def from_owner(self, group: int, read: Callable[[], T], *, reader: str) -> T:
         """Return what `read` returns on the rank that owns a group, as `pickle` copies it. All ranks call it."""

@@ -161,6 +161,11 @@ class CachedPlan:
             self._director = TraceCursor(self.trace)
         return self._director.num_left_out(came)
 
+    @property
+    def wants_durations(self) -> bool:
+        """Tell whether the plan is made again with the durations of the next step that follows it."""
+        return self._num_refinements < _MAX_REFINEMENTS
+
     def learn(self) -> Outcome:
         """A step is over: keep the plan, or make it again with better times; tell what became of it."""
         plan_executor = self.plan_executor
@@ -177,7 +182,7 @@ class CachedPlan:
             return Outcome.MISSED
         if plan_executor.left_out.spans:
             return Outcome.LEFT_OUT
-        if self._num_refinements >= _MAX_REFINEMENTS or not self._refine(plan_executor):
+        if not (self.wants_durations and self._refine(plan_executor)):
             self._improve()
         return Outcome.FOLLOWED
 

@@ -168,7 +168,7 @@ class StepController(KnownSteps):
         self._iteration_end.begin()
         self.timelines.begin()
         if entry is not None and plan_executor is not None:
-            plan_executor.begin_iteration()
+            plan_executor.begin_iteration(times_moments=entry.wants_durations)
             self._follow(entry, plan_executor)
         elif is_recorded:
             self._record(mode)
@@ -217,6 +217,7 @@ class StepController(KnownSteps):
         watch = self.now.watch = self._make_watch()
         self.now.recorder = Recorder(
             mode,
+            clock=self._pager.store.clock,
             take_peaks=watch.take_peaks,
             sampling_interval_s=lambda: watch.sampling_interval_s,
             left_nbytes=watch.left_nbytes,
@@ -251,7 +252,7 @@ class StepController(KnownSteps):
         if entry is None or plan_executor is None:
             return False
         before.close()
-        plan_executor.take_over(before.step_log, came)
+        plan_executor.take_over(before.step_log, came, times_moments=entry.wants_durations)
         self._follow(entry, plan_executor)
         plan_executor.event(kind, chunk, reader)
         return True

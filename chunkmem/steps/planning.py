@@ -48,6 +48,8 @@ class StepPlanner:
         self._work = work
         self._aside_nbytes = 0 if trace.mode is Mode.EVAL else sum(bystanders_nbytes.values())
         """Bytes on HOST that the plan does not know of."""
+        if self._aside_nbytes:
+            options = replace(options, with_residents=False)
         self._planner = Planner(trace, machine, options=options)
         if trace.mode is Mode.EVAL:
             # What the evaluation does not touch stays where training left it, if that is possible.

@@ -27,6 +27,7 @@ from chunkmem.plan.model import Lane
 from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, closed_error
 from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.queues import HostCopy, HostTask, HostWork
+from chunkmem.runtime.timestamps import HostTimestamp, Interval
 
 LANES = (*COPY_LANES, Lane.HOST_UPDATE)
 _POISON = 0xFF
@@ -96,10 +97,10 @@ class AdversarialLanes:
         self._run_some()
         return DoneEvent.now()
 
-    def compute_waits(self, event: Event) -> float:
-        started_s = time.perf_counter()
+    def compute_waits(self, event: Event) -> Interval | None:
+        ready = HostTimestamp.now()
         self.run_until(event)
-        return time.perf_counter() - started_s
+        return Interval(ready, HostTimestamp.now())
 
     def run_until(self, event: Event) -> None:
         """Run what `event` comes after, and whatever else the dice say, until it is done.

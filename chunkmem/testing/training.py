@@ -123,7 +123,7 @@ def train(workload: Workload, side: Side, *, steps: int) -> TrainingResult:
     Raises:
         ConfigError: the step returned something else than a loss.
     """
-    with generators_kept():
+    with generators_kept(workload.device):
         _seed(workload.seed)
         with side.building():
             model = workload.build()
@@ -189,10 +189,14 @@ def _seed(seed: int) -> None:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leave the generators of torch, Python and NumPy as they were."""
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Leave the generators of torch, Python and NumPy as they were: the CPU's, and those of all devices like `device`.
+
+    They are named, as a seed is set on all of them: torch warns of several, and before 2.13 it kept CUDA's only.
+    """
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    num_devices = 0 if device.type == "cpu" else torch.get_device_module(device).device_count()
+    with torch.random.fork_rng(range(num_devices), device_type=device.type):
         try:
             yield
         finally:

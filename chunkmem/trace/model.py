@@ -151,6 +151,11 @@ class Trace(Saved, name="chunkmem trace", error=TraceError, again="record it aga
         """Return what an update of `group` reads and writes."""
         return self._updates.get(group, _NO_UPDATE)
 
+    def touched_nbytes(self, group: int) -> int:
+        """Return the bytes that an update of `group` reads and writes."""
+        update = self.update(group)
+        return sum(self.chunk_nbytes[chunk] for chunks in (update.reads, update.writes) for chunk in chunks)
+
     @cached_property
     def _updates(self) -> dict[int, GroupUpdate]:
         found: dict[int, list[ChunkId]] = {}

@@ -27,9 +27,16 @@ class Saved(Document):
     _error: ClassVar[type[ChunkmemError]]
     _again: ClassVar[str]
     _tables: ClassVar[tuple[str, ...]]
+    _optional: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(
-        cls, *, name: str, error: type[ChunkmemError], again: str, tables: tuple[str, ...] = ()
+        cls,
+        *,
+        name: str,
+        error: type[ChunkmemError],
+        again: str,
+        tables: tuple[str, ...] = (),
+        optional: tuple[str, ...] = (),
     ) -> None:
         """Describe such files.
 
@@ -38,8 +45,10 @@ class Saved(Document):
             error: raised for all that is wrong with one.
             again: how one is made again, if it is of an old version.
             tables: those of `TABLES` that its fields need.
+            optional: fields that are left out of a file where they have their default. So a field can be added without
+                another `VERSION`: a file without it means what it always meant.
         """
-        cls._name, cls._error, cls._again, cls._tables = name, error, again, tables
+        cls._name, cls._error, cls._again, cls._tables, cls._optional = name, error, again, tables, optional
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file. A file that is there is replaced as a whole; no directory is created.
@@ -61,7 +70,10 @@ class Saved(Document):
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-serialisable data; see the module's docstring for the form."""
         tables: Tables = {name: {} for name in self._tables}
-        values = {key: codec.plain(getattr(self, key), tables) for key, codec in self._codecs().items()}
+        left_out = {key for key in self._optional if getattr(self, key) == getattr(type(self), key)}
+        values = {
+            key: codec.plain(getattr(self, key), tables) for key, codec in self._codecs().items() if key not in left_out
+        }
         contents = {name: table_of(name).plain(table, {}) for name, table in tables.items()}
         return {"format": self._name, "version": VERSION, **contents, **values}
 
@@ -97,6 +109,7 @@ class Saved(Document):
             raise Wrong.needs(values, f"an object: a {cls._name}")
         codecs = cls._codecs()
         cls._require_keys(values, ("format", "version", *cls._tables, *codecs))
+        codecs = {key: codec for key, codec in codecs.items() if key in values}
         tables: Tables = {}
         for name in cls._tables:
             tables[name] = _at(name, table_of(name), values, tables)
@@ -112,7 +125,7 @@ class Saved(Document):
         if values["format"] != cls._name:
             raise Wrong(f'has the format {shown(values["format"])}, but a "{cls._name}" is needed here')
         cls._require_version(values["version"])
-        if missing := [key for key in needed if key not in values]:
+        if missing := [key for key in needed if key not in values and key not in cls._optional]:
             raise Wrong(f"is missing, which every {cls._name} has").under(f".{missing[0]}")
         if unknown := [key for key in values if key not in needed]:
             raise Wrong(f"has a key {shown(unknown[0])}, which no {cls._name} has; allowed: {', '.join(needed)}")

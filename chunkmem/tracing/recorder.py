@@ -8,6 +8,7 @@ from chunkmem.runtime.plan_executor import label_of
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import NO_CONTENT, Chunk
+from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
 from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Tier
@@ -20,6 +21,7 @@ class Recorder(OnDemand):
         self,
         mode: Mode,
         *,
+        clock: Clock,
         take_peaks: Callable[[], tuple[int, int]],
         sampling_interval_s: Callable[[], float] = lambda: 0.0,
         left_nbytes: Callable[[], int] = lambda: 0,
@@ -28,6 +30,7 @@ class Recorder(OnDemand):
 
         Args:
             mode: of the step.
+            clock: of what DEVICE computes.
             take_peaks: returns the peak bytes of non-model data since the last call; as sampled, too.
             sampling_interval_s: returns the longest time between two samples so far; asked when the step is over. By
                 default nothing is sampled.
@@ -36,7 +39,7 @@ class Recorder(OnDemand):
                 first moment on.
         """
         self.mode = mode
-        self.step_log = StepLog()
+        self.step_log = StepLog(clock)
         self._take_peaks = take_peaks
         self._ask_interval_s = sampling_interval_s
         self._sampling_interval_s = 0.0
@@ -51,13 +54,13 @@ class Recorder(OnDemand):
         self._events.append((kind, chunk.id, label_of(kind, chunk.id, reader)))
         self.step_log.begin(len(self._events) - 1, kind, chunk)
 
-    def copied(self, chunk: Chunk, source: Tier, target: Tier, started_s: float) -> None:
+    def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
         """A copy was made on demand."""
-        self.step_log.served(chunk, source, target, started_s)
+        self.step_log.served(chunk, source, target, taken)
 
-    def arrived(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
+    def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         """An exchange is over."""
-        self.step_log.exchanged(chunk, issued_s, waited_s)
+        self.step_log.exchanged(chunk, issued, waited)
 
     def end(self) -> None:
         """The step is over."""

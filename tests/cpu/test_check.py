@@ -239,8 +239,8 @@ def test_an_alias_that_outlives_its_step_is_right() -> None:
 class Impatient(AdversarialLanes):
     """Computes without waiting for copies."""
 
-    def compute_waits(self, event: Event) -> float:
-        return 0.0
+    def compute_waits(self, event: Event) -> None:
+        return None
 
 
 def test_a_copy_that_is_not_waited_for_is_called_a_defect_of_chunkmem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import chunkmem
+from chunkmem.cli import info
 from chunkmem.errors import ConfigError
+from chunkmem.optim.kernels import Kernels
 from chunkmem.runtime import measure
 from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.lanes import BlockingLanes
+from chunkmem.testing.training import generators_kept
 from tests.helpers.simulated import SimulatedAccelerator
 
 OTHERS = ("xpu", "privateuseone", "mtia")
@@ -109,33 +115,49 @@ def test_kernels_for_cuda_are_for_cuda_alone(monkeypatch: pytest.MonkeyPatch, hi
     assert not any(ComputeDevice(torch.device(kind)).runs_cuda_kernels for kind in (*OTHERS, "cpu"))
 
 
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_without_kernels_of_ours_updates_run_in_pytorch_and_nobody_is_warned(
+    monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    asked: list[bool] = []
+
+    def load(*, with_cuda: bool) -> Kernels:
+        asked.append(with_cuda)
+        return Kernels(frozenset())
+
+    compute = SimulatedAccelerator()
+    compute.runs_cuda_kernels = is_ours
+    monkeypatch.setattr(ComputeDevice, "default", lambda index=None: compute)
+    monkeypatch.setattr("chunkmem.parts.load_kernels", load)
+    memory = {"device": "4MiB", "host": "4MiB"}
+    config = chunkmem.Config.from_dict({"memory": memory, "precision": "bf16"})
+    lanes = BlockingLanes(ComputeDevice(torch.device("cpu")))
+    with chunkmem.ChunkManager(config, make_lanes=lambda _: lanes) as manager:
+        model = manager.wrap(nn.Linear(4, 4))
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+        manager.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+    assert asked == [is_ours]
+
+
 class _Event:
     """An event of torch's, as it was asked for."""
 
     def __init__(self, *given: object, **named: object) -> None:
-        self.given, self.named, self.recorded = given, named, list[object]()
-
-    def record(self, stream: object) -> None:
-        self.recorded.append(stream)
+        self.given, self.named = given, named
 
 
 def test_a_thread_that_waits_for_cuda_gives_its_core_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", _Event)
-    stream: Any = object()
-    compute = ComputeDevice(torch.device("cuda", 0))
-    for is_awaited in (True, False):
-        event: Any = compute.record(stream, is_awaited=is_awaited)
-        assert event.named == {"enable_timing": True, "blocking": is_awaited}
-        assert event.recorded == [stream]
+    event: Any = ComputeDevice(torch.device("cuda", 0)).timing_event()
+    assert event.named == {"enable_timing": True, "blocking": True}
 
 
 @pytest.mark.usefixtures("no_cuda")
 def test_events_of_other_accelerators_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", _Event)
-    stream: Any = object()
-    event: Any = ComputeDevice(torch.device("xpu", 1)).record(stream)
+    event: Any = ComputeDevice(torch.device("xpu", 1)).timing_event()
     assert (event.given, event.named) == ((torch.device("xpu", 1),), {"enable_timing": True})
-    assert event.recorded == [stream]
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(16, 14), (3, 1), (2, 1), (1, 1)])
@@ -167,3 +189,22 @@ class Untimed(SimulatedAccelerator):
 def test_the_names_of_devices() -> None:
     assert ComputeDevice(torch.device("cpu")).name() == "cpu"
     assert ComputeDevice(torch.device("mtia", 0)).name() == "mtia", "torch has no names for these"
+
+
+def test_the_generators_of_all_accelerators_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed is set on all of them. Torch warned of several, and before 2.13 it kept those of CUDA, on any machine."""
+    states = [torch.tensor(1), torch.tensor(2)]
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.xpu, "get_rng_state", lambda device: states[device])
+    monkeypatch.setattr(torch.xpu, "set_rng_state", lambda state, device: kept.insert(device, state))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with generators_kept(torch.device("xpu", 1)):
+            assert kept == []
+    assert kept == states
+
+
+def test_rocm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert info._cuda() == "ROCm 7.1"

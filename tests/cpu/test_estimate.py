@@ -18,7 +18,15 @@ from chunkmem.estimate.changes import smallest_changes
 from chunkmem.estimate.gpt import GPT, SHAPES
 from chunkmem.estimate.hardware import HARDWARE
 from chunkmem.estimate.models import resolve_model
-from chunkmem.estimate.question import Question, device_need, find, fits, host_need, trains_on_demand
+from chunkmem.estimate.question import (
+    Question,
+    device_need,
+    find,
+    fits,
+    host_need,
+    step_range,
+    trains_on_demand,
+)
 from chunkmem.types import Tier
 
 MLP = "tests.helpers.estimated:mlp"
@@ -116,7 +124,66 @@ def test_the_command_line_offers_all_hardware_there_is() -> None:
     assert tuple(HARDWARE) == _HARDWARE
 
 
-# What is said where it does not.
+# What is said about time.
+
+
+def test_a_step_is_a_range_around_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    said = asked(capsys, MLP, "--device", "96KiB", "--chunk-size", "4160", "--batch", "4")
+    fastest_s, slowest_s = said["step_range_s"]
+    assert fastest_s < said["step_s"] < slowest_s
+    assert slowest_s < 1.5 * fastest_s / 0.8
+    assert said["step_s"] >= max(said["lower_bounds"][key] for key in ("compute_s", "link_s", "host_memory_s"))
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_slower_hardware_takes_longer(name: str) -> None:
+    start = question(hardware=HARDWARE[name], device_nbytes=96 << 10, batch=4)
+    rehearsal = start.rehearse()
+    found = step_range(start, find(start, rehearsal))
+    assert found.fastest_s < found.typical_s < found.slowest_s
+    assert 0.5 < HARDWARE[name].eager_share <= 1
+    assert HARDWARE[name].duplex_Bps < 2 * HARDWARE[name].link_Bps
+
+
+def test_eager_training_is_slower_than_its_operators() -> None:
+    start = question(batch=64)
+    alone = replace(start, hardware=replace(start.hardware, eager_share=1.0))
+    assert alone.rehearse().trace.compute_s == pytest.approx(0.75 * start.rehearse().trace.compute_s)
+    bounds = [find(asked, asked.rehearse()).lower_bounds.compute_s for asked in (start, alone)]
+    assert bounds[0] == pytest.approx(bounds[1]), "lower bounds are of the operators"
+
+
+def test_what_comes_before_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:
+    said = asked(capsys, MLP, "--device", "96KiB", "--chunk-size", "4160")
+    assert said["start_up"]["build_s"] == pytest.approx(4 * said["parameters"] / 0.5e9)
+    assert said["start_up"]["pin_s"] == pytest.approx(said["host"]["peak_nbytes"] / 3e9)
+    words = ["gpt:125m", "--seq", "8", "--device", "1GiB", "--host", "8GiB"]
+    assert main(["estimate", *words]) == 0
+    assert re.search(r"before the first step: about .* s to draw initial weights in fp32, and", capsys.readouterr().out)
+
+
+def test_what_a_card_cannot_give_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    usable_gib = HARDWARE["rtx4090"].usable_nbytes / 2**30
+    assert 21.5 < usable_gib < 23.6 - 0.5
+    for gib, expected in ((int(usable_gib), False), (23.5, True)):
+        assert main(["estimate", MLP, "--hardware", "rtx4090", "--device", f"{gib}GiB"]) == 0
+        assert ("warning: of the card's 23.60 GiB" in capsys.readouterr().out) is expected
+
+
+def test_the_first_step_and_planned_ones_need_what_each_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = asked(capsys, MLP, "--chunk-size", "4160")["need"]
+    assert alone["first_step_nbytes"] == alone["planned_nbytes"] == alone["device_nbytes"]
+    words = [MLP, "--chunk-size", "4160", "--world", "6", "--batch", "1"]
+    shared = asked(capsys, *words)["need"]
+    # Nobody says that a backward is the last one, so the first step reduces everything at its end.
+    assert shared["first_step_nbytes"] == shared["device_nbytes"] > shared["planned_nbytes"]
+    assert main(["estimate", *words]) == 0
+    assert re.search(
+        r"smallest cap on DEVICE: \S+ KiB for the first step, \S+ KiB for planned", capsys.readouterr().out
+    )
+
+
+# What is said where it does not fit.
 
 
 def test_the_limit_that_binds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,8 +305,8 @@ def test_low_precision_without_master_weights(capsys: pytest.CaptureFixture[str]
 # Bad input.
 
 WRONG = {
-    "no such preset": (["gpt:8k"], r"MODEL 'gpt:8k' is not a preset; there are gpt:1m, gpt:125m"),
-    "no kind of model": (["llama"], r"MODEL 'llama' is not known; allowed: a preset"),
+    "no such preset": (["gpt:8k"], r"MODEL 'gpt:8k' is not a size of GPT; there are gpt:1m, gpt:125m"),
+    "no kind of model": (["llama"], r"MODEL 'llama' is not known; allowed: a GPT"),
     "no module": (["nowhere.at.all:f"], r"cannot be loaded: ModuleNotFoundError: No module named"),
     "no function": (["tests.helpers.estimated:nothing"], r"cannot be loaded: .*nothing"),
     "not a function": (["tests.helpers.estimated:NOT_A_FUNCTION"], r"is a int, not a function"),

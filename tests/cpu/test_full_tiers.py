@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import chunkmem
 from chunkmem.errors import PlanError
+from chunkmem.estimate.gpt import GPT, Shape
 from chunkmem.plan.model import Lane
 from chunkmem.runtime import plan_executor
 from tests.helpers.audit import audit
@@ -198,3 +199,69 @@ def test_what_a_plan_does_not_know_may_take_room_on_host(
     ample, plan_misses = train_beside_another(precision, 8 << 20, 8 << 20, **caps)
     assert tight == ample
     assert plan_misses == 0
+
+
+MIB = 1 << 20
+SHAPE = Shape(layers=8, width=128, heads=4, vocab=512)
+"""1.8 M parameters: 23.37 MiB of chunks in bf16, gradients in the place of weights."""
+
+
+class TightGPT:
+    """A GPT and the two tiers that it is trained on."""
+
+    def __init__(self, device_nbytes: int, host_nbytes: int) -> None:
+        memory = {"device": device_nbytes, "host": host_nbytes}
+        values = {"precision": "bf16", "default_chunk_size": 70_000, "memory": memory}
+        self.manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(values))
+        torch.manual_seed(0)
+        with self.manager.init():
+            self.model = GPT(SHAPE, seq=32)
+        self.optimizer = chunkmem.AdamW(self.model.parameters(), manager=self.manager, lr=1e-3)
+
+    def step(self, seed: int) -> float:
+        loss: Tensor = self.model(torch.randint(512, (2, 32), generator=torch.Generator().manual_seed(seed)))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        audit(self.manager)
+        return loss.item()
+
+
+@cpu_only
+@pytest.mark.parametrize("device_nbytes", [8 * MIB, 12 * MIB, 20 * MIB])
+def test_both_tiers_hold_a_model_and_one_mebibyte(device_nbytes: int) -> None:
+    """DEVICE was reserved for all weights and gradients: a plan had more on HOST than fits, and none was followed."""
+    tight = TightGPT(device_nbytes, int(24.37 * MIB) - device_nbytes)
+    ample = TightGPT(64 * MIB, 64 * MIB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(5):
+            assert tight.step(seed) == ample.step(seed)
+    timeline = tight.manager.timeline()
+    assert timeline is not None
+    assert timeline.plan_misses == 0
+    assert tight.manager.plan is not None
+    for (name, value), (_, expected) in zip(
+        tight.model.state_dict().items(), ample.model.state_dict().items(), strict=True
+    ):
+        assert torch.equal(value, expected), name
+
+
+@cpu_only
+def test_steps_of_two_kinds_do_not_take_turns_on_device() -> None:
+    """Each would have filled DEVICE with its own groups for good, and moved those of the other one to HOST."""
+    values = {"precision": "bf16", "default_chunk_size": 66_000, "memory": {"device": 9 * MIB, "host": 64 * MIB}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
+        with manager.init():
+            models = [nn.Sequential(*(nn.Linear(256, 256) for _ in range(10))) for _ in range(2)]
+        optimizers = [chunkmem.AdamW(model.parameters(), manager=manager) for model in models]
+        found = []
+        for seed in range(14):
+            model, optimizer = models[seed % 2], optimizers[seed % 2]
+            x = torch.randn(4, 256, generator=torch.Generator().manual_seed(seed))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            states = [c for c in manager.runtime.memory.store.chunks.values() if c.id.role.is_state]
+            found.append([chunk.newest_tier() for chunk in states])
+        assert found[-4] == found[-3] == found[-2] == found[-1]

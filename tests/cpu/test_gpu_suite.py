@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import fnmatch
+import gzip
+import itertools
 import json
 import os
+import random
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
-from benchmarks.gpu import correct, monotone, page, probe, scale, soak, speed
-from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu import (
+    correct,
+    glance,
+    harness,
+    monotone,
+    page,
+    probe,
+    probe_device,
+    profile,
+    scale,
+    soak,
+    speed,
+)  # fmt: skip
+from benchmarks.gpu.__main__ import BUDGET_S, PARTS, STAGES
+from benchmarks.gpu.archive import Archive
 from benchmarks.gpu.machine import speeds
 from benchmarks.gpu.model import LADDER, Size, build, ladder, preset
+from benchmarks.gpu.peers import PEERS
 from benchmarks.gpu.rows import Reason, Row, Store, StoreError
 from benchmarks.gpu.setting import GIB, WHOLE, Card, Setting
 from benchmarks.gpu.work import Work, toy_cap_nbytes
@@ -36,7 +57,7 @@ def empty(folder: Path, name: str = "speed") -> Store:
 def suite(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run the command without any CUDA device, wherever these tests run."""
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *options, "--out", str(folder)],
+        [sys.executable, "-m", "benchmarks.gpu", *options, *([] if "--archive" in options else ["--out", str(folder)])],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -60,7 +81,7 @@ def test_the_dry_probe_is_whole_honest_and_kept(tmp_path: Path) -> None:
     assert "**no GPU**: a dry run" in done.stdout
     rows = rows_of(tmp_path, "probe")
     assert list(rows) == [task.key for task in probe.tasks(setting(tmp_path, None), empty(tmp_path))]
-    with_figures = {"host memory", "Adam on the host", "small costs", "disk, O_DIRECT"}
+    with_figures = {"back end", "host memory", "Adam on the host", "small costs", "disk, O_DIRECT"}
     for key, row in rows.items():
         if key not in with_figures:
             assert row["why_not"] == "no GPU", key
@@ -81,12 +102,20 @@ def test_a_dry_speed_trains_a_toy_beside_plain_pytorch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = rows_of(tmp_path, "speed")
     why_not = {key.split(" / ")[0]: row.get("why_not") for key, row in rows.items()}
-    assert why_not == {"plain": None, "chunkmem": None, "fsdp2": "no GPU", "deepspeed": "no GPU", "torchao": "no GPU"}
+    ours = {"plain": None, "chunkmem": None, "chunkmem, clipping": None}
+    assert why_not == {**ours, "fsdp2": "no GPU", "deepspeed": "no GPU", "torchao": "no GPU"}
+    clipped = rows["chunkmem, clipping / toy / 64 / toy cap"]["figures"]
     ours, plain = (rows[f"{name} / toy / 64 / toy cap"]["figures"] for name in ("chunkmem", "plain"))
     assert ours["tokens"] == plain["tokens"] == 64
     assert ours["plan_misses"] == 0
     assert ours["h2d_nbytes"] > 0
     assert ours["lower_bounds"]["floor_s"] > 0
+    assert (plain["max_norm"], ours["max_norm"], clipped["max_norm"]) == (1e3, 1e3, 1.0)
+    # What was expected, beside what was measured.
+    assert ours["estimate"]["fits"]
+    assert ours["estimate"]["step_s"] > 0
+    assert ours["planned_step_s"] > 0
+    assert ours["rolled_back"] == 0
     assert ours["losses"] == pytest.approx(plain["losses"], rel=0.02)
     assert "Assumed, as no probe found them: flop_per_s, host_memory_Bps, link_Bps, memory_Bps." in done.stdout
 
@@ -103,8 +132,62 @@ def test_all_parts_in_dry_mode(tmp_path: Path) -> None:
     assert soaked["changed"] == []
     assert (tmp_path / "profile" / "timeline.html").stat().st_size > 0
     assert (tmp_path / "profile" / "trace.json.gz").stat().st_size > 0
+    profiled = rows_of(tmp_path, "profile")["profile / toy / toy cap"]["figures"]
+    assert profiled["trace"] is None  # no device
+    assert 0 < profiled["cores"]["cores_busy"] <= os.cpu_count() + 1  # type: ignore[operator]
     predicted = rows_of(tmp_path, "scale")["predicted / toy cap"]["figures"]
     assert predicted["largest"] == "toy-3"
+
+
+@pytest.mark.full
+def test_the_half_hour_is_rehearsed_with_commands_and_rows_that_are_killed(tmp_path: Path) -> None:
+    """The whole sequence in dry mode. Its machinery alone, in seconds: tests/unit/test_gpu_half_hour.py."""
+    archive, draw = tmp_path / "results.tgz", random.Random(0)
+    command = [sys.executable, "-m", "benchmarks.gpu", "half-hour", "--archive", str(archive)]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    seen: dict[str, Any] = {}
+    for index in range(6):
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(draw.uniform(4, 14))
+        begun = psutil.Process(process.pid).children(recursive=True)
+        if index % 2:  # A row alone: the command goes on with the next, and has its time cut a little later.
+            for child in begun:
+                child.kill()
+            time.sleep(draw.uniform(2, 6))
+            begun = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(begun, timeout=20)
+        assert not alive
+        now = figures_of(archive, tmp_path / f"look {index}")
+        assert {key: now.get(key) for key in seen} == seen
+        seen = now
+    statuses = []
+    while 0 not in statuses and len(statuses) < 3:
+        done = suite(tmp_path, "half-hour", "--archive", str(archive), "--retry")
+        assert len(done.stdout) + len(done.stderr) < 12_000
+        assert "## stages" in done.stdout
+        statuses.append(done.returncode)
+    assert statuses[-1] == 0, done.stdout + done.stderr
+    assert archive.stat().st_size < 16 << 20
+    now = figures_of(archive, tmp_path / "end")
+    assert {key: now.get(key) for key in seen} == seen
+    for stage in STAGES:
+        rows = rows_of(tmp_path / "end", stage.part.NAME)
+        reasons = {row.get("why_not", "no GPU") for row in rows.values()}
+        assert all(why == "no GPU" or "O_DIRECT" in why for why in reasons)
+        asked = [task.key for task in stage.part.tasks(setting(tmp_path, None), empty(tmp_path, stage.part.NAME))]
+        assert {key for key in asked if any(fnmatch.fnmatch(key, pattern) for pattern in stage.only)} <= rows.keys()
+
+
+def figures_of(archive: Path, folder: Path) -> dict[str, Any]:
+    """Unpack an archive; return its rows that have figures and are not measured in each call, by part and key."""
+    folder.mkdir()
+    Archive(archive, folder).open()
+    parts = {path.stem: rows_of(folder, path.stem) for path in folder.glob("*.json")}
+    found = {f"{part}: {key}": row for part, rows in parts.items() for key, row in rows.items() if "figures" in row}
+    found.pop(f"probe: {probe.BACK_END}", None)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -112,7 +195,9 @@ def test_all_parts_in_dry_mode(tmp_path: Path) -> None:
     [
         (["nothing"], "invalid choice: 'nothing'"),
         (["probe", "--budget", "0"], "--budget must be above 0"),
-        (["probe", "--show"], "has none of probe.json"),
+        (["probe", "--host", "-1"], "--host must be above 0"),
+        (["half-hour", "--archive", "r.tgz", "--out", "r"], "not allowed with argument"),
+        (["probe", "--show"], "there is none of probe.json"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path: Path, options: list[str], said: str) -> None:
@@ -147,14 +232,48 @@ def test_tasks_are_plain_data_under_distinct_keys(tmp_path: Path, part: Any, car
     assert len({task.key for task in tasks}) == len(tasks) > 0
     for task in tasks:
         json.dumps([dict(task.arguments), [dict(change) for change in task.alternatives]])
-        assert task.limit_s <= part.BUDGET_S
+        assert task.limit_s < BUDGET_S
 
 
 def test_speed_has_every_combination_once(tmp_path: Path) -> None:
     keys = [task.key for task in speed.tasks(setting(tmp_path), empty(tmp_path))]
-    combinations = 4 * 3 * 3
-    assert len(keys) == combinations * 4 + 4 * 3  # chunkmem and three peers; no offload once for each model and size
-    assert keys[:2] == ["plain / 6.7b / 16384 / whole card", "chunkmem / 6.7b / 16384 / 24 GiB"]
+    combinations = 4 * 3 * 3 + 1  # and the small one
+    # chunkmem and three peers; clipping; no offload once for each model and size.
+    assert len(keys) == len(set(keys)) == combinations * 4 + 1 + 4 * 3
+    ours = [key for key in keys if key.startswith(("plain", "chunkmem"))]
+    assert ours[:5] == [
+        "plain / 6.7b / 16384 / whole card",
+        "chunkmem / 6.7b / 16384 / 24 GiB",
+        "chunkmem, clipping / 6.7b / 16384 / 24 GiB",
+        "plain / 1.3b / 4096 / whole card",
+        "chunkmem / 1.3b / 4096 / 8 GiB",
+    ]
+
+
+def test_a_smaller_card_begins_with_a_model_that_needs_no_offload_there(tmp_path: Path) -> None:
+    small = replace(CARD, name="NVIDIA H100 80GB HBM3", nbytes=79 * GIB, free_nbytes=78 * GIB)
+    tasks = list(speed.tasks(setting(tmp_path, small), empty(tmp_path)))
+    assert [task.key for task in tasks if task.key.startswith("plain")][:3] == [
+        "plain / 2.7b / 16384 / whole card",
+        "plain / 1.3b / 4096 / whole card",
+        "plain / 1.3b / 16384 / whole card",
+    ]
+    assert {task.arguments["speeds"]["hardware"] for task in tasks} == {"h100"}
+    assert all(task.arguments["work"]["host_nbytes"] == int(0.8 * 128 * GIB) for task in tasks)
+    # What everybody clips to is not reached, but in the row that is about it.
+    norms = {task.key: task.arguments["work"]["max_norm"] for task in tasks}
+    assert {key for key, norm in norms.items() if norm < 1e3} == {"chunkmem, clipping / 2.7b / 16384 / 24 GiB"}
+
+
+def test_the_half_hour_is_half_an_hour_and_no_row_can_take_its_stage(tmp_path: Path) -> None:
+    assert sum(stage.seconds for stage in STAGES) <= 25 * 60
+    first_keys = {"scale": "predicted / 24 GiB"}
+    for stage in STAGES:
+        tasks = list(stage.part.tasks(setting(tmp_path), empty(tmp_path, stage.part.NAME)))
+        asked = [task for task in tasks if any(fnmatch.fnmatch(task.key, pattern) for pattern in stage.only)]
+        assert asked[0].key == first_keys.get(stage.part.NAME, asked[0].key)
+        assert all((task.least_s or harness.LEAST_SHARE * task.limit_s) < stage.seconds for task in asked)
+        assert not any(task.key.startswith(PEERS) for task in asked)
 
 
 def test_micro_batches_leave_half_of_the_cap() -> None:
@@ -225,13 +344,14 @@ def test_work_survives_json() -> None:
 
 
 def test_rates_are_the_probes_where_it_has_them() -> None:
-    assert speeds(None)["assumed"] == ["flop_per_s", "host_memory_Bps", "link_Bps", "memory_Bps"]
+    assert speeds(None, hardware="h100")["assumed"] == ["flop_per_s", "host_memory_Bps", "link_Bps", "memory_Bps"]
+    assert speeds(None, hardware="h100")["memory_Bps"] < speeds(None, hardware="h200")["memory_Bps"]
     rows = {
         "copies, pinned": {"figures": {"h2d_Bps": {"1": 1e9, "64": 50e9}, "d2h_Bps": {"64": 45e9}, "both_Bps": {}}},
         "host memory": {"figures": {"triad_Bps": {"1": 10e9, "16": 150e9}}},
         "matmul, bf16": {"why_not": "no GPU", "reason": "missing"},
     }
-    found = speeds(rows)
+    found = speeds(rows, hardware="h200")
     assert (found["link_Bps"], found["host_memory_Bps"]) == (45e9, 150e9)
     assert found["assumed"] == ["flop_per_s", "memory_Bps"]
 
@@ -242,6 +362,8 @@ def test_rates_are_the_probes_where_it_has_them() -> None:
 def training(**figures: Any) -> dict[str, Any]:
     lower_bounds = {"floor_s": 0.5, "binding": "link", "assumed": []}
     base = {"tokens_per_s": 1000.0, "model_flop_per_s": 2e14, "step_s": [0.9, 1.1], "stall_s": 0.25,
+            "median_step_s": 1.0, "planned_step_s": 0.8, "estimate": {"fits": True, "step_s": 0.5},
+            "num_alloc_retries": 3, "plan_misses": 0, "rolled_back": 2,
             "device_reserved_nbytes": 8 * GIB, "num_micro_batches": 2, "lower_bounds": lower_bounds}  # fmt: skip
     return {"figures": {**base, **figures}, "wall_s": 1.0, "at": "2030-01-02 03:04"}
 
@@ -250,8 +372,10 @@ def test_speed_is_told_beside_no_offload_and_the_floor() -> None:
     plain = training(tokens_per_s=4000.0)
     rows = {"plain / 7b / 4096 / whole card": plain, "chunkmem / 7b / 4096 / 24 GiB": training()}
     assert speed.cells("chunkmem / 7b / 4096 / 24 GiB", rows["chunkmem / 7b / 4096 / 24 GiB"]["figures"], rows) == [
-        "1,000", "200", "25%", "1.000", "0.900 – 1.100", "0.250", "0.500", "2.00", "link", "8.0", "2",
+        "1,000", "200", "25%", "1.000", "0.900 – 1.100", "0.500 s, +100%", "0.800 s, +25%", "0.250", "0.500", "2.00",
+        "link", "8.0", "3", "0", "2", "2",
     ]  # fmt: skip
+    assert speed.error_of({"estimate": {"fits": False, "limit": "host"}}, "estimate") == "does not fit: host"
     # Nothing to divide by: no offload had another number of tokens, or no room.
     assert speed.cells("chunkmem / 7b / 16384 / 24 GiB", training()["figures"], rows)[2] == "–"
 
@@ -282,6 +406,98 @@ def test_a_soak_names_what_has_changed() -> None:
         "reserved_nbytes",
         "num_alloc_retries",
     ]
+
+
+def test_a_back_end_that_is_a_substitute_is_named() -> None:
+    native = {"storage": "swap", "lanes": "StreamLanes", "kernels": ["cpu", "cuda"]}
+    assert probe_device.not_native(native) == probe_device.not_native({**native, "storage": "native"}) == []
+    assert probe_device.not_native({"storage": "resize", "lanes": "BlockingLanes", "kernels": ["cpu"]}) == [
+        "chunks change memory by resize, without a C++ compiler or ninja on the PATH",
+        "copies are on BlockingLanes, so nothing overlaps",
+        "there are no kernels of our own for cuda",
+    ]
+
+
+def test_a_soak_returns_what_it_has_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = preset("1.3b", dry=True)
+    work = asdict(Work("chunkmem", toy, batch=2, micro_batch=2, cap_nbytes=None))
+    monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=itertools.count().__next__))  # a step is a second
+    figures = soak.soak(work=work, num_steps=10**6, every=2, limit_s=20)
+    assert figures["num_steps"] == 21
+    assert [look["step"] for look in figures["looks"]] == [12, 14, 16, 18, 20]
+    with pytest.raises(TimeoutError, match="3 steps took 2 s, too few to compare anything"):
+        soak.soak(work=work, num_steps=10**6, every=2, limit_s=2)
+
+
+# One step at a glance.
+
+
+def kernel(ts: float, dur: float, correlation: int, stream: int = 7) -> dict[str, Any]:
+    return {"ph": "X", "cat": "kernel", "name": "k", "ts": ts, "dur": dur,
+            "args": {"stream": stream, "correlation": correlation}}  # fmt: skip
+
+
+def host_call(
+    ts: float, dur: float, correlation: int | None = None, name: str = "cudaLaunchKernel", tid: int = 1
+) -> dict[str, Any]:
+    args = {} if correlation is None else {"correlation": correlation}
+    return {"ph": "X", "cat": "cuda_runtime", "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+
+def test_why_a_device_idles_is_told_apart() -> None:
+    #       0    100   200   300   400   500   600 µs
+    # host  1 2 3            sync....  4
+    # device  1111111 2222      3333          444
+    # copy                 ccccc  cccc
+    events = [
+        host_call(0, 10, 1), host_call(10, 10, 2), host_call(20, 10, 3),
+        host_call(300, 100, name="cudaEventSynchronize"), host_call(490, 10, 4),
+        kernel(50, 100, 1), kernel(150, 50, 2), kernel(300, 100, 3), kernel(520, 80, 4), kernel(0, 10, 9, stream=13),
+        {"ph": "X", "cat": "gpu_memcpy", "name": "HtoD", "ts": 220, "dur": 130, "args": {"stream": 13}},
+        # Another thread waits for a copy, and at the end the profile for the device.
+        host_call(0, 400, name="cudaEventSynchronize", tid=2), host_call(510, 90, name="cudaDeviceSynchronize"),
+        {"ph": "M", "name": "process_name"},
+    ]  # fmt: skip
+    found = glance.of_trace(events)
+    assert found is not None
+    assert found.pop("host_waits") == {"cudaEventSynchronize": [1, pytest.approx(100e-6)]}
+    assert found == pytest.approx(
+        {
+            "num_kernels": 4,
+            "span_s": 550e-6,
+            "median_lead_s": 85e-6,  # of 40, 130, 270 and 20 µs after a launch had returned
+            "late_launch_s": 100e-6,  # 4 was not launched yet until 500
+            "waited_s": 120e-6,  # 3 was launched long ago; and from 500, 4
+            "copies_s": 130e-6,
+            "copies_hidden_s": 50e-6,
+        }
+    )
+    assert glance.of_trace([host_call(0, 10, 1)]) is None
+    assert glance.busiest(events) == [["k", pytest.approx(340e-6)]]
+
+
+def test_threads_that_wait_for_a_core_are_told() -> None:
+    before = {"1": (1.0, 0.1), "2": (5.0, 0.0)}
+    after = {"1": (1.5, 0.13), "2": (8.0, 0.2), "3": (1.0, 0.0)}
+    found = glance.of_cores(before, after, launching="1", step_s=1.0)
+    assert found == pytest.approx(
+        {"cores_busy": 4.5, "launching_ran_s": 0.5, "launching_waited_s": 0.03, "worst_waited_s": 0.2}
+    )
+    assert glance.told(None, found, num_cpus=16) == (
+        "4.5 of 16 cores busy; no core for the main thread 30.0 ms, for any thread at most 200.0 ms"
+    )
+
+
+def test_a_large_trace_keeps_what_touches_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.json.gz"
+    events = [kernel(0, 1, 1), host_call(0, 1, 1), {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1}]
+    with gzip.open(path, "wt") as file:
+        json.dump({"schemaVersion": 1, "traceEvents": events}, file)
+    assert profile.cut(path) == profile.cut(path) == events
+    monkeypatch.setattr(profile, "MOST_TRACE_NBYTES", 10)
+    assert profile.cut(path) == events
+    with gzip.open(path, "rt") as file:
+        assert json.load(file) == {"schemaVersion": 1, "traceEvents": events[:2]}
 
 
 # The page.

@@ -24,10 +24,18 @@ from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.measure import cached_machine, measure_machine
 from chunkmem.runtime.tiers import TierCaps
 from chunkmem.types import LINKS, Tier
+from tests.helpers.simulated import SimulatedAccelerator
 
 CPU = ComputeDevice(torch.device("cpu"))
 CAPS = TierCaps(1000, 2000, shared=False)
-SPEEDS = {"h2d_Bps": 1e9, "d2h_Bps": 2e9, "latency_s": 3e-6, "device_update_Bps": None, "host_update_Bps": 4e9}
+SPEEDS = {
+    "h2d_Bps": 1e9,
+    "d2h_Bps": 2e9,
+    "latency_s": 3e-6,
+    "device_update_Bps": None,
+    "host_update_Bps": 4e9,
+    "duplex_Bps": None,
+}
 FETCH = (Tier.HOST, Tier.DEVICE)
 MACHINE = Machine(
     1000,
@@ -45,7 +53,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Measuring finds `SPEEDS`; the list says how often it was done."""
     calls: list[float] = []
 
-    def find(compute: ComputeDevice, budget_s: float) -> measure._Speeds:
+    def find(compute: ComputeDevice, caps: TierCaps, budget_s: float) -> measure._Speeds:
         calls.append(budget_s)
         return measure._Speeds(1e9, 2e9, 3e-6, inf, 4e9)
 
@@ -114,7 +122,7 @@ def test_a_coarse_clock_is_not_an_infinite_speed() -> None:
 
 
 def test_a_speed_of_0_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measure, "_measure", lambda compute, budget_s: measure._Speeds(0.0, 1e9, 1e-6))
+    monkeypatch.setattr(measure, "_measure", lambda compute, caps, budget_s: measure._Speeds(0.0, 1e9, 1e-6))
     with pytest.raises(PlanError, match="from HOST to DEVICE is 0"):
         measure_machine(CPU, CAPS)
     with pytest.raises(PlanError, match="from HOST to DEVICE is 0"):
@@ -140,9 +148,50 @@ def test_no_thread_is_left(monkeypatch: pytest.MonkeyPatch, interrupted: bool) -
 
 def test_updates_are_of_16_bytes_an_element(monkeypatch: pytest.MonkeyPatch) -> None:
     # What an accelerator's host is measured by; here on few elements.
-    monkeypatch.setattr(measure, "_UPDATE_NUMEL", {"cpu": 1000})
     monkeypatch.setattr(measure, "_median_s", lambda work, budget_s: (work(), 2.0)[1])
-    assert measure._update_Bps(CPU, 0.1) == 1000 * 16 / 2
+    assert measure._update_Bps(CPU, 1000, 0.1) == 1000 * 16 / 2
+
+
+@pytest.mark.parametrize(
+    ("level_3", "ram_gib", "host_gib", "expected_gib"),
+    [
+        ([], 512, 400, 1),  # nobody knows the caches: 2**26 elements
+        ([("0-15", "32768K"), ("0-15", "32768K")], 512, 400, 1),  # one cache, that all cores share
+        ([("0-7", "393216K"), ("8-15", "393216K")], 512, 400, 2),  # 4 x 768 MiB, rounded down to a power of 2
+        ([], 8, 400, 0.5),  # small machines: a sixteenth of the RAM
+        ([], 512, 0.3, 0.25),  # small caps: no more than the cap
+    ],
+)
+def test_updates_on_host_are_measured_beyond_its_caches(
+    level_3: list[tuple[str, str]],
+    ram_gib: float,
+    host_gib: float,
+    expected_gib: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for core, (cores, size) in enumerate(level_3):
+        folder = tmp_path / f"cpu{core}" / "cache" / "index3"
+        folder.mkdir(parents=True)
+        (folder / "shared_cpu_list").write_text(f"{cores}\n")
+        (folder / "size").write_text(f"{size}\n")
+    monkeypatch.setattr(measure, "_CACHES", tmp_path)
+    monkeypatch.setattr(measure, "ram_nbytes", lambda: int(ram_gib * 2**30))
+    numel = measure._host_update_numel(TierCaps(1000, int(host_gib * 2**30), shared=False))
+    assert numel * 16 == expected_gib * 2**30
+
+
+def test_both_directions_at_once() -> None:
+    # Without an accelerator its copies are copies in RAM: two of them at once, each in a thread.
+    assert 0 < measure._duplex_Bps(CPU, 0) < 1e12
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("chunkmem measure")]
+
+
+def test_updates_alone_are_taken_to_use_all_of_hosts_memory() -> None:
+    accelerator = SimulatedAccelerator()
+    machine = measure._Speeds(55e9, 50e9, 1e-5, 2e12, 100e9, 85e9).machine(accelerator, CAPS)
+    assert (machine.host_memory_Bps, machine.duplex_Bps) == (1.75 * 100e9, 85e9)
+    assert measure._Speeds.of(machine).machine(accelerator, CAPS) == machine
 
 
 def test_modes_and_defaults_of_the_user_do_not_reach_it() -> None:
@@ -155,7 +204,7 @@ def test_modes_and_defaults_of_the_user_do_not_reach_it() -> None:
         with Refuses(), torch.device("meta"), torch.inference_mode():
             assert measure_machine(CPU, CAPS, budget_s=0).links[FETCH].Bps > 0
             with runtime_mode():
-                assert measure._update_Bps(CPU, 0) > 0
+                assert measure._update_Bps(CPU, 1000, 0) > 0
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -225,7 +274,7 @@ def damaged(content: dict[str, Any]) -> dict[str, str | bytes]:
     }
 
 
-CONTENT = {"machine": measure._identity(CPU), "speeds": SPEEDS}
+CONTENT = {"machine": measure._identity(CPU, CAPS), "speeds": SPEEDS}
 
 
 @pytest.mark.parametrize("wrong", damaged(CONTENT))

@@ -34,11 +34,11 @@ def test_a_throttled_copy_takes_its_time_while_the_caller_computes() -> None:
     while not event.done():
         x = x @ x / 64
         num_steps += 1
-    stood_still_s = lanes.compute_waits(event)
+    stall = lanes.compute_waits(event)
     lanes.close()
     assert event.ended_s - event.started_s >= 0.08
     assert num_steps >= 10
-    assert stood_still_s < 0.04
+    assert stall is None or stall.duration_s < 0.04
     assert torch.equal(target, source)
 
 

@@ -32,7 +32,7 @@ class SleepyLanes(StreamLanes):
     """Streams that sleep a random time before each copy, and now and then before computing continues."""
 
     def __init__(self, compute: ComputeDevice, seed: int) -> None:
-        super().__init__(compute.device)
+        super().__init__(compute)
         self._draw = random.Random(seed)
         self.num_sleeps = 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +13,19 @@ from torch import Tensor
 
 from chunkmem.errors import StateError
 from chunkmem.plan.model import Lane
-from chunkmem.runtime import streams
+from chunkmem.runtime import timestamps
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.lanes import BlockingLanes, StreamLanes, open_lanes
+from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.storage import ChunkStorage, default_backend
+from chunkmem.runtime.timestamps import StreamClock
+from chunkmem.trace.model import Kind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LONG_CYCLES = 400_000_000
 """Cycles of the device, 0.2 s or so: what a test issues meanwhile takes a hundredth of that."""
+NO_CHUNK: Any = None
 CLOCK_SLACK_S = 1e-3
 """An anchor is late by the time its event takes to reach the host."""
 
@@ -53,7 +58,7 @@ def test_there_and_back(lanes: StreamLanes) -> None:
     source, there, back = on_device(4096), on_host(4096, 1), on_device(4096, 2)
     out = lanes.copy(Lane.D2H, there, source, after=[lanes.compute_event()], label="there")
     home = lanes.copy(Lane.H2D, back, there, after=[out, lanes.compute_event()], label="back")
-    assert lanes.compute_waits(home) == 0.0
+    lanes.compute_waits(home)
     assert torch.equal(back, source)
     assert out.done()
     assert home.done()
@@ -78,6 +83,15 @@ def test_computing_comes_after_the_copy_it_waits_for_and_the_host_goes_on(lanes:
     result = chunk * 2
     assert not fetched.done()
     assert torch.equal(result.cpu(), host * 2)
+
+
+def test_a_thread_that_waits_gives_its_core_up(lanes: StreamLanes) -> None:
+    # CUDA's own way is to spin, on a core that the threads which launch operators need.
+    torch.cuda._sleep(LONG_CYCLES)
+    event = lanes.compute_event()
+    begin_s, begin_thread_s = time.perf_counter(), time.thread_time()
+    event.wait()
+    assert time.thread_time() - begin_thread_s < 0.2 * (time.perf_counter() - begin_s)
 
 
 def test_copies_run_while_the_device_computes(lanes: StreamLanes) -> None:
@@ -126,7 +140,7 @@ def test_a_copy_lands_in_the_memory_it_was_issued_for(lanes: StreamLanes) -> Non
 
 @pytest.mark.parametrize("anchor_life_s", [0.0, 30.0])
 def test_times_are_the_hosts(monkeypatch: pytest.MonkeyPatch, lanes: StreamLanes, anchor_life_s: float) -> None:
-    monkeypatch.setattr(streams, "_ANCHOR_LIFE_S", anchor_life_s)
+    monkeypatch.setattr(timestamps, "_ANCHOR_LIFE_S", anchor_life_s)
     chunk, host = on_device(1 << 22), on_host(1 << 22)
     torch.cuda.synchronize()
     before_s = time.perf_counter()
@@ -147,6 +161,57 @@ def test_draining_waits_for_the_lanes_and_not_for_the_device(
     lanes.drain()
     assert copied.done()
     assert not lanes.compute_event().done()
+
+
+def test_a_stall_is_how_long_computing_waits_and_not_the_host(lanes: StreamLanes) -> None:
+    chunk, host = on_device(1024, 7), on_host(1024)
+    with lanes._streams[Lane.H2D]:
+        torch.cuda._sleep(LONG_CYCLES)
+    fetched = lanes.copy(Lane.H2D, chunk, host, after=[], label="late")
+    before_s = time.perf_counter()
+    stall = lanes.compute_waits(fetched)
+    assert time.perf_counter() - before_s < 0.01
+    fetched.wait()
+    assert stall is not None
+    assert 0.05 < stall.duration_s <= time.perf_counter() - before_s + CLOCK_SLACK_S
+    assert lanes.compute_waits(fetched) is None, "it is there"
+
+
+def test_no_stall_where_there_is_more_to_compute(lanes: StreamLanes) -> None:
+    chunk, host = on_device(1024, 7), on_host(1024)
+    torch.cuda._sleep(LONG_CYCLES)
+    stall = lanes.compute_waits(lanes.copy(Lane.H2D, chunk, host, after=[], label="early"))
+    assert stall is not None, "the host cannot tell yet"
+    assert stall.duration_s == 0.0
+
+
+def test_moments_last_as_long_as_the_device_computes() -> None:
+    log = StepLog(ComputeDevice.default().clock)
+    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before_s = time.perf_counter()
+    log.begin(0, Kind.HOLD, NO_CHUNK)
+    began.record()
+    torch.cuda._sleep(LONG_CYCLES)
+    ended.record()
+    log.begin(1, Kind.RELEASE, NO_CHUNK)
+    log.end()
+    assert time.perf_counter() - before_s < 0.01
+    durations = log.durations()
+    assert durations[0] == pytest.approx(1e-3 * began.elapsed_time(ended), abs=CLOCK_SLACK_S)
+    assert durations[1] < CLOCK_SLACK_S
+
+
+def test_timing_events_are_used_again() -> None:
+    compute = ComputeDevice.default()
+    for _ in range(20):
+        log = StepLog(compute.clock)
+        for moment in range(100):
+            log.begin(moment, Kind.HOLD, NO_CHUNK)
+        log.end()
+        assert sum(log.durations().values()) >= 0.0
+    del log
+    assert isinstance(compute.clock, StreamClock)
+    assert 102 <= compute.clock.num_idle <= 3 * 102
 
 
 def test_a_thousand_copies_keep_no_memory(lanes: StreamLanes) -> None:

@@ -111,9 +111,9 @@ class HastyPerformer(PlanExecutor):
         chosen = [random.choice(by_iteration[iteration]) for iteration in sorted(by_iteration)]
         self._due = {(haste.before.iteration, haste.before.moment): haste for haste in chosen}
 
-    def begin_iteration(self) -> None:
+    def begin_iteration(self, *, times_moments: bool = True) -> None:
         goes_on = self.is_at_end
-        super().begin_iteration()
+        super().begin_iteration(times_moments=times_moments)
         if goes_on and self._iterations is not None:
             self._iterations.iteration += 1
             return

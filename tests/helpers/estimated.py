@@ -17,6 +17,12 @@ def mlp(batch: int = 8) -> tuple[nn.Module, Any]:
     return model, lambda m: m(torch.randn(batch, WIDTH)).square().mean()
 
 
+def tower(batch: int = 8, layers: int = 6) -> tuple[nn.Module, Any]:
+    """As many blocks as are asked for."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
+    return model, lambda m: m(torch.randn(batch, WIDTH)).square().mean()
+
+
 class Head(nn.Module):
     """Returns its loss, in a dict."""
 

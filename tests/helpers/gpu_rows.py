@@ -62,3 +62,28 @@ def interrupted(folder: str) -> None:
         carry_out(tasks, store, Setting(None, 2**34, 4, Path(folder)), Choice(60))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def count(*, path: str, seconds: float) -> dict[str, Any]:
+    """Note that it has begun, by its process's number, and take that long."""
+    with open(path, "a") as file:
+        file.write(f"{os.getpid()}\n")
+    print("half way there", flush=True)
+    time.sleep(seconds)
+    return {"began": path}
+
+
+def until(*, limit_s: float) -> dict[str, Any]:
+    """Return what was allowed."""
+    return {"limit_s": limit_s}
+
+
+def killed(folder: str) -> None:
+    """Run one row that hangs, until somebody kills this process."""
+    from benchmarks.gpu.harness import Choice, Task, carry_out
+    from benchmarks.gpu.rows import Store
+    from benchmarks.gpu.setting import Setting
+
+    store = Store(Path(folder) / "probe.json", machine={}, told={})
+    task = Task("hang", "tests.helpers.gpu_rows:hang", {"path": str(Path(folder) / "pid")}, needs_gpu=False)
+    carry_out([task], store, Setting(None, 2**34, 4, Path(folder)), Choice(60))

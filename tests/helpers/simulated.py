@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import COPY_LANES, Event
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.pool import DevicePool, Slab
+from chunkmem.runtime.timestamps import HostClock, Interval
 from chunkmem.types import Tier
 from tests.helpers.access_order import AccessOrder
 from tests.helpers.vector_clocks import Actor, Clock
@@ -28,6 +30,10 @@ class SimulatedAccelerator(ComputeDevice):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.is_accelerator = True
+
+    @cached_property
+    def clock(self) -> HostClock:
+        return HostClock()
 
     def name(self) -> str:
         return "simulated in RAM"
@@ -116,9 +122,9 @@ class ClockedLanes(BlockingLanes):
         event.started_s = event.ended_s = time.perf_counter()
         return event
 
-    def compute_waits(self, event: Event) -> float:
+    def compute_waits(self, event: Event) -> Interval | None:
         self._hold_back(Actor.COMPUTE, [event])
-        return 0.0
+        return None
 
     def drain(self) -> None:
         for event in self._last.values():

@@ -50,7 +50,7 @@ class World:
         }
         for pool in pools.values():
             pool.poison = True
-        self.store = ChunkStore(pools)
+        self.store = ChunkStore(pools, compute.clock)
         self.pager = Pager(self.store)
         self.parameters: dict[int, tuple[ManagedParameter, ...]] = {}
         for index, slabs in enumerate(sizes):

@@ -155,6 +155,48 @@ def test_a_spent_budget_leaves_rows_and_says_which(monkeypatch: pytest.MonkeyPat
     assert (row.reason, row.why_not) == (Reason.TIME, "not done after 100 s")
 
 
+def test_a_row_that_the_end_of_two_calls_cuts_is_not_begun_a_third_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = open_store(tmp_path / "probe.json")
+    tasks = [Task("long", "f", limit_s=100)]
+    cut = [("long", {})]
+    assert run(monkeypatch, store, tasks, {"long": None}, budget_s=50) == (["long"], cut)
+    assert [(row.reason, row.tries) for row in store] == [(Reason.CUT, 1)]
+    assert run(monkeypatch, store, tasks, {"long": None}, budget_s=50) == ([], cut)
+    assert run(monkeypatch, store, tasks, {"long": YES}) == ([], [])
+    assert run(monkeypatch, store, tasks, {"long": YES}, retry=True) == ([], cut)
+    assert [(row.figures, row.tries) for row in store] == [({"x": 1}, 1)]
+
+
+def test_a_row_is_on_disk_while_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store = open_store(tmp_path / "probe.json")
+    while_it_ran = []
+
+    def killed(*_: Any) -> Any:
+        while_it_ran.append(on_disk(store.path)["rows"]["a"])
+        return YES
+
+    monkeypatch.setattr(harness, "_in_a_process", killed)
+    carry_out([Task("a", "f")], store, Setting(CARD, 2**34, 4, tmp_path), Choice(600))
+    (row,) = while_it_ran
+    assert (row["reason"], row["why_not"]) == ("cut", "the call was killed while it ran")
+
+
+def test_rows_are_measured_again_on_demand_and_their_figures_kept_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = open_store(tmp_path / "probe.json")
+    tasks = [Task("a", "f"), Task("b", "f")]
+    run(monkeypatch, store, tasks, {"a": YES, "b": YES})
+    found = run(monkeypatch, store, tasks, {"a": {"figures": {"x": 2}}}, again=True, only=("a",))
+    assert found == ([], [("a", {})])
+    assert [row.figures for row in store] == [{"x": 2}, {"x": 1}]
+    # The time ends: the figures that were there are worth more than to say so.
+    run(monkeypatch, store, tasks, {"a": None, "b": None}, again=True, budget_s=50)
+    assert [row.figures for row in store] == [{"x": 2}, {"x": 1}]
+
+
 def test_tasks_may_follow_from_rows_before_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     store = open_store(tmp_path / "probe.json")
 
@@ -171,7 +213,7 @@ def test_tasks_may_follow_from_rows_before_them(monkeypatch: pytest.MonkeyPatch,
 def test_only_rows_that_match(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     store = open_store(tmp_path / "probe.json")
     tasks = [Task("chunkmem / 1", "f"), Task("plain / 1", "f")]
-    assert run(monkeypatch, store, tasks, {"plain / 1": YES}, only="plain*")[1] == [("plain / 1", {})]
+    assert run(monkeypatch, store, tasks, {"plain / 1": YES}, only=("torchao*", "plain*"))[1] == [("plain / 1", {})]
 
 
 # Real processes, of functions that do without torch.
@@ -207,6 +249,59 @@ def test_a_process_returns_figures_or_why_not(tmp_path: Path) -> None:
     assert log_of(tmp_path, "leave").read_text().splitlines()[-1] == "last words"
 
 
+def test_all_that_a_row_tries_is_within_its_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store = open_store(tmp_path / "probe.json")
+    limits = []
+
+    def without_room(_task: Task, arguments: dict[str, Any], _setting: Setting, limit_s: float) -> Any:
+        limits.append(limit_s)
+        time.sleep(0.3)
+        return dict(NO_ROOM)
+
+    monkeypatch.setattr(harness, "_in_a_process", without_room)
+    task = Task("a", "f", {"n": 4}, alternatives=[{"n": 2}, {"n": 1}], limit_s=0.5)
+    carry_out([task], store, Setting(CARD, 2**34, 4, tmp_path), Choice(600))
+    assert len(limits) == 2
+    assert limits[1] < 0.25
+    row = store.get("a")
+    assert row is not None
+    assert row.reason is Reason.NO_ROOM
+
+
+def test_a_function_that_ends_by_itself_is_told_when(tmp_path: Path) -> None:
+    store = real(tmp_path, task_of("until", limit_s=100, least_s=5), budget_s=30)
+    figures = store.figures("until")
+    assert figures is not None
+    assert 0 < figures["limit_s"] < 30
+
+
+def test_what_ends_at_its_limit_leaves_its_last_words(tmp_path: Path) -> None:
+    path = tmp_path / "begun"
+    store = real(tmp_path, task_of("count", arguments={"path": str(path), "seconds": 60}, limit_s=3))
+    assert [row.why_not for row in store] == ["not done after 3 s: half way there"]
+
+
+def test_a_row_ends_with_the_call_that_began_it(tmp_path: Path) -> None:
+    """A killed command leaves no process behind that holds the device's memory from its successor."""
+    started = tmp_path / "pid"
+    code = "from tests.helpers.gpu_rows import killed; import sys; killed(sys.argv[1])"
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, start_new_session=True)
+    wait_for(started, process)
+    process.kill()
+    process.wait()
+    assert_ends(int(started.read_text()))
+    assert read(tmp_path / "probe.json")["rows"]["hang"]["reason"] == "cut"
+
+
+def wait_for(path: Path, process: subprocess.Popen[Any]) -> None:
+    """Wait until a process has written a file."""
+    deadline_s = time.monotonic() + 60
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline_s
+        assert process.poll() is None
+        time.sleep(0.05)
+
+
 def test_a_row_is_ended_at_its_limit_with_all_that_it_started(tmp_path: Path) -> None:
     started = tmp_path / "pid"
     store = real(tmp_path, task_of("hang", arguments={"path": str(started)}, limit_s=5))
@@ -228,11 +323,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         [sys.executable, "-c", "from tests.helpers.gpu_rows import interrupted; import sys; interrupted(sys.argv[1])",
          str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
-    deadline_s = time.monotonic() + 60
-    while not (started.exists() and started.read_text()):
-        assert time.monotonic() < deadline_s
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_for(started, process)
     os.kill(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said

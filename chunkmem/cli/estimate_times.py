@@ -1,0 +1,83 @@
+"""What `chunkmem estimate` says about time: of a step, as a range; its lower bounds; before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from chunkmem.sizes import format_nbytes
+from chunkmem.types import Tier
+
+if TYPE_CHECKING:
+    from chunkmem.estimate.question import Finding, Question, StepRange
+    from chunkmem.estimate.rehearse import Rehearsal
+
+
+def time_data(question: Question, rehearsal: Rehearsal, finding: Finding, step: StepRange) -> dict[str, Any]:
+    """Return what ``--json`` prints about time."""
+    bounds, tokens = finding.lower_bounds, rehearsal.tokens
+    start_up = question.hardware.start_up(num_params=rehearsal.num_params, host_nbytes=_pinned_nbytes(finding))
+    return {
+        "step_s": step.typical_s,
+        "step_range_s": [step.fastest_s, step.slowest_s],
+        "tokens_per_s": tokens / step.typical_s if tokens and step.typical_s else None,
+        "stall_s": finding.timeline.stall_s,
+        "start_up": {"build_s": start_up.build_s, "pin_s": start_up.pin_s},
+        "lower_bounds": {"compute_s": bounds.compute_s, "link_s": bounds.link_s,
+                         "host_memory_s": bounds.host_memory_s, "network_s": bounds.network_s,
+                         "binding": bounds.binding},
+    }  # fmt: skip
+
+
+def time_lines(question: Question, rehearsal: Rehearsal, finding: Finding, step: StepRange) -> Iterator[str]:
+    """Yield what is printed otherwise."""
+    bounds, tokens = finding.lower_bounds, rehearsal.tokens
+    speed = ""
+    if tokens and step.fastest_s:
+        speed = (
+            f": {_rounded(tokens / step.typical_s)} tokens/s a rank "
+            f"({_rounded(tokens / step.slowest_s)} to {_rounded(tokens / step.fastest_s)})"
+        )
+    yield f"a step takes about {step.typical_s:.2g} s ({step.fastest_s:.2g} to {step.slowest_s:.2g} s){speed}"
+    if finding.timeline.stall_s > 0.01 * step.typical_s:
+        yield f"of that, computing waits {finding.timeline.stall_s:.2g} s for copies"
+    yield (
+        f"lower bounds at the speeds above: compute {bounds.compute_s:.3g} s, link {bounds.link_s:.3g} s, "
+        f"host memory {bounds.host_memory_s:.3g} s"
+        + (f", network {bounds.network_s:.3g} s" if question.world > 1 else "")
+        + f"; {bounds.binding} binds"
+    )
+    pinned_nbytes = _pinned_nbytes(finding)
+    start_up = question.hardware.start_up(num_params=rehearsal.num_params, host_nbytes=pinned_nbytes)
+    if start_up.build_s + start_up.pin_s > 1:
+        yield (
+            f"before the first step: about {_time(start_up.build_s)} to draw initial weights in fp32, and "
+            f"{_time(start_up.pin_s)} to touch and pin {format_nbytes(pinned_nbytes)} of HOST"
+        )
+
+
+def assumption_lines(question: Question) -> Iterator[str]:
+    """Yield what the times rest on."""
+    hardware = question.hardware
+    assumed = (
+        f"assumed: matrix products of {hardware.flop_rate(question.dtype) / 1e12:.0f} TFLOP/s, of which eager training "
+        f"reaches {100 * hardware.eager_share:.0f} %; link {hardware.link_Bps / 1e9:.0f} GB/s each way and "
+        f"{hardware.duplex_Bps / 1e9:.0f} both ways; host memory {hardware.host_memory_Bps / 1e9:.0f} GB/s"
+    )
+    if question.world > 1:
+        assumed += f"; network {hardware.exchange_Bps(question.world) / 1e9:.0f} GB/s a rank"
+    yield assumed
+    yield "fitted to published figures, not measured here: docs/estimates.md says how far off they may be"
+
+
+def _pinned_nbytes(finding: Finding) -> int:
+    return max(finding.timeline.peak_nbytes.get(Tier.HOST, 0), finding.first_host_nbytes)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 99 else f"{seconds / 60:.0f} min"
+
+
+def _rounded(value: float) -> str:
+    """Return a number of two digits that count."""
+    return f"{float(f'{value:.2g}'):,.0f}"
