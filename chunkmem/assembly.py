@@ -231,7 +231,7 @@ def open_memory(tiers: Tiers, backend: StorageBackend) -> Memory:
         return BoundChunk(ChunkStorage(backend, device=device, dtype=dtype), device=device)
 
     store = ChunkStore({Tier.DEVICE: tiers.device_pool, Tier.HOST: tiers.host_pool}, tiers.compute.clock)
-    return Memory(tiers.compute, tiers.caps, Pager(store), make_home)
+    return Memory(tiers.compute, tiers.caps, Pager(store, meter=tiers.meter), make_home)
 
 
 def make_controller(
@@ -266,8 +266,11 @@ def make_controller(
 
 def _machine_for(tiers: Tiers, links: Links, machine: Machine | None, *, shadow_nbytes: int) -> Machine:
     """Return what plans are made for: the speeds are the user's, the caps are the configuration's."""
+    if machine is None:
+        with tiers.meter.excluding() if tiers.meter is not None else contextlib.nullcontext():
+            machine = cached_machine(tiers.compute, tiers.caps)
     return replace(
-        cached_machine(tiers.compute, tiers.caps) if machine is None else machine,
+        machine,
         device_nbytes=tiers.caps.device_nbytes,
         host_nbytes=tiers.caps.host_nbytes,
         shadow_nbytes=shadow_nbytes,

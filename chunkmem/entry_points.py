@@ -154,10 +154,8 @@ class EntryPoints:
         modules.surface.check_copies()
         for chunk in modules.access.chunks.values():
             pager.notice_writes(chunk)
-        watch = self._controller.watch
-        if watch is not None:  # optimizer states are about to be made
-            self._tiers.leave_room(watch.non_model_peak_nbytes)
-        elif self._controller.plan is None:
+        # Of a recorded step, too: optimizer states are about to be made.
+        if self._controller.watch is not None or self._controller.plan is None:
             self._tiers.leave_room_for_activations()
         self._has_given_up = self._has_given_up or modules.gradients.any_unset()
 

@@ -29,7 +29,7 @@ class CapacityError(PlanError):
     Attributes:
         needed_nbytes: the smallest cap known to be needed on the tier, in bytes.
         enough_nbytes: a cap that is certain to be enough for the chunks of every step of the models packed so far, in
-            bytes; mostly far less will do. None: not known.
+            bytes; mostly far less will do. None: not known. On an accelerator it has room for the activations so far.
         cap_nbytes: the cap that was in force, in bytes.
         on_host: it is HOST that is too small for a plan; accesses can still be served on demand.
     """

@@ -259,6 +259,7 @@ class ChunkManager:
         return memory_report(
             self.runtime.tiers,
             self.runtime.memory.pager,
+            traces=self.runtime.controller.traces,
             padding_nbytes=self.runtime.registry.padding_nbytes,
             exchange_nbytes=(0, 0) if sharing is None else sharing.buffered_nbytes,
         )

@@ -18,7 +18,11 @@ class TierReport:
     step_peak_nbytes: int
     """Highest bytes of chunks since the last step began."""
     required_nbytes: int
-    """The smallest cap known to be needed: the largest sum of bytes that were in use at the same time."""
+    """The smallest cap known to be needed: the largest sum of bytes that were in use at the same time.
+
+    On an accelerator, activations count as its cap covers them: from the second step on, chunks and activations of
+    the same moment; before that, and where no step can be recorded, the most of either.
+    """
     by_role: Mapping[str, tuple[int, int]]
     """Role name, or "cache" for freed slabs kept for reuse, to (now, peak) in bytes."""
     kept_nbytes: int = 0

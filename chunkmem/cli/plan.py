@@ -207,7 +207,7 @@ class Result:
             for tier in TIERS
         ])  # fmt: skip
         if self.plan.machine.charges_non_model:
-            non_model = max(moment.non_model_peak_nbytes for moment in self.trace.moments)
+            non_model = self.trace.non_model_peak_nbytes
             yield f"the cap on DEVICE also covers up to {format_nbytes(non_model)} of non-model data"
         if self.out is not None:
             yield f"\nwritten to {self.out}"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from chunkmem.estimate.rank_steps import RankSteps
 from chunkmem.optim.room import room_for
-from chunkmem.plan.gaps import find_gaps
+from chunkmem.plan.gaps import in_use_nbytes
 from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import ChunkId, Role
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,7 @@ def least_on_device(steps: RankSteps, *, charges_non_model: bool) -> DeviceNeed:
 
 
 def _most_in_use(trace: Trace, charges_non_model: bool) -> Need:
-    problem = find_gaps(trace, {moment.chunk.group: Tier.HOST for moment in trace.moments})
-    non_model = (moment.non_model_peak_nbytes if charges_non_model else 0 for moment in trace.moments)
-    sums = [chunks + others for chunks, others in zip(problem.required, non_model, strict=True)]
+    sums = in_use_nbytes(trace, charges_non_model=charges_non_model)
     at = max(range(len(sums)), key=lambda i: (sums[i], -i))
     return Need(sums[at], str(trace.moments[at]))
 

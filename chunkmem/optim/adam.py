@@ -85,7 +85,7 @@ class AdamRule(UpdateRule[AdamHyper]):
             states[EXP_AVG],
             states[EXP_AVG_SQ],
             [],
-            [step.to(weights[0].device) for step in steps],
+            _steps_on(weights[0].device, steps),
             lr=hyper.lr,
             beta1=hyper.beta1,
             beta2=hyper.beta2,
@@ -147,6 +147,18 @@ class AdamRule(UpdateRule[AdamHyper]):
         assert tail_width is not None
         unscale = 1.0 if multiplier is None else multiplier
         return Pass(unscale=unscale, decoupled=hyper.decoupled, tail_width=tail_width)
+
+
+def _steps_on(device: torch.device, steps: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the numbers of updates on a device: one copy for all that are alike, as each waits for the device."""
+    if device.type == "cpu":
+        return list(steps)
+    copies: dict[float, torch.Tensor] = {}
+    numbers = [float(step) for step in steps]
+    for number, step in zip(numbers, steps, strict=True):
+        if number not in copies:
+            copies[number] = step.to(device)
+    return [copies[number] for number in numbers]
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -116,6 +116,16 @@ def _held_nbytes(trace: Trace) -> list[int]:
     return held
 
 
+def in_use_nbytes(trace: Trace, *, charges_non_model: bool) -> list[int]:
+    """Return the bytes that DEVICE holds at least in each moment: chunks in use, all updates being on HOST.
+
+    With `charges_non_model`, non-model data counts, too.
+    """
+    problem = find_gaps(trace, {moment.chunk.group: Tier.HOST for moment in trace.moments})
+    others = (moment.non_model_peak_nbytes if charges_non_model else 0 for moment in trace.moments)
+    return [chunks + other for chunks, other in zip(problem.required, others, strict=True)]
+
+
 def require_fit(problem: Problem, budget: Sequence[int], machine: Machine) -> None:
     """Check that every moment has room for the chunks in use; without HOST, also for those that live between uses.
 

@@ -25,8 +25,6 @@ class Ledger:
     """Each role's own highest `now`."""
     total_nbytes: int = 0
     peak_nbytes: int = 0
-    low_nbytes: int = 0
-    """Lowest `total_nbytes` since the caller last set it."""
     chunk_peak_nbytes: int = 0
     """Highest sum over all roles but the cache since `restart_peak`."""
     role_peak: dict[str, int] = field(default_factory=dict)
@@ -62,4 +60,3 @@ class Ledger:
         assert self.now.get(role, 0) >= nbytes, f"{role} gives back more than it took on {self.tier.value}"
         self.total_nbytes -= nbytes
         self.now[role] -= nbytes
-        self.low_nbytes = min(self.low_nbytes, self.total_nbytes)

@@ -126,7 +126,7 @@ def _measure(compute: ComputeDevice, caps: TierCaps, budget_s: float) -> _Speeds
             copy_Bps = _COPY_NBYTES / _median_s(_ram_copies(compute), budget_s)
             return _Speeds(copy_Bps, copy_Bps, _hand_over_s(budget_s))
         cpu = ComputeDevice(torch.device("cpu"))
-        speeds = _Speeds(
+        return _Speeds(
             h2d_Bps=_COPY_NBYTES / _median_s(_link_copies(compute, _COPY_NBYTES, to_device=True), budget_s),
             d2h_Bps=_COPY_NBYTES / _median_s(_link_copies(compute, _COPY_NBYTES, to_device=False), budget_s),
             latency_s=_median_s(_link_copies(compute, _SMALL_NBYTES, to_device=True), budget_s),
@@ -134,9 +134,6 @@ def _measure(compute: ComputeDevice, caps: TierCaps, budget_s: float) -> _Speeds
             host_update_Bps=_update_Bps(cpu, _host_update_numel(caps), budget_s),
             duplex_Bps=_duplex_Bps(compute, budget_s),
         )
-        # What this took must not look like activations of the model.
-        compute.take_peak_nbytes()
-        return speeds
 
 
 def _median_s(measure: Callable[[], float], budget_s: float) -> float:

@@ -17,6 +17,7 @@ from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.leaving import Leaving
 from chunkmem.runtime.ledger import CACHE
+from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.policy import NoSpeculativeUpdates, OnDemand, SpeculativeUpdates, StepPolicy
 from chunkmem.runtime.shortage import shortage_error
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
@@ -48,8 +49,10 @@ class _NoHolder:
 class Pager:
     """Knows no future itself: what is not where it is needed is brought with blocking copies."""
 
-    def __init__(self, store: ChunkStore) -> None:
+    def __init__(self, store: ChunkStore, *, meter: NonModelMeter | None = None) -> None:
+        """Serve the chunks of `store`; `meter` says what else takes room under the cap on DEVICE, None: nothing."""
         self.store = store
+        self._meter = meter
         self._leaving = Leaving(store)
         self.pinned_nbytes = dict.fromkeys(store.pools, 0)
         self.required_nbytes = dict.fromkeys(store.pools, 0)
@@ -371,6 +374,7 @@ class Pager:
                 pools=self.store.pools,
                 chunks=self.store.chunks.values(),
                 pinned_nbytes=self.pinned_nbytes[tier],
+                meter=self._meter if tier is Tier.DEVICE else None,
                 holders=self.holder.holders(),
             )
         self._evict(outcome, tier, below)

@@ -339,7 +339,7 @@ class PlanExecutor(PlanActions):
             try:
                 self.drain()
             finally:
-                self._tiers.leave_room_for_activations()
+                self._tiers.leave_room_for_activations(self.trace.non_model_peak_nbytes)
 
     def _note_departure(self, came: str) -> None:
         if not self.first_plan_miss:

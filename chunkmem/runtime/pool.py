@@ -12,6 +12,7 @@ import contextlib
 import mmap
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -127,6 +128,8 @@ class DevicePool:
         self.wait: Callable[[Event], object] | None = None
         """Has what is computed from now on come after an event. None: the calling thread waits."""
         self._kept: deque[Slab] = deque()
+        self.changing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        """Surrounds what may take memory from the allocator or give it back, with the entries in the ledger."""
 
     def alloc(self, role: str, nbytes: int) -> Slab:
         for slab in reversed(self._kept):
@@ -139,18 +142,20 @@ class DevicePool:
         room_nbytes = cap_nbytes if self.room_nbytes is None else min(cap_nbytes, self.room_nbytes)
         while self._kept and self.ledger.total_nbytes + nbytes > room_nbytes:
             self._discard(self._kept[0])
-        with runtime_mode():
+        with self.changing(), runtime_mode():
             slab = Slab(nbytes, self._allocate(nbytes))
-        self.ledger.charge(role, nbytes)
+            self.ledger.charge(role, nbytes)
         return slab
 
     def free(self, role: str, slab: Slab) -> None:
         if self.poison:
             slab.poison()
-        self.ledger.release(role, slab.nbytes)
         if self.room_nbytes is None and self._capacity == 0:
-            slab.give_up(self.wait)
+            with self.changing():
+                self.ledger.release(role, slab.nbytes)
+                slab.give_up(self.wait)
             return
+        self.ledger.release(role, slab.nbytes)
         self.ledger.charge(CACHE, slab.nbytes)
         self._kept.append(slab)
         if self.room_nbytes is None:
@@ -188,6 +193,7 @@ class DevicePool:
         return memory
 
     def _discard(self, slab: Slab) -> None:
-        slab.give_up(self.wait)
-        self._kept.remove(slab)
-        self.ledger.release(CACHE, slab.nbytes)
+        with self.changing():
+            slab.give_up(self.wait)
+            self._kept.remove(slab)
+            self.ledger.release(CACHE, slab.nbytes)

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from chunkmem.memory import MemoryReport, MovedReport, TierReport
+from chunkmem.plan.gaps import in_use_nbytes
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.tiers import Tiers
+from chunkmem.trace.model import Trace
 from chunkmem.types import Tier
 
 
-def memory_report(tiers: Tiers, pager: Pager, *, padding_nbytes: int, exchange_nbytes: tuple[int, int]) -> MemoryReport:
-    """Return the ledgers' state as plain data."""
+def memory_report(
+    tiers: Tiers,
+    pager: Pager,
+    *,
+    traces: Iterable[Trace],
+    padding_nbytes: int,
+    exchange_nbytes: tuple[int, int],
+) -> MemoryReport:
+    """Return the ledgers' state as plain data; `traces` are of the kinds of steps that are known."""
+    required = {Tier.DEVICE: _required_on_device(tiers, pager, traces), Tier.HOST: pager.required_nbytes[Tier.HOST]}
     reports = {
         ledger.tier: TierReport(
             cap_nbytes=ledger.limit_nbytes,
             now_nbytes=ledger.total_nbytes,
             peak_nbytes=ledger.peak_nbytes,
             step_peak_nbytes=ledger.chunk_peak_nbytes,
-            required_nbytes=pager.required_nbytes[ledger.tier],
+            required_nbytes=required[ledger.tier],
             by_role={role: (now, ledger.peak[role]) for role, now in ledger.now.items()},
             kept_nbytes=tiers.host_pool.kept_nbytes if ledger.tier is Tier.HOST else 0,
         )
@@ -31,3 +43,15 @@ def memory_report(tiers: Tiers, pager: Pager, *, padding_nbytes: int, exchange_n
         non_model_nbytes=tiers.non_model_nbytes(),
         exchange_nbytes=exchange_nbytes,
     )
+
+
+def _required_on_device(tiers: Tiers, pager: Pager, traces: Iterable[Trace]) -> int:
+    """Return the smallest cap known to be needed; on an accelerator, activations count.
+
+    While nothing has been recorded, the largest need of chunks and the largest of activations may be of two moments.
+    """
+    chunks_nbytes = pager.required_nbytes[Tier.DEVICE]
+    if tiers.meter is None:
+        return chunks_nbytes
+    needs = [max(in_use_nbytes(trace, charges_non_model=True), default=0) for trace in traces]
+    return max(chunks_nbytes, *needs) if needs else chunks_nbytes + tiers.meter.highest_nbytes

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from chunkmem.errors import CapacityError
 from chunkmem.plan.demand import Shortage
+from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.pool import SlabPool
 from chunkmem.runtime.store import Chunk
 from chunkmem.sizes import format_nbytes
@@ -22,6 +23,7 @@ def shortage_error(
     pools: Mapping[Tier, SlabPool],
     chunks: Iterable[Chunk],
     pinned_nbytes: int,
+    meter: NonModelMeter | None = None,
     holders: Sequence[str] = (),
 ) -> CapacityError:
     """Return the error that names what needs `chunk` on `tier`, both numbers, and the cap that would do.
@@ -32,6 +34,8 @@ def shortage_error(
         pools: by tier; their ledgers know the caps.
         chunks: all there are, with content or without.
         pinned_nbytes: in use on `tier`.
+        meter: of what else the cap on `tier` covers: a cap that does has room for what is there now, and one that is
+            certain to do, for the most that was there so far.
         holders: parameters whose memory somebody keeps: a view, `.data`, an array, a graph that was not run.
     """
     chunks = tuple(chunks)
@@ -58,10 +62,15 @@ def shortage_error(
             (below_needed, below_cap, enough),
         )
     enough = max(needed, _enough_for_access(chunks) if tier is Tier.DEVICE else for_all)
+    others = ""
+    if meter is not None and (now_nbytes := meter.now_nbytes):
+        needed, enough = needed + now_nbytes, enough + max(now_nbytes, meter.highest_nbytes)
+        others = f" next to {format_nbytes(now_nbytes)} of activations"
     return _error(
         f"{wanted} on {tier.name} for {chunk.label}, only {format_nbytes(chunk.nbytes - shortage.here_nbytes)} can be "
-        f"made free ({format_nbytes(pinned_nbytes)} in use){_advice(holders)} raise memory.{tier.value} from "
-        f"{format_nbytes(cap)} to at least {_exact(needed)}{_also(needed, enough)}, or lower default_chunk_size",
+        f"made free ({format_nbytes(pinned_nbytes)} in use{others}){_advice(holders)} raise memory.{tier.value} from "
+        f"{format_nbytes(cap)} to at least {_exact(needed)}{_also(needed, enough, later=bool(others))}, or lower "
+        "default_chunk_size",
         (needed, cap, enough),
     )
 
@@ -95,7 +104,9 @@ def _enough_for_access(chunks: Sequence[Chunk]) -> int:
     return sum(chunk.nbytes for chunk in chunks if chunk.id.role is Role.PARAM) + max(chunk.nbytes for chunk in chunks)
 
 
-def _also(needed_nbytes: int, enough_nbytes: int) -> str:
+def _also(needed_nbytes: int, enough_nbytes: int, *, later: bool = False) -> str:
+    if later:
+        return f" now; {_exact(enough_nbytes)} is certain to do for all chunks, unless activations grow"
     if enough_nbytes == needed_nbytes:
         return ", which is enough for every step"
     return f" now, and later accesses may need more; {_exact(enough_nbytes)} is certain to do"

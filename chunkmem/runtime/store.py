@@ -303,8 +303,7 @@ class ChunkStore:
 
     def drop(self, chunk: Chunk, tier: Tier) -> None:
         """Give a replica's slab back. Never a pinned one, never the only one of the newest version."""
-        replica = chunk.replicas[tier]
-        assert replica.pins == 0, f"{chunk.label} is pinned on {tier.value}"
+        assert chunk.replicas[tier].pins == 0, f"{chunk.label} is pinned on {tier.value}"
         assert not chunk.is_last(tier), f"{chunk.label}: its only newest replica is on {tier.value}"
         self._give_slab_back(chunk, tier)
 
@@ -351,9 +350,9 @@ class ChunkStore:
             pool.close()
 
     def _give_slab_back(self, chunk: Chunk, tier: Tier) -> None:
-        replica = chunk.replicas.pop(tier)
+        slab = chunk.replicas.pop(tier).slab  # a replica that lived on would keep the memory with its views
         del self.resident[tier][chunk.id]
         if tier is Tier.DEVICE and chunk.home is not None:
             with runtime_mode():
                 chunk.home.detach()
-        self.pools[tier].free(chunk.id.role.value, replica.slab)
+        self.pools[tier].free(chunk.id.role.value, slab)

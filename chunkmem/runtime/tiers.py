@@ -9,6 +9,7 @@ from chunkmem.config import Config, OptsConfig
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes
 from chunkmem.runtime.ledger import Ledger
+from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.pool import DevicePool
 from chunkmem.types import Tier
 
@@ -97,30 +98,30 @@ class Tiers:
             self.device, compute, capacity=opts.mem_cache_capacity if opts.with_mem_cache else 0
         )
         self.host_pool = HostArena(self.host, compute)
-        self._non_model_peak_nbytes = 0
+        self.meter = NonModelMeter(compute, self.device) if compute.is_accelerator else None
+        """Measures what else is on an accelerator; None on a CPU, where the cap does not cover that."""
+        if self.meter is not None:
+            self.device_pool.changing = self.meter.excluding
 
-    def leave_room_for_activations(self) -> None:
-        """No plan is followed: on an accelerator, give chunks what activations have left of the cap so far."""
-        if not self.compute.is_accelerator:
-            return
-        peak = self.compute.take_peak_nbytes() - self.device.low_nbytes
-        self.device_pool.room_nbytes = None
-        self.device_pool.trim()
-        self.device.low_nbytes = self.device.total_nbytes
-        self.leave_room(peak)
+    def leave_room_for_activations(self, known_nbytes: int = 0) -> None:
+        """No plan is followed: on an accelerator, give chunks what activations have left of the cap so far.
 
-    def leave_room(self, non_model_nbytes: int) -> None:
-        """On an accelerator, give chunks what this, and the activations of the steps so far, leave of the cap."""
-        if not self.compute.is_accelerator:
-            return
-        self._non_model_peak_nbytes = max(self._non_model_peak_nbytes, non_model_nbytes)
-        self.device.cap_nbytes = max(self.device.total_nbytes, self.device.limit_nbytes - self._non_model_peak_nbytes)
+        Args:
+            known_nbytes: what activations take by the plan that was followed.
+        """
+        if self.meter is not None:
+            self.meter.resume()
+            self.device_pool.room_nbytes = None
+            self.device_pool.trim()
+            left = self.device.limit_nbytes - max(known_nbytes, self.meter.highest_nbytes)
+            self.device.cap_nbytes = max(self.device.total_nbytes, left)
 
     def plan_decides(self, non_model_nbytes: int) -> None:
         """A plan is followed: all slabs together may take what its non-model data leaves of the cap at present."""
         self.device.cap_nbytes = self.device.limit_nbytes
         self.device_pool.room_nbytes = self.device.limit_nbytes - non_model_nbytes
-        self._non_model_peak_nbytes = max(self._non_model_peak_nbytes, non_model_nbytes)
+        if self.meter is not None:
+            self.meter.pause(non_model_nbytes)
 
     def plan_is_left(self) -> None:
         """No plan is followed, if one was until now."""
@@ -129,9 +130,7 @@ class Tiers:
 
     def overshoot_nbytes(self) -> int:
         """Return the bytes by which chunks and activations together passed the cap since the last call; or 0."""
-        if not self.compute.is_accelerator:
-            return 0
-        return max(0, self.compute.take_peak_nbytes() - self.device.limit_nbytes)
+        return 0 if self.meter is None else max(0, self.meter.take_total_peak_nbytes() - self.device.limit_nbytes)
 
     def non_model_nbytes(self) -> int:
         """Return the bytes of non-model data: allocated on an accelerator, or resident in this process."""

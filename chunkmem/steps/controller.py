@@ -220,6 +220,7 @@ class StepController(KnownSteps):
             clock=self._pager.store.clock,
             take_peaks=watch.take_peaks,
             sampling_interval_s=lambda: watch.sampling_interval_s,
+            left_nbytes=watch.left_nbytes,
         )
         self.now.step_log, self.now.entry, self.now.plan_executor = self.now.recorder.step_log, None, None
         self._leave_plans()

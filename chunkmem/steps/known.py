@@ -41,6 +41,11 @@ class KnownSteps:
         return None if self._training is None else self._training.trace
 
     @property
+    def traces(self) -> list[Trace]:
+        """The traces of all kinds of steps."""
+        return [trace for cache in self.kinds.values() for trace in cache.traces]
+
+    @property
     def plan(self) -> Plan | None:
         """The plan of the last training step's kind."""
         return None if self._training is None else self._training.plan

@@ -130,6 +130,11 @@ class PlanCache:
     def trace(self) -> Trace | None:
         return None if self.last is None else self.last.trace
 
+    @property
+    def traces(self) -> list[Trace]:
+        """Of all kinds of steps."""
+        return [entry.trace for entry in self._of if entry.trace is not None]
+
     def adopt(self, trace: Trace) -> None:
         """Take a trace of an earlier run, for the first kind of step that comes."""
         self.forget()

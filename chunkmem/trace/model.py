@@ -142,6 +142,11 @@ class Trace(Saved, name="chunkmem trace", error=TraceError, again="record it aga
         """Time computed in all moments."""
         return sum(moment.duration_s for moment in self.moments)
 
+    @cached_property
+    def non_model_peak_nbytes(self) -> int:
+        """Highest bytes of non-model data in any moment."""
+        return max((moment.non_model_peak_nbytes for moment in self.moments), default=0)
+
     def update(self, group: int) -> GroupUpdate:
         """Return what an update of `group` reads and writes."""
         return self._updates.get(group, _NO_UPDATE)

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
-    from chunkmem.runtime.device import ComputeDevice
+    from chunkmem.runtime.meter import NonModelMeter
 
 
 class NonModelProbe(Protocol):
@@ -29,37 +29,25 @@ class NonModelProbe(Protocol):
 
 
 class AllocatorProbe:
-    """Asks the accelerator's allocator, which knows the peak without being watched.
+    """Asks the accelerator's allocator, which knows the peak without being watched: see [Note: Non-model data]."""
 
-    The allocator counts chunks too, and its peak does not say how much of it they were. The fewest chunk bytes, of the
-    interval's begin and its end, are taken off: the peak may come out too high by what chunks grew in the interval,
-    but not too low. So take the peak once more after chunks were moved and before computing continues.
-    """
-
-    def __init__(self, compute: ComputeDevice, chunk_nbytes: Callable[[], int]) -> None:
-        """Begin to measure; `chunk_nbytes` tells the bytes of slabs on the device, kept ones included."""
-        self._compute = compute
-        self._chunk_nbytes = chunk_nbytes
+    def __init__(self, meter: NonModelMeter) -> None:
+        """Begin to measure."""
+        self._meter = meter
         self._stopped = False
-        self._begin_nbytes = chunk_nbytes()
-        compute.take_peak_nbytes()
+        meter.take_peak_nbytes()
 
     def watching(self) -> AbstractContextManager[object]:
         """Return a context that does nothing: the allocator always counts."""
         return nullcontext()
 
     def take_peak_nbytes(self) -> int:
-        """Return the allocator's peak since the last call, less the chunks; 0 once stopped. Resets its counter."""
-        if self._stopped:
-            return 0
-        begin_nbytes, self._begin_nbytes = self._begin_nbytes, self._chunk_nbytes()
-        return max(0, self._compute.take_peak_nbytes() - min(begin_nbytes, self._begin_nbytes))
+        """Return the meter's peak since the last call; 0 once stopped."""
+        return 0 if self._stopped else self._meter.take_peak_nbytes()
 
     def stop(self) -> None:
-        """Leave the allocator's counter alone from now on."""
+        """Leave the meter alone from now on."""
         self._stopped = True
-        # What the caller gave may hold a whole model.
-        self._chunk_nbytes = int
 
 
 class LiveStorageProbe:

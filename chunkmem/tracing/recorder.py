@@ -24,6 +24,7 @@ class Recorder(OnDemand):
         clock: Clock,
         take_peaks: Callable[[], tuple[int, int]],
         sampling_interval_s: Callable[[], float] = lambda: 0.0,
+        left_nbytes: Callable[[], int] = lambda: 0,
     ) -> None:
         """Begin a record.
 
@@ -33,12 +34,17 @@ class Recorder(OnDemand):
             take_peaks: returns the peak bytes of non-model data since the last call; as sampled, too.
             sampling_interval_s: returns the longest time between two samples so far; asked when the step is over. By
                 default nothing is sampled.
+            left_nbytes: returns the bytes of non-model data that the step has left behind, such as states of parameters
+                outside chunks, or outputs that are kept; asked when the step is over. Later steps have them from their
+                first moment on.
         """
         self.mode = mode
         self.step_log = StepLog(clock)
         self._take_peaks = take_peaks
         self._ask_interval_s = sampling_interval_s
         self._sampling_interval_s = 0.0
+        self._ask_left_nbytes = left_nbytes
+        self._left_nbytes = 0
         self._events: list[tuple[Kind, ChunkId, str]] = []
         self._peaks: list[tuple[int, int]] = []
 
@@ -61,6 +67,7 @@ class Recorder(OnDemand):
         self.step_log.end()
         self._close_moment()
         self._sampling_interval_s = self._ask_interval_s()
+        self._left_nbytes = self._ask_left_nbytes()
 
     def _close_moment(self) -> None:
         peaks = self._take_peaks()
@@ -80,7 +87,7 @@ class Recorder(OnDemand):
             self._close_moment()
         durations = self.step_log.durations()
         moments = tuple(
-            Moment(kind, chunk, label, durations[at], peak, sampled)
+            Moment(kind, chunk, label, durations[at], self._left_nbytes + peak, sampled)
             for at, ((kind, chunk, label), (peak, sampled)) in enumerate(zip(self._events, self._peaks, strict=True))
         )
         wanted = {moment.chunk for moment in moments}

@@ -22,12 +22,12 @@ class Watch:
             sample: run a thread, too.
         """
         self._probe: NonModelProbe
-        if tiers.compute.is_accelerator:
-            self._probe = AllocatorProbe(tiers.compute, lambda: tiers.device.total_nbytes)
+        if tiers.meter is not None:
+            self._probe = AllocatorProbe(tiers.meter)
         else:
             self._probe = LiveStorageProbe(is_chunk)
-        self.non_model_peak_nbytes = 0
-        """Highest so far, at operator boundaries."""
+        self._meter = tiers.meter
+        self._begin_nbytes = 0 if self._meter is None else self._meter.now_nbytes
         self._sampler: SamplingThread | None = None
         self._base_nbytes = 0
         self._sampled_nbytes = 0
@@ -55,9 +55,11 @@ class Watch:
         sampled, self._sampled_nbytes = self._sampled_nbytes, 0
         if self._sampler is not None:
             sampled = max(0, self._sampler.take_peak_nbytes() - self._base_nbytes)
-        peak_nbytes = self._probe.take_peak_nbytes()
-        self.non_model_peak_nbytes = max(self.non_model_peak_nbytes, peak_nbytes)
-        return peak_nbytes, sampled
+        return self._probe.take_peak_nbytes(), sampled
+
+    def left_nbytes(self) -> int:
+        """Return the non-model bytes on an accelerator that were not there at the start: what each later step finds."""
+        return 0 if self._meter is None else max(0, self._meter.now_nbytes - self._begin_nbytes)
 
     def end_sampling(self) -> None:
         """End the thread, if there is one; what it has seen is in the next `take_peaks`."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import chunkmem
+from chunkmem.optim.adam import _steps_on
 from chunkmem.types import Role, Tier
 from tests.helpers.twins import (
     AMPLE_NBYTES,
@@ -271,3 +272,12 @@ def test_states_live_where_the_configuration_says(hybrid: bool, margin: float) -
 
 def test_all_states_on_host_at_the_smallest_cap() -> None:
     same(Blocks, lambda twin: twin.steps(*STEPS), keys={"optimizer": {"params": {"use_hybrid_adam": False}}})
+
+
+def test_the_numbers_of_updates_are_copied_to_a_device_once_each() -> None:
+    """There was a copy for each parameter, and each has the host wait."""
+    steps = [torch.tensor(float(number)) for number in (3, 3, 5, 3)]
+    there = _steps_on(torch.device("meta"), steps)
+    assert {step.device.type for step in there} == {"meta"}
+    assert [step is there[0] for step in there] == [True, True, False, True]
+    assert all(a is b for a, b in zip(_steps_on(torch.device("cpu"), steps), steps, strict=True))
