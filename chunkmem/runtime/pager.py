@@ -379,6 +379,16 @@ class Pager:
             )
         self._evict(outcome, tier, below)
 
+    def shrink(self, tier: Tier, nbytes: int) -> None:
+        """Have so many bytes leave a tier, if that is possible: something else is going to need them."""
+        below = neighbor(tier)
+        need_nbytes = nbytes + self._room(tier).free_nbytes
+        outcome = make_room(need_nbytes, self._room(tier), self._room(below))
+        while isinstance(outcome, RoomPlan) and self._were_written(outcome):
+            outcome = make_room(need_nbytes, self._room(tier), self._room(below))
+        if isinstance(outcome, RoomPlan):
+            self._evict(outcome, tier, below)
+
     def _were_written(self, plan: RoomPlan) -> bool:
         """Notice writes to what is about to leave; tell whether there were any, so that it has to be decided again."""
         leaving = (*plan.drops_below, *(eviction.chunk for eviction in plan.evictions_here))

@@ -161,9 +161,10 @@ class DevicePool:
         if self.room_nbytes is None:
             self.trim()
 
-    def trim(self) -> None:
-        """Give up kept slabs until there are no more than there may be."""
-        while self._kept and self._has_too_many():
+    def trim(self, total_nbytes: int | None = None) -> None:
+        """Give up kept slabs until there are no more than there may be, and all slabs take `total_nbytes`, if given."""
+        most_nbytes = self.ledger.limit_nbytes if total_nbytes is None else total_nbytes
+        while self._kept and (self._has_too_many() or self.ledger.total_nbytes > most_nbytes):
             self._discard(self._kept[0])
 
     def _has_too_many(self) -> bool:

@@ -112,9 +112,15 @@ class Tiers:
         if self.meter is not None:
             self.meter.resume()
             self.device_pool.room_nbytes = None
-            self.device_pool.trim()
-            left = self.device.limit_nbytes - max(known_nbytes, self.meter.highest_nbytes)
-            self.device.cap_nbytes = max(self.device.total_nbytes, left)
+            left_nbytes = self.device.limit_nbytes - max(known_nbytes, self.meter.highest_nbytes)
+            self.device_pool.trim(left_nbytes)
+            self.device.cap_nbytes = max(self.device.total_nbytes, left_nbytes)
+
+    def excess_nbytes(self) -> int:
+        """Return the bytes of DEVICE that chunks take of what activations have needed so far; no plan is followed."""
+        if self.meter is None:
+            return 0
+        return max(0, self.device.total_nbytes + self.meter.highest_nbytes - self.device.limit_nbytes)
 
     def plan_decides(self, non_model_nbytes: int) -> None:
         """A plan is followed: all slabs together may take what its non-model data leaves of the cap at present."""

@@ -2,11 +2,11 @@
 
 [Note: One order] Every rank gathers and reduces the same in the same order, whatever is read inside of a unit on which
 rank. Forward gathers a unit when a call enters it. Backward gathers it when the gradients of its outputs begin to
-arrive, and again if another unit's came in between. It leaves a unit for good when it has come to it as often as forward
-did: to one that is called twice, or that has others inside, more than once. When it has left all units that a group has
-a part in, or is over, the group is reduced, if no micro-batch is thought to follow. A recomputed forward inside a
-backward counts as backward. So what is exchanged depends on the order of units alone, which is the same on all ranks,
-and not on what a rank still has.
+arrive, and again if another unit's came in between. It leaves a unit for good when it has come to it as often as
+forward did: to one that is called twice, or that has others inside, more than once. When it has left all units that a
+group has a part in, or is over, the group is reduced, if no micro-batch is thought to follow. A recomputed forward
+inside a backward counts as backward. So what is exchanged depends on the order of units alone, which is the same on all
+ranks, and not on what a rank still has.
 
 A rank that comes to the end of its step before the others, since it has had no batch, fewer micro-batches or no
 backward, takes part in what they exchange until they come, too; its gradients count as zeros.

@@ -28,7 +28,7 @@ from chunkmem.steps.timelines import LastTimelines
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.tracing.watch import Watch
-from chunkmem.types import ChunkId, Role
+from chunkmem.types import ChunkId, Role, Tier
 
 
 class StepController(KnownSteps):
@@ -239,6 +239,9 @@ class StepController(KnownSteps):
     def _leave_plans(self) -> None:
         drain(self._lanes, self._pager.store)
         self._tiers.plan_is_left()
+        if (excess_nbytes := self._tiers.excess_nbytes()) > 0:
+            self._pager.shrink(Tier.DEVICE, excess_nbytes)
+            self._tiers.leave_room_for_activations()
         self._pager.speculative.reserve({})
 
     def _take_another_way(self, kind: Kind, chunk: Chunk, reader: object, left_out: int | None) -> bool:
