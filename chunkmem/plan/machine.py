@@ -54,7 +54,7 @@ class Machine(Saved, name="chunkmem machine", error=PlanError, again="save it ag
     one_processor: bool = True
     """DEVICE and HOST compute on the same cores, so updates on them take turns."""
     shadow_nbytes: int = 0
-    """Bytes of HOST for the shadow buffers for speculative updates; 0: there are none."""
+    """Most bytes of HOST for the shadow buffers of speculative updates, of what a plan leaves; 0: there are none."""
     exchange_Bps: Speed = inf
     """Bytes of chunks that all ranks together exchange in a second, whichever rank owns them."""
 

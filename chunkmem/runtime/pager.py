@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from chunkmem.errors import CapacityError, StateError, TierIOError
+from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.leaving import Leaving
@@ -342,6 +343,9 @@ class Pager:
         if not elastic:
             self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
         outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
+        if self.store.pools[Tier.HOST].ledger.now.get(SHADOW) and self._takes_from_host(outcome, tier):
+            self.speculative.reserve({})  # speculative updates are a gain: no replica goes, and nothing stops, for them
+            outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
         while isinstance(outcome, RoomPlan) and self._were_written(outcome):
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
         if isinstance(outcome, Shortage):
@@ -354,9 +358,6 @@ class Pager:
         if isinstance(outcome, Shortage) and ledger.cap_nbytes < ledger.limit_nbytes:
             # The warm-up share is a wish; the largest moment has to fit all the same.
             ledger.cap_nbytes = min(ledger.limit_nbytes, ledger.cap_nbytes + outcome.here_nbytes)
-            outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
-        if isinstance(outcome, Shortage):
-            self.speculative.reserve({})  # speculative updates are a gain, and never a reason to stop
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
         while isinstance(outcome, Shortage) and self.holder.relieve():
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
@@ -373,6 +374,12 @@ class Pager:
                 holders=self.holder.holders(),
             )
         self._evict(outcome, tier, below)
+
+    def _takes_from_host(self, outcome: RoomPlan | Shortage, tier: Tier) -> bool:
+        """Tell whether there is too little room, or HOST would lose a replica, for room on `tier`."""
+        return isinstance(outcome, Shortage) or bool(
+            outcome.drops_below or (tier is Tier.HOST and outcome.evictions_here)
+        )
 
     def _were_written(self, plan: RoomPlan) -> bool:
         """Notice writes to what is about to leave; tell whether there were any, so that it has to be decided again."""
@@ -397,7 +404,7 @@ class Pager:
 
     def _tier_with_room(self, chunk: Chunk) -> Tier:
         """Return the first tier below DEVICE that a chunk fits as it is, else DEVICE, which can make room."""
-        fitting = (tier for tier in TIERS[1:] if self._free_nbytes(tier) >= chunk.nbytes)
+        fitting = (tier for tier in TIERS[1:] if self.store.pools[tier].ledger.spare_nbytes >= chunk.nbytes)
         return next(fitting, Tier.DEVICE)
 
     def _free_nbytes(self, tier: Tier) -> int:

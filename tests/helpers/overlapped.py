@@ -44,7 +44,8 @@ class Run:
         chunk_numel: int = 5000,
         device_nbytes: int = 72 << 10,
         threads: int | None = None,
-        undo_log_ratio: float = 0.5,
+        undo_log_ratio: float | None = 0.5,
+        host_nbytes: int = 4 << 20,
         make_lanes: Callable[[ComputeDevice], Lanes] | None = None,
         never_off: bool = True,
     ) -> None:
@@ -55,7 +56,7 @@ class Run:
                     "precision": precision,
                     "fp16": {"enabled": precision == "fp16", "initial_scale_power": 10, "loss_scale_window": 5},
                     "default_chunk_size": chunk_numel,
-                    "memory": {"device": device_nbytes, "host": 4 << 20},
+                    "memory": {"device": device_nbytes, "host": host_nbytes},
                     "gradient_clipping": max_norm,
                     "optimizer": {"params": {"use_hybrid_adam": False}},
                     "client": {"opts": opts},
