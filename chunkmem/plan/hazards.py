@@ -66,9 +66,10 @@ class LaneOperation(NamedTuple):
     nbytes: int
     """Moved by it."""
     is_ahead: bool = False
-    """An update that the host does not wait for; it does at the one of the group's moment."""
+    """An update that the host does not wait for: a speculative one, or one that `step()` leaves to its lane."""
     settles: bool = False
-    """The moment of a group that was updated speculatively: the host waits for that."""
+    """The moment of a group that was updated speculatively: the host waits for that update alone, and what waits for
+    this for all that was issued on the lane before."""
 
 
 Entry = Take | Give | Unhold | Await | LaneOperation
@@ -139,6 +140,8 @@ class SimulatedLanes:
         self._base = [0] * len(LANES)
         self._held_until = [0.0] * len(LANES)
         self._host_s = 0.0
+        self._updated_s: dict[ChunkId, float] = {}
+        """By PARAM chunk, the end of its group's last update on HOST_UPDATE."""
         self._arrived = 0
 
     def run_iteration(self, *, record: bool) -> IterationTimes:
@@ -185,6 +188,9 @@ class SimulatedLanes:
         # What a lane has seen has ended before what it runs next: a Wait implied by others changes nothing.
         if number <= seen[on]:
             return
+        if on == HOST_UPDATE and not self._one_processor:
+            # The host issues to an accelerator's queues, which cannot wait for what a thread of the host does.
+            self._host_s = max(self._host_s, self._ends[on][number])
         merged = [a if a > b else b for a, b in zip(seen, self._seen_at[on][number], strict=True)]
         merged[on] = number
         merged[lane] = _ALL
@@ -219,10 +225,14 @@ class SimulatedLanes:
         ends = self._ends[lane]
         ready_s, held_s = ends[-1], self._held_until[lane]
         if operation.settles:
-            held_s, ready_s = max(held_s, ready_s, self._host_s), max(self._host_s, self._ends[COMPUTE][-1])
-        elif self._host_s > ready_s:
+            settled_s = max(held_s, self._updated_s[operation.chunk], self._host_s)
+            ends.append(max(ready_s, settled_s))
+            ready_s = max(self._host_s, self._ends[COMPUTE][-1])
+            self._host_s = settled_s
+            return ready_s, settled_s, settled_s
+        if self._host_s > ready_s:
             ready_s = self._host_s
-        start_s = held_s if held_s > ready_s or operation.settles else ready_s
+        start_s = held_s if held_s > ready_s else ready_s
         end_s = start_s + operation.duration_s
         ends.append(end_s)
         if lane == COMPUTE:
@@ -233,7 +243,11 @@ class SimulatedLanes:
                 self._arrived = seen
             if self._one_processor:
                 self._host_s = end_s
-        elif lane == HOST_UPDATE and not operation.is_ahead:
+        elif lane == HOST_UPDATE and operation.is_ahead:
+            self._updated_s[operation.chunk] = end_s
+            if operation.writes:  # in `step()`, which waits for what the update comes after
+                self._host_s = max(self._host_s, held_s)
+        elif lane == HOST_UPDATE:
             self._host_s = end_s
         return ready_s, start_s, end_s
 

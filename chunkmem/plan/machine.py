@@ -81,6 +81,11 @@ class Machine(Saved, name="chunkmem machine", error=PlanError, again="save it ag
             if value < 0 or not isfinite(value):
                 raise PlanError(f"machine: {name} is {value}; give a finite number, 0 or more")
 
+    @property
+    def defers_updates(self) -> bool:
+        """`step()` leaves updates on HOST to their lane, and what needs their results waits for it."""
+        return self.shadow_nbytes > 0
+
     @cached_property
     def cap_nbytes(self) -> Mapping[Tier, int]:
         """The cap of each tier."""

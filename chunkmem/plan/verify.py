@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import isfinite
 
-from chunkmem.plan.ahead import log_nbytes, updates_ahead
+from chunkmem.plan.ahead import log_nbytes, update_s, updates_ahead
 from chunkmem.plan.hazards import (
     COLLECTIVE,
     COMPUTE,
@@ -186,12 +186,14 @@ class Reader:
         for replica in reads:
             self.state.need_newest(replica)
         self._ahead[update.group] = reads
-        self._issue(HOST_UPDATE, reads, (), self._host_update_s(moments[at[0]]), moments[at[0]].chunk, is_ahead=True)
-
-    def _host_update_s(self, moment: Moment) -> float:
-        nbytes = sum(self._trace.chunk_nbytes[chunk] for chunk in self._trace.update(moment.chunk.group).chunks)
-        Bps = self._machine.host_update_Bps
-        return nbytes / Bps if isfinite(Bps) else moment.duration_s
+        self._issue(
+            HOST_UPDATE,
+            reads,
+            (),
+            update_s(self._trace, moments[at[0]], self._machine),
+            moments[at[0]].chunk,
+            is_ahead=True,
+        )
 
     def _settle(self, moment: Moment) -> None:
         """The moment of a group that was updated speculatively: what was written to shadow buffers becomes theirs."""
@@ -215,9 +217,17 @@ class Reader:
                 state.need_alone(replica)
             (writes if is_written else reads).append(replica)
         if tier is Tier.HOST:
-            duration_s = 0.0 if settles else self._host_update_s(moment)
+            duration_s = 0.0 if settles else update_s(self._trace, moment, self._machine)
+            reads = [] if settles else reads
+            is_left = machine.defers_updates and not settles
             self._issue(
-                HOST_UPDATE, () if settles else tuple(reads), tuple(writes), duration_s, moment.chunk, settles=settles
+                HOST_UPDATE,
+                tuple(reads),
+                tuple(writes),
+                duration_s,
+                moment.chunk,
+                is_ahead=is_left,
+                settles=settles,
             )
             return
         nbytes, Bps = sum(self._trace.chunk_nbytes[chunk] for chunk in update.chunks), machine.device_update_Bps

@@ -26,6 +26,14 @@ from chunkmem.trace.model import Kind
 from chunkmem.types import TIERS, Role, Tier, neighbor
 
 
+def lost_error(reader: object, chunk: Chunk) -> TierIOError:
+    """Return the error of who reads a chunk that has no content any more."""
+    cause, advice = "copy or update", "load what was saved last into a new manager"
+    if chunk.id.role is Role.GRAD:
+        cause, advice = "copy", "call optimizer.zero_grad(), and repeat the step"
+    return TierIOError(f"{reader}: {chunk.label} is lost, as the {cause} that was to save it has failed; {advice}")
+
+
 class Holder(Protocol):
     """Keeps chunks pinned on DEVICE for those who use their memory in ways that no event tells of."""
 
@@ -310,10 +318,7 @@ class Pager:
                 "that module's forward, or inside manager.gather()"
             )
         if source is None:
-            advice = "load what was saved last"
-            if chunk.id.role is Role.GRAD:
-                advice = "call optimizer.zero_grad(), and repeat the step"
-            raise TierIOError(f"{reader}: {chunk.label} is lost, as the copy that was to save it has failed; {advice}")
+            raise lost_error(reader, chunk)
         if tier not in chunk.replicas:
             # The source must survive the making of room: it may look like a copy that the tier below can do without.
             chunk.replicas[source].pins += 1

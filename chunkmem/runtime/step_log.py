@@ -59,6 +59,10 @@ class StepLog:
         """A group's update has been begun ahead of its `moment`; `chunk` is its PARAM."""
         self.updates.append((moment, self._moment, chunk, event))
 
+    def left_to_lane(self, chunk: Chunk, event: Event) -> None:
+        """The update of this moment runs on its lane while the step goes on; `chunk` is its group's PARAM."""
+        self.updates.append((self._moment, self._moment, chunk, event))
+
     def exchanged(self, chunk: Chunk, issued_s: float, waited_s: float) -> None:
         """A chunk that was exchanged with other ranks since `issued_s`, and waited for since `waited_s`, is there."""
         now_s = time.perf_counter()
@@ -93,7 +97,10 @@ class StepLog:
         return [*(at for _, at in self.began[1:]), self._last_s] if self.began else []
 
     def durations(self) -> dict[int, float]:
-        """Return the seconds each moment took, waiting for copies not included; of a speculative update, its own."""
+        """Return the seconds each moment took, waiting for copies not included; of an update on its lane, its own.
+
+        One that is still under way has none.
+        """
         waited: dict[int, float] = {}
         for _, moment, _, stall_s in self.stalls:
             waited[moment] = waited.get(moment, 0.0) + stall_s
@@ -103,6 +110,8 @@ class StepLog:
         for moment, _, _, event in self.updates:
             if event.done():
                 found[moment] = event.ended_s - event.started_s
+            else:
+                found.pop(moment, None)
         return found
 
     def timeline(
