@@ -40,9 +40,9 @@ class ChunkManager:
         mesh: the ranks as a `torch.distributed.device_mesh.DeviceMesh` with the dimensions "replicate" and "shard", or
             one of them, in place of `process_group`: chunks are sharded over the one, and replicated over the other.
         exchange: a subclass of `ExchangeMethod`, to exchange chunks in a way of one's own; None: one of chunkmem's.
-        device_index: which CUDA device to compute on; None is the current one.
+        device_index: which accelerator to compute on; None is the current one.
         machine: speeds that plans are made for; None measures this machine, once, and remembers.
-        make_lanes: makes what copies while the device computes; None is threads, or streams on CUDA.
+        make_lanes: makes what copies while the device computes; None is threads, or streams on an accelerator.
 
     Raises:
         ConfigError: a key is set whose feature this version does not have, or the ranks do not fit together.

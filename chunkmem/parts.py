@@ -174,7 +174,7 @@ def make_updater(
         num_threads: of each such update; None: as many as the machine has to spare.
     """
     compute, store = memory.compute, memory.store
-    native = NativeUpdate(lambda: load_kernels(with_cuda=compute.is_accelerator))  # compiled when first needed
+    native = NativeUpdate(lambda: load_kernels(with_cuda=compute.runs_cuda_kernels))  # compiled when first needed
 
     def make_ahead(
         intent_of: Callable[[int], Intent | None], chunks_of: Callable[[int], Sequence[Chunk]]

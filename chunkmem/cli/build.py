@@ -23,7 +23,9 @@ others that share its home folder, or while an image is built.
   chunkmem build
   chunkmem build --json | jq -r '.libraries[].path'
 
-There is one of optimizer kernels and, for torch before 2.12, one that exchanges the memory of storages."""
+There is one of optimizer kernels; with a CUDA build of torch and nvcc one of those for GPUs, for the GPU of this
+machine or, where there is none, for all that nvcc knows; and, for torch before 2.12, one that exchanges the memory of
+storages."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +40,23 @@ def run(options: argparse.Namespace) -> CommandResult:
     """
     import torch
 
+    from chunkmem.runtime.build import cuda_recipe
     from chunkmem.runtime.storage import SwapBackend
 
     builders: dict[str, Callable[[], Path]] = {"kernels": _kernels}
+    notes = []
+    if torch.version.cuda is not None and cuda_recipe().compiler:
+        builders["kernels-cuda"] = _cuda_kernels
+    elif torch.version.cuda is not None:
+        notes.append(
+            "no kernels for GPUs: there is no nvcc on the PATH. Updates on a GPU will run in plain PyTorch, which is "
+            f"slower; install the CUDA toolkit {torch.version.cuda}, and run `chunkmem build` again"
+        )
     if not SwapBackend.available():
         builders["storage"] = _storage
     libraries = [_built(name, build) for name, build in builders.items()]
     lines = [line for library in libraries for line in (library["path"], _when(library))]
-    return CommandResult({"libraries": libraries, "torch": torch.__version__}, "\n".join(lines))
+    return CommandResult({"libraries": libraries, "torch": torch.__version__, "notes": notes}, "\n".join(lines + notes))
 
 
 def _when(library: Mapping[str, Any]) -> str:
@@ -65,6 +76,13 @@ def _kernels() -> Path:
     from chunkmem.runtime.build import cpu_recipe, default_cache_dir, ensure_library
 
     return ensure_library(cpu_recipe(), default_cache_dir())
+
+
+def _cuda_kernels() -> Path:
+    from chunkmem.runtime.build import cuda_recipe_in, default_cache_dir, ensure_library
+
+    folder = default_cache_dir()
+    return ensure_library(cuda_recipe_in(folder), folder)
 
 
 def _storage() -> Path:

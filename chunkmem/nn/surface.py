@@ -170,9 +170,10 @@ def _apply_to_buffers(
     inside = {id(m.param): m for child in module.modules() for m in _owned_by(child)}
     for managed in inside.values():
         probe = _probe(managed)
+        shared = probe.is_shared()  # on CUDA, always
         result = fn(probe)
         kept = result.dtype == probe.dtype and result.device == probe.device and result.stride() == probe.stride()
-        if not kept or result.is_shared() != (probe.device.type == "cuda"):
+        if not kept or result.is_shared() != shared:
             raise StateError(
                 f"parameter {managed.name} is {probe.dtype} on {probe.device} and chunkmem decides where and how it "
                 f"lives; moving or converting it is refused (asked for: {result.dtype} on {result.device}). Choose "

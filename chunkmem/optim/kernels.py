@@ -17,7 +17,7 @@ import torch
 
 from chunkmem.optim import reference
 from chunkmem.optim.segments import LOWP, HyperParameters, Outputs, Pass, Segments
-from chunkmem.runtime.build import BuildError, cpu_recipe, cuda_recipe, default_cache_dir, load_library
+from chunkmem.runtime.build import BuildError, cpu_recipe, cuda_recipe_in, default_cache_dir, load_library
 
 _PROBE_NUMEL = 4096
 _PROBE_WIDTHS = (0, 4, 8, 16)
@@ -173,7 +173,7 @@ def load_kernels(
         devices.add("cpu")
         if with_cuda:
             if not _is_registered("CUDA"):
-                load_library(cuda_recipe(nvcc), folder)
+                load_library(cuda_recipe_in(folder, nvcc=nvcc), folder)
             if problem := _problem_with_cuda(_try_cuda if try_cuda is None else try_cuda):
                 raise BuildError(problem)
             devices.add("cuda")

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from chunkmem.errors import ConfigError
+from chunkmem.runtime.device import cuda_capability
 from chunkmem.runtime.native import source_dir
 
 TORCH_TARGET_VERSION = "0x020b000000000000"
@@ -93,10 +94,21 @@ def cpu_recipe(compiler: str | None = None) -> Recipe:
     return Recipe("kernels", (found, *command[1:]) if found else (), units, link_flags)
 
 
-def cuda_recipe(nvcc: str | None = None) -> Recipe:
-    """Return how the CUDA kernels are built; they extend the library of the CPU kernels."""
+def cuda_recipe(nvcc: str | None = None, *, capability: tuple[int, int] | None = None) -> Recipe:
+    """Return how the CUDA kernels are built; they extend the library of the CPU kernels.
+
+    Args:
+        nvcc: a command; default: nvcc.
+        capability: of the one device to compile for, as `torch.cuda.get_device_capability` returns it; None: for all
+            that nvcc knows, which takes three times as long. Both have machine code, so that the driver has nothing to
+            compile, which one older than nvcc cannot.
+    """
     found = shutil.which(nvcc or "nvcc") or shutil.which("/usr/local/cuda/bin/nvcc" if nvcc is None else nvcc)
-    units = tuple((source, NVCC_FLAGS) for source in ("cuda/adam.cu", "cuda/norm.cu"))
+    target: tuple[str, ...] = ("-arch=all-major", "--threads=0")
+    if capability is not None:
+        number = "".join(map(str, capability))
+        target = (f"-gencode=arch=compute_{number},code=[sm_{number},compute_{number}]",)
+    units = tuple((source, (*NVCC_FLAGS, *target)) for source in ("cuda/adam.cu", "cuda/norm.cu"))
     # With a CPU-only torch it compiles and links, but cannot be loaded: its CUDA functions are in libtorch_cuda.
     with_cuda = ("-ltorch_cuda",) if (_torch_dir() / "lib" / "libtorch_cuda.so").exists() else ()
     link_flags = ("-shared", "-Xlinker=--no-as-needed", "-ltorch_cpu", *with_cuda)
@@ -139,6 +151,15 @@ def ensure_library(recipe: Recipe, cache_dir: Path, *, rebuild: bool = False) ->
     return path
 
 
+def cuda_recipe_in(cache_dir: Path, *, nvcc: str | None = None) -> Recipe:
+    """Return the recipe for the GPU of this process: that of all GPUs if its library is there, or if there is none."""
+    for_all = cuda_recipe(nvcc)
+    capability = cuda_capability()
+    if capability is None or _is_whole(for_all.path(cache_dir)):
+        return for_all
+    return cuda_recipe(nvcc, capability=capability)
+
+
 def load_library(recipe: Recipe, cache_dir: Path, *, load: Callable[[str], object] = torch.ops.load_library) -> Path:
     """Load the library of `recipe`, building it if there is none and once more if it cannot be loaded.
 
@@ -158,15 +179,6 @@ def load_library(recipe: Recipe, cache_dir: Path, *, load: Callable[[str], objec
                 "torch's release notes name, and run `chunkmem build`"
             ) from error
     return path
-
-
-def compile_cuda(cache_dir: Path, *, nvcc: str | None = None) -> Path:
-    """Compile and link the CUDA kernels without loading them, which needs no GPU and no CUDA build of torch.
-
-    Raises:
-        BuildError: there is no nvcc, or it fails.
-    """
-    return ensure_library(cuda_recipe(nvcc), cache_dir)
 
 
 def _compile(recipe: Recipe, folder: Path) -> Path:

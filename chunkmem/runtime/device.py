@@ -19,6 +19,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from chunkmem.errors import ConfigError
 
 _LARGE_PAGE_NBYTES = 2 << 20
+_WITHOUT_STREAMS = frozenset({"mps"})
+"""Types of accelerators that compute from the host's own memory, in one queue: there is nothing to move."""
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -87,30 +89,72 @@ def prefer_large_pages(address: int, nbytes: int) -> None:
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(inside), advice)
 
 
+def cuda_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the current CUDA device; None: there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
 class ComputeDevice:
-    """The device that models compute on, and what it can tell and do about memory."""
+    """The device that models compute on, and what it can tell and do about memory.
+
+    Any accelerator of torch's that has streams, through `torch.accelerator`. What CUDA alone has is asked for only
+    where `is_cuda`; torch calls ROCm's devices cuda too.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_accelerator = device.type != "cpu"
+        self.is_cuda = device.type == "cuda"
+        """CUDA, or ROCm: host memory can be registered for direct copies, and events can block."""
+        self.runs_cuda_kernels = self.is_cuda and torch.version.hip is None
 
     @classmethod
     def default(cls, index: int | None = None) -> ComputeDevice:
-        """Return the CUDA device `index` (the current one if None), or the CPU where there is none.
+        """Return the accelerator `index` (the current one if None), or the CPU where there is none.
 
         Raises:
             ConfigError: there is no device `index`.
         """
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is not None and found.type in _WITHOUT_STREAMS:
+            found = None
+        count = 0 if found is None else torch.accelerator.device_count()
         if index is not None and index >= max(1, count):
             raise ConfigError(f"there is no accelerator {index}: {count} are visible to this process")
-        if count == 0:
+        if found is None:
             return cls(torch.device("cpu"))
-        return cls(torch.device("cuda", torch.cuda.current_device() if index is None else index))
+        current = torch.accelerator.current_device_index()  # this starts torch's allocator, too
+        return cls(torch.device(found.type, current if index is None else index))
 
     def name(self) -> str:
-        """Return what the accelerator calls itself, or ``cpu``."""
-        return torch.cuda.get_device_name(self.device) if self.is_accelerator else self.device.type
+        """Return what the accelerator calls itself, or else its type, such as ``cpu``."""
+        find = getattr(torch.get_device_module(self.device), "get_device_name", None) if self.is_accelerator else None
+        return self.device.type if find is None else str(find(self.device))
+
+    def stream(self) -> torch.Stream:
+        """Return a new stream of the accelerator."""
+        return torch.Stream(self.device)
+
+    def current_stream(self) -> torch.Stream:
+        """Return the calling thread's current stream on the accelerator."""
+        return torch.accelerator.current_stream(self.device)
+
+    def record(self, stream: torch.Stream, *, is_awaited: bool = True) -> torch.Event:
+        """Return an event with a time, at the end of what is on `stream`.
+
+        Have other streams wait by `event.wait(stream)`: torch's `stream.wait_event` does not take an event of CUDA's.
+
+        Args:
+            stream: of the accelerator.
+            is_awaited: a thread may wait for it. CUDA's events then block such a thread, where it would else keep a
+                core busy that computing needs; other accelerators decide for themselves.
+        """
+        if self.is_cuda:
+            event: torch.Event = torch.cuda.Event(enable_timing=True, blocking=is_awaited)
+        else:
+            event = torch.Event(self.device, enable_timing=True)
+        event.record(stream)
+        return event
 
     def time_s(self, work: Callable[[], object]) -> float:
         """Return the seconds that `work` takes; on an accelerator, those of what it starts, on a stream of its own."""
@@ -118,43 +162,60 @@ class ComputeDevice:
             begin_s = time.perf_counter()
             work()
             return time.perf_counter() - begin_s
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(stream):
-            begin.record(stream)
+        stream = self.stream()
+        stream.wait_stream(self.current_stream())
+        with stream:
+            begin = self.record(stream, is_awaited=False)
             work()
-            end.record(stream)
+            end = self.record(stream)
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
     def num_update_threads(self) -> int:
-        """Return how many threads update on HOST while the device computes: all cores where that happens elsewhere."""
+        """Return how many threads update on HOST while the device computes.
+
+        With an accelerator, all cores but two: one for the thread that launches the model's operators, one for
+        autograd's, which would else be descheduled for milliseconds.
+        """
         if not self.is_accelerator:
             return torch.get_num_threads()
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, num_cores - 2)
 
     def capacity_nbytes(self) -> int:
-        """Return the bytes of memory on the device; without an accelerator, RAM."""
+        """Return the bytes of memory on the device; without an accelerator, RAM.
+
+        Raises:
+            ConfigError: torch cannot tell.
+        """
         if not self.is_accelerator:
             return ram_nbytes()
-        return int(torch.cuda.get_device_properties(self.device).total_memory)
+        try:
+            return int(torch.accelerator.get_memory_info(self.device)[1])
+        except RuntimeError as error:  # that a backend does not have it is one, too
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                f"torch cannot tell how much memory {self.device} has ({reason}); set memory.device"
+            ) from error
 
     def used_nbytes(self) -> int:
         """Return the bytes torch has allocated on the accelerator, or that this process holds in RAM."""
         if not self.is_accelerator:
             return int(psutil.Process().memory_info().rss)
-        return int(torch.cuda.memory_allocated(self.device))
+        return int(torch.accelerator.memory_allocated(self.device))
 
     def take_peak_nbytes(self) -> int:
         """Return the peak of everything torch allocated on the accelerator since the last call."""
-        peak = torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
+        peak = torch.accelerator.max_memory_allocated(self.device)
+        torch.accelerator.reset_peak_memory_stats(self.device)
         return int(peak)
 
     def pin(self, region: mmap.mmap, address: int) -> bool:
-        """Register host memory with the device for direct copies; False, with one warning, where that is refused."""
-        if not self.is_accelerator:
+        """Register host memory with CUDA for direct copies; False where there is no CUDA or, with one warning, refused.
+
+        Copies of memory that is not registered are right all the same, but may hold up the thread that issues them.
+        """
+        if not self.is_cuda:
             return False
         status = int(torch.cuda.cudart().cudaHostRegister(address, len(region), 0))
         if status != 0:

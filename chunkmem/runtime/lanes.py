@@ -1,4 +1,4 @@
-"""What copies between tiers, overlapped with computing: a thread per lane on a CPU, a stream per lane on CUDA.
+"""What copies between tiers, overlapped with computing: by lane, a thread on a CPU, a stream on an accelerator.
 
 [Note: A failed copy] Operations of a lane are in order, so to wait for one is to rely on all before it, and on all they
 came after. A copy that fails in a thread therefore fails everything issued behind it on its lane, or `after` it on
@@ -29,14 +29,14 @@ def open_lanes(compute: ComputeDevice, *, blocking: bool) -> Lanes:
     """Return the lanes for `compute`; with `blocking`, a copy is done when `copy` returns."""
     if blocking:
         return BlockingLanes(compute)
-    return StreamLanes(compute.device) if compute.is_accelerator else ThreadLanes()
+    return StreamLanes(compute) if compute.is_accelerator else ThreadLanes()
 
 
 class BlockingLanes:
-    """Copies run in the calling thread (on CUDA, on its current stream) and are done when `copy` returns."""
+    """Copies run in the calling thread (on an accelerator, on its current stream) and are done when `copy` returns."""
 
     def __init__(self, compute: ComputeDevice) -> None:
-        self._clock = StreamClock(compute.device) if compute.is_accelerator else None
+        self._clock = StreamClock(compute) if compute.is_accelerator else None
         self._closed = False
 
     def copy(

@@ -30,7 +30,7 @@ _COPY_NBYTES = 8 * 2**20
 _NUM_COPIES = 8
 """Copied one after the other, so that a copy does not find its bytes in a cache."""
 _SMALL_NBYTES = 64
-_UPDATE_NUMEL = {"cuda": 2**24, "cpu": 2**22}
+_UPDATE_NUMEL = {"accelerator": 2**24, "cpu": 2**22}
 _UPDATE_NBYTES_PER_ELEMENT = 16
 """PARAM, GRAD and two states in float32."""
 _MIN_REPEATS, _MAX_REPEATS = 3, 32
@@ -148,8 +148,8 @@ def _ram_copies(compute: ComputeDevice) -> Callable[[], float]:
 
 
 def _link_copies(compute: ComputeDevice, nbytes: int, *, to_device: bool) -> Callable[[], float]:
-    """Return what copies between pinned memory and the accelerator, and how long that took."""
-    host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
+    """Return what copies between the accelerator and memory as HOST has it, and how long that took."""
+    host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=compute.is_cuda)
     device = torch.ones(nbytes, dtype=torch.uint8, device=compute.device)
     target, source = (device, host) if to_device else (host, device)
     return lambda: compute.time_s(lambda: target.copy_(source, non_blocking=True))
@@ -182,7 +182,7 @@ def _hand_over_s(budget_s: float) -> float:
 
 
 def _update_Bps(compute: ComputeDevice, budget_s: float) -> float:
-    numel = _UPDATE_NUMEL[compute.device.type]
+    numel = _UPDATE_NUMEL["accelerator" if compute.is_accelerator else "cpu"]
     param, grad, average, average_sq = (torch.ones(numel, dtype=torch.float32, device=compute.device) for _ in range(4))
     step = torch.ones((), dtype=torch.float32, device=compute.device)
 

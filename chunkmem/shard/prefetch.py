@@ -12,7 +12,8 @@ Then, too, a reduction is waited for when the next one begins, or backward is ov
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from chunkmem.errors import CapacityError, RankError
@@ -31,6 +32,16 @@ class Reduces(Protocol):
     def finish(self) -> None: ...
 
     def join(self, lists: Sequence[Groups]) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What repeats from step to step; a rank that had no batch takes it from one that had."""
+
+    num_backwards: int
+    """0: no rank had a batch."""
+    visits: Mapping[tuple[str, Groups], int]
+    """How often the last backward came to each unit, by its name and groups."""
 
 
 _AHEAD = "gathering ahead"
@@ -100,26 +111,25 @@ class PrefetchSchedule:
             what, lists = asked
             self._reduction.join(lists) if what == "reduce" else self._shards.join_gather(lists)
 
-    def end_step(self, *, always: Sequence[int], num_backwards: int) -> int:
-        """The step is over; return how many backwards it had on a rank that had all of it.
+    def end_step(self, *, always: Sequence[int], own: StepShape) -> StepShape:
+        """The step is over; return what it was on a rank that had all of it.
 
         Args:
             always: groups that are held all the time.
-            num_backwards: on this rank.
+            own: what it was on this rank.
 
         Raises what `gather` does.
         """
         self._drop()
         complete = self._shards.ranks.end_step()
         if complete is not None:  # ranks that only took part do not know the order of units
-            own = (self._log, num_backwards)
-            self._log, num_backwards = self._shards.ranks.broadcast_object(own, source=complete, label=_ORDER)
+            self._log, own = self._shards.ranks.broadcast_object((self._log, own), source=complete, label=_ORDER)
         self.was_empty = not self._log
         if self._log and self._log != self._schedule:
             self._schedule = self._log
             self.has_room = self._shards.fits_beside(self._gathers(), always=always)
         self._log, self._is_alike = [], True
-        return num_backwards
+        return own
 
     def largest(self) -> Groups:
         """Return the groups of the largest gather of the step before; none if there was no gather."""

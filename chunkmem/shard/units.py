@@ -2,9 +2,10 @@
 
 [Note: One order] Every rank gathers and reduces the same in the same order, whatever is read inside of a unit on which
 rank. Forward gathers a unit when a call enters it. Backward gathers it when the gradients of its outputs begin to
-arrive, and again if another unit's came in between; when it has left all units that a group has a part in, the group
-is reduced, if no micro-batch is thought to follow. A recomputed forward inside a backward counts as backward. So what
-is exchanged depends on the order of units alone, which is the same on all ranks, and not on what a rank still has.
+arrive, and again if another unit's came in between. It leaves a unit twice that is called twice, or that has others
+inside: when it has left all units that a group has a part in as often as the last backward of the step before did, the
+group is reduced, if no micro-batch is thought to follow. A recomputed forward inside a backward counts as backward. So
+what is exchanged depends on the order of units alone, which is the same on all ranks, and not on what a rank still has.
 
 A rank that comes to the end of its step before the others, since it has had no batch, fewer micro-batches or no
 backward, takes part in what they exchange until they come, too; its gradients count as zeros.
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from chunkmem.shard.prefetch import PrefetchSchedule, Reduces
+from chunkmem.shard.prefetch import PrefetchSchedule, Reduces, StepShape
 from chunkmem.shard.shards import ShardStore
 
 
@@ -31,6 +32,11 @@ class Unit:
     """What is in no other unit; backward may come back to it at any time."""
     depth: int = field(default=0, init=False)
     """Calls of it that run."""
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """What tells it from others, alike on all ranks."""
+        return self.name, self.groups
 
     def __str__(self) -> str:
         return f"unit {self.name}"
@@ -49,6 +55,8 @@ class Units:
         self._expected: int | None = None
         """Backwards a step: declared, or as many as the step before had; None: not known."""
         self._is_declared = False
+        self._visits: Mapping[tuple[str, tuple[int, ...]], int] = {}
+        """How often the last backward of the step before came to each unit."""
         self._marked: list[nn.Module] = []
         self._users: dict[int, set[Unit]] = {}
         """By group: the units that have a part in it."""
@@ -58,8 +66,10 @@ class Units:
         """Held by a backward."""
         self._last: Unit | None = None
         """The one that backward is in."""
-        self._visited: dict[Unit, None] = {}
-        """Those that the running backward has been in."""
+        self._visited: dict[Unit, int] = {}
+        """How often the running backward has come to each that it has been in."""
+        self._last_visited: dict[Unit, int] = {}
+        """The same of the last backward that is over."""
         self._reduced: set[int] = set()
         """Groups that it has reduced."""
         self._is_last = False
@@ -145,7 +155,7 @@ class Units:
         if unit is None or unit is self._last or self._shards is None:
             return
         is_first = not self._visited
-        self._visited[unit] = None
+        self._visited[unit] = self._visited.get(unit, 0) + 1
         if is_first:
             self._begin_backward()
         self._last = unit
@@ -161,9 +171,11 @@ class Units:
     def end_backward(self) -> None:
         """No backward runs any more."""
         if self._visited:
+            self._release_backward()
             self._reduce_left(is_over=True)
             assert self.prefetch is not None
             self.prefetch.settle()
+            self._last_visited = dict(self._visited)
         self._close_backward()
 
     def begin_root(self, *, grad_enabled: bool) -> None:
@@ -180,10 +192,13 @@ class Units:
         if self.prefetch is None:
             return
         roots = {group for users in self._users.values() for unit in users if unit.is_root for group in unit.groups}
-        num_backwards = self.prefetch.end_step(always=sorted(roots), num_backwards=self._num_backwards)
-        if num_backwards and not self._is_declared:
-            self._expected = num_backwards
+        own = StepShape(self._num_backwards, {unit.key: count for unit, count in self._last_visited.items()})
+        shape = self.prefetch.end_step(always=sorted(roots), own=own)
+        if shape.num_backwards:
+            self._visits = shape.visits
+            self._expected = self._expected if self._is_declared else shape.num_backwards
         self._num_backwards = 0
+        self._last_visited = {}
         self._is_in_step = False
 
     def reset(self) -> None:
@@ -209,8 +224,10 @@ class Units:
         self._reduced = set()
 
     def _is_left(self, unit: Unit) -> bool:
-        """Backward has been in it, and is not thought to come back."""
-        return unit in self._visited and unit is not self._last and not unit.is_root
+        """Backward has been in it, and is not thought to come back; in the first step nothing is known of that."""
+        known = self._visits.get(unit.key)
+        is_done = known is not None and self._visited.get(unit, 0) >= known
+        return is_done and unit is not self._last and not unit.is_root
 
     def _reduce_left(self, *, is_over: bool = False) -> None:
         """Reduce what only units that backward has left have a part in; when it is over, all that it has been in."""
@@ -230,6 +247,9 @@ class Units:
     def _close_backward(self) -> None:
         self._last, self._is_last = None, False
         self._visited.clear()
+        self._release_backward()
+
+    def _release_backward(self) -> None:
         open_units, self._backward = self._backward, {}
         for unit in open_units:
             self._release(unit)

@@ -1,4 +1,5 @@
-// The update on CUDA, in place or not: one launch a tensor, on the current stream, and nothing waits for the device.
+// The update on CUDA, in place or not: one launch for many tensors, on the current stream, and nothing waits for the
+// device.
 #include "common.h"
 
 namespace chunkmem {
@@ -26,9 +27,23 @@ __device__ void copy_group(const float* from, float* to) {
 
 // Elements `head` to `head + kGroup * num_groups` lie on boundaries of 16 bytes in all tensors; the others go one by
 // one, to the threads behind those of the groups.
+struct AdamWork {
+  Segment segment;
+  int64_t head;
+  int64_t num_groups;
+};
+
+constexpr int kMostTensors = 24;
+using AdamBatch = Batch<AdamWork, kMostTensors>;
+static_assert(sizeof(AdamBatch) <= kMostArgumentBytes);
+
 template <Dtype kGrad, Dtype kOut>
-__global__ void adam_kernel(Segment s, int64_t head, int64_t num_groups) {
-  const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+__global__ void adam_kernel(const __grid_constant__ AdamBatch batch) {
+  const Dealt mine = dealt(batch);
+  const AdamWork& work = batch.work[mine.piece];
+  const Segment& s = work.segment;
+  const int64_t head = work.head, num_groups = work.num_groups;
+  const int64_t thread = mine.block * kThreads + threadIdx.x;
   if (thread >= num_groups) {
     const int64_t single = thread - num_groups;
     const int64_t i = single < head ? single : single + kGroup * num_groups;
@@ -84,35 +99,39 @@ int64_t find_head(const Segment& s, Dtype grad) {
   return s.numel;
 }
 
-template <Dtype kGrad, Dtype kOut>
-void launch(const Segment& s, cudaStream_t stream) {
-  const int64_t head = find_head(s, kGrad), num_groups = (s.numel - head) / kGroup;
-  const int64_t num_threads = s.numel - (kGroup - 1) * num_groups;
-  adam_kernel<kGrad, kOut><<<num_thread_blocks(num_threads), kThreads, 0, stream>>>(s, head, num_groups);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+template <Dtype kGrad>
+void launch_adam(const AdamBatch& batch, Dtype out, cudaStream_t stream) {
+  switch (out) {
+    case Dtype::kBFloat16: return launch(adam_kernel<kGrad, Dtype::kBFloat16>, batch.num_blocks(), stream, batch);
+    case Dtype::kHalf: return launch(adam_kernel<kGrad, Dtype::kHalf>, batch.num_blocks(), stream, batch);
+    default: return launch(adam_kernel<kGrad, Dtype::kNone>, batch.num_blocks(), stream, batch);
+  }
 }
 
-template <Dtype kGrad>
-void launch(const Segment& s, Dtype out, cudaStream_t stream) {
-  switch (out) {
-    case Dtype::kBFloat16: return launch<kGrad, Dtype::kBFloat16>(s, stream);
-    case Dtype::kHalf: return launch<kGrad, Dtype::kHalf>(s, stream);
-    default: return launch<kGrad, Dtype::kNone>(s, stream);
+void launch_adam(const AdamBatch& batch, Dtype grad, Dtype out, cudaStream_t stream) {
+  if (batch.count == 0) return;
+  switch (grad) {
+    case Dtype::kBFloat16: return launch_adam<Dtype::kBFloat16>(batch, out, stream);
+    case Dtype::kHalf: return launch_adam<Dtype::kHalf>(batch, out, stream);
+    default: return launch_adam<Dtype::kFloat>(batch, out, stream);
   }
 }
 
 void run_adam(const AdamCall& call, const Tensor& on) {
   const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
   const cudaStream_t stream = current_stream(on);
-  const Dtype out = dtype_of(call.out_type);
+  const Dtype grad = dtype_of(call.grad_type), out = dtype_of(call.out_type);
+  AdamBatch batch;
   for (const Segment& s : call.segments) {
     if (s.numel == 0) continue;
-    switch (call.grad_type) {
-      case ScalarType::BFloat16: launch<Dtype::kBFloat16>(s, out, stream); break;
-      case ScalarType::Half: launch<Dtype::kHalf>(s, out, stream); break;
-      default: launch<Dtype::kFloat>(s, out, stream);
+    const int64_t head = find_head(s, grad), num_groups = (s.numel - head) / kGroup;
+    batch.add({s, head, num_groups}, num_thread_blocks(s.numel - (kGroup - 1) * num_groups));
+    if (batch.count == kMostTensors) {
+      launch_adam(batch, grad, out, stream);
+      batch = {};
     }
   }
+  launch_adam(batch, grad, out, stream);
 }
 
 void adamw_(CHUNKMEM_ADAM_PARAMETERS) {

@@ -28,16 +28,40 @@ __device__ double sum_squares(const void* block, Dtype dtype, float unscale) {
 
 __device__ int64_t warp_index() { return (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp; }
 
-__global__ void whole_blocks(const char* data, Dtype dtype, int64_t num_blocks, float unscale, double* sums) {
-  const int64_t block = warp_index();
-  if (block >= num_blocks) return;
+constexpr int kMostRuns = 96, kMostPieces = 96;
+
+// Whole blocks of one tensor.
+struct Run {
+  const char* data;
+  int64_t num_blocks;
+  double* sums;
+};
+using Runs = Batch<Run, kMostRuns>;
+static_assert(sizeof(Runs) <= kMostArgumentBytes - 64);
+
+__global__ void whole_blocks(const __grid_constant__ Runs runs, Dtype dtype, float unscale) {
+  const Dealt mine = dealt(runs);
+  const Run& run = runs.work[mine.piece];
+  const int64_t block = (mine.block * kThreads + threadIdx.x) / kWarp;
+  if (block >= run.num_blocks) return;
   const int64_t nbytes = dtype == Dtype::kFloat ? 4 : 2;
-  write_fold(sum_squares(data + block * kNormBlock * nbytes, dtype, unscale), sums + block);
+  write_fold(sum_squares(run.data + block * kNormBlock * nbytes, dtype, unscale), run.sums + block);
 }
 
-__global__ void copy_piece(const char* data, Dtype dtype, int64_t numel, float* to) {
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < numel) to[i] = load(data, dtype, i);
+// A piece of a block that is put together.
+struct Piece {
+  const char* data;
+  int64_t numel;
+  float* to;
+};
+using Pieces = Batch<Piece, kMostPieces>;
+static_assert(sizeof(Pieces) <= kMostArgumentBytes - 64);
+
+__global__ void copy_pieces(const __grid_constant__ Pieces pieces, Dtype dtype) {
+  const Dealt mine = dealt(pieces);
+  const Piece& piece = pieces.work[mine.piece];
+  const int64_t i = mine.block * kThreads + threadIdx.x;
+  if (i < piece.numel) piece.to[i] = load(piece.data, dtype, i);
 }
 
 constexpr int kMostTargets = 256;
@@ -61,30 +85,34 @@ __global__ void next_level(const double* values, int64_t num_values, double* sum
 }
 
 __global__ void write_result(const double* sum, double* result) {
+  if (threadIdx.x > 0) return;
   result[0] = *sum;
   result[1] = isfinite(*sum) ? 1.0 : 0.0;
 }
 
 unsigned thread_blocks_of_warps(int64_t num_warps) { return num_thread_blocks(num_warps * kWarp); }
 
-// A block that is put together, and from where its pieces come.
-struct Piece {
-  const char* data;
-  int64_t numel;
-  int64_t gathered;  // which of the blocks put together
-  int64_t offset;    // in it
-};
-
-struct Blocks {
-  std::vector<Piece> pieces;
-  std::vector<int64_t> targets;
+// Where the pieces of the blocks that are put together come from.
+struct Rest {
+  struct From {
+    const char* data;
+    int64_t numel;
+    int64_t at;  // among the elements of all these blocks
+  };
+  std::vector<From> pieces;
+  std::vector<int64_t> targets;  // of each such block: which one it is of all
 };
 
 // Launches the whole blocks of all tensors; returns what the others consist of.
-Blocks launch_whole_blocks(const Tensors& grads, float unscale, double* sums, cudaStream_t stream) {
-  Blocks rest;
+Rest launch_whole_blocks(const Tensors& grads, float unscale, double* sums, cudaStream_t stream) {
+  Rest rest;
+  Runs runs;
   const Dtype dtype = dtype_of(grads[0].scalar_type());
   const int64_t nbytes = int64_t(grads[0].element_size());
+  const auto launch_runs = [&] {
+    if (runs.count > 0) launch(whole_blocks, runs.num_blocks(), stream, runs, dtype, unscale);
+    runs = {};
+  };
   int64_t begin = 0;
   for (const Tensor& grad : grads) {
     const char* data = static_cast<const char*>(grad.const_data_ptr());
@@ -93,41 +121,42 @@ Blocks launch_whole_blocks(const Tensors& grads, float unscale, double* sums, cu
       const int64_t block = at / kNormBlock, num_blocks = end / kNormBlock - block;
       const char* from = data + (at - begin) * nbytes;
       if (at % kNormBlock == 0 && num_blocks > 0) {
-        whole_blocks<<<thread_blocks_of_warps(num_blocks), kThreads, 0, stream>>>(from, dtype, num_blocks, unscale,
-                                                                               sums + block);
-        STD_CUDA_KERNEL_LAUNCH_CHECK();
+        runs.add({from, num_blocks, sums + block}, thread_blocks_of_warps(num_blocks));
+        if (runs.count == kMostRuns) launch_runs();
         at += num_blocks * kNormBlock;
       } else {
         const int64_t numel = std::min(end, (block + 1) * kNormBlock) - at;
         if (rest.targets.empty() || rest.targets.back() != block) rest.targets.push_back(block);
-        rest.pieces.push_back({from, numel, int64_t(rest.targets.size()) - 1, at % kNormBlock});
+        rest.pieces.push_back({from, numel, int64_t(rest.targets.size() - 1) * kNormBlock + at % kNormBlock});
         at += numel;
       }
     }
     begin = end;
   }
+  launch_runs();
   return rest;
 }
 
-void launch_gathered_blocks(const Tensors& grads, const Blocks& rest, float unscale, double* sums,
-                            cudaStream_t stream) {
+void launch_gathered_blocks(const Tensors& grads, const Rest& rest, float unscale, double* sums, cudaStream_t stream) {
   const int64_t num_blocks = int64_t(rest.targets.size());
   if (num_blocks == 0) return;
   Tensor gathered = torch::stable::new_zeros(grads[0], {num_blocks * kNormBlock}, ScalarType::Float);
   float* data = gathered.mutable_data_ptr<float>();
   const Dtype dtype = dtype_of(grads[0].scalar_type());
-  for (const Piece& piece : rest.pieces) {
-    copy_piece<<<num_thread_blocks(piece.numel), kThreads, 0, stream>>>(
-        piece.data, dtype, piece.numel, data + piece.gathered * kNormBlock + piece.offset);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  for (size_t first = 0; first < rest.pieces.size(); first += kMostPieces) {
+    Pieces pieces;
+    for (size_t i = first; i < std::min(rest.pieces.size(), first + kMostPieces); ++i) {
+      const Rest::From& from = rest.pieces[i];
+      pieces.add({from.data, from.numel, data + from.at}, num_thread_blocks(from.numel));
+    }
+    launch(copy_pieces, pieces.num_blocks(), stream, pieces, dtype);
   }
   for (int64_t first = 0; first < num_blocks; first += kMostTargets) {
     const int count = int(std::min<int64_t>(kMostTargets, num_blocks - first));
     Targets targets;
     std::copy_n(rest.targets.begin() + first, count, targets.block);
-    gathered_blocks<<<thread_blocks_of_warps(count), kThreads, 0, stream>>>(data + first * kNormBlock, targets, count,
-                                                                          unscale, sums);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(gathered_blocks, thread_blocks_of_warps(count), stream, data + first * kNormBlock, targets, count, unscale,
+           sums);
   }
 }
 
@@ -140,20 +169,18 @@ Tensor norm_and_finite(Tensors grads, double unscale, int64_t num_threads) {
   for (const Tensor& grad : grads) numel += grad.numel();
   int64_t num_sums = std::max<int64_t>(1, (numel + kNormBlock - 1) / kNormBlock);
   Tensor sums = torch::stable::new_zeros(grads[0], {num_sums}, ScalarType::Double);
-  const Blocks rest = launch_whole_blocks(grads, float(unscale), sums.mutable_data_ptr<double>(), stream);
+  const Rest rest = launch_whole_blocks(grads, float(unscale), sums.mutable_data_ptr<double>(), stream);
   launch_gathered_blocks(grads, rest, float(unscale), sums.mutable_data_ptr<double>(), stream);
   while (num_sums > 1) {
     const int64_t num_values = num_sums;
     num_sums = (num_values + kNormBlock - 1) / kNormBlock;
     Tensor next = torch::stable::new_empty(grads[0], {num_sums}, ScalarType::Double);
-    next_level<<<thread_blocks_of_warps(num_sums), kThreads, 0, stream>>>(
-        sums.mutable_data_ptr<double>(), num_values, next.mutable_data_ptr<double>(), num_sums);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(next_level, thread_blocks_of_warps(num_sums), stream, sums.mutable_data_ptr<double>(), num_values,
+           next.mutable_data_ptr<double>(), num_sums);
     sums = next;
   }
   Tensor result = torch::stable::new_empty(grads[0], {2}, ScalarType::Double);
-  write_result<<<1, 1, 0, stream>>>(sums.mutable_data_ptr<double>(), result.mutable_data_ptr<double>());
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(write_result, 1, stream, sums.mutable_data_ptr<double>(), result.mutable_data_ptr<double>());
   return result;
 }
 

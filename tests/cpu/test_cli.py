@@ -20,6 +20,7 @@ from chunkmem.layout.spec import TensorSpec
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane, Plan
 from chunkmem.plan.simulate import simulate
+from chunkmem.runtime.build import Recipe
 from chunkmem.trace.model import Trace
 from chunkmem.types import Tier
 from tests.helpers.traces import training_trace
@@ -307,7 +308,7 @@ def test_build_builds_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "torch"))
     data = json_of(run, "build")
-    assert data.keys() == {"libraries", "torch"}
+    assert data.keys() == {"libraries", "torch", "notes"}
     for library in data["libraries"]:
         assert library.keys() == LIBRARY_KEYS
         path = Path(library["path"])
@@ -319,3 +320,25 @@ def test_build_builds_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     status, text = run("build")
     assert status == 0
     assert text.splitlines()[:2] == [data["libraries"][0]["path"], "was there already"]
+
+
+@pytest.mark.parametrize("has_nvcc", [True, False])
+def test_build_builds_kernels_for_gpus(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_nvcc: bool
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    made: list[str] = []
+
+    def ensure(recipe: Recipe, cache_dir: Path) -> Path:
+        made.append(recipe.name)
+        return Path(__file__)
+
+    monkeypatch.setattr("chunkmem.runtime.build.ensure_library", ensure)
+    compiler = ("nvcc",) if has_nvcc else ()
+    monkeypatch.setattr(
+        "chunkmem.runtime.build.cuda_recipe", lambda nvcc=None: Recipe("kernels-cuda", compiler, (), ())
+    )
+    status, text = run("build")
+    assert status == 0
+    assert (made[:2] == ["kernels", "kernels-cuda"]) == has_nvcc
+    assert ("there is no nvcc on the PATH" in text) != has_nvcc

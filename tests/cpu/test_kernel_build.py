@@ -17,7 +17,7 @@ import torch
 from chunkmem.optim import kernels
 from chunkmem.optim.segments import HyperParameters, Segments
 from chunkmem.runtime import build
-from chunkmem.runtime.build import BuildError, compile_cuda, cpu_recipe, ensure_library, load_library
+from chunkmem.runtime.build import BuildError, cpu_recipe, cuda_recipe, cuda_recipe_in, ensure_library, load_library
 
 ROOT = Path(__file__).parents[2]
 
@@ -253,6 +253,39 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
 @pytest.mark.full  # `make check` runs it
 @pytest.mark.skipif(not build.cuda_recipe().compiler, reason="needs nvcc")
 def test_the_cuda_kernels_compile(tmp_path: Path) -> None:
-    library = compile_cuda(tmp_path).read_bytes()
+    library = ensure_library(cuda_recipe(capability=(9, 0)), tmp_path).read_bytes()
     assert b"adam_kernel" in library
     assert b"chunkmem" in library
+
+
+# For which GPU.
+
+
+def targets(recipe: build.Recipe) -> set[str]:
+    return {flag for _, flags in recipe.units for flag in flags if "arch" in flag}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "cuda_capability", lambda: (9, 0))
+
+
+def test_without_a_gpu_the_library_is_for_all(tmp_path: Path) -> None:
+    assert targets(cuda_recipe_in(tmp_path)) == {"-arch=all-major"}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_with_a_gpu_the_library_is_for_that_one(tmp_path: Path) -> None:
+    assert targets(cuda_recipe_in(tmp_path)) == {"-gencode=arch=compute_90,code=[sm_90,compute_90]"}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_library_for_all_that_is_there_is_used(
+    tmp_path: Path, compiler: Callable[[str], str], calls: Callable[[], int]
+) -> None:
+    nvcc = compiler(WORKS)
+    built = ensure_library(cuda_recipe(nvcc), tmp_path)
+    num_calls = calls()
+    recipe = cuda_recipe_in(tmp_path, nvcc=nvcc)
+    assert targets(recipe) == {"-arch=all-major"}
+    assert (ensure_library(recipe, tmp_path), calls()) == (built, num_calls)

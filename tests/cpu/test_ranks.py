@@ -116,11 +116,13 @@ def test_collectives_of_the_library_come_close(teams: dict[int, Team], size: int
         assert outcome.losses == pytest.approx(losses[rank], abs=1e-5)
 
 
+@pytest.mark.parametrize("model", ["tied", "reused"])
 @pytest.mark.parametrize("keys", [{}, {"says_last": True}], ids=["guessed", "said"])
-def test_micro_batches_are_reduced_once_a_step(teams: dict[int, Team], keys: dict[str, Any]) -> None:
-    task = Task(micro_batches=3, steps=5, **keys)
+def test_micro_batches_are_reduced_once_a_step(teams: dict[int, Team], keys: dict[str, Any], model: str) -> None:
+    """Also where backward comes to a unit twice."""
+    task = Task(model, micro_batches=3, steps=5, **keys)
     _, weights, states = serial(task, 2)
-    one = run(teams, 2, Task(steps=5, **keys))
+    one = run(teams, 2, Task(model, steps=5, **keys))
     for outcome in run(teams, 2, task):
         assert outcome.num_reductions == one[0].num_reductions
         assert_equal(outcome, weights, states)

@@ -4,13 +4,15 @@
 does not look at results. It follows who has to be done before whom, and reports two accesses to the same memory that
 nothing orders, whatever happened to come first.
 
-The model. Five actors work, each in its own order: HOST, the thread that runs the training loop, autograd and every
-decision; COMPUTE, an accelerator's stream; the lanes H2D and D2H; and HOST_UPDATE. Everything is really done at once
+The model. Six actors work, each in its own order: HOST, the thread that runs the training loop, autograd and every
+decision; COMPUTE, an accelerator's stream; the lanes H2D and D2H; HOST_UPDATE; and COLLECTIVE, the stream of a library
+that exchanges chunks between ranks, of which each has a checker of its own. Everything is really done at once
 and in RAM, in the order in which it is issued, which is one of the orders that a sound program allows; only the clocks
 are late. An actor has a vector clock: for every actor, how many of its operations are over for certain. The edges,
 which join clocks, are
 
-    launch    HOST to COMPUTE, H2D, D2H, HOST_UPDATE: what is issued comes after all HOST knew then
+    launch    HOST to COMPUTE, H2D, D2H, HOST_UPDATE, COLLECTIVE: what is issued comes after all HOST knew then
+    exchange  COMPUTE to COLLECTIVE where one is issued, COLLECTIVE to COMPUTE where it is waited for, as in NCCL
     after     event to lane: a copy or an update comes after the events it is given
     stream    event to COMPUTE: `compute_waits`
     wait      event to HOST (to HOST_UPDATE inside of its work): `Event.wait`, and `drain` for all but COMPUTE
@@ -29,8 +31,9 @@ are in cells of 64 bytes, so parameters of one chunk do not conflict. Memory of 
 when it is allocated and when it is given up: torch's allocator orders its reuse on the stream that computes alone.
 
 What it cannot see: memory other than slabs (activations, tensors of users); operators inside of tensor subclasses that
-take themselves apart, unless the runtime runs them; several computing streams or threads of autograd; exchanges
-between ranks; how CUDA's own streams and events behave, as lanes here only stand for them. A view counts from its
+take themselves apart, unless the runtime runs them; several computing streams or threads of autograd; what other ranks
+do to this one's memory but for exchanges; how CUDA's own streams and events behave, as lanes here only stand for them.
+A view counts from its
 first byte to its last. Waits of users (`loss.item()`) order nothing here: the runtime must not rely on them. It may on
 its own: what `runtime_mode` computes of chunks, such as a norm, is followed until it is read as a number.
 """
@@ -38,6 +41,7 @@ its own: what `runtime_mode` computes of chunks, such as a norm, is followed unt
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Self
@@ -46,10 +50,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from tests.helpers.access_order import AccessOrder
+from tests.helpers.ordered_exchange import ordered
 from tests.helpers.simulated import ClockedLanes, DeviceSlabs, HostSlabs, SimulatedAccelerator
 from tests.helpers.vector_clocks import Race
 
@@ -92,6 +98,10 @@ class HappensBefore(AccessOrder):
         """Return lanes whose order is followed."""
         return ClockedLanes(self)
 
+    def exchange(self, method: type[ExchangeMethod]) -> type[ExchangeMethod]:
+        """Return a way to exchange chunks whose order is followed."""
+        return ordered(method, self)
+
     @property
     def races(self) -> list[Race]:
         return self.memory.races
@@ -112,13 +122,15 @@ class _Observer(TorchDispatchMode):
     def __init__(self, order: AccessOrder) -> None:
         super().__init__()
         self._order = order
+        self._thread = threading.get_ident()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():  # parameters that serve themselves have been served
             result = func(*args, **kwargs)
             schema = func._schema
-            if schema.name in _WITHOUT_MEMORY or func.is_view:
+            is_library = threading.get_ident() != self._thread  # gloo copies in threads of its own: a part of exchanges
+            if schema.name in _WITHOUT_MEMORY or func.is_view or is_library:
                 return result
             accesses: dict[bool, list[torch.Tensor]] = {False: [], True: []}
             named = {argument.name: argument for argument in schema.arguments}

@@ -31,6 +31,11 @@ class SimulatedAccelerator(ComputeDevice):
     def name(self) -> str:
         return "simulated in RAM"
 
+    def time_s(self, work: Callable[[], object]) -> float:
+        begin_s = time.perf_counter()
+        work()
+        return time.perf_counter() - begin_s
+
     def num_update_threads(self) -> int:
         return 1
 

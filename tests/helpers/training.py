@@ -227,7 +227,7 @@ def repeats(case: ZooModel) -> bool:
 
 def compute_device() -> torch.device:
     """Where the operators run: the accelerator if there is one."""
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def capped(case: ZooModel, device_nbytes: int) -> chunkmem.Config:

@@ -26,6 +26,8 @@ class Actor(IntEnum):
     H2D = 2
     D2H = 3
     HOST_UPDATE = 4
+    COLLECTIVE = 5
+    """What a library does between ranks, on a stream of its own."""
 
 
 @dataclass(frozen=True)

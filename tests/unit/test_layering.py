@@ -39,7 +39,8 @@ LAYERS = (
 STDLIB_ONLY = LAYERS[: LAYERS.index(("plan",)) + 1]
 
 HOMES = {
-    "torch.cuda": {"runtime.device", "runtime.streams", "tracing.probe"},
+    "torch.cuda": {"runtime.device"},
+    "torch.accelerator": {"runtime.device"},
     "torch.distributed": {
         "comm.connection",
         "comm.agreement",
