@@ -183,10 +183,11 @@ class OptsConfig(
         None,
         about="Threads of such an update; null: all cores but two, or without an accelerator as many as torch uses.",
     )
-    undo_log_ratio: float = option(
-        _SHARE,
-        0.05,
-        about="Share of the cap on HOST for the shadow buffers that such updates write to before `step()`.",
+    undo_log_ratio: float | None = option(
+        either(NULL, _SHARE),
+        None,
+        about="Most of the cap on HOST that shadow buffers, which such updates write to before `step()`, may take; "
+        "null: all that the plan leaves.",
     )
 
 

@@ -14,7 +14,6 @@ from types import MappingProxyType
 
 import torch
 
-from chunkmem.config import OptsConfig
 from chunkmem.plan.machine import Machine, host_links
 
 _UPDATE_MOVES_PER_BYTE = 28 / 16
@@ -102,7 +101,7 @@ class Hardware:
             host_update_Bps=self.host_memory_Bps / _UPDATE_MOVES_PER_BYTE,
             charges_non_model=self.is_accelerator,
             one_processor=False,
-            shadow_nbytes=int(host_nbytes * OptsConfig().undo_log_ratio) if self.is_accelerator else 0,
+            shadow_nbytes=host_nbytes if self.is_accelerator else 0,
             # Of a chunk, all but the part of its owner passes each rank.
             exchange_Bps=self.exchange_Bps(world) * world / (world - 1) if world > 1 else inf,
             host_memory_Bps=self.host_memory_Bps,

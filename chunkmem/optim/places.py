@@ -45,7 +45,7 @@ class StatePlaces:
 
     def tier_for(self, chunk: Chunk) -> Tier:
         """Return where to make a state: as decided, or on the other tier if a full HOST leaves no choice."""
-        is_full = self._store.pools[Tier.HOST].ledger.free_nbytes < chunk.nbytes
+        is_full = self._store.pools[Tier.HOST].ledger.spare_nbytes < chunk.nbytes
         return Tier.DEVICE if self._on_device[chunk.id.group] or is_full else Tier.HOST
 
     def _num_resident(self, groups: Sequence[Sequence[Chunk]]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import UpdateItem, UpdateRule, fill, slot_tensors
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.pager import Pager, lost_error
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.types import TIERS, ChunkId, Role, Tier
 
@@ -123,22 +124,42 @@ class GroupUpdater:
             multiplier: of the gradients, in float32; None: they are taken as they are.
         """
         chunks = self.claims.chunks(group)
-        param, master = chunks[0], chunks[0].master
         home = Tier.HOST if self._places.updates_on_host(group) else Tier.DEVICE
         with self._pager.updating(chunks, reader="optimizer step", stateless_tier=home) as tier, runtime_mode():
-            is_to_be_filled = not param.ready(tier)  # a plan that is gone on with has dropped it only now
             if not self.ahead.take_over(group, tier, items, multiplier):
-                views = {chunk.id.role: self._store.views(chunk, tier) for chunk in chunks}
-                for item in items:
-                    slots = slot_tensors(views, item.positions)
-                    rule.apply_(slots, item.steps, item.hyper, multiplier=multiplier)
-                if is_to_be_filled and master is not None:  # parameters that were not updated have to be there, too
-                    updated = [position for item in items for position in item.positions]
-                    low, high = param.replicas[tier].flat, master.replicas[tier].flat
-                    fill(low, high, master.group, besides=updated)
+                work, policy = self._work(chunks, tier, items, rule, multiplier), self._pager.policy
+                if tier is not Tier.HOST or not policy.defer(work, chunks):
+                    policy.await_update()
+                    work()
         for chunk in chunks:
             if chunk.id.role is not Role.GRAD:
                 self._store.mark_written(chunk, tier)
+
+    def _work(
+        self,
+        chunks: Sequence[Chunk],
+        tier: Tier,
+        items: Sequence[UpdateItem],
+        rule: UpdateRule[Any],
+        multiplier: float | None,
+    ) -> Callable[[], None]:
+        """Return what updates a group in place; all tensors are looked up now, and numbers read."""
+        param, master = chunks[0], chunks[0].master
+        views = {chunk.id.role: self._store.views(chunk, tier) for chunk in chunks}
+        items = [replace(item, steps=[step.clone() for step in item.steps]) for item in items]
+        # Parameters that are not updated have to be there, too: a plan that is gone on with has dropped them only now.
+        low = param.replicas[tier].flat
+        high = None if param.ready(tier) or master is None else master.replicas[tier].flat
+
+        def work() -> None:
+            for item in items:
+                slots = slot_tensors(views, item.positions)
+                rule.apply_(slots, item.steps, item.hyper, multiplier=multiplier)
+            if high is not None:
+                updated = [position for item in items for position in item.positions]
+                fill(low, high, param.group, besides=updated)
+
+        return work
 
     def mark_updated(self, params: Iterable[ManagedParameter]) -> None:
         """Count the update in autograd's version counters: a backward of an older graph has to notice it."""
@@ -152,7 +173,8 @@ class GroupUpdater:
         self._pager.policy.drain()
         self._pager.notice_writes(chunk)
         tier = chunk.newest_tier()
-        assert tier is not None, f"{chunk.label} has no content"
+        if tier is None:
+            raise lost_error("reading", chunk)
         with runtime_mode():
             return self._store.views(chunk, tier)[managed.position].to("cpu", copy=True)
 
@@ -163,7 +185,8 @@ class GroupUpdater:
         tier = chunk.newest_tier()
         if tier is None and chunk.can_be_rounded:
             return  # it will be rounded from what is written to its master copy
-        assert tier is not None, f"{chunk.label} has no content"
+        if tier is None:
+            raise lost_error("loading", chunk)
         with runtime_mode():
             self._store.views(chunk, tier)[managed.position].copy_(value)
         self._store.mark_written(chunk, tier)
@@ -181,6 +204,7 @@ class GroupUpdater:
     def sync_masters(self, groups: Iterable[int]) -> None:
         """Let master copies follow what a user wrote to their parameters; elements that were not keep all bits."""
         for group in groups:
+            self._pager.policy.drain()
             chunk = self._chunk(Role.PARAM, group)
             tier = chunk.newest_tier()
             if tier is not None:

@@ -19,34 +19,48 @@ class PlanFacts:
 
     peak_nbytes: Mapping[Tier, int]
     """Of an iteration that follows the plan."""
-    shadow_counts: Mapping[int, int]
-    """How many slabs of which sizes the shadow buffers need."""
+    shadow_slabs: tuple[tuple[int, ...], ...]
+    """What the shadow buffers need: the bytes of each slab, by speculative update, in their order."""
     copies_before: tuple[Mapping[Lane, int], ...]
-    """By moment, and at the end: copies issued on each lane before it."""
+    """By moment, and at the end: copies, and updates on HOST, issued on each lane before it."""
     update_moments: Mapping[int, tuple[int, ...]]
     """By group: the moments in which it is updated."""
     untouched: frozenset[ChunkId]
     """Chunks that the plan leaves where they are."""
 
+    @property
+    def shadow_nbytes(self) -> int:
+        return sum(map(sum, self.shadow_slabs))
+
+    def shadow_counts(self, limit_nbytes: int) -> Mapping[int, int]:
+        """Return how many slabs of which sizes the shadow buffers need, those for the first updates within a limit."""
+        counts: Counter[int] = Counter()
+        for slabs in self.shadow_slabs:
+            limit_nbytes -= sum(slabs)
+            if limit_nbytes < 0:
+                break
+            counts.update(slabs)
+        return counts
+
     @classmethod
     def of(cls, plan: Plan, trace: Trace, lanes: tuple[Lane, ...]) -> PlanFacts:
         """Read a plan whose copies are on `lanes`."""
-        issued, copies_before = dict.fromkeys(lanes, 0), []
+        issued, copies_before = dict.fromkeys((*lanes, Lane.HOST_UPDATE), 0), []
         updates: dict[int, list[int]] = {}
+        ahead = updates_ahead(trace, plan.actions)
+        num_ahead = Counter(ahead.values())
         for at, (moment, actions) in enumerate(zip(trace.moments, plan.actions, strict=True)):
             copies_before.append(dict(issued))
             for action in actions:
                 if isinstance(action, Copy):
                     issued[action.lane] += 1
+            issued[Lane.HOST_UPDATE] += num_ahead[at]
             if moment.kind is Kind.UPDATE:
+                issued[Lane.HOST_UPDATE] += plan.update_tiers[moment.chunk.group] is Tier.HOST
                 updates.setdefault(moment.chunk.group, []).append(at)
         return cls(
             peak_nbytes(plan, trace),
-            Counter(
-                trace.chunk_nbytes[chunk]
-                for group in updates_ahead(trace, plan.actions)
-                for chunk in trace.update(group).writes
-            ),
+            tuple(tuple(trace.chunk_nbytes[chunk] for chunk in trace.update(group).writes) for group in ahead),
             (*copies_before, issued),
             {group: tuple(moments) for group, moments in updates.items()},
             _untouched(plan, trace),

@@ -9,8 +9,9 @@ order in which a host issues operations nor the times computed here count: a pla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from chunkmem.errors import PlanError
@@ -67,9 +68,10 @@ class LaneOperation(NamedTuple):
     nbytes: int
     """Moved by it."""
     is_ahead: bool = False
-    """An update that the host does not wait for; it does at the one of the group's moment."""
+    """An update that the host does not wait for: a speculative one, or one that `step()` leaves to its lane."""
     settles: bool = False
-    """The moment of a group that was updated speculatively: the host waits for that."""
+    """The moment of a group that was updated speculatively: the host waits for that update alone, and what waits for
+    this for all that was issued on the lane before."""
     host_nbytes: int = 0
     """Read and written on HOST by it."""
 
@@ -147,10 +149,15 @@ class SimulatedLanes:
             self._queues[operation.lane].add(operation.duration_s, operation.host_nbytes, bandwidth)
         self._waits: list[list[tuple[int, int]]] = [[] for _ in LANES]
         """By lane: what its next operation starts after."""
-        self._host = (COMPUTE, 0)
-        """The operation that held the host up last: nothing is issued before its end."""
+        self._host = (0,) * len(LANES)
+        """By lane: the operation that has held the host up; nothing is issued before the last of their ends. 0: none
+        has since another lane's did that ends later."""
         self._host_known = [self._host] * len(LANES)
-        """By lane: the one that it starts after as it is."""
+        """By lane: what held the host up when its last operation was issued."""
+        self._hosts: list[tuple[int, ...]] = []
+        """The same for each operation of this iteration, in their order."""
+        self._updated: dict[ChunkId, int] = {}
+        """By PARAM chunk, the number of its group's last update that the host does not wait for."""
 
     def run(self, iterations: int) -> IterationTimes:
         """Run the program so many times in succession, and return the times of the last.
@@ -160,7 +167,7 @@ class SimulatedLanes:
         """
         # The first iteration has none before it; the second is like all that follow.
         for _ in range(min(iterations, 2)):
-            self._base, host = [len(seen) - 1 for seen in self._seen_at], self._host
+            self._base, self._hosts, host = [len(seen) - 1 for seen in self._seen_at], [], self._host
             self._issue_all()
         lengths = [len(queue.durations_s) for queue in self._queues]
         queues = [queue.repeated(lane, lengths, iterations) for lane, queue in enumerate(self._queues)]
@@ -197,25 +204,43 @@ class SimulatedLanes:
         # What a lane has seen has ended before what it runs next: a Wait implied by others changes nothing.
         if number <= seen[on]:
             return
+        if on == HOST_UPDATE and not self._one_processor:
+            # The host issues to an accelerator's queues, which cannot wait for what a thread of the host does.
+            self._hold_host([(on, number)])
         merged = [a if a > b else b for a, b in zip(seen, self._seen_at[on][number], strict=True)]
         merged[on] = number
         merged[lane] = _ALL
         self._seen[lane] = tuple(merged)
         self._waits[lane].append((on, number))
 
+    def _hold_host(self, operations: Iterable[tuple[int, int]]) -> None:
+        """The host waits for operations, of which these are the lanes and numbers."""
+        host = list(self._host)
+        for lane, number in operations:
+            host[lane] = max(host[lane], number)
+        self._host = tuple(host)
+
     def _order(self, operation: LaneOperation) -> None:
-        """Note what the operation starts after, and whether the host waits for it."""
+        """Note what the operation starts after, and what the host waits for."""
         lane = operation.lane
         number, waits, host = len(self._seen_at[lane]) - 1, self._waits[lane], self._host
+        self._hosts.append(host)
+        own = tuple(waits)
         if host is not self._host_known[lane]:
-            self._host_known[lane] = host
-            if host[0] != lane:
-                waits.append(host)
+            known, self._host_known[lane] = self._host_known[lane], host
+            pairs = enumerate(zip(host, known, strict=True))
+            waits += [(other, now) for other, (now, then) in pairs if other != lane and now > then]
         if waits:
             self._queues[lane].after[number - 1] = waits
             self._waits[lane] = []
-        if lane in self._host_lanes and not operation.is_ahead:
-            self._host = lane, number
+        if operation.is_ahead:
+            self._updated[operation.chunk] = number
+            if operation.writes:  # in `step()`, which waits for what the update comes after
+                self._hold_host(own)
+        elif operation.settles:
+            self._hold_host([*own, (lane, self._updated[operation.chunk])])
+        elif lane in self._host_lanes:  # it starts after all that the host has waited for
+            self._host = tuple(number if other == lane else 0 for other in range(len(LANES)))
 
     def _check(self, operation: LaneOperation) -> None:
         """Refuse the operation where [Note: What comes before what] does, then remember it."""
@@ -238,34 +263,41 @@ class SimulatedLanes:
             slab.written = number
         self._seen_at[lane].append(seen)
 
-    def _times(self, ends: Sequence[Sequence[float]], host: tuple[int, int]) -> IterationTimes:
+    def _times(self, ends: Sequence[Sequence[float]], host: Sequence[int]) -> IterationTimes:
         """Return the times of the last iteration.
 
         Args:
             ends: of its operations and those before it, by lane and number.
-            host: what held the host up last before it.
+            host: what had held the host up before it.
         """
-        number, host_s = list(self._base), ends[host[0]][host[1]]
+
+        def free_s(host: Sequence[int]) -> float:
+            return max(ends[lane][number] if number else 0.0 for lane, number in enumerate(host))
+
+        number, host_s = list(self._base), free_s(host)
         iteration = IterationTimes(max(ends[COMPUTE][number[COMPUTE]], host_s))
         arrived = self._seen_at[COMPUTE][number[COMPUTE]][FETCHES]
-        for operation in self._operations:
+        for operation, (host_before, host_after) in zip(
+            self._operations, pairwise([*self._hosts, self._host]), strict=True
+        ):
             lane = operation.lane
+            if host_before is not host:
+                host, host_s = host_before, free_s(host_before)
             before_s = start_s = ends[lane][number[lane]]
             for other, awaited in self._queues[lane].after.get(number[lane], ()):
                 start_s = max(start_s, ends[other][awaited])
             number[lane] += 1
             end_s = ends[lane][number[lane]]
             ready_s = ends[COMPUTE][number[COMPUTE]] if operation.settles else before_s
-            if host_s > ready_s:
-                ready_s = host_s
+            ready_s = max(ready_s, host_s)
+            if operation.settles:  # the host goes on when its own update is over
+                start_s = end_s = free_s(host_after)
             if lane == COMPUTE and (seen := self._seen_at[COMPUTE][number[COMPUTE]][FETCHES]) > arrived:
                 iteration.late += sum(arrival_s > ready_s for arrival_s in ends[FETCHES][arrived + 1 : seen + 1])
                 arrived = seen
             if end_s != ready_s or operation.nbytes:
                 self._record(operation, iteration, ready_s, start_s, end_s)
-            if lane in self._host_lanes and not operation.is_ahead:
-                host_s = end_s
-        iteration.step_s = max(ends[COMPUTE][-1], host_s) - iteration.began_s
+        iteration.step_s = max(ends[COMPUTE][-1], free_s(self._host)) - iteration.began_s
         return iteration
 
     def _record(

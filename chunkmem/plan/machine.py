@@ -63,7 +63,7 @@ class Machine(
     one_processor: bool = True
     """DEVICE and HOST compute on the same cores, so updates on them take turns."""
     shadow_nbytes: int = 0
-    """Bytes of HOST for the shadow buffers for speculative updates; 0: there are none."""
+    """Most bytes of HOST for the shadow buffers of speculative updates, of what a plan leaves; 0: there are none."""
     exchange_Bps: Speed = inf
     """Bytes of chunks that all ranks together exchange in a second, whichever rank owns them."""
     host_memory_Bps: Speed = inf
@@ -93,6 +93,11 @@ class Machine(
             value = getattr(self, name)
             if value < 0 or not isfinite(value):
                 raise PlanError(f"machine: {name} is {value}; give a finite number, 0 or more")
+
+    @property
+    def defers_updates(self) -> bool:
+        """`step()` leaves updates on HOST to their lane, and what needs their results waits for it."""
+        return self.shadow_nbytes > 0
 
     @cached_property
     def cap_nbytes(self) -> Mapping[Tier, int]:

@@ -7,7 +7,7 @@ search for the least traffic after them, and `Planner.improve` continues where i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -17,7 +17,7 @@ from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recent
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.intervals import find_stays, keep_slabs, linger, prefetch
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import Plan
+from chunkmem.plan.model import Action, Plan
 from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.search import least_traffic
@@ -314,14 +314,25 @@ class _Candidates:
             return work // 2, None
         log = min(machine.shadow_nbytes, machine.host_nbytes - program.below_peak_nbytes)
         actions = advance_updates(self.trace, program.actions, limit_nbytes=log)
-        waiting = add_waits(self.trace, program.start, actions)
         name = f"{name}, {reserve} set aside"
-        plan = Plan(self.given.digest, machine, program.start, waiting, update_tiers, name)
-        candidate = Candidate(plan, simulate(plan, self.given, iterations=3 if self.is_small else 2))
+        candidate = self._candidate(program, actions, update_tiers, name)
+        if not machine.one_processor:  # else it is the same cores that forward, backward and updates wait for
+            in_time = advance_updates(self.trace, program.actions, limit_nbytes=log, in_time_on=machine)
+            if in_time != actions:
+                work *= 2
+                other = self._candidate(program, in_time, update_tiers, f"{name}, updates in time")
+                candidate = min(candidate, other, key=lambda tried: tried.timeline.step_s)
         way.step_s = min(way.step_s, candidate.timeline.step_s)
         if candidate.timeline.stall_s <= _QUIET * candidate.timeline.step_s:
             way.quiet = reserve if way.quiet is None else min(reserve, way.quiet)
         return work, candidate
+
+    def _candidate(
+        self, program: Program, actions: Sequence[Sequence[Action]], update_tiers: Mapping[int, Tier], name: str
+    ) -> Candidate:
+        waiting = add_waits(self.trace, program.start, actions)
+        plan = Plan(self.given.digest, self.machine, program.start, waiting, update_tiers, name)
+        return Candidate(plan, simulate(plan, self.given, iterations=3 if self.is_small else 2))
 
     def _nothing_fits(self) -> CapacityError:
         if self.least_host_nbytes is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import isfinite
 
-from chunkmem.plan.ahead import log_nbytes, updates_ahead
+from chunkmem.plan.ahead import log_nbytes, update_s, updates_ahead
 from chunkmem.plan.hazards import (
     COLLECTIVE,
     COMPUTE,
@@ -191,16 +191,11 @@ class Reader:
             HOST_UPDATE,
             reads,
             (),
-            self._host_update_s(moment),
+            update_s(self._trace, moment, self._machine),
             moment.chunk,
             is_ahead=True,
             host_nbytes=self._trace.touched_nbytes(update.group),
         )
-
-    def _host_update_s(self, moment: Moment) -> float:
-        nbytes = sum(self._trace.chunk_nbytes[chunk] for chunk in self._trace.update(moment.chunk.group).chunks)
-        Bps = self._machine.host_update_Bps
-        return nbytes / Bps if isfinite(Bps) else moment.duration_s
 
     def _settle(self, moment: Moment) -> None:
         """The moment of a group that was updated speculatively: what was written to shadow buffers becomes theirs."""
@@ -227,8 +222,15 @@ class Reader:
             if settles:
                 self._issue(HOST_UPDATE, (), tuple(writes), 0.0, moment.chunk, settles=True)
                 return
-            duration_s, host_nbytes = self._host_update_s(moment), self._trace.touched_nbytes(moment.chunk.group)
-            self._issue(HOST_UPDATE, tuple(reads), tuple(writes), duration_s, moment.chunk, host_nbytes=host_nbytes)
+            self._issue(
+                HOST_UPDATE,
+                tuple(reads),
+                tuple(writes),
+                update_s(self._trace, moment, machine),
+                moment.chunk,
+                is_ahead=machine.defers_updates,
+                host_nbytes=self._trace.touched_nbytes(moment.chunk.group),
+            )
             return
         nbytes, Bps = sum(self._trace.chunk_nbytes[chunk] for chunk in update.chunks), machine.device_update_Bps
         duration_s = nbytes / Bps if isfinite(Bps) else moment.duration_s

@@ -14,6 +14,7 @@ that, the plan is left.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from chunkmem.plan.facts import PlanFacts
@@ -24,7 +25,7 @@ from chunkmem.runtime.events import COPY_LANES, DoneEvent, Lanes
 from chunkmem.runtime.failed import drain
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.store import NO_CONTENT, Chunk, IssuedCopy
+from chunkmem.runtime.store import NO_CONTENT, Chunk, IssuedCopy, LeftUpdate
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
@@ -42,8 +43,11 @@ class PlanActions(ABC):
         self._pager = pager
         self._store = pager.store
         self._tiers = tiers
-        self._order = CopyOrder(lanes, self.step_log, is_host=not tiers.compute.is_accelerator)
+        is_host, defers_updates = not tiers.compute.is_accelerator, plan.machine.defers_updates
+        self._order = CopyOrder(lanes, self.step_log, is_host=is_host, defers_updates=defers_updates)
         self._facts = PlanFacts.of(plan, trace, COPY_LANES)
+        self._updated: Chunk | None = None
+        """The PARAM chunk of the group whose update on HOST is this moment's, and may be left to its lane."""
         self._on_plan = False
 
     @abstractmethod
@@ -61,7 +65,10 @@ class PlanActions(ABC):
             TierIOError: a copy has failed; see [Note: After a failed copy].
         """
         self._order.after_other_uses()
-        drain(self._order.lanes, self._store)
+        try:
+            drain(self._order.lanes, self._store)
+        finally:
+            self._order.updates_are_over()
 
     def _compile(self) -> list[tuple[Step, ...]]:
         """Return what to do at each moment."""
@@ -72,6 +79,8 @@ class PlanActions(ABC):
                 steps = [partial(self._leave_room, moment), *steps, self._tiers.device_pool.trim]
             if moment.kind is Kind.UPDATE:
                 steps.append(self._order.wait_for_update)
+                if self.plan.update_tiers[moment.chunk.group] is Tier.HOST:
+                    steps.append(self._begin_update(self._store.chunks[moment.chunk]))
             compiled.append(tuple(steps))
         return compiled
 
@@ -112,11 +121,40 @@ class PlanActions(ABC):
         if not self._on_plan:
             return
         event = self._pager.speculative.begin(group, self._order.before_speculative(self._group(group)))
+        self._order.update_passed()
         if event is not None:
             self._order.speculative_began()
             moment = self._update_moment(group)
             assert moment is not None
             self.step_log.updated(moment, self._store.chunks[ChunkId(Role.PARAM, group)], event)
+
+    def _begin_update(self, chunk: Chunk) -> Step:
+        def begin() -> None:
+            self._order.update_passed()
+            self._updated = chunk
+
+        return begin
+
+    def await_update(self) -> None:
+        """See `StepPolicy.await_update`."""
+        self._updated = None
+        self._order.wait_for_lane()
+
+    def defer(self, work: Callable[[], object], chunks: Sequence[Chunk]) -> bool:
+        """Leave this moment's update to HOST_UPDATE if that may be; see `StepPolicy.defer`."""
+        param, self._updated = self._updated, None
+        is_next = self._on_plan and param is not None and chunks[0] is param
+        if not (is_next and self._order.defers_updates and self._order.is_exact):
+            return False
+        update = LeftUpdate(work, {chunk: chunk.version + 1 for chunk in chunks if chunk.id.role is not Role.GRAD})
+        event = self._order.lanes.work(update.run, after=(), label=f"update of group {chunks[0].id.group}")
+        update.event = event
+        self._order.update_left(event)
+        for chunk in chunks:
+            chunk.replicas[Tier.HOST].slab.busy = event
+        self._store.left_updates.append(update)
+        self.step_log.left_to_lane(chunks[0], event)
+        return True
 
     def _alloc(self, chunk: Chunk, tier: Tier) -> None:
         if not self._on_plan:

@@ -21,27 +21,31 @@ from chunkmem.runtime.store import Chunk
 from chunkmem.types import TIERS, Tier, neighbor
 
 Step = Callable[[], object]
+ORDERED_LANES = (*COPY_LANES, Lane.HOST_UPDATE)
+"""What a plan's waits count, in addition to moments."""
 
 
 class CopyOrder:
     """The events that the next operation on each lane comes after."""
 
-    def __init__(self, lanes: Lanes, step_log: StepLog, *, is_host: bool) -> None:
+    def __init__(self, lanes: Lanes, step_log: StepLog, *, is_host: bool, defers_updates: bool) -> None:
         """Begin with nothing under way.
 
         Args:
             lanes: what copies.
             step_log: is told of what was waited for.
             is_host: what was computed is over when a copy is issued, as both are done by the host.
+            defers_updates: `step()` leaves updates on HOST to their lane.
         """
         self.lanes = lanes
         self.is_host = is_host
+        self.defers_updates = defers_updates
         self.step_log = step_log
         self.is_exact = False
         """Everything is as the plan has it, so that its waits are enough; see [Note: Two ways to order copies]."""
-        self.events: dict[Lane, list[Event | None]] = {lane: [] for lane in COPY_LANES}
-        """Copies of this iteration."""
-        self._previous: dict[Lane, list[Event | None]] = {lane: [] for lane in COPY_LANES}
+        self.events: dict[Lane, list[Event | None]] = {lane: [] for lane in ORDERED_LANES}
+        """Copies of this iteration; by number of an update on HOST, the last one so far that was left to its lane."""
+        self._previous: dict[Lane, list[Event | None]] = {lane: [] for lane in ORDERED_LANES}
         self._pending: dict[Lane, list[Event]] = {lane: [] for lane in COPY_LANES}
         """What the next copy on a lane comes after."""
         self._behind_compute: set[Lane] = set()
@@ -53,13 +57,14 @@ class CopyOrder:
 
     def begin_iteration(self) -> None:
         """The copies so far are those of the iteration before."""
-        self._previous, self.events = self.events, {lane: [] for lane in COPY_LANES}
+        self._previous, self.events = self.events, {lane: [] for lane in ORDERED_LANES}
 
     def resume(self, num_issued: Mapping[Lane, int]) -> None:
         """The plan is followed from a moment on, before which it has issued so many copies: all of them are over."""
         for lane, done in num_issued.items():
             self.events[lane] = [None] * done
             self._previous[lane] = []
+        for lane in COPY_LANES:
             self._pending[lane] = []  # what was just moved by COMPUTE comes before: see `after_other_uses`
         self._update_after, self._ahead_after = [], []
 
@@ -75,7 +80,7 @@ class CopyOrder:
 
     def wait_step(self, wait: Wait) -> Step | None:
         """Return what carries out a wait of a plan; None if there is nothing to do for it."""
-        if wait.on is Lane.HOST_UPDATE:
+        if wait.on is Lane.HOST_UPDATE and not self.defers_updates:
             return None  # the host that issues copies has done the update, or waited for it at its moment
         if wait.on is Lane.COMPUTE:
             if self.is_host:
@@ -111,10 +116,36 @@ class CopyOrder:
             self._pending[wait.lane].append(event)
 
     def wait_for_update(self) -> None:
-        """The host is about to update a group itself."""
+        """The host is about to update a group itself, or to leave that to its lane."""
         after, self._update_after, self._ahead_after = self._update_after, [], []
         for lane, event in after:
-            self.step_log.waited(lane, host_waits(event, self.step_log.clock))
+            self._wait_for(lane, event)
+
+    def _wait_for(self, lane: Lane, event: Event) -> None:
+        self.step_log.waited(lane, host_waits(event, self.step_log.clock))
+
+    def update_passed(self) -> None:
+        """An update on HOST is numbered: who waits for it waits for those before it that were left to their lane.
+
+        The host does the others itself, or waits for them, before it issues what comes after them.
+        """
+        known = self.events[Lane.HOST_UPDATE] or self._previous[Lane.HOST_UPDATE]
+        self.events[Lane.HOST_UPDATE].append(known[-1] if known else None)
+
+    def update_left(self, event: Event) -> None:
+        """The update that was numbered last is left to its lane."""
+        self.events[Lane.HOST_UPDATE][-1] = event
+
+    def updates_are_over(self) -> None:
+        """Nothing is under way, and what had failed was made again or is lost: nobody waits for it."""
+        lane = Lane.HOST_UPDATE
+        self.events[lane], self._previous[lane] = [None] * len(self.events[lane]), []
+
+    def wait_for_lane(self) -> None:
+        """The host makes an update itself, after those that were left to their lane."""
+        events = self.events[Lane.HOST_UPDATE]
+        if events and events[-1] is not None:
+            self._wait_for(Lane.HOST_UPDATE, events[-1])
 
     def before_speculative(self, chunks: Iterable[Chunk]) -> list[Event]:
         """Return what a speculative update of a group comes after, whose `chunks` these are."""

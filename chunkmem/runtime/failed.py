@@ -1,4 +1,4 @@
-"""What a failed copy leaves of chunks: [Note: After a failed copy] in `runtime.actions`."""
+"""What a failed copy, or update, leaves of chunks: [Note: After a failed copy] in `runtime.actions`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 
 import torch
 
+from chunkmem.errors import TierIOError
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.pool import Slab
@@ -28,6 +29,7 @@ def _undo_failed(store: ChunkStore) -> None:
     """Let no target of a failed copy be valid, and bring the bytes that no replica has any more. All are over."""
     failed = [copy for copy in store.issued if copy.event.failure is not None]
     store.issued.clear()
+    _complete_updates(store)
     for copy in failed:
         if copy.replica is not None:
             copy.replica.version = NO_CONTENT
@@ -40,6 +42,23 @@ def _undo_failed(store: ChunkStore) -> None:
             with contextlib.suppress(Exception), runtime_mode():
                 store.transfer(replica.flat.view(torch.uint8), _memory(copy.source, store))
                 replica.version = copy.version
+
+
+def _complete_updates(store: ChunkStore) -> None:
+    """Do what an earlier failure on its lane has kept from running, and let no chunk of half an update be valid.
+
+    What an update reads is as it was: whatever overwrites that comes after it on another lane, and has not run either.
+    """
+    failed = [update for update in store.left_updates if update.has_failed]
+    store.left_updates.clear()
+    for update in failed:
+        if not update.has_begun:
+            with contextlib.suppress(TierIOError), runtime_mode():
+                update.run()
+                continue
+        for chunk, version in update.written.items():
+            for replica in chunk.replicas.values() if chunk.version == version else ():
+                replica.version = NO_CONTENT
 
 
 def _memory(slab: Slab, store: ChunkStore) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from chunkmem.plan.ahead import SHADOW
 from chunkmem.types import Tier
 
 CACHE = "cache"
@@ -33,6 +34,11 @@ class Ledger:
     @property
     def free_nbytes(self) -> int:
         return self.cap_nbytes - self.total_nbytes
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes that are free, or that slabs kept for reuse and shadow buffers give back when a chunk needs them."""
+        return self.free_nbytes + self.now.get(CACHE, 0) + self.now.get(SHADOW, 0)
 
     @property
     def chunk_nbytes(self) -> int:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from chunkmem.errors import CapacityError, StateError, TierIOError
+from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.leaving import Leaving
@@ -24,6 +25,14 @@ from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
 from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.trace.model import Kind
 from chunkmem.types import TIERS, Role, Tier, neighbor
+
+
+def lost_error(reader: object, chunk: Chunk) -> TierIOError:
+    """Return the error of who reads a chunk that has no content any more."""
+    cause, advice = "copy or update", "load what was saved last into a new manager"
+    if chunk.id.role is Role.GRAD:
+        cause, advice = "copy", "call optimizer.zero_grad(), and repeat the step"
+    return TierIOError(f"{reader}: {chunk.label} is lost, as the {cause} that was to save it has failed; {advice}")
 
 
 class Holder(Protocol):
@@ -313,10 +322,7 @@ class Pager:
                 "that module's forward, or inside manager.gather()"
             )
         if source is None:
-            advice = "load what was saved last"
-            if chunk.id.role is Role.GRAD:
-                advice = "call optimizer.zero_grad(), and repeat the step"
-            raise TierIOError(f"{reader}: {chunk.label} is lost, as the copy that was to save it has failed; {advice}")
+            raise lost_error(reader, chunk)
         if tier not in chunk.replicas:
             # The source must survive the making of room: it may look like a copy that the tier below can do without.
             chunk.replicas[source].pins += 1
@@ -346,6 +352,9 @@ class Pager:
         if not elastic:
             self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
         outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
+        if self.store.pools[Tier.HOST].ledger.now.get(SHADOW) and self._takes_from_host(outcome, tier):
+            self.speculative.reserve({})  # speculative updates are a gain: no replica goes, and nothing stops, for them
+            outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
         while isinstance(outcome, RoomPlan) and self._were_written(outcome):
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
         if isinstance(outcome, Shortage):
@@ -358,9 +367,6 @@ class Pager:
         if isinstance(outcome, Shortage) and ledger.cap_nbytes < ledger.limit_nbytes:
             # The warm-up share is a wish; the largest moment has to fit all the same.
             ledger.cap_nbytes = min(ledger.limit_nbytes, ledger.cap_nbytes + outcome.here_nbytes)
-            outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
-        if isinstance(outcome, Shortage):
-            self.speculative.reserve({})  # speculative updates are a gain, and never a reason to stop
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
         while isinstance(outcome, Shortage) and self.holder.relieve():
             outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
@@ -389,6 +395,12 @@ class Pager:
         if isinstance(outcome, RoomPlan):
             self._evict(outcome, tier, below)
 
+    def _takes_from_host(self, outcome: RoomPlan | Shortage, tier: Tier) -> bool:
+        """Tell whether there is too little room, or HOST would lose a replica, for room on `tier`."""
+        return isinstance(outcome, Shortage) or bool(
+            outcome.drops_below or (tier is Tier.HOST and outcome.evictions_here)
+        )
+
     def _were_written(self, plan: RoomPlan) -> bool:
         """Notice writes to what is about to leave; tell whether there were any, so that it has to be decided again."""
         leaving = (*plan.drops_below, *(eviction.chunk for eviction in plan.evictions_here))
@@ -412,7 +424,7 @@ class Pager:
 
     def _tier_with_room(self, chunk: Chunk) -> Tier:
         """Return the first tier below DEVICE that a chunk fits as it is, else DEVICE, which can make room."""
-        fitting = (tier for tier in TIERS[1:] if self._free_nbytes(tier) >= chunk.nbytes)
+        fitting = (tier for tier in TIERS[1:] if self.store.pools[tier].ledger.spare_nbytes >= chunk.nbytes)
         return next(fitting, Tier.DEVICE)
 
     def _free_nbytes(self, tier: Tier) -> int:

@@ -25,7 +25,7 @@ or for as long as it is pinned.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ import torch
 from chunkmem.errors import PlanError, TierIOError
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.cursor import Said, TraceCursor
-from chunkmem.plan.model import Plan
+from chunkmem.plan.model import Action, Plan
 from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.runtime.actions import PlanActions
 from chunkmem.runtime.copy_order import Step
@@ -353,30 +353,21 @@ class PlanExecutor(PlanActions):
         """
         self.drain()
         wanted = residency_before(self.plan, self.trace, moment)
-        # The plan's peak includes the shadow buffers. What is reserved of it already is no room that a way could take.
         peaks = dict(self._facts.peak_nbytes)
+        on_host = [chunk for chunk, tier in wanted.newest if tier is Tier.HOST]
         for chunk, tier in [key for key in wanted.newest if key[0] in self._untouched]:
             # Where another kind of step has them on DEVICE, they stay if there is room.
             del wanted.newest[chunk, tier]
             peaks[tier] -= self.trace.chunk_nbytes[chunk]
-        peaks[Tier.HOST] -= min(peaks[Tier.HOST], self._tiers.host.now.get(SHADOW, 0))
         if not (is_next and self._has(wanted)):
-            try:
-                actions = actions_to(
-                    wanted,
-                    self._pager,
-                    own=self.trace.chunk_nbytes,
-                    peak_nbytes=peaks,
-                    keep_duplicates=self.trace.mode is Mode.EVAL,
-                )
-            except PlanError as error:
-                self.obstacle = str(error)
+            actions = self._actions_to(wanted, peaks)
+            if actions is None:
                 self._tiers.plan_is_left()
                 return False
             self._leave_room(self.trace.moments[moment])
             go(actions, self._store)
         # Only now: on the way, HOST may hold more than the plan has there, and the log would take that room.
-        self._pager.speculative.reserve(self._facts.shadow_counts)
+        self._reserve_shadow_buffers(on_host)
         self._order.resume(self._facts.copies_before[moment])
         self._cursor = moment
         self._on_plan = True
@@ -384,6 +375,36 @@ class PlanExecutor(PlanActions):
         self._num_outdated = self._store.num_outdated
         self._tries = _Tries()
         return True
+
+    def _actions_to(self, wanted: Residency, peaks: Mapping[Tier, int]) -> list[Action] | None:
+        """Return how to get to a residency, given what the plan takes of each tier at most; None: there is no way.
+
+        Shadow buffers are the first to give way, those that are there and those that the plan would have.
+        """
+        host, shadow_nbytes = peaks[Tier.HOST], self._facts.shadow_nbytes
+        # The plan's peak includes the shadow buffers. What is reserved of it already is no room that a way could take.
+        reserved_nbytes = min(host, self._tiers.host.now.get(SHADOW, 0))
+        for host_nbytes in dict.fromkeys((host - reserved_nbytes, host - shadow_nbytes)):
+            try:
+                return actions_to(
+                    wanted,
+                    self._pager,
+                    own=self.trace.chunk_nbytes,
+                    peak_nbytes={**peaks, Tier.HOST: host_nbytes},
+                    keep_duplicates=self.trace.mode is Mode.EVAL,
+                )
+            except PlanError as error:
+                self.obstacle = str(error)
+            self._pager.speculative.reserve({})
+        return None
+
+    def _reserve_shadow_buffers(self, own: Iterable[ChunkId]) -> None:
+        """Reserve what the plan has, as far as HOST has room for it and for all chunks that are not its `own`."""
+        host, resident = self._tiers.host, self._store.resident[Tier.HOST]
+        own_nbytes = sum(resident[chunk].nbytes for chunk in own if chunk in resident)
+        others_nbytes = max(0, host.chunk_nbytes - host.now.get(SHADOW, 0) - own_nbytes)
+        chunks_nbytes = self._facts.peak_nbytes[Tier.HOST] - self._facts.shadow_nbytes
+        self._pager.speculative.reserve(self._facts.shadow_counts(host.limit_nbytes - chunks_nbytes - others_nbytes))
 
     def _has(self, wanted: Residency) -> bool:
         """Tell whether the chunks of the plan are exactly where they should be."""

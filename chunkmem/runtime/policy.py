@@ -8,7 +8,7 @@ BetweenSteps    one of these, after the step that it was for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from chunkmem.runtime.events import Event
@@ -46,6 +46,22 @@ class StepPolicy(Protocol):
         """Return the order in which groups are to be updated; empty: any."""
         ...
 
+    def defer(self, work: Callable[[], object], chunks: Sequence[Chunk]) -> bool:
+        """Have the update on HOST that comes now done on HOST_UPDATE; whatever needs its results waits for it.
+
+        Args:
+            work: what to do, in any thread.
+            chunks: PARAM, GRAD, and all others it touches on HOST.
+
+        Returns:
+            False if the caller has to do it, after an `await_update`.
+        """
+        ...
+
+    def await_update(self) -> None:
+        """A group is about to be updated by the caller: updates that were deferred are over when this returns."""
+        ...
+
     def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
         """A blocking copy is over."""
         ...
@@ -77,6 +93,12 @@ class OnDemand:
     def update_order(self, groups: Sequence[int]) -> Sequence[int]:
         return ()
 
+    def defer(self, work: Callable[[], object], chunks: Sequence[Chunk]) -> bool:
+        return False
+
+    def await_update(self) -> None:
+        return
+
     def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
         return
 
@@ -98,6 +120,8 @@ class BetweenSteps:
         self.drain = policy.drain
         self.update_tier = policy.update_tier
         self.update_order = policy.update_order
+        self.defer = policy.defer
+        self.await_update = policy.await_update
         self.copied = policy.copied
         self.arrived = policy.arrived
 

@@ -77,6 +77,10 @@ class StepLog:
         """A group's update has been begun ahead of its `moment`; `chunk` is its PARAM."""
         self.updates.append((moment, self._moment, chunk, event))
 
+    def left_to_lane(self, chunk: Chunk, event: Event) -> None:
+        """The update of this moment runs on its lane while the step goes on; `chunk` is its group's PARAM."""
+        self.updates.append((self._moment, self._moment, chunk, event))
+
     def exchanged(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         """A chunk that was exchanged with other ranks since `issued` is there."""
         moment = self._issued.get(chunk, self._moment)
@@ -132,10 +136,10 @@ class StepLog:
         return found
 
     def durations(self) -> dict[int, float]:
-        """Return the seconds each moment took, waiting for copies not included; of a speculative update, its own.
+        """Return the seconds each moment took, waiting for copies not included; of an update on its lane, its own.
 
-        Waits until COMPUTE has come to the end of the step. Ask only where moments were timed, and if something is made
-        of it that takes longer, such as a plan.
+        One that is still under way has none. Waits until COMPUTE has come to the end of the step. Ask only where
+        moments were timed, and if something is made of it that takes longer, such as a plan.
         """
         stalled_s = self._stalled_s()
         found = {}
@@ -144,6 +148,8 @@ class StepLog:
         for moment, _, _, event in self.updates:
             if event.done():
                 found[moment] = event.ended_s - event.started_s
+            else:
+                found.pop(moment, None)
         return found
 
     def timeline(

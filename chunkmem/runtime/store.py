@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from chunkmem.errors import TierIOError
 from chunkmem.layout.spec import Group
 from chunkmem.plan.semantics import ReplicaState, Residency
 from chunkmem.runtime.device import runtime_mode
@@ -147,6 +148,38 @@ class IssuedCopy:
         return replica if is_current else None
 
 
+@dataclass(eq=False, slots=True)
+class LeftUpdate:
+    """An update that `step()` has left to HOST_UPDATE."""
+
+    work: Callable[[], object]
+    written: Mapping[Chunk, int]
+    """The chunks it writes, with the versions that are its results."""
+    event: Event | None = None
+    """Once it is issued."""
+    has_begun: bool = False
+
+    def run(self) -> None:
+        """Do it.
+
+        Raises:
+            TierIOError: it fails; what it writes is half an update.
+        """
+        self.has_begun = True
+        group = next(iter(self.written)).id.group
+        try:
+            self.work()
+        except Exception as error:
+            raise TierIOError(
+                f"the update of group {group}, which step() had left to its lane, has failed: {error!r}; load what was "
+                "saved last into a new manager"
+            ) from error
+
+    @property
+    def has_failed(self) -> bool:
+        return self.event is not None and self.event.failure is not None
+
+
 def residency(chunks: Iterable[Chunk]) -> Residency:
     """Return what there is of some chunks, as plans see it."""
     return Residency({(chunk.id, tier): chunk.ready(tier) for chunk in chunks for tier in chunk.replicas})
@@ -165,6 +198,8 @@ class ChunkStore:
         """Bytes copied over each link since the manager was made."""
         self.issued: list[IssuedCopy] = []
         """Copies on lanes that may be under way yet, or have failed; in this order."""
+        self.left_updates: list[LeftUpdate] = []
+        """Updates that may be under way yet, or have failed."""
         self.num_outdated = 0
         """Replicas that went because another one was written to: a plan frees them before."""
         self.on_copy: Callable[[Chunk, Tier, Tier, Interval], None] = lambda chunk, source, target, taken: None
@@ -298,6 +333,12 @@ class ChunkStore:
 
     def forget_done_copies(self) -> None:
         """Keep no account of copies that are done, once there are many."""
+        if len(self.left_updates) > _MANY_COPIES:
+            self.left_updates = [
+                update
+                for update in self.left_updates
+                if update.event is None or not update.event.done() or update.has_failed
+            ]
         if len(self.issued) > _MANY_COPIES:
             self.issued = [copy for copy in self.issued if not copy.event.done() or copy.event.failure is not None]
 

@@ -50,7 +50,7 @@ def _caps_of_one(config: Config, compute: ComputeDevice, *, num_local: int) -> T
 
 
 def shadow_nbytes(opts: OptsConfig, compute: ComputeDevice, caps: TierCaps) -> int:
-    """Return the bytes of HOST for updates that run overlapped with backward; 0: they wait for the step."""
+    """Return the most bytes of HOST for updates that run overlapped with backward; 0: they wait for the step."""
     wanted = compute.is_accelerator if opts.overlap_optimizer is None else opts.overlap_optimizer
     if wanted and caps.shared:
         warnings.warn(
@@ -59,7 +59,8 @@ def shadow_nbytes(opts: OptsConfig, compute: ComputeDevice, caps: TierCaps) -> i
             stacklevel=2,
         )
         return 0
-    return int(caps.host_nbytes * opts.undo_log_ratio) if wanted else 0
+    share = 1.0 if opts.undo_log_ratio is None else opts.undo_log_ratio
+    return int(caps.host_nbytes * share) if wanted else 0
 
 
 EXPANDABLE_SEGMENTS = (

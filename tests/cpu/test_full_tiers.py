@@ -142,7 +142,15 @@ def test_what_would_end_in_the_first_update_is_refused_before(
 
 
 def train_beside_another(
-    precision: str, device_nbytes: int, host_nbytes: int, *, numel: int, blocks: int, others: int, script: str
+    precision: str,
+    device_nbytes: int,
+    host_nbytes: int,
+    *,
+    numel: int,
+    blocks: int,
+    others: int,
+    script: str,
+    log_ratio: float | None = 0.5,
 ) -> tuple[list[float], int]:
     """Train one of two models: ``t`` is a step, ``e`` evaluates the other one, ``g`` leaves gradients of it.
 
@@ -150,7 +158,7 @@ def train_beside_another(
     """
     values = {"precision": precision, "default_chunk_size": numel}
     values["memory"] = {"device": device_nbytes, "host": host_nbytes}
-    values["client"] = {"opts": {"overlap_optimizer": True, "undo_log_ratio": 0.5}}
+    values["client"] = {"opts": {"overlap_optimizer": True, "undo_log_ratio": log_ratio}}
     losses = []
     with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
         torch.manual_seed(0)
@@ -178,6 +186,7 @@ def train_beside_another(
 
 
 @cpu_only
+@pytest.mark.parametrize("log_ratio", [0.5, None])
 @pytest.mark.parametrize(
     ("precision", "device_nbytes", "host_nbytes", "numel", "blocks", "others", "script"),
     [
@@ -189,12 +198,19 @@ def train_beside_another(
     ],
 )
 def test_what_a_plan_does_not_know_may_take_room_on_host(
-    precision: str, device_nbytes: int, host_nbytes: int, numel: int, blocks: int, others: int, script: str
+    precision: str,
+    device_nbytes: int,
+    host_nbytes: int,
+    numel: int,
+    blocks: int,
+    others: int,
+    script: str,
+    log_ratio: float | None,
 ) -> None:
     """Gradients that nobody steps came after the plan was made; with its shadow buffers they were more than HOST may
     hold:
     AssertionError: host over its cap, out of backward."""
-    caps = {"numel": numel, "blocks": blocks, "others": others, "script": script}
+    caps = {"numel": numel, "blocks": blocks, "others": others, "script": script, "log_ratio": log_ratio}
     tight, _ = train_beside_another(precision, device_nbytes, host_nbytes, **caps)
     ample, plan_misses = train_beside_another(precision, 8 << 20, 8 << 20, **caps)
     assert tight == ample

@@ -36,6 +36,11 @@ RATIO = (
     "a number above 0 and at most 1",
 )
 SHARE = (((0, 0.0), (0.5, 0.5), (1, 1.0)), (-0.1, 1.5, *NOT_NUMBERS), "a number from 0 to 1")
+MAYBE_SHARE = (
+    ((None, None), *SHARE[0]),
+    (-0.1, 1.5, True, False, "0.5", [], {}, NAN, INF, -INF, 10**400),
+    f"null, or {SHARE[2]}",
+)
 NOT_NEGATIVE = (
     ((0, 0.0), (3, 3.0), (0.25, 0.25), (128, 128.0)),
     (-1, -1e-9, *NOT_NUMBERS),
@@ -112,7 +117,7 @@ KEYS: Mapping[str, Key] = {
     "client.opts.update_threads": Key(
         None, same(None, 1, 16), (0, -1, 2**63, True, 2.0, "2"), "null, or an integer from 1 to 2**63 - 1"
     ),
-    "client.opts.undo_log_ratio": Key(0.05, *SHARE),
+    "client.opts.undo_log_ratio": Key(None, *MAYBE_SHARE),
 }
 """The whole of the contract. A key added to or dropped from `Config` must be added to or dropped from here."""
 

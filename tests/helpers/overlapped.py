@@ -14,6 +14,7 @@ from chunkmem.optim.speculation import Speculation
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
+from chunkmem.trace.model import Kind
 
 WIDTH = 32
 NEVER_OFF = 11
@@ -44,7 +45,8 @@ class Run:
         chunk_numel: int = 5000,
         device_nbytes: int = 72 << 10,
         threads: int | None = None,
-        undo_log_ratio: float = 0.5,
+        undo_log_ratio: float | None = 0.5,
+        host_nbytes: int = 4 << 20,
         make_lanes: Callable[[ComputeDevice], Lanes] | None = None,
         never_off: bool = True,
     ) -> None:
@@ -55,7 +57,7 @@ class Run:
                     "precision": precision,
                     "fp16": {"enabled": precision == "fp16", "initial_scale_power": 10, "loss_scale_window": 5},
                     "default_chunk_size": chunk_numel,
-                    "memory": {"device": device_nbytes, "host": 4 << 20},
+                    "memory": {"device": device_nbytes, "host": host_nbytes},
                     "gradient_clipping": max_norm,
                     "optimizer": {"params": {"use_hybrid_adam": False}},
                     "client": {"opts": opts},
@@ -92,9 +94,24 @@ class Run:
     @property
     def num_ahead(self) -> int:
         """Updates of the last step that were begun beside its backward."""
+        return self._num_updates(ahead=True)
+
+    @property
+    def num_left(self) -> int:
+        """Updates of the last step that `step()` has left to their lane."""
+        return self._num_updates(ahead=False)
+
+    def _num_updates(self, *, ahead: bool) -> int:
         timeline = self.manager.timeline()
         assert timeline is not None
-        return sum(span.lane is Lane.HOST_UPDATE for span in timeline.spans)
+        spans = [span for span in timeline.spans if span.lane is Lane.HOST_UPDATE]
+        if not spans:
+            return 0
+        assert self.manager.trace is not None
+        moments = self.manager.trace.moments
+        return sum(
+            (moments[s.moment].kind is Kind.UPDATE and moments[s.moment].chunk == s.chunk) != ahead for s in spans
+        )
 
     @property
     def num_wrong(self) -> int:

@@ -222,3 +222,48 @@ def test_eight_times_as_many_updates_ahead_are_read_in_not_much_more_than_eight_
         return min(cpu_s(lambda: peak_nbytes(plan, trace)) for _ in range(3))
 
     assert read(1600) < 20 * read(200)
+
+
+def test_without_room_ahead_updates_run_under_the_next_forward() -> None:
+    """Of 24 s, as without an overlap, forward hides the updates but for the first, and the second's as the host waits
+    for it when it issues the fetch.
+
+    COMPUTE      | forward 0 .. 5 | backward 5 .. 0 | stall | forward 0 ..
+    HOST_UPDATE                                     | 0 | 1 | 2 | ..
+    """
+    full = replace(machine(1), device_nbytes=8 * NBYTES)
+    plan = make_plan(TRACE, full, options=ON_HOST)
+    assert updates_ahead(TRACE, plan.actions) == {}
+    timeline = simulate(plan, TRACE, iterations=6)
+    assert timeline.step_s == pytest.approx(6 + 12 + 2, rel=0.01)
+
+
+def test_what_the_next_forward_needs_first_does_not_queue_behind_the_others() -> None:
+    """Updates that take longer than backward: all of them ahead would end with the one that is needed first.
+
+    COMPUTE      | forward 0 .. 5 | backward 5 .. 0 | forward waits for 0
+    HOST_UPDATE           in time, from 8 s: | 5 | 4 | 0 | 1 | 2 | 3 |
+    """
+    slow = replace(machine(100, host_update_Bps=4 * NBYTES / 4.0), device_nbytes=8 * NBYTES)
+    begins, steps_s = [], []
+    for each in (slow, replace(slow, one_processor=True)):  # where the order is not looked at
+        plan = make_plan(TRACE, each, options=ON_HOST)
+        timeline = simulate(plan, TRACE, machine=slow, iterations=6)
+        begins.append({s.chunk.group: s.start_s for s in timeline.spans if s.chunk and s.lane is Lane.HOST_UPDATE})
+        steps_s.append(timeline.step_s)
+    in_time, all_ahead = begins
+    assert sorted(in_time, key=in_time.__getitem__) == [5, 4, 0, 1, 2, 3]
+    assert sorted(all_ahead, key=all_ahead.__getitem__) == [5, 4, 3, 2, 1, 0]
+    assert steps_s[0] <= steps_s[1]
+
+
+def test_updates_left_to_the_lane_are_read_after_them() -> None:
+    plan = make_plan(TRACE, machine(1), options=ON_HOST)
+    waits = [(m, a) for m, listed in enumerate(plan.actions) for a in listed
+             if isinstance(a, Wait) and a.on is Lane.HOST_UPDATE]  # fmt: skip
+    assert waits
+    for moment, wait in waits:
+        actions = list(plan.actions)
+        actions[moment] = tuple(action for action in actions[moment] if action is not wait)
+        with pytest.raises(PlanError, match="on HOST_UPDATE may still"):
+            simulate(replace(plan, actions=tuple(actions)), TRACE)
