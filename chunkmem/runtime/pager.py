@@ -213,6 +213,24 @@ class Pager:
             tier = Tier.DEVICE if all(chunk.ready(Tier.DEVICE) for chunk in states) else Tier.HOST
         elif tier is None:
             tier = stateless_tier
+        try:
+            self._hold_all(chunks, tier, reader)
+        except CapacityError as error:
+            if tier is Tier.HOST:
+                raise
+            tier = Tier.HOST  # where a plan has it on DEVICE, users may hold on to what was to leave
+            try:
+                self._hold_all(chunks, tier, reader)
+            except CapacityError:
+                raise error from None
+        try:
+            yield tier
+        finally:
+            for chunk in chunks:
+                self._let_go(chunk, tier)
+
+    def _hold_all(self, chunks: Sequence[Chunk], tier: Tier, reader: object) -> None:
+        """Have all of a group on a tier for its update, or none of it held."""
         held = []
         try:
             for chunk in chunks:
@@ -221,10 +239,10 @@ class Pager:
                 else:
                     self._hold(chunk, tier, reader, elastic=True)
                 held.append(chunk)
-            yield tier
-        finally:
+        except BaseException:
             for chunk in held:
                 self._let_go(chunk, tier)
+            raise
 
     def consume(self, chunk: Chunk) -> None:
         """The content is used up; see `ChunkStore.consume`."""

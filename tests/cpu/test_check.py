@@ -494,7 +494,7 @@ def test_a_process_that_dies_in_chunks_has_status_1(folder: Path, capfd: pytest.
         (("gpt:1m", "--precision", "fp8"), "--precision: invalid choice: 'fp8'"),
         (("gpt:1m", "--device", "8 apples"), "--device: '8 apples'"),
         (("gpt:1m", "--host", "0"), "--host is 0 bytes"),
-        (("gpt:9",), "MODEL 'gpt:9' is not a preset"),
+        (("gpt:9",), "MODEL 'gpt:9' is not a size of GPT"),
         (("checked_models:nobody",), "has no attribute 'nobody'"),
         (("checked_models:fails",), "plain PyTorch, in fp32, raised RuntimeError: mat1 and mat2"),
         (
