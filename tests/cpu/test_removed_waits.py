@@ -75,6 +75,17 @@ def brings_back_the_same_bytes(scene: Scene, races: list[Race]) -> bool:
     return True
 
 
+def one_thread_does_both(reading: Reading) -> bool:
+    """On a CPU one thread computes, and updates on HOST, in the order of the plan: both are one lane in truth."""
+    both = [operation for operation in reading.operations if operation.lane in (Lane.COMPUTE, Lane.HOST_UPDATE)]
+    for race in reading.races:
+        behind = [each.order for each in both if each is race.first or each.comes_after(race.first)]
+        ahead = [each.order for each in both if each is race.second or race.second.comes_after(each)]
+        if not behind or not ahead or min(behind) > max(ahead):
+            return False
+    return True
+
+
 REASONS: tuple[Callable[[Scene, list[Race]], bool], ...] = (
     unread_until_covered,
     brings_back_the_same_bytes,
@@ -132,6 +143,7 @@ def removed_in_turn(scene: Scene) -> Result:
     for name, plan in scene.waits():
         reading = Reading(plan, scene.trace, iterations=FOLLOWED)
         why = [reason.__name__ for reason in REASONS if reason(scene, reading.races)]
+        why += [one_thread_does_both.__name__] if one_thread_does_both(reading) else []
         if not all(is_right(scene, plan, reading, seed) for seed in range(SEEDS_EXPLAINED if why else SEEDS)):
             result.shown.append(name)
         elif why:
