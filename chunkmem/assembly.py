@@ -43,8 +43,8 @@ from chunkmem.parts import (
     margin_use_ratio,
     require_open,
 )
+from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.planner import PlanOptions
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.lanes import open_lanes

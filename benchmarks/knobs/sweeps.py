@@ -8,9 +8,10 @@ from typing import Any
 
 from benchmarks.knobs.record import BASE_NUMEL
 from chunkmem.errors import CapacityError
+from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
-from chunkmem.plan.planner import PlanOptions, make_plan
+from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
 from chunkmem.trace.model import Kind, Trace

@@ -24,9 +24,10 @@ from benchmarks.traffic.policies import POLICIES, page
 from benchmarks.traffic.uses import device_budgets
 from chunkmem.bound import traffic_bound
 from chunkmem.errors import CapacityError
+from chunkmem.plan.candidates import PlanOptions, candidates
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
-from chunkmem.plan.planner import PlanOptions, candidates, make_plan
+from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.trace.model import Trace
 from chunkmem.types import Role, Tier

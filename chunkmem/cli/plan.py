@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.machine import add_machine_arguments, machine_of
 from chunkmem.errors import CapacityError, ConfigError, PlanError
+from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import LANE_LINKS, Lane, Plan
-from chunkmem.plan.planner import PlanOptions, make_plan
+from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
 from chunkmem.sizes import format_nbytes, shown

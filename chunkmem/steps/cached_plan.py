@@ -9,10 +9,10 @@ from dataclasses import replace
 from math import inf
 
 from chunkmem.errors import CapacityError, PlanError
+from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.cursor import Said, TraceCursor
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
-from chunkmem.plan.planner import PlanOptions
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.runtime.plan_executor import PlanExecutor

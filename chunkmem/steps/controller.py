@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chunkmem.errors import TraceError
+from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.planner import PlanOptions
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.failed import drain
 from chunkmem.runtime.pager import Pager

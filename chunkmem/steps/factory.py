@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.planner import PlanOptions
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.plan_executor import PlanExecutor

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from chunkmem.errors import CapacityError
+from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
-from chunkmem.plan.planner import Planner, PlanOptions
+from chunkmem.plan.planner import Planner
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.garbage import no_collections
 from chunkmem.trace.model import Mode, Trace

@@ -6,9 +6,9 @@ import functools
 from dataclasses import replace
 
 import chunkmem
+from chunkmem.plan.candidates import PlanOptions, candidates
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Plan
-from chunkmem.plan.planner import PlanOptions, candidates
 from chunkmem.trace.model import Trace
 from tests.helpers.training import HOST_NBYTES, Chunked, Trainer, Variant, capped, footprint
 from tests.helpers.zoo import ZooModel

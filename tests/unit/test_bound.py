@@ -12,9 +12,9 @@ import pytest
 from benchmarks.traffic.uses import device_budgets
 from chunkmem.bound import _reduce, _Relaxation, traffic_bound
 from chunkmem.errors import CapacityError, PlanError
+from chunkmem.plan.candidates import PlanOptions, candidates
 from chunkmem.plan.gaps import budgets, find_gaps
 from chunkmem.plan.machine import Machine, host_links
-from chunkmem.plan.planner import PlanOptions, candidates
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Tier
 from tests.helpers.traces import grad, param, random_trace, training_trace

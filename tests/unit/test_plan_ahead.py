@@ -9,9 +9,10 @@ import pytest
 
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.ahead import SHADOW, advance_updates, log_nbytes, updates_ahead
+from chunkmem.plan.candidates import PlanOptions, candidates
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Action, Copy, Free, Lane, Plan, Update, Wait
-from chunkmem.plan.planner import PlanOptions, candidates, make_plan
+from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import peak_nbytes, simulate
 from chunkmem.trace.model import Kind
 from chunkmem.types import Role, Tier

@@ -8,10 +8,10 @@ from math import inf
 import pytest
 
 from chunkmem.errors import PlanError
+from chunkmem.plan.candidates import PlanOptions, candidates
 from chunkmem.plan.lane_times import Bandwidth, Queue, end_times
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
-from chunkmem.plan.planner import PlanOptions, candidates
 from chunkmem.plan.simulate import simulate
 from tests.helpers.traces import training_trace
 

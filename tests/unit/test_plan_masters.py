@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from chunkmem.errors import PlanError
+from chunkmem.plan.candidates import PlanOptions, candidates
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Alloc, Free
-from chunkmem.plan.planner import PlanOptions, candidates, make_plan
+from chunkmem.plan.planner import make_plan
 from chunkmem.plan.resync import resync
 from chunkmem.plan.semantics import Residency
 from chunkmem.plan.simulate import simulate

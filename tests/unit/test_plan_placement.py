@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkmem.errors import CapacityError
+from chunkmem.plan.candidates import PlanOptions, candidates
 from chunkmem.plan.choose import free_to_choose
 from chunkmem.plan.gaps import After, budgets, find_gaps
 from chunkmem.plan.intervals import find_stays
@@ -24,7 +25,7 @@ from chunkmem.plan.placement import (
     place_states,
     placements,
 )
-from chunkmem.plan.planner import PlanOptions, candidates, make_plan
+from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.trace.model import Kind, Mode
 from chunkmem.types import ChunkId, Role, Tier

@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 
 from chunkmem.errors import CapacityError, PlanError
+from chunkmem.plan.candidates import Candidate, PlanOptions, candidates
 from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recently_used, sweep, traffic_nbytes
 from chunkmem.plan.gaps import Problem, find_gaps
 from chunkmem.plan.intervals import find_stays, prefetch
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Alloc, Copy, Free, Plan, Wait
-from chunkmem.plan.planner import Candidate, PlanOptions, candidates, make_plan
+from chunkmem.plan.planner import make_plan
 from chunkmem.plan.program import emit
 from chunkmem.plan.resync import resync
 from chunkmem.plan.search import least_traffic

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.cursor import TraceCursor
 from chunkmem.plan.machine import Machine, host_links
-from chunkmem.plan.planner import PlanOptions, make_plan
+from chunkmem.plan.planner import make_plan
 from chunkmem.trace.merge import merge
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from tests.helpers.traces import LAYOUT, grad, param, updated_chunks

@@ -1,0 +1,307 @@
+"""Candidates: plans that differ in where groups are updated, which chunks stay, and how much room is set aside. Pure.
+
+Each is simulated. The work on them is counted in units, see `chunkmem.plan.planner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from chunkmem.errors import CapacityError, PlanError, TraceError
+from chunkmem.plan.ahead import advance_updates
+from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recently_used, sweep
+from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
+from chunkmem.plan.intervals import find_stays, keep_slabs, linger, prefetch
+from chunkmem.plan.machine import Machine
+from chunkmem.plan.model import Action, Plan
+from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
+from chunkmem.plan.program import Program, emit
+from chunkmem.plan.search import least_traffic
+from chunkmem.plan.simulate import simulate
+from chunkmem.plan.timeline import Timeline
+from chunkmem.plan.waits import add_waits
+from chunkmem.sizes import format_nbytes
+from chunkmem.trace.loop import as_loop
+from chunkmem.trace.model import Kind, Mode, Trace
+from chunkmem.types import Tier
+
+CLOSE = 0.01
+"""Times this close are equal, for measured durations are no better than that: there, what is moved decides."""
+_QUIET = 0.001
+"""A share of the step that is not worth hiding."""
+_LEAD = 2.0
+"""Copies are issued this many times earlier than they would have to be, against jitter."""
+_LARGE = 2000
+"""Moments from which on fewer candidates are tried, so that planning stays a matter of seconds."""
+_SEARCH_WORK = 1_000_000
+"""Of one search for the least traffic; a plan takes up to 15 of them."""
+_MOMENT_WORK = 40
+"""Of making and simulating a candidate, for each of its moments."""
+
+Searched = dict[tuple[tuple[tuple[int, Tier], ...], frozenset[int], int], frozenset[int]]
+"""Gaps to keep that move least, by where groups are updated, the gaps that are kept anyway, and how much room is set
+aside; durations do not matter."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a user's configuration, and what else there is to train, decide about plans."""
+
+    margin_use_ratio: float = 0.8
+    """Share of the space left on DEVICE at the traced peak that optimizer states may take; 0: all updates on HOST."""
+    static_nbytes: int | None = None
+    """A fixed share of DEVICE for chunks instead of what each moment leaves."""
+    with_residents: bool = True
+    """Groups may stay on DEVICE for good. Where steps of other kinds update other groups, they would take turns."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that was tried, and what the simulator says of it."""
+
+    plan: Plan
+    timeline: Timeline
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes moved in an iteration, over both links."""
+        return sum(self.timeline.moved_nbytes.values())
+
+
+def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Iterator[Candidate]:
+    """Yield every candidate that fits.
+
+    Raises:
+        CapacityError, PlanError: none does; see `Planner.improve`.
+    """
+    for _, candidate in Candidates(trace, machine, options, {}).pieces():
+        if candidate is not None:
+            yield candidate
+
+
+@dataclass
+class _Placed:
+    """One way to place the updates, and the candidates tried for it."""
+
+    problem: Problem
+    room: list[int]
+    """Bytes that the chunks in use leave free, by moment."""
+    tried: set[frozenset[int]] = field(default_factory=set)
+    """Gaps kept."""
+    quiet: int | None = None
+    """With so much room set aside nothing stalls: more cannot hide more, and costs traffic."""
+    is_whole: bool = False
+    """Every gap can be kept."""
+    step_s: float = inf
+    """Of the fastest candidate."""
+
+
+class Candidates:
+    """Makes candidates one after the other."""
+
+    def __init__(self, trace: Trace, machine: Machine, options: PlanOptions, known: Searched) -> None:
+        self.given = trace
+        self.trace = _repeating(trace)
+        self.machine = machine
+        self.options = options
+        self.known = known
+        self.is_small = len(trace.moments) <= _LARGE
+        self.budget = budgets(self.trace, machine, static_nbytes=options.static_nbytes)
+        self.slab_nbytes = max(trace.chunk_nbytes.values(), default=0)
+        self.shortage: CapacityError | None = None
+        self.least_host_nbytes: int | None = None
+
+    def pieces(self) -> Iterator[tuple[int, Candidate | None]]:
+        """Yield pieces of work done, each with the candidate that came of it, if one did.
+
+        Raises:
+            CapacityError: no candidate fits.
+        """
+        ratio, host_nbytes = self.options.margin_use_ratio, self.machine.host_nbytes
+        full = None
+        if host_nbytes > 0 and ratio > 0.0 and self.options.with_residents and not has_idle_states(self.trace):
+            full = FullPlacements(self.trace, self.budget, host_nbytes=host_nbytes, margin_use_ratio=ratio)
+        is_found = False
+        for work, candidate in self._pieces(full):
+            is_found = is_found or candidate is not None
+            yield work, candidate
+            if candidate is not None and candidate.nbytes == 0 and not self._could_hide_updates(candidate):
+                return  # nothing moves: nothing can be better
+        if not is_found and full is not None:
+            for work, candidate in self._with_least_on_host(full):
+                is_found = is_found or candidate is not None
+                yield work, candidate
+        if not is_found:
+            raise self._nothing_fits()
+
+    def _could_hide_updates(self, candidate: Candidate) -> bool:
+        """Tell whether updates on DEVICE take so long that HOST might do some of them meanwhile."""
+        if self.machine.one_processor or self.machine.host_nbytes == 0:
+            return False
+        updates = [moment for moment in self.trace.moments if moment.kind is Kind.UPDATE]
+        nbytes = sum(self.trace.chunk_nbytes[c] for m in updates for c in self.trace.update(m.chunk.group).chunks)
+        given_s = sum(moment.duration_s for moment in updates) if self.machine.device_update_Bps == inf else 0.0
+        return nbytes / self.machine.device_update_Bps + given_s > CLOSE * candidate.timeline.step_s
+
+    def _pieces(self, full: FullPlacements | None) -> Iterator[tuple[int, Candidate | None]]:
+        ways: list[_Placed] = []
+        if full is not None:
+            yield from self._by_residents(full, ways)
+        ratio = self.options.margin_use_ratio
+        for tiers in placements(self.trace, self.machine, self.budget, ratio, with_half=self.is_small):
+            if (way := self._placed(Placement(tiers))) is not None:
+                ways.append(way)
+                yield from self._by_rule(way, is_brief=not self.is_small)
+        for way in ways if self.is_small else ():
+            yield from self._by_search(way)
+
+    def _by_residents(self, full: FullPlacements, ways: list[_Placed]) -> Iterator[tuple[int, Candidate | None]]:
+        """Try full placements, a few candidates of each, and all of the fastest one, which `ways` gets."""
+        tried: dict[int, _Placed] = {}
+        step_s: dict[int, float] = {}
+        while (count := full.next_count(step_s)) is not None:
+            step_s[count] = inf
+            if (way := self._placed(full.placement(count))) is not None:
+                yield from self._by_rule(way, is_brief=True)
+                tried[count], step_s[count] = way, way.step_s
+        if tried and self.is_small:
+            ways.append(min(tried.values(), key=lambda way: way.step_s))
+            yield from self._by_rule(ways[0], is_brief=False)
+
+    def _with_least_on_host(self, full: FullPlacements) -> Iterator[tuple[int, Candidate | None]]:
+        for count in full.close_to_most():
+            if (way := self._placed(full.placement(count))) is not None:
+                yield from self._by_rule(way, is_brief=True)
+
+    def _placed(self, where: Placement) -> _Placed | None:
+        """Return what there is to decide for a placement; None if a moment of it does not fit DEVICE."""
+        is_one_tier = self.machine.host_nbytes == 0
+        problem = find_gaps(self.trace, where.update_tiers, one_tier=is_one_tier, resident_groups=where.resident_groups)
+        try:
+            require_fit(problem, self.budget, self.machine)
+        except CapacityError as error:
+            if self.shortage is None or error.needed_nbytes < self.shortage.needed_nbytes:
+                self.shortage = error
+            return None
+        return _Placed(problem, [have - need for have, need in zip(self.budget, problem.required, strict=True)])
+
+    def _by_rule(self, way: _Placed, *, is_brief: bool) -> Iterator[tuple[int, Candidate | None]]:
+        everything = frozenset(free_to_choose(way.problem))
+        for reserve in (0, 2) if is_brief else (0, 1, 2, 3, 4):
+            if way.quiet is not None and reserve > way.quiet:
+                return
+            left = self._left(way, reserve)
+            rules = (("belady", furthest_next_use), ("lru", least_recently_used))
+            for name, order in rules[:1] if is_brief else rules:
+                kept = sweep(way.problem, left, order)
+                yield self._try(way, kept, name, reserve)
+            if everything in way.tried:
+                way.is_whole = True
+                return
+
+    def _by_search(self, way: _Placed) -> Iterator[tuple[int, Candidate | None]]:
+        for reserve in () if way.is_whole else (0, 1, 2, 3, 4):
+            if way.quiet is not None and reserve > way.quiet:
+                return
+            width = _width(way.problem) if reserve == 0 else _width(way.problem) // 8 + 1
+            key = tuple(sorted(way.problem.update_tiers.items())), way.problem.always_kept, reserve
+            if key not in self.known:
+                search = least_traffic(way.problem, self._left(way, reserve), width=width, max_work=_SEARCH_WORK)
+                while True:
+                    try:
+                        work = next(search)
+                    except StopIteration as end:
+                        self.known[key] = end.value
+                        break
+                    yield work, None
+            yield self._try(way, self.known[key], "least-traffic", reserve)
+
+    def _left(self, way: _Placed, reserve: int) -> list[int]:
+        """Return the room without `reserve` chunks' worth of it, which is for prefetching."""
+        return [max(0, nbytes - reserve * self.slab_nbytes) for nbytes in way.room]
+
+    def _try(self, way: _Placed, kept: frozenset[int], name: str, reserve: int) -> tuple[int, Candidate | None]:
+        """Return the work done, and the candidate that keeps these gaps, unless it was tried, or does not fit HOST."""
+        work = _MOMENT_WORK * len(self.trace.moments)
+        if kept in way.tried:
+            return work // 10, None
+        way.tried.add(kept)
+        machine, update_tiers = self.machine, way.problem.update_tiers
+        program = _program(way.problem, kept, self.budget, machine, lead=_LEAD)
+        if program.below_peak_nbytes > machine.host_nbytes:
+            if self.least_host_nbytes is None or program.below_peak_nbytes < self.least_host_nbytes:
+                self.least_host_nbytes = program.below_peak_nbytes
+            return work // 2, None
+        log = min(machine.shadow_nbytes, machine.host_nbytes - program.below_peak_nbytes)
+        actions = advance_updates(self.trace, program.actions, limit_nbytes=log)
+        name = f"{name}, {reserve} set aside"
+        candidate = self._candidate(program, actions, update_tiers, name)
+        if not machine.one_processor:  # else it is the same cores that forward, backward and updates wait for
+            in_time = advance_updates(self.trace, program.actions, limit_nbytes=log, in_time_on=machine)
+            if in_time != actions:
+                work *= 2
+                other = self._candidate(program, in_time, update_tiers, f"{name}, updates in time")
+                candidate = min(candidate, other, key=lambda tried: tried.timeline.step_s)
+        way.step_s = min(way.step_s, candidate.timeline.step_s)
+        if candidate.timeline.stall_s <= _QUIET * candidate.timeline.step_s:
+            way.quiet = reserve if way.quiet is None else min(reserve, way.quiet)
+        return work, candidate
+
+    def _candidate(
+        self, program: Program, actions: Sequence[Sequence[Action]], update_tiers: Mapping[int, Tier], name: str
+    ) -> Candidate:
+        waiting = add_waits(self.trace, program.start, actions)
+        plan = Plan(self.given.digest, self.machine, program.start, waiting, update_tiers, name)
+        return Candidate(plan, simulate(plan, self.given, iterations=3 if self.is_small else 2))
+
+    def _nothing_fits(self) -> CapacityError:
+        if self.least_host_nbytes is None:
+            # Of a placement that has all updates on HOST, which needs least of DEVICE.
+            assert self.shortage is not None
+            return self.shortage
+        least_nbytes = self.least_host_nbytes
+        return CapacityError(
+            f"a plan would have {format_nbytes(least_nbytes)} on HOST, which may hold "
+            f"{format_nbytes(self.machine.host_nbytes)}; raise memory.host to at least "
+            f"{format_nbytes(least_nbytes)} ({least_nbytes} bytes)",
+            needed_nbytes=least_nbytes,
+            cap_nbytes=self.machine.host_nbytes,
+            on_host=True,
+        )
+
+
+def _repeating(trace: Trace) -> Trace:
+    """Return a trace as it repeats. A plan for that serves a step that begins a gradient which it leaves behind."""
+    try:
+        loop = as_loop(trace)
+    except TraceError as error:
+        raise PlanError(str(error)) from None
+    for at, (given, repeated) in enumerate(zip(trace.moments, loop.moments, strict=True)):
+        if given.kind is Kind.WRITE and repeated.kind is Kind.CREATE:
+            raise PlanError(
+                f"moment {at} ({given}) adds to {given.chunk}, which nothing in the step begins, and which the step "
+                "uses up: the next step will be another one, so record that"
+            )
+    return loop
+
+
+def _width(problem: Problem) -> int:
+    """States to follow side by side: all of a small problem, few of a large one, where each also costs more."""
+    work = len(problem.trace.moments) * max(1, sum(1 for chain in problem.uses if chain))
+    return max(4, min(2000, 10**11 // max(1, work * work)))
+
+
+def _program(
+    problem: Problem, kept: frozenset[int], budget: Sequence[int], machine: Machine, *, lead: float
+) -> Program:
+    stays = find_stays(problem, kept)
+    prefetch(problem, stays, budget, machine, lead=lead)
+    linger(problem, stays, budget, machine)
+    stays = keep_slabs(problem, kept, stays, budget)
+    # While an evaluation runs, what never leaves DEVICE need not be on HOST: training will say whether it should.
+    program = emit(problem, stays, home_residents=problem.trace.mode is Mode.TRAIN)
+    if program.below_peak_nbytes > machine.host_nbytes:
+        program = emit(problem, stays, home_residents=False)
+    return program
