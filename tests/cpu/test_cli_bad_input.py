@@ -237,7 +237,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     ("model", "says"),
     [
         ("", "MODEL '' is not known"),
-        ("gpt:9000b", "is not a preset; there are gpt:1m, gpt:125m"),
+        ("gpt:9000z", "is not a size of GPT; there are gpt:1m, gpt:125m"),
         ("missing.json", "missing.json cannot be read: No such file or directory"),
         ("no_such_module:make", "No module named 'no_such_module'"),
         ("models_of_the_tests:nobody", "has no attribute 'nobody'"),
