@@ -10,6 +10,7 @@ from torch import nn
 
 import chunkmem
 from chunkmem.plan.machine import Machine, host_links
+from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import make_plan
 from chunkmem.steps import cached_plan
 from chunkmem.steps.planning import StepPlanner
@@ -20,7 +21,7 @@ WIDTH, LAYERS, STEPS = 16, 8, 50
 CHUNK_NUMEL = WIDTH * WIDTH + WIDTH
 
 
-def train(manager: chunkmem.ChunkManager | None, names: list[str]) -> list[torch.Tensor]:
+def train(manager: chunkmem.ChunkManager | None, plans: list[Plan]) -> list[torch.Tensor]:
     torch.manual_seed(0)
     make = lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))  # noqa: E731
     if manager is None:
@@ -40,7 +41,7 @@ def train(manager: chunkmem.ChunkManager | None, names: list[str]) -> list[torch
             assert timeline is not None
             assert timeline.plan_misses == 0
             assert manager.plan is not None
-            names.append(manager.plan.name)
+            plans.append(manager.plan)
     return [param.detach().clone() for param in model.parameters()]
 
 
@@ -53,14 +54,14 @@ def test_a_plan_is_followed_while_a_better_one_is_looked_for(monkeypatch: pytest
     monkeypatch.setattr(cached_plan, "StepPlanner", partial(StepPlanner, work=1))
     monkeypatch.setattr(cached_plan, "_MAX_REFINEMENTS", 1)  # further ones come with noise, and begin the search again
     values = {"memory": {"device": 24 * CHUNK_NUMEL, "host": 1 << 22}, "default_chunk_size": CHUNK_NUMEL}
-    names: list[str] = []
+    plans: list[Plan] = []
     slow = Machine(1, 1, host_links(h2d_Bps=1e7, d2h_Bps=1e7))
     with chunkmem.ChunkManager(chunkmem.Config.from_dict(values), machine=slow) as manager:
-        found = train(manager, names)
+        found = train(manager, plans)
         assert manager.trace is not None
         assert manager.plan is not None
         assert manager.plan.actions == make_plan(manager.trace, manager.plan.machine).actions
-    assert names[0] == "belady, 0 set aside"
-    assert names[-1] != names[0]
+    assert plans[0].name == "belady, 0 set aside"
+    assert plans[-1].actions != plans[0].actions
     for ours, plain in zip(found, train(None, []), strict=True):
         assert torch.equal(ours, plain)
