@@ -46,7 +46,8 @@ def train(manager: chunkmem.ChunkManager | None, plans: list[Plan]) -> list[torc
 
 
 @cpu_only
-def test_a_plan_is_followed_while_a_better_one_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_exact", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_plan_is_followed_while_a_better_one_is_looked_for(monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
     """One candidate a step: the first plan is Belady's with no room set aside, and a better one comes.
 
     Half of the layers have no optimizer, so their gradients accumulate for ever: what is evicted has to be written.
@@ -60,7 +61,7 @@ def test_a_plan_is_followed_while_a_better_one_is_looked_for(monkeypatch: pytest
         found = train(manager, plans)
         assert manager.trace is not None
         assert manager.plan is not None
-        assert manager.plan.actions == make_plan(manager.trace, manager.plan.machine).actions
+        assert not is_exact or manager.plan.actions == make_plan(manager.trace, manager.plan.machine).actions
     assert plans[0].name == "belady, 0 set aside"
     assert plans[-1].actions != plans[0].actions
     for ours, plain in zip(found, train(None, []), strict=True):
