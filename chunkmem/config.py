@@ -129,6 +129,18 @@ class MemoryConfig(Section, at="memory"):
 
 
 @dataclass(frozen=True)
+class ActivationsConfig(Section, at="activations"):
+    """What becomes of activations between forward and backward."""
+
+    policy: Literal["offload"] | None = option(
+        either(NULL, one_of("offload")),
+        None,
+        about="Of each region, which are the units unless marked: offload: kept on DEVICE as far as there is room, moved "
+        "to HOST and back otherwise; null: left to the model.",
+    )
+
+
+@dataclass(frozen=True)
 class DistributedConfig(Section, at="distributed"):
     """Data parallelism."""
 
@@ -231,6 +243,7 @@ class Config(Section):
     )
     use_cpu_embedding: bool = option(BOOL, False, about="Not available yet.")
     memory: MemoryConfig = option(subsection(MemoryConfig), MemoryConfig())
+    activations: ActivationsConfig = option(subsection(ActivationsConfig), ActivationsConfig())
     distributed: DistributedConfig = option(subsection(DistributedConfig), DistributedConfig())
     client: ClientConfig = option(subsection(ClientConfig), ClientConfig())
 

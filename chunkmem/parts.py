@@ -41,6 +41,7 @@ from chunkmem.nn.hooks import ModuleHooks, RootCalls
 from chunkmem.nn.packing import PackedModel, Packer
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.registry import ModelRegistry
+from chunkmem.nn.saved_tensors import RegionActivations
 from chunkmem.nn.served import ParameterServer
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.turn import Turn
@@ -127,10 +128,13 @@ class Modules:
     borders: Borders
     declared: DeclaredReads
     units: Units
+    regions: RegionActivations
 
     def hooks(self, calls: RootCalls) -> ModuleHooks:
         """Make what modules are fitted with; `calls` hears of those from outside."""
-        return ModuleHooks(self.access, self.backward, units=self.units, turn=self.turn, calls=calls)
+        return ModuleHooks(
+            self.access, self.backward, units=self.units, regions=self.regions, turn=self.turn, calls=calls
+        )
 
     def fit(
         self, roots: Sequence[nn.Module], added: Sequence[PackedModel], hooks: ModuleHooks, *, dtype: torch.dtype
@@ -213,7 +217,9 @@ def make_modules(
     )
     turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
     access = AccessTracker(pager)
-    backward = BackwardTracker(pager, access, sharding.units, turn, is_rehearsal=is_rehearsal)
+    declared = DeclaredReads()
+    regions = RegionActivations(pager, turn, policy=config.activations.policy, is_chunk=declared.is_chunk)
+    backward = BackwardTracker(pager, access, sharding.units, turn, regions=regions, is_rehearsal=is_rehearsal)
     server = ParameterServer(pager, access, backward, turn, is_shared=sharding.shards is not None)
     return Modules(
         registry,
@@ -229,8 +235,9 @@ def make_modules(
             saving=server.saving,
         ),
         Borders(is_outermost=access.is_outermost),
-        DeclaredReads(),
+        declared,
         sharding.units,
+        regions,
     )
 
 

@@ -52,6 +52,8 @@ class Role(str):
     GRAD: ClassVar[Role]
     MASTER: ClassVar[Role]
     """Weights in fp32, which those of PARAM are rounded from."""
+    ACTIVATION: ClassVar[Role]
+    """What autograd saved in one call of a region. Its groups are numbered beyond those of parameters."""
 
     def __new__(cls, name: str) -> Role:
         """Return the role of a name: ``Role("exp_avg")`` is an optimizer state."""
@@ -69,12 +71,12 @@ class Role(str):
 
     @property
     def order(self) -> tuple[int, str]:
-        """Sort key: PARAM, GRAD, MASTER, then optimizer states by name."""
+        """Sort key: PARAM, GRAD, MASTER, ACTIVATION, then optimizer states by name."""
         return len(_OF_MODELS) if self.is_state else _OF_MODELS.index(self), self
 
 
-_OF_MODELS = tuple(str.__new__(Role, name) for name in ("param", "grad", "master"))
-Role.PARAM, Role.GRAD, Role.MASTER = _OF_MODELS
+_OF_MODELS = tuple(str.__new__(Role, name) for name in ("param", "grad", "master", "activation"))
+Role.PARAM, Role.GRAD, Role.MASTER, Role.ACTIVATION = _OF_MODELS
 
 
 class ChunkId(NamedTuple):

@@ -25,6 +25,7 @@ from chunkmem.nn.access import AccessTracker, Frame
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.nodes import CallNodes, NodePins
 from chunkmem.nn.references import Findings, GraphSearch
+from chunkmem.nn.saved_tensors import RegionActivations
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import kept_tensors, tensors_in
 from chunkmem.runtime.pager import Pager
@@ -117,6 +118,7 @@ class BackwardTracker:
         units: Units,
         turn: Turn,
         *,
+        regions: RegionActivations,
         is_rehearsal: bool = False,
     ) -> None:
         """Begin with nothing announced. In a rehearsal, what modules leave is taken for their graphs': it has views of
@@ -126,6 +128,7 @@ class BackwardTracker:
         self._turn = turn
         self._access = access
         self._units = units
+        self._regions = regions
         self._chunks: dict[int, Chunk] = access.chunks
         self.num_ended = 0
         """Backwards that were run to their end."""
@@ -154,6 +157,7 @@ class BackwardTracker:
         return (
             *map(str, calls),
             *self._nodes.pinning,
+            *self._regions.pinning,
             *(f"create_graph backward: {chunk.label}" for chunk in self._held),
         )
 
@@ -177,7 +181,8 @@ class BackwardTracker:
         # An in-place operator on a view gives it another grad_fn, without our hook; its gradient still passes the base.
         bases = [t._base for t in made if t._base is not None]
         outputs = {id(t): t for t in (*made, *bases) if t.grad_fn is not None}
-        saves_elsewhere = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        saves_elsewhere = hooks is not None and not self._regions.are_own(hooks)
         found = _NOTHING
         if self._is_rehearsal and frame.module is not None:
             found = Findings(left, frozenset())
@@ -234,6 +239,7 @@ class BackwardTracker:
         for task in list(self._running):
             self._unpin(task)
             self._access.num_calls = Counter()  # what was interrupted does not come
+        self._regions.reset(step=step)
         self._levels.clear()
         self._recomputed_in.clear()
         self._waiting.clear()
@@ -247,6 +253,7 @@ class BackwardTracker:
         self._units.announce(call.unit)  # also if it is announced: another unit may have come in between
         if call.open:
             return
+        self._regions.settle()
         self._settle_left()
         task = torch._C._current_graph_task_id()
 

@@ -17,6 +17,7 @@ from chunkmem.nn.access import AccessTracker, Frame, ParameterReads, in_backward
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.guard import AccessGuard
+from chunkmem.nn.saved_tensors import RegionActivations
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import tensors_in
 from chunkmem.shard.units import Unit, Units
@@ -34,6 +35,8 @@ class FittedModule:
     is_leaf: bool
     unit: Unit | None
     """The unit of exchange it belongs to; None with one rank."""
+    is_region: bool
+    """What autograd saves in its calls is managed."""
 
 
 class RootCalls(Protocol):
@@ -61,6 +64,7 @@ class ModuleHooks:
         backward: BackwardTracker,
         *,
         units: Units,
+        regions: RegionActivations,
         turn: Turn,
         calls: RootCalls,
     ) -> None:
@@ -70,6 +74,7 @@ class ModuleHooks:
             access: reads of parameters.
             backward: what comes after the calls.
             units: of exchange.
+            regions: what they save.
             turn: of this thread.
             calls: hears of outermost calls.
         """
@@ -77,6 +82,7 @@ class ModuleHooks:
         self._access = access
         self._backward = backward
         self._units = units
+        self._regions = regions
         self._calls = calls
         self._handled: BaseException | None = None
         """What the caller of the outermost call was handling when it began."""
@@ -96,6 +102,7 @@ class ModuleHooks:
         """
         owned: dict[nn.Module, dict[str, ManagedParameter]] = {}
         units = self._units.of(root, {key: managed.group for key, managed in by_id.items()})
+        regions = self._regions.of(root)
         self._roots.add(root)
         for name, module in root.named_modules():
             if module in self._fitted:
@@ -108,12 +115,13 @@ class ModuleHooks:
                 tuple(_held_elsewhere(module, by_id)),
                 not any(True for _ in module.children()),
                 units.get(module),
+                module in regions,
             )
             if own:
                 vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.look_up)
                 owned[module] = own
             module.register_forward_pre_hook(partial(self._enter, fitted), with_kwargs=True)
-            module.register_forward_hook(self._leave, always_call=True)
+            module.register_forward_hook(partial(self._leave, fitted), always_call=True)
         return owned
 
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -140,6 +148,8 @@ class ModuleHooks:
         if fitted.unit is not None:
             self._enter_unit(fitted.unit, frame)
         access.push(frame, fitted.unseen)
+        if fitted.is_region and not recomputing:
+            self._regions.enter(fitted.name)
         if is_root:
             frame.guard = self._calls.make_guard()
             if frame.guard is not None:
@@ -158,9 +168,9 @@ class ModuleHooks:
             self._units.enter(unit)
             frame.opened = unit
 
-    def _leave(self, module: nn.Module, _args: Any, result: Any) -> None:
+    def _leave(self, fitted: FittedModule, module: nn.Module, _args: Any, result: Any) -> None:
         try:
-            self._close(module, result)
+            self._close(fitted, module, result)
         finally:
             # torch calls the hook while it handles what the module has raised.
             error = sys.exception() if result is None and not self._access.stack and not in_backward() else None
@@ -169,10 +179,12 @@ class ModuleHooks:
             if not self._access.stack:
                 self._handled = None  # an exception keeps alive what its frames refer to
 
-    def _close(self, module: nn.Module, result: Any) -> None:
+    def _close(self, fitted: FittedModule, module: nn.Module, result: Any) -> None:
         frame = self._access.pop(module)
         if frame is None:
             return
+        if fitted.is_region and not frame.recomputing:
+            self._regions.leave()
         held: Collection[int] = ()
         try:
             if frame.reads:
@@ -187,6 +199,8 @@ class ModuleHooks:
                     self._turn.give_back()
         if frame.opened is not None:
             self._units.leave(frame.opened)
+        if not self._access.stack and not frame.recomputing:
+            self._regions.settle()
 
 
 def _check_runs_itself(name: str) -> None:

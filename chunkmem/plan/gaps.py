@@ -212,7 +212,7 @@ def find_gaps(
         elif moment.kind is Kind.CONSUME:
             # Until then the content is there, on DEVICE where the update was there, else on HOST.
             last = uses[own][-1] if uses[own] else None
-            stays = one_tier or trace.is_remote(moment.chunk)
+            stays = one_tier or trace.is_remote(moment.chunk) or moment.chunk.role is Role.ACTIVATION
             if last is not None and (stays or trace.moments[last.start].kind is Kind.UPDATE):
                 last.stop = at + 1
             else:

@@ -21,7 +21,7 @@ from chunkmem.plan.facts import PlanFacts
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update, Wait
 from chunkmem.plan.semantics import ABSENT, NEWEST
 from chunkmem.runtime.copy_order import CopyOrder, Step
-from chunkmem.runtime.events import COPY_LANES, DoneEvent, Lanes
+from chunkmem.runtime.events import COPY_LANES, Copies, DoneEvent, Lanes
 from chunkmem.runtime.failed import drain
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
@@ -196,12 +196,16 @@ class PlanActions(ABC):
             return
         target, source = chunk.replicas[copy.target], chunk.replicas[copy.source]
         after = self._order.before_copy(lane, chunk)
-        event = self._order.lanes.copy(lane, target.flat, source.flat, after=after, label=chunk.label)
+        issued = [
+            self._order.lanes.copy(lane, there, here, after=after, label=chunk.label)
+            for there, here in target.copied_from(source)
+        ]
+        event = issued[-1]
         target.slab.busy = source.slab.busy = event
         self._store.note_copy(chunk, copy.source, copy.target)
         self._store.forget_done_copies()
         self._store.issued.append(IssuedCopy(chunk, chunk.version, source.slab, copy.target, target.slab, event))
         self._order.events[lane].append(event)
-        self.step_log.copied(lane, chunk, event)
+        self.step_log.copied(lane, chunk, event if len(issued) == 1 else Copies(issued[0], event))
         if isinstance(event, DoneEvent):  # lanes that block
             self.step_log.waited(lane, event)

@@ -134,6 +134,32 @@ def named_range(lane: Lane, label: str) -> contextlib.AbstractContextManager[Non
     return _profiled(lane, label) if torch.autograd.profiler._is_profiler_enabled else contextlib.nullcontext()
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies that were issued one after the other on a lane, as one; the last is over when all are."""
+
+    first: Event
+    last: Event
+
+    @property
+    def started_s(self) -> float:
+        return self.first.started_s
+
+    @property
+    def ended_s(self) -> float:
+        return self.last.ended_s
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self.last.failure
+
+    def done(self) -> bool:
+        return self.last.done()
+
+    def wait(self) -> None:
+        self.last.wait()
+
+
 @dataclass(eq=False, slots=True)
 class DoneEvent(Interval):
     """What was over before it could be waited for."""

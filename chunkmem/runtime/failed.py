@@ -38,7 +38,7 @@ def _undo_failed(store: ChunkStore) -> None:
                 slab.busy = None
     for copy in failed:
         chunk, replica = copy.chunk, copy.replica
-        if replica is not None and chunk.newest_tier() is None and not chunk.can_be_rounded:
+        if replica is not None and chunk.newest_tier() is None and chunk.saved is None and not chunk.can_be_rounded:
             with contextlib.suppress(Exception), runtime_mode():
                 store.transfer(replica.flat.view(torch.uint8), _memory(copy.source, store))
                 replica.version = copy.version

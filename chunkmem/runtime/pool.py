@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from chunkmem.runtime.device import ComputeDevice, prefer_large_pages, runtime_m
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.ledger import CACHE, Ledger
 
+T = TypeVar("T")
 _MAPPED_NBYTES = 128 << 10
 """Smaller slabs are left to the C library: a mapping is made of whole pages."""
 _POISON = 0xFF
@@ -138,10 +139,7 @@ class DevicePool:
                 self.ledger.release(CACHE, nbytes)
                 self.ledger.charge(role, nbytes)
                 return slab
-        cap_nbytes = self.ledger.cap_nbytes
-        room_nbytes = cap_nbytes if self.room_nbytes is None else min(cap_nbytes, self.room_nbytes)
-        while self._kept and self.ledger.total_nbytes + nbytes > room_nbytes:
-            self._discard(self._kept[0])
+        self._make_way(nbytes)
         with self.changing(), runtime_mode():
             slab = Slab(nbytes, self._allocate(nbytes))
             self.ledger.charge(role, nbytes)
@@ -161,10 +159,35 @@ class DevicePool:
         if self.room_nbytes is None:
             self.trim()
 
+    def admit(self, role: str, nbytes: int, fill: Callable[[], T]) -> tuple[Slab, T]:
+        """Count memory that is not the pool's, and that `fill` takes from the allocator, or has been taken before.
+
+        Kept slabs make way for it. Its own bytes are not in the slab, which stands for it where copies are awaited.
+        """
+        self._make_way(nbytes)
+        with self.changing(), runtime_mode():
+            memory = fill()
+            self.ledger.charge(role, nbytes)
+            return Slab(nbytes, torch.empty(0, dtype=torch.uint8)), memory
+
+    def dismiss(self, role: str, slab: Slab, empty: Callable[[], object]) -> None:
+        """Count such memory no more, which `empty` gives back to the allocator once no copy is at work on it."""
+        with self.changing(), runtime_mode():
+            slab.rest(self.wait)
+            self.ledger.release(role, slab.nbytes)
+            empty()
+
     def trim(self, total_nbytes: int | None = None) -> None:
         """Give up kept slabs until there are no more than there may be, and all slabs take `total_nbytes`, if given."""
         most_nbytes = self.ledger.limit_nbytes if total_nbytes is None else total_nbytes
         while self._kept and (self._has_too_many() or self.ledger.total_nbytes > most_nbytes):
+            self._discard(self._kept[0])
+
+    def _make_way(self, nbytes: int) -> None:
+        """Give up kept slabs, as many as that much memory needs."""
+        cap_nbytes = self.ledger.cap_nbytes
+        room_nbytes = cap_nbytes if self.room_nbytes is None else min(cap_nbytes, self.room_nbytes)
+        while self._kept and self.ledger.total_nbytes + nbytes > room_nbytes:
             self._discard(self._kept[0])
 
     def _has_too_many(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from chunkmem.layout.spec import Group
 from chunkmem.plan.semantics import ReplicaState, Residency
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Event, copy_error
-from chunkmem.runtime.pool import Slab, SlabPool
+from chunkmem.runtime.pool import DevicePool, Slab, SlabPool
 from chunkmem.runtime.timestamps import Clock, Interval
 from chunkmem.types import LINKS, TIERS, ChunkId, Link, Tier
 
@@ -48,18 +48,40 @@ class ChunkHome(Protocol):
         ...
 
 
+class SavedMemory(Protocol):
+    """What an ACTIVATION chunk is on DEVICE: storages whose tensors autograd has saved, each at its offset."""
+
+    def fill(self) -> Sequence[tuple[int, torch.Tensor]]:
+        """Give storages that are empty memory, contents undefined; return the bytes of all, 1-D, with their offsets."""
+        ...
+
+    def empty(self) -> None:
+        """Give their memory back to the allocator. They stay, and so do the tensors."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class Replica:
     """A chunk's copy on one tier: `NEWEST` if its version is the chunk's, else `EMPTY`; see `plan.semantics`."""
 
     slab: Slab
     flat: torch.Tensor
-    """1-D, all elements of the chunk."""
+    """1-D, all elements of the chunk; of activations on DEVICE none."""
     version: int = NO_CONTENT
     pins: int = 0
     last_use: int = 0
     views: tuple[torch.Tensor, ...] | None = None
     """One tensor per slot, made when first asked for."""
+    pieces: Sequence[tuple[int, torch.Tensor]] | None = None
+    """Of activations on DEVICE: see `SavedMemory.fill`."""
+
+    def copied_from(self, source: Replica) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Return what is copied to what when `source` is copied here, one after the other."""
+        if self.pieces is None and source.pieces is None:
+            return [(self.flat, source.flat)]
+        if self.pieces is None:
+            return [(self.flat.narrow(0, at, piece.numel()), piece) for at, piece in source.pieces or ()]
+        return [(piece, source.flat.narrow(0, at, piece.numel())) for at, piece in self.pieces]
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +96,8 @@ class Chunk:
     forms: tuple[tuple[torch.Size, tuple[int, ...]], ...]
     """Shape and stride of each slot's tensor."""
     home: ChunkHome | None = None
+    saved: SavedMemory | None = None
+    """Of an ACTIVATION chunk."""
     master: Chunk | None = None
     """The float32 chunk that this one is rounded from: what is lost of this one can be made again."""
     is_remote: bool = False
@@ -221,6 +245,9 @@ class ChunkStore:
 
     def take_slab(self, chunk: Chunk, tier: Tier) -> Replica:
         """Give the chunk a replica on `tier`, contents undefined. The caller has made room."""
+        if tier is Tier.DEVICE and chunk.saved is not None:
+            slab, pieces = self._device_pool.admit(chunk.id.role.value, chunk.nbytes, chunk.saved.fill)
+            return self._enter(chunk, tier, Replica(slab, slab.bytes, pieces=pieces))
         slab = self.pools[tier].alloc(chunk.id.role.value, chunk.nbytes)
         with runtime_mode():
             if tier is Tier.DEVICE and chunk.home is not None:
@@ -257,7 +284,8 @@ class ChunkStore:
         start = self.clock.timestamp()
         with runtime_mode():
             try:
-                self.transfer(to.flat, origin.flat)
+                for there, here in to.copied_from(origin):
+                    self.transfer(there, here)
             except Exception as error:
                 to.version = NO_CONTENT
                 raise copy_error(chunk.label, source, target, error) from error
@@ -396,4 +424,13 @@ class ChunkStore:
         if tier is Tier.DEVICE and chunk.home is not None:
             with runtime_mode():
                 chunk.home.detach()
-        self.pools[tier].free(chunk.id.role.value, slab)
+        if tier is Tier.DEVICE and chunk.saved is not None:
+            self._device_pool.dismiss(chunk.id.role.value, slab, chunk.saved.empty)
+        else:
+            self.pools[tier].free(chunk.id.role.value, slab)
+
+    @property
+    def _device_pool(self) -> DevicePool:
+        pool = self.pools[Tier.DEVICE]
+        assert isinstance(pool, DevicePool)
+        return pool

@@ -1,0 +1,394 @@
+"""What autograd saves in a region becomes a chunk of the role ACTIVATION: kept, or moved to HOST and back.
+
+[Note: Regions] A region is a module whose calls are managed as a whole: a block. While one runs, torch's saved-tensor
+hooks tell what autograd saves. Nothing is copied then. When the next region begins, or the model returns, what the call
+has saved is looked over: storages that nobody but autograd holds are the content of its chunk from then on, in the
+memory where they are. All others (outputs that are used on, a mask of the caller's) stay as they are.
+
+    forward    | region 0 |  | region 1 |  |              the memory of a storage is emptied and filled again,
+    CREATE                ...0          ...1              as that of weights is: tensors and views stay as they are
+    backward                                   | region 1 |  | region 0 |
+    HOLD                                       1             0
+    CONSUME                                               1             0
+
+The chunk is brought back when autograd asks for the first of its tensors, and its content is used up when autograd has
+let go of the last. A call that autograd has not let go of when the step is over gives its memory up to autograd: then
+it is no chunk any more.
+
+[Note: Versions] torch does not check whether a tensor was written to after it was saved where there are hooks, so that
+is done here, and says what torch would.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from chunkmem.layout.spec import ALIGN_NBYTES, Group, Slot
+from chunkmem.nn.turn import Turn
+from chunkmem.nn.values import storage_id
+from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.store import Chunk
+from chunkmem.types import ChunkId, Role, Tier
+
+_NO_TASK = -1
+"""What torch says where no backward runs."""
+FIRST_GROUP = 1 << 20
+"""Groups of activations are numbered from here on, those of parameters from 0."""
+
+
+class SavedTensor:
+    """What autograd has in place of a tensor that it saved in a region."""
+
+    __slots__ = ("__weakref__", "call", "is_moved", "is_stale", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, call: RegionCall) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+        self.call = call
+        self.is_moved = False
+        """Its storage is part of the call's chunk."""
+        self.is_stale = False
+        """It was written to before it became that."""
+
+    def check(self) -> None:
+        """Raise what torch does for a tensor that was written to after it was saved."""
+        if self.is_stale or (not self.is_moved and self.tensor._version != self.version):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {list(self.tensor.shape)} that was saved in {self.call.name}; clone it before it is "
+                "written to"
+            )
+
+
+@dataclass(slots=True)
+class _SavedStorage:
+    """A storage, and the tensors over it that autograd has saved."""
+
+    storage: torch.UntypedStorage
+    saved: list[weakref.ref[SavedTensor]] = field(default_factory=list)
+
+    def take(self) -> bool:
+        """Make it ours if nobody but autograd holds it: then no tensor of others can see that it is emptied."""
+        tensors = [kept for each in self.saved if (kept := each()) is not None]
+        if not tensors or not self.storage.resizable() or not all(_is_plain(kept.tensor) for kept in tensors):
+            return False
+        # A view keeps the tensor that it is a view of.
+        bases = {id(base): base for kept in tensors if (base := kept.tensor._base) is not None}
+        num_views = dict.fromkeys(bases, 0)
+        for kept in tensors:
+            if kept.tensor._base is not None:
+                num_views[id(kept.tensor._base)] += 1
+        if self._num_tensors() != len(tensors) + len(bases):
+            return False
+        if any(base._use_count() != num_views[key] + 1 for key, base in bases.items()):
+            return False
+        del bases
+        for kept in tensors:
+            tensor = kept.tensor
+            kept.is_stale = tensor._version != kept.version
+            alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            kept.tensor = alias.set_(self.storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+            kept.is_moved = True
+        return True
+
+    def _num_tensors(self) -> int:
+        return torch._C._storage_Use_Count(self.storage._cdata) - 1  # this object refers to it, too
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and not tensor.is_conj() and not tensor.is_neg()
+
+
+class SavedStorages:
+    """The memory of an ACTIVATION chunk on DEVICE; see `SavedMemory`."""
+
+    def __init__(self) -> None:
+        self._storages: Sequence[tuple[int, int, torch.UntypedStorage]] = ()
+        """Offset and bytes of each."""
+
+    def hold(self, storages: Sequence[torch.UntypedStorage]) -> int:
+        """Be these storages from now on; return how many bytes they take, each at its offset."""
+        at = 0
+        placed = []
+        for storage in storages:
+            placed.append((at, storage.nbytes(), storage))
+            at += -(-storage.nbytes() // ALIGN_NBYTES) * ALIGN_NBYTES
+        self._storages = placed
+        return at
+
+    def let_go(self) -> None:
+        """Leave the storages as they are; there is nothing here any more."""
+        self._storages = ()
+
+    def fill(self) -> Sequence[tuple[int, torch.Tensor]]:
+        pieces = []
+        for at, nbytes, storage in self._storages:
+            if storage.nbytes() == 0:
+                storage.resize_(nbytes)
+            pieces.append((at, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)))  # type: ignore[call-overload]
+        return pieces
+
+    def empty(self) -> None:
+        for _, _, storage in self._storages:
+            storage.resize_(0)
+
+
+class RegionCall:
+    """One call of a region. Lives as long as autograd keeps something that it saved in it."""
+
+    __slots__ = ("__weakref__", "chunk", "name", "storages")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.storages: dict[int, _SavedStorage] = {}
+        """What was saved in it, by identity, until it is looked over."""
+        self.chunk: Chunk | None = None
+        """That has its content; None if there is none, or not yet."""
+
+    def __str__(self) -> str:
+        return f"{self.name} backward"
+
+
+def _regions_in(module: nn.Module, marked: Collection[int]) -> Iterator[nn.Module]:
+    """Yield the outermost marked modules and children of lists."""
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    for child in module.children():
+        if is_list or id(child) in marked:
+            yield child
+        else:
+            yield from _regions_in(child, marked)
+
+
+class _Sight(weakref.ref[RegionCall]):
+    """A call that is a chunk. When autograd lets go of it, only C code runs: the chunk is looked after later."""
+
+    __slots__ = ("chunk",)
+    chunk: Chunk
+
+
+class RegionActivations:
+    """What regions save: chunks from the end of their forward to the end of their backward."""
+
+    def __init__(self, pager: Pager, turn: Turn, *, policy: str | None, is_chunk: Callable[[int], bool]) -> None:
+        """Begin with none.
+
+        Args:
+            pager: of chunks.
+            turn: of this thread.
+            policy: for regions, of the configuration; None: nothing is managed.
+            is_chunk: tells whether parameters live in a storage, which then is left alone.
+        """
+        self._pager = pager
+        self._turn = turn
+        self._is_chunk = is_chunk
+        self._hooks = (self._pack, self._unpack)
+        self._open: RegionCall | None = None
+        """Runs now."""
+        self._depth = 0
+        """Calls of regions that run; those inside of another one are parts of it."""
+        self._pending: RegionCall | None = None
+        """Has been left, and is not looked over yet."""
+        self._live: dict[ChunkId, _Sight] = {}
+        """By chunk that has content: its call."""
+        self._gone: deque[weakref.ref[RegionCall]] = deque()
+        """Calls that autograd has let go of."""
+        self._pinned: dict[ChunkId, int] = {}
+        """Chunks that a backward uses: the backward, as torch numbers it."""
+        self._chunks: dict[str, list[Chunk]] = {}
+        """By the name of a region."""
+        self._num_chunks = 0
+        self._policy = policy
+        self._marked: list[nn.Module] = []
+        self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
+        """Called with each storage that becomes part of a chunk."""
+
+    def mark(self, module: nn.Module) -> None:
+        """Make a module a region when it is packed."""
+        self._marked.append(module)
+
+    def of(self, root: nn.Module) -> set[nn.Module]:
+        """Return the regions under `root`, a model that was packed."""
+        if self._policy is None:
+            return set()
+        marked, self._marked = {id(module) for module in self._marked}, []
+        return set(_regions_in(root, marked)) or set(root.children())
+
+    # Forward.
+
+    def enter(self, name: str) -> None:
+        """A call of a region begins."""
+        self._depth += 1
+        if self._depth > 1 or not torch.is_grad_enabled():
+            return
+        self.settle()
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            return  # the user's own decide what is saved
+        self._open = RegionCall(name)
+        torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+
+    def leave(self) -> None:
+        """It is over, or has raised something."""
+        self._depth -= 1
+        if self._depth == 0 and self._open is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._pending, self._open = self._open, None
+
+    def are_own(self, hooks: tuple[object, object] | None) -> bool:
+        """Tell whether saved-tensor hooks are those of a region."""
+        return hooks is not None and hooks[0] is self._hooks[0]
+
+    def settle(self) -> None:
+        """Make a chunk of what the last region has saved, if that is not done yet.
+
+        Raises:
+            CapacityError: it fits no tier.
+        """
+        call, self._pending = self._pending, None
+        self._look_after_gone()
+        if call is None:
+            return
+        storages, call.storages = call.storages, {}
+        with runtime_mode():
+            taken = [each.storage for each in storages.values() if each.take()]
+        del storages
+        if taken:
+            self._begin(call, taken)
+
+    def _begin(self, call: RegionCall, storages: Sequence[torch.UntypedStorage]) -> None:
+        saved = SavedStorages()
+        chunk = call.chunk = self._chunk_for(call.name, saved.hold(storages))
+        if Tier.DEVICE in chunk.replicas:  # of a call that is over; a plan was to free it
+            self._pager.store.drop(chunk, Tier.DEVICE)
+        chunk.saved = saved
+        sight = self._live[chunk.id] = _Sight(call, self._gone.append)
+        sight.chunk = chunk
+        try:
+            self._pager.create(chunk, Tier.DEVICE, reader=f"{call.name} forward", zero=False)
+        except BaseException:
+            del self._live[chunk.id]
+            saved.let_go()
+            call.chunk = None
+            raise
+        for storage in storages:
+            self.on_taken(storage)
+
+    def _chunk_for(self, name: str, nbytes: int) -> Chunk:
+        """Return a chunk of a region that has no content, and is large enough."""
+        known = self._chunks.setdefault(name, [])
+        for chunk in known:
+            if chunk.id not in self._live and chunk.nbytes >= nbytes:
+                return chunk
+        group = FIRST_GROUP + self._num_chunks
+        self._num_chunks += 1
+        spec = Group(group, "uint8", 1, 1, nbytes, (Slot(0, group, 0, nbytes),))
+        chunk = Chunk(ChunkId(Role.ACTIVATION, group), spec, torch.uint8, f"activations of {name}", ())
+        self._pager.store.add(chunk)
+        known.append(chunk)
+        return chunk
+
+    # What autograd asks.
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        call = self._open
+        assert call is not None
+        kept = SavedTensor(tensor, call)
+        key = storage_id(tensor)
+        if key is not None and not self._is_chunk(key):
+            entry = call.storages.get(key)
+            if entry is None:
+                entry = call.storages[key] = _SavedStorage(tensor.untyped_storage())
+            entry.saved.append(weakref.ref(kept))
+        return kept
+
+    def _unpack(self, kept: object) -> torch.Tensor:
+        assert isinstance(kept, SavedTensor)
+        if kept.is_moved:
+            took_turn = self._turn.take_in_hook()
+            try:
+                self._bring(kept.call)
+            finally:
+                if took_turn:
+                    self._turn.give_back()
+        kept.check()
+        return kept.tensor
+
+    # Backward.
+
+    def _bring(self, call: RegionCall) -> None:
+        """Have the content of a call's chunk on DEVICE until the running backward is over, or done with it."""
+        chunk = call.chunk
+        if chunk is None or chunk.id in self._pinned:
+            return
+        self.settle()
+        self._pager.pin(chunk, Tier.DEVICE, reader=call)
+        task = self._pinned[chunk.id] = torch._C._current_graph_task_id()
+        if task != _NO_TASK and list(self._pinned.values()).count(task) == 1:
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+
+    def _end(self, task: int) -> None:
+        """A backward is over."""
+        took_turn = self._turn.take_in_hook()
+        try:
+            self.settle()
+            for key in [key for key, user in self._pinned.items() if user == task]:
+                self._unpin(key)
+        finally:
+            if took_turn:
+                self._turn.give_back()
+
+    def _look_after_gone(self) -> None:
+        """Free the chunks of calls that autograd has let go of."""
+        while self._gone:
+            sight = self._gone.popleft()
+            assert isinstance(sight, _Sight)
+            if self._live.get(sight.chunk.id) is sight:
+                self._unpin(sight.chunk.id)
+                self._use_up(sight.chunk)
+
+    def _unpin(self, key: ChunkId) -> None:
+        if self._pinned.pop(key, None) is not None:
+            self._pager.unpin(self._pager.store.chunks[key], Tier.DEVICE)
+
+    def _use_up(self, chunk: Chunk) -> None:
+        del self._live[chunk.id]
+        self._pager.consume(chunk)
+        if Tier.DEVICE in chunk.replicas and not self._pager.policy.is_planned:
+            self._pager.store.drop(chunk, Tier.DEVICE)
+
+    # Interruptions, and the end of a step.
+
+    @property
+    def pinning(self) -> Iterator[str]:
+        """Who pins something now."""
+        return (self._pager.store.chunks[key].label for key in self._pinned)
+
+    def reset(self, *, step: bool) -> None:
+        """Drop what an interrupted call left; at a step, give up to autograd what it has not let go of."""
+        if self._depth and self._open is not None:
+            if self.are_own(torch._C._autograd._top_saved_tensors_default_hooks(False)):
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._open = None
+        self._depth = 0
+        self.settle()
+        for key in list(self._pinned):
+            self._unpin(key)
+        for sight in list(self._live.values()) if step else ():
+            call = sight()
+            if call is not None:
+                self._give_up(sight.chunk, call)
+
+    def _give_up(self, chunk: Chunk, call: RegionCall) -> None:
+        """Leave the content of a chunk to autograd, which has not let go of it."""
+        self._pager.pin(chunk, Tier.DEVICE, reader=call)
+        assert isinstance(chunk.saved, SavedStorages)
+        chunk.saved.let_go()
+        call.chunk = None
+        self._pager.unpin(chunk, Tier.DEVICE)
+        self._use_up(chunk)
