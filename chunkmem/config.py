@@ -135,8 +135,8 @@ class ActivationsConfig(Section, at="activations"):
     policy: Literal["offload"] | None = option(
         either(NULL, one_of("offload")),
         None,
-        about="Of each region, which are the units unless marked: offload: kept on DEVICE as far as there is room, moved "
-        "to HOST and back otherwise; null: left to the model.",
+        about="offload: of each block, kept on DEVICE as far as there is room, and moved to HOST and back otherwise; "
+        "null: left to the model.",
     )
 
 

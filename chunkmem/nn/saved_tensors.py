@@ -21,8 +21,9 @@ is done here, and says what torch would.
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -79,17 +80,8 @@ class _SavedStorage:
         tensors = [kept for each in self.saved if (kept := each()) is not None]
         if not tensors or not self.storage.resizable() or not all(_is_plain(kept.tensor) for kept in tensors):
             return False
-        # A view keeps the tensor that it is a view of.
-        bases = {id(base): base for kept in tensors if (base := kept.tensor._base) is not None}
-        num_views = dict.fromkeys(bases, 0)
-        for kept in tensors:
-            if kept.tensor._base is not None:
-                num_views[id(kept.tensor._base)] += 1
-        if self._num_tensors() != len(tensors) + len(bases):
+        if not self._has_only([kept.tensor for kept in tensors]):
             return False
-        if any(base._use_count() != num_views[key] + 1 for key, base in bases.items()):
-            return False
-        del bases
         for kept in tensors:
             tensor = kept.tensor
             kept.is_stale = tensor._version != kept.version
@@ -98,8 +90,33 @@ class _SavedStorage:
             kept.is_moved = True
         return True
 
-    def _num_tensors(self) -> int:
-        return torch._C._storage_Use_Count(self.storage._cdata) - 1  # this object refers to it, too
+    def _has_only(self, saved: list[torch.Tensor]) -> bool:
+        """Tell whether there are no tensors over the storage but these, with the bases of views, and nobody has them.
+
+        Of a tensor without a history, autograd saves the object itself, which others may have, too.
+        """
+        objects = {id(tensor): tensor for tensor in saved}
+        bases = [tensor._base for tensor in saved]
+        objects |= {id(base): base for base in bases if base is not None}
+        bases.clear()
+        # This object refers to the storage, too.
+        if torch._C._storage_Use_Count(self.storage._cdata) != len(objects) + 1:
+            return False
+        num_saved = Counter(map(id, saved))
+        num_views = Counter(id(tensor._base) for tensor in objects.values() if tensor._base is not None)
+        # What refers to a tensor that nobody else has, in this very place.
+        listed = [torch.empty(0), *objects.values()]
+        objects.clear()
+        in_python, in_cpp = [sys.getrefcount(tensor) for tensor in listed], [_use_count(tensor) for tensor in listed]
+        return all(
+            python == in_python[0] + 2 * num_saved[key] and cpp == in_cpp[0] + num_views[key]
+            for key, python, cpp in zip(map(id, listed[1:]), in_python[1:], in_cpp[1:], strict=True)
+        )
+
+
+def _use_count(tensor: torch.Tensor) -> int:
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return count
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -132,7 +149,7 @@ class SavedStorages:
         for at, nbytes, storage in self._storages:
             if storage.nbytes() == 0:
                 storage.resize_(nbytes)
-            pieces.append((at, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)))  # type: ignore[call-overload]
+            pieces.append((at, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)))
         return pieces
 
     def empty(self) -> None:

@@ -1,0 +1,78 @@
+"""Activations of blocks as chunks: kept or offloaded, bit for bit what plain PyTorch gives, within the caps."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+import chunkmem
+from chunkmem.types import Role
+from tests.helpers.lanes import adversarial
+from tests.helpers.training import (
+    HOST_NBYTES,
+    VARIANTS,
+    Chunked,
+    Outcome,
+    Trainer,
+    Variant,
+    assert_same,
+    repeats,
+    train_plain,
+    variants_of,
+)
+from tests.helpers.twins import cpu_only
+from tests.helpers.zoo import ZOO, ZooModel
+
+pytestmark = cpu_only
+
+CASES = {case.name: case for case in ZOO}
+AMPLE_NBYTES = 32 << 20
+STEPS = 6
+
+
+def config(case: ZooModel, device_nbytes: int, policy: str = "offload") -> chunkmem.Config:
+    return chunkmem.Config.from_dict(
+        {
+            "memory": {"device": device_nbytes, "host": HOST_NBYTES},
+            "default_chunk_size": case.chunk_numel,
+            "activations": {"policy": policy},
+        }
+    )
+
+
+@functools.cache
+def smallest_nbytes(case: ZooModel, variant: Variant) -> int:
+    """The smallest cap, as a run with ample memory reports it."""
+    with chunkmem.ChunkManager(config(case, AMPLE_NBYTES)) as manager:
+        Trainer(case, variant, Chunked(manager)).run(STEPS)
+        if variant.early_stop is None:  # else the checkpoint saves nothing in blocks
+            assert manager.runtime.tiers.device.peak[Role.ACTIVATION] > 0
+        return manager.memory().device.required_nbytes
+
+
+def train(case: ZooModel, variant: Variant, device_nbytes: int, seed: int | None) -> Outcome:
+    lanes = None if seed is None else adversarial(seed)
+    with chunkmem.ChunkManager(config(case, device_nbytes), make_lanes=lanes) as manager:
+        trainer = Trainer(case, variant, Chunked(manager, follows=repeats(case)))
+        manager.runtime.tiers.device_pool.poison = manager.runtime.tiers.host_pool.poison = True
+        return trainer.run(STEPS)
+
+
+def matrix() -> list[Any]:
+    return [
+        pytest.param(case.name, variant.name, id=f"{case.name}-{variant.name}")
+        for case in ZOO
+        for variant in variants_of(case)
+    ]
+
+
+@pytest.mark.parametrize(("model", "way"), matrix())
+def test_the_numbers_are_those_of_plain_pytorch(model: str, way: str) -> None:
+    case, variant = CASES[model], {variant.name: variant for variant in VARIANTS}[way]
+    expected = train_plain(case, variant, STEPS)
+    least = smallest_nbytes(case, variant)
+    for device_nbytes in (least, least + least // 3, AMPLE_NBYTES):
+        for seed in (None, 1, 2):
+            assert_same(train(case, variant, device_nbytes, seed), expected)
