@@ -36,6 +36,7 @@ PUBLIC_NAMES = {
     "TierIOError",
     "TraceError",
     "__version__",
+    "checkpoint",
     "initialize_engine",
 }
 
