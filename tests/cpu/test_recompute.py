@@ -160,7 +160,7 @@ def test_what_grows_is_as_without_checkpointing(kind: type[Any]) -> None:
 
 def test_a_long_container_that_grows_is_an_error_that_names_it() -> None:
     with pytest.raises(StateError, match=r"Grows is to be recomputed .* changed argument 1, .* more than 1024 items"):
-        chunkmem.checkpoint(Grows(), torch.randn(2, 5), [torch.zeros(5)] * 2000)
+        chunkmem.checkpoint(Grows(), torch.randn(2, 5), [torch.zeros(2, 5)] * 2000)
 
 
 class WritesTo(nn.Module):
@@ -174,9 +174,7 @@ class WritesTo(nn.Module):
         with torch.no_grad():
             if what == "input":
                 x.view(-1).add_(1)
-            elif what == "in a tuple":
-                others[0].add_(1)
-            elif what == "in a list":
+            elif what in ("in a tuple", "in a list"):
                 others[0].add_(1)
             elif what == "in a cache":
                 others.layers[0].add_(1)
