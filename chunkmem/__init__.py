@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from chunkmem.manager import ChunkManager
     from chunkmem.memory import MemoryReport
-    from chunkmem.nn.recompute import checkpoint
+    from chunkmem.nn.recompute import checkpoint, checkpoint_sequential
     from chunkmem.optim.adam import Adam, AdamW
     from chunkmem.optim.sgd import SGD
 
@@ -53,6 +53,7 @@ __all__ = [
     "TraceError",
     "__version__",
     "checkpoint",
+    "checkpoint_sequential",
     "initialize_engine",
 ]
 
@@ -66,6 +67,7 @@ _HOMES = MappingProxyType(
         "MemoryReport": "chunkmem.memory",
         "SGD": "chunkmem.optim.sgd",
         "checkpoint": "chunkmem.nn.recompute",
+        "checkpoint_sequential": "chunkmem.nn.recompute",
         "initialize_engine": "chunkmem.engine",
     }
 )

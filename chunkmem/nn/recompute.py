@@ -8,7 +8,7 @@ Nothing in this file knows of chunks; modules under a manager are recomputed as 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -178,6 +178,56 @@ def checkpoint(
         early_stop=early_stop,
     )
     return recomputation.run(function, args, kwargs)
+
+
+def checkpoint_sequential(
+    blocks: Iterable[Callable[..., Any]], segments: int, *inputs: Any, rng: Sequence[RandomSource] = ()
+) -> Any:
+    """Call blocks one after the other, recomputing all but the last of `segments` segments of them in backward.
+
+    A block's result is the next one's argument; a tuple's items are its arguments. They may be anything: tensors with
+    or without gradient, None, numbers.
+
+    Args:
+        blocks: modules or functions, in order; also an `nn.Sequential`.
+        segments: into how many parts to divide the blocks, from 1 to their number; the first ones are longer where they
+            cannot be equal. The last one keeps its activations, as torch's does: its backward comes first.
+        inputs: arguments of the first block.
+        rng: as for `checkpoint`.
+
+    Returns:
+        What the last block returns; the inputs if there is none.
+
+    Raises:
+        ConfigError: there are not so many blocks.
+        StateError: a block wrote in place to an input of its segment.
+    """
+    functions = tuple(blocks)
+    if not 1 <= segments <= max(1, len(functions)):
+        raise ConfigError(
+            f"segments: {segments}, for {len(functions)} blocks; give a number from 1 to {len(functions)}"
+        )
+    shorter, num_longer = divmod(len(functions), segments)
+    values: Any = inputs if len(inputs) != 1 else inputs[0]
+    recomputation = Recomputation(rng=tuple(rng))
+    start = 0
+    for segment in range(segments):
+        stop = start + shorter + (segment < num_longer)
+        call = partial(_run_in_order, functions[start:stop])
+        given = values if type(values) is tuple else (values,)
+        if segment < segments - 1:
+            values = recomputation.run(call, given, name=f"segment {segment} (blocks {start} to {stop - 1})")
+        else:
+            values = call(*given)
+        start = stop
+    return values
+
+
+def _run_in_order(functions: Sequence[Callable[..., Any]], *values: Any) -> Any:
+    result: Any = values if len(values) != 1 else values[0]
+    for function in functions:
+        result = function(*result) if type(result) is tuple else function(result)
+    return result
 
 
 def _name_of(function: object) -> str:

@@ -374,3 +374,53 @@ def test_reentrant_is_refused() -> None:
     with pytest.raises(ConfigError, match="non-reentrant"):
         chunkmem.checkpoint(torch.sin, torch.ones(2), use_reentrant=True)
     assert_same(chunkmem.checkpoint(torch.sin, torch.ones(2), use_reentrant=False), torch.ones(2).sin())
+
+
+class Masked(nn.Module):
+    """Takes and returns several values, of which only the first has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = NormBlock()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, position: int, nothing: None) -> tuple[Any, ...]:
+        assert nothing is None
+        return self.block(x).masked_fill(mask, 0.5) * position, mask.roll(1, 0), position + 1, None
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 4, 5])
+def test_any_number_of_segments(segments: int) -> None:
+    plain = nn.ModuleList(Masked() for _ in range(5))
+    again = copy.deepcopy(plain)
+
+    def step(run: Run, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y, mask, position, nothing = run(model, x, torch.arange(6)[:, None] > 3, 1, None)
+        assert (position, nothing) == (6, None)
+        return torch.where(mask, y, 2 * y)
+
+    def in_order(blocks: Any, *values: Any) -> Any:
+        for block in blocks:
+            values = block(*values)
+        return values
+
+    expected = trained(plain, functools.partial(step, in_order))
+    sequential = lambda model, *inputs: chunkmem.checkpoint_sequential(model, segments, *inputs)  # noqa: E731
+    assert_same(trained(again, functools.partial(step, sequential)), expected)
+
+
+def test_segments_as_torch_cuts_them_and_inputs_without_gradient() -> None:
+    calls: list[int] = []
+
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(7)))
+    for index, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+    x = torch.randn(2, 3)
+    y = chunkmem.checkpoint_sequential(blocks, 3, x)
+    assert_same(y, blocks(x))
+    calls.clear()
+    y.sum().backward()
+    assert calls == [3, 4, 0, 1, 2]
+    assert chunkmem.checkpoint_sequential([], 1, 5) == 5
+    for segments in (0, 8):
+        with pytest.raises(ConfigError, match=f"segments: {segments}, for 7 blocks; give a number from 1 to 7"):
+            chunkmem.checkpoint_sequential(blocks, segments, x)

@@ -37,6 +37,7 @@ PUBLIC_NAMES = {
     "TraceError",
     "__version__",
     "checkpoint",
+    "checkpoint_sequential",
     "initialize_engine",
 }
 
