@@ -120,7 +120,9 @@ class ModuleHooks:
             if own:
                 vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.look_up)
                 owned[module] = own
-            module.register_forward_pre_hook(partial(self._enter, fitted), with_kwargs=True)
+            # Of a region first: others may change what the module is given, and do so again when it is recomputed.
+            enter = partial(self._enter, fitted)
+            module.register_forward_pre_hook(enter, with_kwargs=True, prepend=fitted.is_region)
             module.register_forward_hook(partial(self._leave, fitted), always_call=True)
         return owned
 
@@ -149,7 +151,7 @@ class ModuleHooks:
             self._enter_unit(fitted.unit, frame)
         access.push(frame, fitted.unseen)
         if fitted.is_region and not recomputing:
-            self._regions.enter(fitted.name)
+            self._regions.enter(fitted.name, module, args, kwargs)
         if is_root:
             frame.guard = self._calls.make_guard()
             if frame.guard is not None:

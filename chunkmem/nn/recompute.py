@@ -8,7 +8,7 @@ Nothing in this file knows of chunks; modules under a manager are recomputed as 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -75,6 +75,40 @@ class Recomputation:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         label = _name_of(function if module is None else module) if name is None else name
+        call, tensors, contexts = self._prepared(function, args, kwargs, module=module, label=label)
+        return torch.utils.checkpoint.checkpoint(
+            call,
+            *tensors,
+            use_reentrant=False,
+            context_fn=contexts,
+            preserve_rng_state=self.preserve_rng_state,
+            determinism_check=self.determinism_check,
+            early_stop=self.early_stop,
+        )
+
+    def around(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str
+    ) -> Generator[None, None, None]:
+        """Return a generator that surrounds a call of a module which hooks tell of.
+
+        What the module does from the first `next` to the second is done again in backward, by another call of it.
+        """
+        call, tensors, contexts = self._prepared(module, args, kwargs, module=None, label=name)
+        generator: Generator[None, None, None] = torch.utils.checkpoint._checkpoint_without_reentrant_generator(
+            call, self.preserve_rng_state, contexts, self.determinism_check, False, self.early_stop, *tensors
+        )
+        return generator
+
+    def _prepared(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        module: nn.Module | None,
+        label: str,
+    ) -> tuple[Callable[..., Any], list[torch.Tensor], Callable[[], Contexts]]:
+        """Return a function of tensors to call in place of `function`, those tensors, and its contexts."""
         named = [(f"argument {index}", value) for index, value in enumerate(args)]
         named += [(f"argument {key}", value) for key, value in kwargs.items()]
         if module is not None:
@@ -88,15 +122,7 @@ class Recomputation:
             positional, *values = _unpacked(packed, given)
             return function(*positional, **dict(zip(keys, values, strict=True)))
 
-        return torch.utils.checkpoint.checkpoint(
-            call,
-            *tensors,
-            use_reentrant=False,
-            context_fn=partial(self._contexts, function, named, label),
-            preserve_rng_state=self.preserve_rng_state,
-            determinism_check=self.determinism_check,
-            early_stop=self.early_stop,
-        )
+        return call, tensors, partial(self._contexts, function, named, label)
 
     def _contexts(self, function: Callable[..., Any], named: list[tuple[str, object]], label: str) -> Contexts:
         """Return the contexts of the first run and of all others."""

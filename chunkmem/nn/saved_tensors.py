@@ -24,13 +24,15 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from chunkmem.layout.spec import ALIGN_NBYTES, Group, Slot
+from chunkmem.nn.recompute import Recomputation
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
@@ -223,6 +225,9 @@ class RegionActivations:
         self._num_chunks = 0
         self._policy = policy
         self._marked: list[nn.Module] = []
+        self._recomputation = Recomputation()
+        self._around: Generator[None, None, None] | None = None
+        """Surrounds the call that runs, if it is going to be recomputed."""
         self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
         """Called with each storage that becomes part of a chunk."""
 
@@ -239,7 +244,7 @@ class RegionActivations:
 
     # Forward.
 
-    def enter(self, name: str) -> None:
+    def enter(self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A call of a region begins."""
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled():
@@ -249,13 +254,29 @@ class RegionActivations:
             return  # the user's own decide what is saved
         self._open = RegionCall(name)
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+        if self._policy == "recompute":
+            around = self._recomputation.around(module, args, kwargs, name=name)
+            next(around)
+            self._around = around
 
     def leave(self) -> None:
         """It is over, or has raised something."""
         self._depth -= 1
         if self._depth == 0 and self._open is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            self._pending, self._open = self._open, None
+            self._close_open()
+
+    def _close_open(self, *, is_interrupted: bool = False) -> None:
+        around, self._around = self._around, None
+        try:
+            if around is not None and not is_interrupted and sys.exception() is None:
+                next(around, None)
+            elif around is not None:
+                around.close()
+        finally:
+            if self.are_own(torch._C._autograd._top_saved_tensors_default_hooks(False)):
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            call, self._open = self._open, None
+            self._pending = None if is_interrupted else call
 
     def are_own(self, hooks: tuple[object, object] | None) -> bool:
         """Tell whether saved-tensor hooks are those of a region."""
@@ -388,10 +409,8 @@ class RegionActivations:
 
     def reset(self, *, step: bool) -> None:
         """Drop what an interrupted call left; at a step, give up to autograd what it has not let go of."""
-        if self._depth and self._open is not None:
-            if self.are_own(torch._C._autograd._top_saved_tensors_default_hooks(False)):
-                torch._C._autograd._pop_saved_tensors_default_hooks()
-            self._open = None
+        if self._open is not None:
+            self._close_open(is_interrupted=True)
         self._depth = 0
         self.settle()
         for key in list(self._pinned):
