@@ -21,6 +21,7 @@ is done here, and says what torch would.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections import Counter, deque
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import _StopRecomputationError
 
 from chunkmem.layout.spec import ALIGN_NBYTES, Group, Slot
 from chunkmem.nn.recompute import Recomputation
@@ -138,7 +140,7 @@ class SavedStorages:
         placed = []
         for storage in storages:
             placed.append((at, storage.nbytes(), storage))
-            at += -(-storage.nbytes() // ALIGN_NBYTES) * ALIGN_NBYTES
+            at += aligned(storage.nbytes())
         self._storages = placed
         return at
 
@@ -162,17 +164,55 @@ class SavedStorages:
 class RegionCall:
     """One call of a region. Lives as long as autograd keeps something that it saved in it."""
 
-    __slots__ = ("__weakref__", "chunk", "name", "storages")
+    __slots__ = ("__weakref__", "chunk", "given", "name", "storages")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.storages: dict[int, _SavedStorage] = {}
         """What was saved in it, by identity, until it is looked over."""
+        self.given: frozenset[int] = frozenset()
+        """The same afterwards: of a call that is recomputed, its inputs."""
         self.chunk: Chunk | None = None
         """That has its content; None if there is none, or not yet."""
 
     def __str__(self) -> str:
         return f"{self.name} backward"
+
+
+class _Recomputing(contextlib.AbstractContextManager[None]):
+    """Counts what is saved while a call is recomputed; there may be several such runs of one call."""
+
+    def __init__(self, regions: RegionActivations, call: RegionCall) -> None:
+        self._regions = regions
+        self._call = call
+        self._runs: list[dict[int, int]] = []
+        """Of each that is under way: bytes by storage."""
+
+    def __enter__(self) -> None:
+        nbytes: dict[int, int] = {}
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        assert hooks is not None, "torch's checkpoint takes what is saved"
+        pack, unpack = hooks
+
+        def count(tensor: torch.Tensor) -> object:
+            key = storage_id(tensor)
+            if key is not None and key not in nbytes and self._regions.counts(self._call, key):
+                nbytes[key] = aligned(tensor.untyped_storage().nbytes())
+            return pack(tensor)
+
+        self._runs.append(nbytes)
+        torch._C._autograd._push_saved_tensors_default_hooks(count, unpack)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        nbytes = sum(self._runs.pop().values())
+        if nbytes and (kind is None or kind is _StopRecomputationError):
+            self._regions.recomputed(self._call, nbytes)
+
+
+def aligned(nbytes: int) -> int:
+    """Return how much of a chunk so many bytes take."""
+    return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
 
 
 def _regions_in(module: nn.Module, marked: Collection[int]) -> Iterator[nn.Module]:
@@ -220,12 +260,13 @@ class RegionActivations:
         """Calls that autograd has let go of."""
         self._pinned: dict[ChunkId, int] = {}
         """Chunks that a backward uses: the backward, as torch numbers it."""
+        self._recomputed: set[ChunkId] = set()
+        """Chunks of what has been recomputed, which nobody needs when that backward is over."""
         self._chunks: dict[str, list[Chunk]] = {}
         """By the name of a region."""
         self._num_chunks = 0
         self._policy = policy
         self._marked: list[nn.Module] = []
-        self._recomputation = Recomputation()
         self._around: Generator[None, None, None] | None = None
         """Surrounds the call that runs, if it is going to be recomputed."""
         self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
@@ -255,7 +296,9 @@ class RegionActivations:
         self._open = RegionCall(name)
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
         if self._policy == "recompute":
-            around = self._recomputation.around(module, args, kwargs, name=name)
+            again = _Recomputing(self, self._open)
+            recomputation = Recomputation(context_fn=lambda: (contextlib.nullcontext(), again))
+            around = recomputation.around(module, args, kwargs, name=name)
             next(around)
             self._around = around
 
@@ -293,29 +336,31 @@ class RegionActivations:
         if call is None:
             return
         storages, call.storages = call.storages, {}
+        call.given = frozenset(storages)
         with runtime_mode():
             taken = [each.storage for each in storages.values() if each.take()]
         del storages
         if taken:
-            self._begin(call, taken)
+            saved = SavedStorages()
+            call.chunk = self._begin(call, saved, saved.hold(taken), reader=f"{call.name} forward")
+            for storage in taken:
+                self.on_taken(storage)
 
-    def _begin(self, call: RegionCall, storages: Sequence[torch.UntypedStorage]) -> None:
-        saved = SavedStorages()
-        chunk = call.chunk = self._chunk_for(call.name, saved.hold(storages))
+    def _begin(self, call: RegionCall, saved: SavedStorages, nbytes: int, *, reader: str) -> Chunk:
+        """Return a chunk whose content is what a call has saved."""
+        chunk = self._chunk_for(call.name, nbytes)
         if Tier.DEVICE in chunk.replicas:  # of a call that is over; a plan was to free it
             self._pager.store.drop(chunk, Tier.DEVICE)
         chunk.saved = saved
         sight = self._live[chunk.id] = _Sight(call, self._gone.append)
         sight.chunk = chunk
         try:
-            self._pager.create(chunk, Tier.DEVICE, reader=f"{call.name} forward", zero=False)
+            self._pager.create(chunk, Tier.DEVICE, reader=reader, zero=False)
         except BaseException:
             del self._live[chunk.id]
             saved.let_go()
-            call.chunk = None
             raise
-        for storage in storages:
-            self.on_taken(storage)
+        return chunk
 
     def _chunk_for(self, name: str, nbytes: int) -> Chunk:
         """Return a chunk of a region that has no content, and is large enough."""
@@ -361,14 +406,36 @@ class RegionActivations:
 
     def _bring(self, call: RegionCall) -> None:
         """Have the content of a call's chunk on DEVICE until the running backward is over, or done with it."""
-        chunk = call.chunk
-        if chunk is None or chunk.id in self._pinned:
+        if call.chunk is None or call.chunk.id in self._pinned:
             return
         self.settle()
+        self._pin(call.chunk, call)
+
+    def _pin(self, chunk: Chunk, call: RegionCall) -> None:
         self._pager.pin(chunk, Tier.DEVICE, reader=call)
         task = self._pinned[chunk.id] = torch._C._current_graph_task_id()
         if task != _NO_TASK and list(self._pinned.values()).count(task) == 1:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+
+    def recomputed(self, call: RegionCall, nbytes: int) -> None:
+        """A call has been recomputed: that many bytes are saved until its backward is over.
+
+        Raises:
+            CapacityError: they do not fit DEVICE.
+        """
+        took_turn = self._turn.take_in_hook()
+        try:
+            self._look_after_gone()
+            chunk = self._begin(call, SavedStorages(), nbytes, reader=str(call))
+            self._recomputed.add(chunk.id)
+            self._pin(chunk, call)
+        finally:
+            if took_turn:
+                self._turn.give_back()
+
+    def counts(self, call: RegionCall, storage: int) -> bool:
+        """Tell whether a storage that is saved when a call is recomputed is one that it makes."""
+        return storage not in call.given and not self._is_chunk(storage)
 
     def _end(self, task: int) -> None:
         """A backward is over."""
@@ -377,6 +444,8 @@ class RegionActivations:
             self.settle()
             for key in [key for key, user in self._pinned.items() if user == task]:
                 self._unpin(key)
+                if key in self._recomputed:
+                    self._use_up(self._pager.store.chunks[key])
         finally:
             if took_turn:
                 self._turn.give_back()
@@ -396,6 +465,7 @@ class RegionActivations:
 
     def _use_up(self, chunk: Chunk) -> None:
         del self._live[chunk.id]
+        self._recomputed.discard(chunk.id)
         self._pager.consume(chunk)
         if Tier.DEVICE in chunk.replicas and not self._pager.policy.is_planned:
             self._pager.store.drop(chunk, Tier.DEVICE)
