@@ -40,7 +40,7 @@ def neighbor(tier: Tier) -> Tier:
 
 
 class Role(str):
-    """What a chunk holds: weights, gradients, master weights, or an optimizer state that a rule names.
+    """What a chunk holds: weights, gradients, master weights, activations, or an optimizer state that a rule names.
 
     A string, since sets and tables of chunks hash and compare roles all the time. Those that every model has exist
     once, so that `is` finds them.
@@ -52,6 +52,8 @@ class Role(str):
     GRAD: ClassVar[Role]
     MASTER: ClassVar[Role]
     """Weights in fp32, which those of PARAM are rounded from."""
+    ACTIVATION: ClassVar[Role]
+    """What autograd saved in one call of a region. Its group is that call's own, beyond those of the layout."""
 
     def __new__(cls, name: str) -> Role:
         """Return the role of a name: ``Role("exp_avg")`` is an optimizer state."""
@@ -69,16 +71,16 @@ class Role(str):
 
     @property
     def order(self) -> tuple[int, str]:
-        """Sort key: PARAM, GRAD, MASTER, then optimizer states by name."""
+        """Sort key: PARAM, GRAD, MASTER, ACTIVATION, then optimizer states by name."""
         return len(_OF_MODELS) if self.is_state else _OF_MODELS.index(self), self
 
 
-_OF_MODELS = tuple(str.__new__(Role, name) for name in ("param", "grad", "master"))
-Role.PARAM, Role.GRAD, Role.MASTER = _OF_MODELS
+_OF_MODELS = tuple(str.__new__(Role, name) for name in ("param", "grad", "master", "activation"))
+Role.PARAM, Role.GRAD, Role.MASTER, Role.ACTIVATION = _OF_MODELS
 
 
 class ChunkId(NamedTuple):
-    """One chunk: a group of parameters in one role."""
+    """One chunk: a group of parameters in one role, or the activations of one region."""
 
     role: Role
     group: int
