@@ -153,7 +153,7 @@ class ModuleHooks:
     def _enter_unit(self, unit: Unit, frame: Frame) -> None:
         frame.unit = unit
         if frame.recomputing:
-            self._units.announce(unit)
+            self._units.recompute(unit)
         elif not self._access.stack or self._access.stack[-1].unit is not unit:
             self._units.enter(unit)
             frame.opened = unit
