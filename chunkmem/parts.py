@@ -41,6 +41,7 @@ from chunkmem.nn.hooks import ModuleHooks, RootCalls
 from chunkmem.nn.packing import PackedModel, Packer
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.registry import ModelRegistry
+from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.served import ParameterServer
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.turn import Turn
@@ -126,11 +127,12 @@ class Modules:
     surface: ModuleSurface
     borders: Borders
     declared: DeclaredReads
+    saved: ChunkHooks
     units: Units
 
     def hooks(self, calls: RootCalls) -> ModuleHooks:
         """Make what modules are fitted with; `calls` hears of those from outside."""
-        return ModuleHooks(self.access, self.backward, units=self.units, turn=self.turn, calls=calls)
+        return ModuleHooks(self.access, self.backward, units=self.units, turn=self.turn, saved=self.saved, calls=calls)
 
     def fit(
         self, roots: Sequence[nn.Module], added: Sequence[PackedModel], hooks: ModuleHooks, *, dtype: torch.dtype
@@ -214,7 +216,9 @@ def make_modules(
     turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
     access = AccessTracker(pager)
     backward = BackwardTracker(pager, access, sharding.units, turn, is_rehearsal=is_rehearsal)
-    server = ParameterServer(pager, access, backward, turn, is_shared=sharding.shards is not None)
+    declared = DeclaredReads()
+    saved = ChunkHooks(declared, pager, turn)
+    server = ParameterServer(pager, access, backward, turn, saved=saved, is_shared=sharding.shards is not None)
     return Modules(
         registry,
         turn,
@@ -229,7 +233,8 @@ def make_modules(
             saving=server.saving,
         ),
         Borders(is_outermost=access.is_outermost),
-        DeclaredReads(),
+        declared,
+        saved,
         sharding.units,
     )
 

@@ -17,6 +17,7 @@ from chunkmem.nn.access import AccessTracker, Frame, ParameterReads, in_backward
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.guard import AccessGuard
+from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import tensors_in
 from chunkmem.shard.units import Unit, Units
@@ -62,6 +63,7 @@ class ModuleHooks:
         *,
         units: Units,
         turn: Turn,
+        saved: ChunkHooks,
         calls: RootCalls,
     ) -> None:
         """Make hooks.
@@ -71,12 +73,14 @@ class ModuleHooks:
             backward: what comes after the calls.
             units: of exchange.
             turn: of this thread.
+            saved: keeps chunk memory from a user's saved-tensor hooks.
             calls: hears of outermost calls.
         """
         self._turn = turn
         self._access = access
         self._backward = backward
         self._units = units
+        self._saved = saved
         self._calls = calls
         self._handled: BaseException | None = None
         """What the caller of the outermost call was handling when it began."""
@@ -139,6 +143,7 @@ class ModuleHooks:
             frame.given = {id(tensor): tensor for tensor in tensors_in(frame.containers)}
         if fitted.unit is not None:
             self._enter_unit(fitted.unit, frame)
+        frame.hooks = self._saved.push()
         access.push(frame, fitted.unseen)
         if is_root:
             frame.guard = self._calls.make_guard()
