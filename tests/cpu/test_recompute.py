@@ -422,5 +422,5 @@ def test_segments_as_torch_cuts_them_and_inputs_without_gradient() -> None:
     assert calls == [3, 4, 0, 1, 2]
     assert chunkmem.checkpoint_sequential([], 1, 5) == 5
     for segments in (0, 8):
-        with pytest.raises(ConfigError, match=f"segments: {segments}, for 7 blocks; give a number from 1 to 7"):
+        with pytest.raises(ConfigError, match=f"segments: {segments}, for 7 blocks; give 1 to 7"):
             chunkmem.checkpoint_sequential(blocks, segments, x)
