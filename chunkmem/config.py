@@ -132,11 +132,11 @@ class MemoryConfig(Section, at="memory"):
 class ActivationsConfig(Section, at="activations"):
     """What becomes of activations between forward and backward."""
 
-    policy: Literal["offload", "recompute"] | None = option(
-        either(NULL, one_of("offload", "recompute")),
+    policy: Literal["auto", "offload", "recompute"] | None = option(
+        either(NULL, one_of("auto", "offload", "recompute")),
         None,
         about="Of each block: offload: kept on DEVICE as far as there is room, and moved to HOST and back otherwise; "
-        "recompute: only its inputs are; null: left to the model.",
+        "recompute: only its inputs are; auto: whichever makes the step faster, for each block; null: left to the model.",
     )
 
 

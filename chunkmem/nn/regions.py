@@ -42,6 +42,7 @@ from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
+from chunkmem.trace.model import Region
 from chunkmem.types import ChunkId, Role, Tier
 
 _NO_TASK = -1
@@ -164,13 +165,41 @@ class SavedStorages:
             storage.resize_(0)
 
 
+@dataclass(slots=True)
+class CallRecord:
+    """When a call of a region did what, in moments of the step; None: it has not yet, or nobody records."""
+
+    name: str
+    is_recomputed: bool
+    forward: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
+    chunk: Chunk | None = None
+    inputs: Chunk | None = None
+
+    def region(self) -> Region | None:
+        """Return it for a trace; None if its backward has not run, or nothing was saved."""
+        if self.chunk is None or not (len(self.forward) == len(self.backward) == 2):
+            return None
+        return Region(
+            self.name,
+            self.chunk.id,
+            self.chunk.nbytes,
+            (self.forward[0], self.forward[1]),
+            (self.backward[0], self.backward[1]),
+            (self.again[0], self.again[-1]) if self.is_recomputed else None,
+            None if self.inputs is None else self.inputs.id,
+        )
+
+
 class RegionCall:
     """One call of a region. Lives as long as autograd keeps something that it saved in it."""
 
-    __slots__ = ("__weakref__", "chunk", "given", "name", "storages")
+    __slots__ = ("__weakref__", "chunk", "given", "name", "record", "storages")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, record: CallRecord) -> None:
         self.name = name
+        self.record = record
         self.storages: dict[int, _SavedStorage] = {}
         """What was saved in it, by identity, until it is looked over."""
         self.given: frozenset[int] = frozenset()
@@ -209,6 +238,7 @@ class _Recomputing(contextlib.AbstractContextManager[None]):
         """Those under way."""
 
     def __enter__(self) -> None:
+        self._regions.begin_recomputation(self._call)
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         assert hooks is not None, "torch's checkpoint takes what is saved"
         count = _Count(partial(self._regions.counts, self._call), hooks[0])
@@ -240,8 +270,9 @@ def _regions_in(module: nn.Module, marked: Collection[int]) -> Iterator[nn.Modul
 class _Sight(weakref.ref[RegionCall]):
     """A call that is a chunk. When autograd lets go of it, only C code runs: the chunk is looked after later."""
 
-    __slots__ = ("chunk",)
+    __slots__ = ("chunk", "record")
     chunk: Chunk
+    record: CallRecord
 
 
 class RegionActivations(OwnHooks):
@@ -278,11 +309,38 @@ class RegionActivations(OwnHooks):
         """By the name of a region."""
         self._num_chunks = 0
         self._policy = policy
+        self._recomputes: Callable[[int], bool] = lambda number: policy != "offload"
+        """Tells of a call of the iteration, by its number, whether it is going to be recomputed."""
+        self._now: Callable[[], int] = lambda: 0
+        """Tells the number of moments so far."""
+        self.records: list[CallRecord] = []
+        """Of the calls of the iteration."""
         self._marked: list[nn.Module] = []
         self._around: Generator[None, None, None] | None = None
         """Surrounds the call that runs, if it is going to be recomputed."""
         self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
         """Called with each storage that becomes part of a chunk."""
+
+    @property
+    def is_auto(self) -> bool:
+        """Which regions are recomputed is decided anew for each kind of step."""
+        return self._policy == "auto"
+
+    def begin_iteration(self, recomputed: Collection[int] | None, now: Callable[[], int]) -> None:
+        """A training step begins.
+
+        Args:
+            recomputed: the numbers of the calls that are to be recomputed; None: those of the configuration.
+            now: tells the number of moments so far.
+        """
+        self._now = now
+        self.records = []
+        if self.is_auto:
+            self._recomputes = (lambda number: True) if recomputed is None else recomputed.__contains__
+
+    def recorded(self) -> tuple[Region, ...]:
+        """Return the regions of the iteration, in the order of their forward."""
+        return tuple(region for record in self.records if (region := record.region()) is not None)
 
     def mark(self, module: nn.Module) -> None:
         """Make a module a region when it is packed."""
@@ -305,9 +363,11 @@ class RegionActivations(OwnHooks):
         self.settle()
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return  # the user's own decide what is saved
-        self._open = RegionCall(name)
+        record = CallRecord(name, self._recomputes(len(self.records)), [self._now()])
+        self.records.append(record)
+        self._open = RegionCall(name, record)
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
-        if self._policy == "recompute":
+        if record.is_recomputed:
             again = _Recomputing(self, self._open)
             recomputation = Recomputation(context_fn=lambda: (contextlib.nullcontext(), again))
             around = recomputation.around(module, args, kwargs, name=name)
@@ -332,7 +392,9 @@ class RegionActivations(OwnHooks):
             if top is not None and top[0] is self._hooks[0]:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
             call, self._open = self._open, None
-            self._pending = None if is_interrupted else call
+            if call is not None and not is_interrupted:
+                call.record.forward.append(self._now())
+                self._pending = call
 
     def settle(self) -> None:
         """Make a chunk of what the last region has saved, if that is not done yet.
@@ -352,6 +414,10 @@ class RegionActivations(OwnHooks):
         if taken:
             saved = SavedStorages()
             call.chunk = self._begin(call, saved, saved.hold(taken), reader=f"{call.name} forward")
+            if call.record.is_recomputed:
+                call.record.inputs = call.chunk
+            else:
+                call.record.chunk = call.chunk
             for storage in taken:
                 self.on_taken(storage)
 
@@ -362,7 +428,7 @@ class RegionActivations(OwnHooks):
             self._pager.store.drop(chunk, Tier.DEVICE)
         chunk.saved = saved
         sight = self._live[chunk.id] = _Sight(call, self._gone.append)
-        sight.chunk = chunk
+        sight.chunk, sight.record = chunk, call.record
         try:
             self._pager.create(chunk, Tier.DEVICE, reader=reader, zero=False)
         except BaseException:
@@ -423,13 +489,24 @@ class RegionActivations(OwnHooks):
         if call.chunk is None or call.chunk.id in self._pinned:
             return
         self.settle()
+        self.begin_backward(call)
         self._pin(call.chunk, call)
+
+    def begin_backward(self, call: RegionCall) -> None:
+        """Backward comes to a call, or to its recomputation."""
+        if not call.record.backward:
+            call.record.backward.append(self._now())
 
     def _pin(self, chunk: Chunk, call: RegionCall) -> None:
         self._pager.pin(chunk, Tier.DEVICE, reader=call)
         task = self._pinned[chunk.id] = torch._C._current_graph_task_id()
         if task != _NO_TASK and list(self._pinned.values()).count(task) == 1:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+
+    def begin_recomputation(self, call: RegionCall) -> None:
+        """A call is about to be recomputed."""
+        self.begin_backward(call)
+        call.record.again.append(self._now())
 
     def recomputed(self, call: RegionCall, nbytes: int) -> None:
         """A call has been recomputed: that many bytes are saved until its backward is over.
@@ -440,7 +517,8 @@ class RegionActivations(OwnHooks):
         took_turn = self._turn.take_in_hook()
         try:
             self._look_after_gone()
-            chunk = self._begin(call, SavedStorages(), nbytes, reader=str(call))
+            call.record.again.append(self._now())
+            chunk = call.record.chunk = self._begin(call, SavedStorages(), nbytes, reader=str(call))
             self._recomputed.add(chunk.id)
             self._pin(chunk, call)
         finally:
@@ -470,6 +548,8 @@ class RegionActivations(OwnHooks):
             sight = self._gone.popleft()
             assert isinstance(sight, _Sight)
             if self._live.get(sight.chunk.id) is sight:
+                if len(sight.record.backward) == 1:
+                    sight.record.backward.append(self._now())
                 self._unpin(sight.chunk.id)
                 self._use_up(sight.chunk)
 
