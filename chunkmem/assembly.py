@@ -260,6 +260,7 @@ def make_controller(
         is_lone=sharding.shards is None,
         trainable=lambda: bytes(managed.requires_grad for managed in registry.parameters),
         num_backwards=lambda: modules.backward.num_ended,
+        regions=modules.regions,
         watch=lambda: Watch(tiers, is_chunk=modules.declared.is_chunk, sample=tracer.use_async_mem_monitor),
     )
 

@@ -5,7 +5,7 @@ Each is simulated. The work on them is counted in units, see `chunkmem.plan.plan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -63,6 +63,7 @@ class Candidate:
 
     plan: Plan
     timeline: Timeline
+    placement: Placement
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +86,7 @@ def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Itera
 class _Placed:
     """One way to place the updates, and the candidates tried for it."""
 
+    placement: Placement
     problem: Problem
     room: list[int]
     """Bytes that the chunks in use leave free, by moment."""
@@ -101,13 +103,15 @@ class _Placed:
 class Candidates:
     """Makes candidates one after the other."""
 
-    def __init__(self, trace: Trace, machine: Machine, options: PlanOptions, known: Searched) -> None:
+    def __init__(
+        self, trace: Trace, machine: Machine, options: PlanOptions, known: Searched, *, is_brief: bool = False
+    ) -> None:
         self.given = trace
         self.trace = _repeating(trace)
         self.machine = machine
         self.options = options
         self.known = known
-        self.is_small = len(trace.moments) <= _LARGE
+        self.is_small = len(trace.moments) <= _LARGE and not is_brief
         self.budget = budgets(self.trace, machine, static_nbytes=options.static_nbytes)
         self.slab_nbytes = max(trace.chunk_nbytes.values(), default=0)
         self.shortage: CapacityError | None = None
@@ -133,6 +137,20 @@ class Candidates:
             for work, candidate in self._with_least_on_host(full):
                 is_found = is_found or candidate is not None
                 yield work, candidate
+        if not is_found:
+            raise self._nothing_fits()
+
+    def pieces_of(self, placement: Placement) -> Iterator[tuple[int, Candidate | None]]:
+        """Yield the same for a few candidates of one placement.
+
+        Raises:
+            CapacityError: none of them fits.
+        """
+        is_found = False
+        way = self._placed(placement)
+        for work, candidate in () if way is None else self._by_rule(way, is_brief=True):
+            is_found = is_found or candidate is not None
+            yield work, candidate
         if not is_found:
             raise self._nothing_fits()
 
@@ -185,7 +203,7 @@ class Candidates:
             if self.shortage is None or error.needed_nbytes < self.shortage.needed_nbytes:
                 self.shortage = error
             return None
-        return _Placed(problem, [have - need for have, need in zip(self.budget, problem.required, strict=True)])
+        return _Placed(where, problem, [have - need for have, need in zip(self.budget, problem.required, strict=True)])
 
     def _by_rule(self, way: _Placed, *, is_brief: bool) -> Iterator[tuple[int, Candidate | None]]:
         everything = frozenset(free_to_choose(way.problem))
@@ -228,7 +246,7 @@ class Candidates:
         if kept in way.tried:
             return work // 10, None
         way.tried.add(kept)
-        machine, update_tiers = self.machine, way.problem.update_tiers
+        machine = self.machine
         program = _program(way.problem, kept, self.budget, machine, lead=_LEAD)
         if program.below_peak_nbytes > machine.host_nbytes:
             if self.least_host_nbytes is None or program.below_peak_nbytes < self.least_host_nbytes:
@@ -237,12 +255,12 @@ class Candidates:
         log = min(machine.shadow_nbytes, machine.host_nbytes - program.below_peak_nbytes)
         actions = advance_updates(self.trace, program.actions, limit_nbytes=log)
         name = f"{name}, {reserve} set aside"
-        candidate = self._candidate(program, actions, update_tiers, name)
+        candidate = self._candidate(program, actions, way.placement, name)
         if not machine.one_processor:  # else it is the same cores that forward, backward and updates wait for
             in_time = advance_updates(self.trace, program.actions, limit_nbytes=log, in_time_on=machine)
             if in_time != actions:
                 work *= 2
-                other = self._candidate(program, in_time, update_tiers, f"{name}, updates in time")
+                other = self._candidate(program, in_time, way.placement, f"{name}, updates in time")
                 candidate = min(candidate, other, key=lambda tried: tried.timeline.step_s)
         way.step_s = min(way.step_s, candidate.timeline.step_s)
         if candidate.timeline.stall_s <= _QUIET * candidate.timeline.step_s:
@@ -250,11 +268,11 @@ class Candidates:
         return work, candidate
 
     def _candidate(
-        self, program: Program, actions: Sequence[Sequence[Action]], update_tiers: Mapping[int, Tier], name: str
+        self, program: Program, actions: Sequence[Sequence[Action]], placement: Placement, name: str
     ) -> Candidate:
         waiting = add_waits(self.trace, program.start, actions)
-        plan = Plan(self.given.digest, self.machine, program.start, waiting, update_tiers, name)
-        return Candidate(plan, simulate(plan, self.given, iterations=3 if self.is_small else 2))
+        plan = Plan(self.given.digest, self.machine, program.start, waiting, placement.update_tiers, name)
+        return Candidate(plan, simulate(plan, self.given, iterations=3 if self.is_small else 2), placement)
 
     def _nothing_fits(self) -> CapacityError:
         if self.least_host_nbytes is None:

@@ -7,7 +7,8 @@ call of a model without gradients, between steps). Between iterations nothing is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Protocol
 
 from chunkmem.errors import TraceError
 from chunkmem.plan.candidates import PlanOptions
@@ -24,11 +25,29 @@ from chunkmem.steps.factory import CachedPlanFactory
 from chunkmem.steps.iteration_end import IterationEnd
 from chunkmem.steps.known import KnownSteps
 from chunkmem.steps.plan_cache import Key
+from chunkmem.steps.region_choice import RegionChoices
 from chunkmem.steps.timelines import LastTimelines
-from chunkmem.trace.model import Kind, Mode, Trace
+from chunkmem.trace.model import Kind, Mode, Region, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.tracing.watch import Watch
 from chunkmem.types import ChunkId, Role, Tier
+
+
+class Regions(Protocol):
+    """Blocks whose activations are kept, offloaded or recomputed."""
+
+    @property
+    def is_auto(self) -> bool:
+        """Which of them are recomputed is decided for each kind of step."""
+        ...
+
+    def begin_iteration(self, recomputed: Collection[int] | None, now: Callable[[], int]) -> None:
+        """A training step begins: the numbers of the calls that it recomputes, None: by default; and its clock."""
+        ...
+
+    def recorded(self) -> tuple[Region, ...]:
+        """Return the calls of the step that was recorded."""
+        ...
 
 
 class StepController(KnownSteps):
@@ -46,6 +65,7 @@ class StepController(KnownSteps):
         watch: Callable[[], Watch],
         trainable: Callable[[], bytes],
         num_backwards: Callable[[], int],
+        regions: Regions,
         is_lone: bool = True,
     ) -> None:
         """Begin with nothing known.
@@ -60,6 +80,7 @@ class StepController(KnownSteps):
             watch: begins to watch memory, for a step that is recorded.
             trainable: returns which parameters require gradients.
             num_backwards: returns how many backwards there have been.
+            regions: what is saved in them is managed.
             is_lone: there is one rank. Else steps are recorded from when `may_record` says so, since the exchanges of
                 the first ones are not those of the others.
         """
@@ -71,6 +92,8 @@ class StepController(KnownSteps):
         self.may_record = is_lone
         """Training steps are like those to come."""
         self._trainable = trainable
+        self._regions = regions
+        self._choices = RegionChoices(maker.machine, options)
         self._iteration_end = IterationEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
         self.timelines = LastTimelines(tiers)
 
@@ -167,6 +190,8 @@ class StepController(KnownSteps):
         self.now.mode, self.now.is_running = mode, True
         self._iteration_end.begin()
         self.timelines.begin()
+        if mode is Mode.TRAIN:
+            self._regions.begin_iteration(self._choices.recomputed(key), self._num_moments)
         if entry is not None and plan_executor is not None:
             plan_executor.begin_iteration(times_moments=entry.wants_durations)
             self._follow(entry, plan_executor)
@@ -201,13 +226,30 @@ class StepController(KnownSteps):
         def trace() -> Trace:
             if not is_even:
                 raise TraceError("other gradients wait for their step at its end than did at its beginning")
-            return recorder.trace(self._layout(), self._pager.store.chunks)
+            regions = self._regions.recorded() if recorder.mode is Mode.TRAIN else ()
+            return recorder.trace(self._layout(), self._pager.store.chunks, regions)
 
+        if self._chooses_regions(recorder, trace):
+            return  # the next step is another one
         kinds = self.kinds[recorder.mode]
         kinds.recorded(self.now.key, trace)
         if self._is_first_of_two and recorder.mode is Mode.TRAIN:
             self._is_first_of_two, self._aside = False, kinds.trace
             kinds.forget()
+
+    def _chooses_regions(self, recorder: Recorder, trace: Callable[[], Trace]) -> bool:
+        """Decide, if that is still to be done, which regions are recomputed; tell whether that changes the step."""
+        key = self.now.key
+        if recorder.mode is not Mode.TRAIN or not self._regions.is_auto or self._choices.recomputed(key) is not None:
+            return False
+        try:
+            recorded = trace()
+        except TraceError:
+            return False
+        return bool(recorded.regions) and self._choices.choose(key, recorded)
+
+    def _num_moments(self) -> int:
+        return 0 if self.now.recorder is None else self.now.recorder.num_moments
 
     def _keep_timeline(self) -> None:
         trace = None if self.now.plan_executor is None else self.now.plan_executor.trace
