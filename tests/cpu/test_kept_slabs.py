@@ -58,7 +58,7 @@ def trace_with_activations() -> Trace:
 
 @pytest.fixture
 def moments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return, for each planned moment, the bytes of its chunks and of the slabs kept beside them, once it is served.
+    """Return, for each planned moment, the bytes of its chunks and of the slabs kept in addition, once it is served.
 
     Slabs and activations are within the cap at its end, and whenever memory is allocated.
     """

@@ -1,4 +1,4 @@
-"""Calls of the GPU suite that are killed, cut and paused lose no row, and go on where they were."""
+"""Calls of the GPU suite that are killed, cut and paused lose no row, and continue where they were."""
 
 from __future__ import annotations
 
