@@ -150,7 +150,7 @@ def test_the_half_hour_is_rehearsed_with_commands_and_rows_that_are_killed(tmp_p
     seen: dict[str, Any] = {}
     for index in range(6):
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(draw.uniform(4, 14))
+        time.sleep(draw.uniform(4, 14))  # the moment of the kill is what is drawn: no event stands for it
         begun = psutil.Process(process.pid).children(recursive=True)
         if index % 2:  # A row alone: the command continues with the next, and has its time cut a little later.
             for child in begun:
