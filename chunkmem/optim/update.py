@@ -148,7 +148,7 @@ class GroupUpdater:
         param, master = chunks[0], chunks[0].master
         views = {chunk.id.role: self._store.views(chunk, tier) for chunk in chunks}
         items = [replace(item, steps=[step.clone() for step in item.steps]) for item in items]
-        # Parameters that are not updated have to be there, too: a plan that is followed again has dropped them only now.
+        # Parameters that are not updated have to be there: a plan that is followed again has only now dropped them.
         low = param.replicas[tier].flat
         high = None if param.ready(tier) or master is None else master.replicas[tier].flat
 
