@@ -19,6 +19,8 @@ def lost_error(reader: object, chunk: Chunk) -> TierIOError:
     cause, advice = "copy or update", "load what was saved last into a new manager"
     if chunk.id.role is Role.GRAD:
         cause, advice = "copy", "call optimizer.zero_grad(), and repeat the step"
+    elif chunk.id.role is Role.ACTIVATION:
+        cause, advice = "copy", "repeat the forward and the backward"
     return TierIOError(f"{reader}: {chunk.label} is lost, as the {cause} that was to save it has failed; {advice}")
 
 
