@@ -151,12 +151,13 @@ class ModuleHooks:
         frame.containers = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, dict))]
         if frame.containers:
             frame.given = {id(tensor): tensor for tensor in tensors_in(frame.containers)}
+        start = self._regions.now()
         if fitted.unit is not None:
             self._enter_unit(fitted.unit, frame)
         frame.hooks = self._saved.push()
         access.push(frame, fitted.unseen)
         if fitted.region is not None and not recomputing:
-            self._regions.enter(fitted.name, fitted.region, module, args, kwargs)
+            self._regions.enter(fitted.name, fitted.region, module, args, kwargs, start=start)
         if is_root:
             frame.guard = self._calls.make_guard()
             if frame.guard is not None:

@@ -319,7 +319,7 @@ class RegionActivations(OwnHooks):
         self._policy = policy
         self._kept: Collection[int] = ()
         """Calls of the iteration, by their numbers, that are not recomputed although they may be."""
-        self._now: Callable[[], int] = lambda: 0
+        self.now: Callable[[], int] = lambda: 0
         """Tells the number of moments so far."""
         self.records: list[CallRecord] = []
         """Of the calls of the iteration."""
@@ -336,7 +336,7 @@ class RegionActivations(OwnHooks):
 
     def begin_iteration(self, kept: Collection[int] | None, now: Callable[[], int]) -> None:
         """A training step begins; see `chunkmem.steps.controller.Regions`."""
-        self._now = now
+        self.now = now
         self.records = []
         self._kept = () if kept is None else kept
 
@@ -358,15 +358,17 @@ class RegionActivations(OwnHooks):
 
     # Forward.
 
-    def enter(self, name: str, policy: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A call of a region begins, of which torch gives these."""
+    def enter(
+        self, name: str, policy: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, start: int
+    ) -> None:
+        """A call of a region begins, of which torch gives the arguments; `start` moments came before its weights."""
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled():
             return
         self.settle()
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return  # the user's own decide what is saved
-        record = CallRecord(name, policy, policy == "recompute", [self._now()])
+        record = CallRecord(name, policy, policy == "recompute", [start])
         if record.is_auto:
             record.is_recomputed = len(self.records) not in self._kept
         self.records.append(record)
@@ -398,7 +400,7 @@ class RegionActivations(OwnHooks):
                 torch._C._autograd._pop_saved_tensors_default_hooks()
             call, self._open = self._open, None
             if call is not None and not is_interrupted:
-                call.record.forward.append(self._now())
+                call.record.forward.append(self.now())
                 self._pending = call
 
     def settle(self) -> None:
@@ -508,7 +510,7 @@ class RegionActivations(OwnHooks):
     def begin_backward(self, call: RegionCall) -> None:
         """Backward comes to a call, or to its recomputation."""
         if not call.record.backward:
-            call.record.backward.append(self._now())
+            call.record.backward.append(self.now())
 
     def _pin(self, chunk: Chunk, call: RegionCall) -> None:
         self._pager.pin(chunk, Tier.DEVICE, reader=call)
@@ -519,7 +521,7 @@ class RegionActivations(OwnHooks):
     def begin_recomputation(self, call: RegionCall) -> None:
         """A call is about to be recomputed."""
         self.begin_backward(call)
-        call.record.again.append(self._now())
+        call.record.again.append(self.now())
 
     def recomputed(self, call: RegionCall, nbytes: int) -> None:
         """A call has been recomputed: that many bytes are saved until its backward is over.
@@ -530,7 +532,7 @@ class RegionActivations(OwnHooks):
         took_turn = self._turn.take_in_hook()
         try:
             self._look_after_gone()
-            call.record.again.append(self._now())
+            call.record.again.append(self.now())
             chunk = call.record.chunk = self._begin(
                 call, SavedStorages(), nbytes, reader=str(call), what="recomputed activations"
             )
@@ -564,7 +566,7 @@ class RegionActivations(OwnHooks):
             assert isinstance(sight, _Sight)
             if self._live.get(sight.chunk.id) is sight:
                 if len(sight.record.backward) == 1:
-                    sight.record.backward.append(self._now())
+                    sight.record.backward.append(self.now())
                 self._unpin(sight.chunk.id)
                 self._use_up(sight.chunk)
 
