@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from chunkmem.manager import ChunkManager
     from chunkmem.memory import MemoryReport
+    from chunkmem.nn.recompute import checkpoint, checkpoint_sequential
     from chunkmem.optim.adam import Adam, AdamW
     from chunkmem.optim.sgd import SGD
 
@@ -51,6 +52,8 @@ __all__ = [
     "TierIOError",
     "TraceError",
     "__version__",
+    "checkpoint",
+    "checkpoint_sequential",
     "initialize_engine",
 ]
 
@@ -63,6 +66,8 @@ _HOMES = MappingProxyType(
         "ExchangeMethod": "chunkmem.comm.methods",
         "MemoryReport": "chunkmem.memory",
         "SGD": "chunkmem.optim.sgd",
+        "checkpoint": "chunkmem.nn.recompute",
+        "checkpoint_sequential": "chunkmem.nn.recompute",
         "initialize_engine": "chunkmem.engine",
     }
 )

@@ -132,11 +132,11 @@ class MemoryConfig(Section, at="memory"):
 class ActivationsConfig(Section, at="activations"):
     """What becomes of activations between forward and backward."""
 
-    policy: Literal["offload"] | None = option(
-        either(NULL, one_of("offload")),
+    policy: Literal["offload", "recompute"] | None = option(
+        either(NULL, one_of("offload", "recompute")),
         None,
-        about="offload: of each block, kept on DEVICE as far as there is room, and moved to HOST and back otherwise; "
-        "null: left to the model.",
+        about="Of each block: offload: kept on DEVICE as far as there is room, and moved to HOST and back otherwise; "
+        "recompute: only its inputs are; null: left to the model.",
     )
 
 

@@ -40,8 +40,9 @@ from chunkmem.nn.guard import DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks, RootCalls
 from chunkmem.nn.packing import PackedModel, Packer
 from chunkmem.nn.reduction import Reduction
+from chunkmem.nn.regions import RegionActivations
 from chunkmem.nn.registry import ModelRegistry
-from chunkmem.nn.saved_tensors import RegionActivations
+from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.served import ParameterServer
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.turn import Turn
@@ -127,13 +128,20 @@ class Modules:
     surface: ModuleSurface
     borders: Borders
     declared: DeclaredReads
+    saved: ChunkHooks
     units: Units
     regions: RegionActivations
 
     def hooks(self, calls: RootCalls) -> ModuleHooks:
         """Make what modules are fitted with; `calls` hears of those from outside."""
         return ModuleHooks(
-            self.access, self.backward, units=self.units, regions=self.regions, turn=self.turn, calls=calls
+            self.access,
+            self.backward,
+            units=self.units,
+            regions=self.regions,
+            turn=self.turn,
+            saved=self.saved,
+            calls=calls,
         )
 
     def fit(
@@ -218,9 +226,10 @@ def make_modules(
     turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
     access = AccessTracker(pager)
     declared = DeclaredReads()
-    regions = RegionActivations(pager, turn, policy=config.activations.policy, is_chunk=declared.is_chunk)
+    saved = ChunkHooks(declared, pager, turn)
+    regions = RegionActivations(pager, turn, saved, policy=config.activations.policy)
     backward = BackwardTracker(pager, access, sharding.units, turn, regions=regions, is_rehearsal=is_rehearsal)
-    server = ParameterServer(pager, access, backward, turn, is_shared=sharding.shards is not None)
+    server = ParameterServer(pager, access, backward, turn, saved=saved, is_shared=sharding.shards is not None)
     return Modules(
         registry,
         turn,
@@ -236,6 +245,7 @@ def make_modules(
         ),
         Borders(is_outermost=access.is_outermost),
         declared,
+        saved,
         sharding.units,
         regions,
     )

@@ -40,7 +40,7 @@ def neighbor(tier: Tier) -> Tier:
 
 
 class Role(str):
-    """What a chunk holds: weights, gradients, master weights, or an optimizer state that a rule names.
+    """What a chunk holds: weights, gradients, master weights, activations, or an optimizer state that a rule names.
 
     A string, since sets and tables of chunks hash and compare roles all the time. Those that every model has exist
     once, so that `is` finds them.
@@ -53,7 +53,7 @@ class Role(str):
     MASTER: ClassVar[Role]
     """Weights in fp32, which those of PARAM are rounded from."""
     ACTIVATION: ClassVar[Role]
-    """What autograd saved in one call of a region. Its groups are numbered beyond those of parameters."""
+    """What autograd saved in one call of a region. Its group is that call's own, beyond those of the layout."""
 
     def __new__(cls, name: str) -> Role:
         """Return the role of a name: ``Role("exp_avg")`` is an optimizer state."""
@@ -80,7 +80,7 @@ Role.PARAM, Role.GRAD, Role.MASTER, Role.ACTIVATION = _OF_MODELS
 
 
 class ChunkId(NamedTuple):
-    """One chunk: a group of parameters in one role."""
+    """One chunk: a group of parameters in one role, or the activations of one region."""
 
     role: Role
     group: int

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 DTYPES = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
 """Names of torch's dtypes by the precision a user asks for."""
-_ROLES = MappingProxyType({Role.PARAM: "weights", Role.GRAD: "gradients", Role.MASTER: "master weights"})
+_ROLES = MappingProxyType(
+    {
+        Role.PARAM: "weights",
+        Role.GRAD: "gradients",
+        Role.MASTER: "master weights",
+        Role.ACTIVATION: "activations",
+    }
+)
 
 
 def yes(

@@ -37,6 +37,8 @@ class Asked(enum.Enum):
     LEAVE = "leave"
     ANNOUNCE = "announce"
     """Backward continues in a unit."""
+    RECOMPUTE = "recompute"
+    """A unit's forward runs again in backward."""
     END_BACKWARD = "end backward"
     STEP = "step"
     """The optimizer steps."""
@@ -163,6 +165,9 @@ class LoggedUnits(Units):
     def announce(self, unit: Unit | None) -> None:
         if unit is not None:
             self._log.add(Asked.ANNOUNCE, unit)
+
+    def recompute(self, unit: Unit) -> None:
+        self._log.add(Asked.RECOMPUTE, unit)
 
     def end_backward(self) -> None:
         self._log.add(Asked.END_BACKWARD)

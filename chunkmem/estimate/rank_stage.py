@@ -197,7 +197,11 @@ class RankStage:
                 self._pager.unpin(chunk, Tier.DEVICE)
         elif isinstance(subject, Unit):
             if self._sharding.reduction is not None:  # alone, there are no units
-                by_name = {Asked.ENTER: self.units.enter, Asked.LEAVE: self.units.leave}
+                by_name = {
+                    Asked.ENTER: self.units.enter,
+                    Asked.LEAVE: self.units.leave,
+                    Asked.RECOMPUTE: self.units.recompute,
+                }
                 by_name.get(call.asked, self.units.announce)(subject)
         elif subject is not None:
             self._slots.land(cast(ManagedParameter, subject), _NOTHING, replacing=True)

@@ -26,6 +26,7 @@ from torch import nn
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.guard import AccessGuard
+from chunkmem.nn.saved_tensors import PushedHooks, has_foreign_hooks
 from chunkmem.nn.transforms import check_transforms, unwrapped, wrapped_error
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.pager import Pager
@@ -125,8 +126,8 @@ class Frame:
     """One running call of a module, or of an operator outside of modules: what it has read, and so what it pins."""
 
     __slots__ = (
-        "before", "containers", "first_node", "given", "groups", "guard", "inputs", "inside", "left_inside", "module",
-        "name", "opened", "reads", "recomputing", "thread", "took_turn", "unit",
+        "before", "containers", "first_node", "given", "groups", "guard", "hooks", "inputs", "inside", "left_inside",
+        "module", "name", "opened", "reads", "recomputing", "thread", "took_turn", "unit",
     )  # fmt: skip
 
     def __init__(self, name: str, module: nn.Module | None = None, *, recomputing: bool = False) -> None:
@@ -153,6 +154,8 @@ class Frame:
         """The same if it was entered by this call."""
         self.guard: AccessGuard | None = None
         """The check that runs while this frame does."""
+        self.hooks: PushedHooks | None = None
+        """For what autograd saves while this frame runs, over those of a user."""
         self.inputs: list[tuple[torch.Tensor, int]] = []
         """(input that requires grad, its version at entry); noted where a frozen read ends with its gradient."""
         self.containers: list[object] = []
@@ -196,8 +199,11 @@ class AccessTracker:
             self.chunks[managed.group] = self._pager.store.chunks[ChunkId(Role.PARAM, managed.group)]
 
     def look_up(self, managed: ManagedParameter) -> None:
-        """Serve a lookup: inside of modules the parameter is on DEVICE when this returns. Raises what `read` does."""
-        if self.stack and self.stack[-1].thread == threading.get_ident():
+        """Serve a lookup: inside of modules the parameter is on DEVICE when this returns. Raises what `read` does.
+
+        Under saved-tensor hooks that a module's own forward has set it serves itself; see `chunkmem.nn.saved_tensors`.
+        """
+        if self.stack and self.stack[-1].thread == threading.get_ident() and not has_foreign_hooks():
             self.read(self.stack[-1], managed)
 
     def read(self, frame: Frame, managed: ManagedParameter) -> None:
@@ -298,6 +304,9 @@ class AccessTracker:
         if frame.guard is not None:
             frame.guard.leave()
             frame.guard = None
+        if frame.hooks is not None:
+            frame.hooks.leave()
+            frame.hooks = None
         reads, frame.reads = frame.reads, {}
         groups, frame.groups = frame.groups, {}
         try:

@@ -25,7 +25,8 @@ from chunkmem.nn.access import AccessTracker, Frame
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.nodes import CallNodes, NodePins
 from chunkmem.nn.references import Findings, GraphSearch
-from chunkmem.nn.saved_tensors import RegionActivations
+from chunkmem.nn.regions import RegionActivations
+from chunkmem.nn.saved_tensors import hides_saved_tensors
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import kept_tensors, tensors_in
 from chunkmem.runtime.pager import Pager
@@ -181,8 +182,7 @@ class BackwardTracker:
         # An in-place operator on a view gives it another grad_fn, without our hook; its gradient still passes the base.
         bases = [t._base for t in made if t._base is not None]
         outputs = {id(t): t for t in (*made, *bases) if t.grad_fn is not None}
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        saves_elsewhere = hooks is not None and not self._regions.are_own(hooks)
+        saves_elsewhere = hides_saved_tensors()
         found = _NOTHING
         if self._is_rehearsal and frame.module is not None:
             found = Findings(left, frozenset())

@@ -32,6 +32,10 @@ class DeclaredReads:
         """Tell whether parameters live in a storage."""
         return storage_id in self._chunks or storage_id in self._away
 
+    def chunk_in(self, storage_id: int) -> Chunk | None:
+        """Return the chunk whose memory a storage has; None if it has none, as a placeholder has not."""
+        return self._chunks.get(storage_id)
+
     def undeclared(self, storage_id: int) -> str | None:
         """Return the name of what lies in a storage nobody declared to be reading; None if it may be used."""
         chunk = self._chunks.get(storage_id)

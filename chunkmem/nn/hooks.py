@@ -17,7 +17,8 @@ from chunkmem.nn.access import AccessTracker, Frame, ParameterReads, in_backward
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.guard import AccessGuard
-from chunkmem.nn.saved_tensors import RegionActivations
+from chunkmem.nn.regions import RegionActivations
+from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import tensors_in
 from chunkmem.shard.units import Unit, Units
@@ -66,6 +67,7 @@ class ModuleHooks:
         units: Units,
         regions: RegionActivations,
         turn: Turn,
+        saved: ChunkHooks,
         calls: RootCalls,
     ) -> None:
         """Make hooks.
@@ -76,6 +78,7 @@ class ModuleHooks:
             units: of exchange.
             regions: what they save.
             turn: of this thread.
+            saved: keeps chunk memory from a user's saved-tensor hooks.
             calls: hears of outermost calls.
         """
         self._turn = turn
@@ -83,6 +86,7 @@ class ModuleHooks:
         self._backward = backward
         self._units = units
         self._regions = regions
+        self._saved = saved
         self._calls = calls
         self._handled: BaseException | None = None
         """What the caller of the outermost call was handling when it began."""
@@ -120,7 +124,9 @@ class ModuleHooks:
             if own:
                 vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.look_up)
                 owned[module] = own
-            module.register_forward_pre_hook(partial(self._enter, fitted), with_kwargs=True)
+            # Of a region first: others may change what the module is given, and do so again when it is recomputed.
+            enter = partial(self._enter, fitted)
+            module.register_forward_pre_hook(enter, with_kwargs=True, prepend=fitted.is_region)
             module.register_forward_hook(partial(self._leave, fitted), always_call=True)
         return owned
 
@@ -147,9 +153,10 @@ class ModuleHooks:
             frame.given = {id(tensor): tensor for tensor in tensors_in(frame.containers)}
         if fitted.unit is not None:
             self._enter_unit(fitted.unit, frame)
+        frame.hooks = self._saved.push()
         access.push(frame, fitted.unseen)
         if fitted.is_region and not recomputing:
-            self._regions.enter(fitted.name)
+            self._regions.enter(fitted.name, module, args, kwargs)
         if is_root:
             frame.guard = self._calls.make_guard()
             if frame.guard is not None:
@@ -163,7 +170,7 @@ class ModuleHooks:
     def _enter_unit(self, unit: Unit, frame: Frame) -> None:
         frame.unit = unit
         if frame.recomputing:
-            self._units.announce(unit)
+            self._units.recompute(unit)
         elif not self._access.stack or self._access.stack[-1].unit is not unit:
             self._units.enter(unit)
             frame.opened = unit

@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 
 from chunkmem.nn.access import Frame
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.nn.saved_tensors import SavedTensor
+from chunkmem.nn.saved_tensors import SavedReference
 from chunkmem.nn.values import storage_id
 
 _INPUT = -1
@@ -151,8 +151,7 @@ class GraphSearch:
                 continue
             for saved in value if isinstance(value, _LIST) else (value,):
                 tensor = None if saved is None else saved.data
-                if isinstance(tensor, SavedTensor):
-                    tensor = tensor.tensor
+                tensor = tensor.tensor if isinstance(tensor, SavedReference) else tensor
                 if isinstance(tensor, torch.Tensor):
                     yield tensor
 

@@ -1,411 +1,149 @@
-"""What autograd saves in a region becomes a chunk of the role ACTIVATION: kept, or moved to HOST and back.
+"""A user's saved-tensor hooks (`save_on_cpu` among them) get activations, and never chunk memory.
 
-[Note: Regions] A region is a module whose calls are managed as a whole: a block. While one runs, torch's saved-tensor
-hooks tell what autograd saves. Nothing is copied then. When the next region begins, or the model returns, what the call
-has saved is looked over: storages that nobody but autograd holds are the content of its chunk from then on, in the
-memory where they are. All others (outputs that are used on, a mask of the caller's) stay as they are.
+[Note: Hooks over hooks] torch asks the hooks on top of its stack alone what to keep of a tensor that autograd saves. So
+where a user's are on top when a module begins, ours are pushed over them until it ends. They keep a tensor in chunk
+memory as another tensor at the same place, whose memory goes and comes back with the chunk, and hand all others to the
+user's:
 
-    forward    | region 0 |  | region 1 |  |              the memory of a storage is emptied and filled again,
-    CREATE                ...0          ...1              as that of weights is: tensors and views stay as they are
-    backward                                   | region 1 |  | region 0 |
-    HOLD                                       1             0
-    CONSUME                                               1             0
+    with save_on_cpu():          user's
+        model(x)                 user's, ours
+            F.linear(x, weight)  ours: x to the user's, weight stays where it is
 
-The chunk is brought back when autograd asks for the first of its tensors, and its content is used up when autograd has
-let go of the last. A call that autograd has not let go of when the step is over gives its memory up to autograd: then
-it is no chunk any more.
-
-[Note: Versions] torch does not check whether a tensor was written to after it was saved where there are hooks, so that
-is done here, and says what torch would.
+Those of torch's checkpoint are left alone: they keep nothing, and count what is saved.
 """
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from chunkmem.layout.spec import ALIGN_NBYTES, Group, Slot
+from chunkmem.errors import StateError
+from chunkmem.nn.guard import DeclaredReads
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import storage_id
-from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import Tier
 
-_NO_TASK = -1
-"""What torch says where no backward runs."""
-FIRST_GROUP = 1 << 20
-"""Groups of activations are numbered from here on, those of parameters from 0."""
-
-
-class SavedTensor:
-    """What autograd has in place of a tensor that it saved in a region."""
-
-    __slots__ = ("__weakref__", "call", "is_moved", "is_stale", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, call: RegionCall) -> None:
-        self.tensor = tensor
-        self.version = tensor._version
-        self.call = call
-        self.is_moved = False
-        """Its storage is part of the call's chunk."""
-        self.is_stale = False
-        """It was written to before it became that."""
-
-    def check(self) -> None:
-        """Raise what torch does for a tensor that was written to after it was saved."""
-        if self.is_stale or (not self.is_moved and self.tensor._version != self.version):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {list(self.tensor.shape)} that was saved in {self.call.name}; clone it before it is "
-                "written to"
-            )
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+_READER = "a saved tensor"
 
 
-@dataclass(slots=True)
-class _SavedStorage:
-    """A storage, and the tensors over it that autograd has saved."""
+class SavedReference(NamedTuple):
+    """A tensor in chunk memory; `version` is autograd's when it was saved."""
 
-    storage: torch.UntypedStorage
-    saved: list[weakref.ref[SavedTensor]] = field(default_factory=list)
-
-    def take(self) -> bool:
-        """Make it ours if nobody but autograd holds it: then no tensor of others can see that it is emptied."""
-        tensors = [kept for each in self.saved if (kept := each()) is not None]
-        if not tensors or not self.storage.resizable() or not all(_is_plain(kept.tensor) for kept in tensors):
-            return False
-        if not self._has_only([kept.tensor for kept in tensors]):
-            return False
-        for kept in tensors:
-            tensor = kept.tensor
-            kept.is_stale = tensor._version != kept.version
-            alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            kept.tensor = alias.set_(self.storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-            kept.is_moved = True
-        return True
-
-    def _has_only(self, saved: list[torch.Tensor]) -> bool:
-        """Tell whether there are no tensors over the storage but these, with the bases of views, and nobody has them.
-
-        Of a tensor without a history, autograd saves the object itself, which others may have, too.
-        """
-        objects = {id(tensor): tensor for tensor in saved}
-        bases = [tensor._base for tensor in saved]
-        objects |= {id(base): base for base in bases if base is not None}
-        bases.clear()
-        # This object refers to the storage, too.
-        if torch._C._storage_Use_Count(self.storage._cdata) != len(objects) + 1:
-            return False
-        num_saved = Counter(map(id, saved))
-        num_views = Counter(id(tensor._base) for tensor in objects.values() if tensor._base is not None)
-        # What refers to a tensor that nobody else has, in this very place.
-        listed = [torch.empty(0), *objects.values()]
-        objects.clear()
-        in_python, in_cpp = [sys.getrefcount(tensor) for tensor in listed], [_use_count(tensor) for tensor in listed]
-        return all(
-            python == in_python[0] + 2 * num_saved[key] and cpp == in_cpp[0] + num_views[key]
-            for key, python, cpp in zip(map(id, listed[1:]), in_python[1:], in_cpp[1:], strict=True)
-        )
-
-
-def _use_count(tensor: torch.Tensor) -> int:
-    count: int = tensor._use_count()  # type: ignore[attr-defined]
-    return count
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and not tensor.is_conj() and not tensor.is_neg()
-
-
-class SavedStorages:
-    """The memory of an ACTIVATION chunk on DEVICE; see `SavedMemory`."""
-
-    def __init__(self) -> None:
-        self._storages: Sequence[tuple[int, int, torch.UntypedStorage]] = ()
-        """Offset and bytes of each."""
-
-    def hold(self, storages: Sequence[torch.UntypedStorage]) -> int:
-        """Be these storages from now on; return how many bytes they take, each at its offset."""
-        at = 0
-        placed = []
-        for storage in storages:
-            placed.append((at, storage.nbytes(), storage))
-            at += -(-storage.nbytes() // ALIGN_NBYTES) * ALIGN_NBYTES
-        self._storages = placed
-        return at
-
-    def let_go(self) -> None:
-        """Leave the storages as they are; there is nothing here any more."""
-        self._storages = ()
-
-    def fill(self) -> Sequence[tuple[int, torch.Tensor]]:
-        pieces = []
-        for at, nbytes, storage in self._storages:
-            if storage.nbytes() == 0:
-                storage.resize_(nbytes)
-            pieces.append((at, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)))
-        return pieces
-
-    def empty(self) -> None:
-        for _, _, storage in self._storages:
-            storage.resize_(0)
-
-
-class RegionCall:
-    """One call of a region. Lives as long as autograd keeps something that it saved in it."""
-
-    __slots__ = ("__weakref__", "chunk", "name", "storages")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.storages: dict[int, _SavedStorage] = {}
-        """What was saved in it, by identity, until it is looked over."""
-        self.chunk: Chunk | None = None
-        """That has its content; None if there is none, or not yet."""
-
-    def __str__(self) -> str:
-        return f"{self.name} backward"
-
-
-def _regions_in(module: nn.Module, marked: Collection[int]) -> Iterator[nn.Module]:
-    """Yield the outermost marked modules and children of lists."""
-    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-    for child in module.children():
-        if is_list or id(child) in marked:
-            yield child
-        else:
-            yield from _regions_in(child, marked)
-
-
-class _Sight(weakref.ref[RegionCall]):
-    """A call that is a chunk. When autograd lets go of it, only C code runs: the chunk is looked after later."""
-
-    __slots__ = ("chunk",)
+    tensor: torch.Tensor
     chunk: Chunk
+    version: int
 
 
-class RegionActivations:
-    """What regions save: chunks from the end of their forward to the end of their backward."""
+class OwnHooks:
+    """Whose methods are hooks of chunkmem's, by which those are told from a user's."""
 
-    def __init__(self, pager: Pager, turn: Turn, *, policy: str | None, is_chunk: Callable[[int], bool]) -> None:
-        """Begin with none.
+    hides = False
+    """What they keep of a tensor does not lead to its memory."""
 
-        Args:
-            pager: of chunks.
-            turn: of this thread.
-            policy: for regions, of the configuration; None: nothing is managed.
-            is_chunk: tells whether parameters live in a storage, which then is left alone.
-        """
-        self._pager = pager
-        self._turn = turn
-        self._is_chunk = is_chunk
-        self._hooks = (self._pack, self._unpack)
-        self._open: RegionCall | None = None
-        """Runs now."""
-        self._depth = 0
-        """Calls of regions that run; those inside of another one are parts of it."""
-        self._pending: RegionCall | None = None
-        """Has been left, and is not looked over yet."""
-        self._live: dict[ChunkId, _Sight] = {}
-        """By chunk that has content: its call."""
-        self._gone: deque[weakref.ref[RegionCall]] = deque()
-        """Calls that autograd has let go of."""
-        self._pinned: dict[ChunkId, int] = {}
-        """Chunks that a backward uses: the backward, as torch numbers it."""
-        self._chunks: dict[str, list[Chunk]] = {}
-        """By the name of a region."""
-        self._num_chunks = 0
-        self._policy = policy
-        self._marked: list[nn.Module] = []
-        self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
-        """Called with each storage that becomes part of a chunk."""
 
-    def mark(self, module: nn.Module) -> None:
-        """Make a module a region when it is packed."""
-        self._marked.append(module)
+class PushedHooks(OwnHooks):
+    """Ours over those of a user, for one call."""
 
-    def of(self, root: nn.Module) -> set[nn.Module]:
-        """Return the regions under `root`, a model that was packed."""
-        if self._policy is None:
-            return set()
-        marked, self._marked = {id(module) for module in self._marked}, []
-        return set(_regions_in(root, marked)) or set(root.children())
+    def __init__(self, chunks: ChunkHooks, pack: Pack, unpack: Unpack) -> None:
+        """Push them over `pack` and `unpack`."""
+        self._chunks = chunks
+        self._pack = pack
+        self._unpack = unpack
+        self._hooks = saved_tensors_hooks(self.pack, self.unpack)
+        self._hooks.__enter__()
 
-    # Forward.
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd is to keep of a tensor."""
+        reference = self._chunks.reference(tensor)
+        return self._pack(tensor) if reference is None else reference
 
-    def enter(self, name: str) -> None:
-        """A call of a region begins."""
-        self._depth += 1
-        if self._depth > 1 or not torch.is_grad_enabled():
-            return
-        self.settle()
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            return  # the user's own decide what is saved
-        self._open = RegionCall(name)
-        torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor."""
+        return self._chunks.read(packed) if isinstance(packed, SavedReference) else self._unpack(packed)
 
     def leave(self) -> None:
-        """It is over, or has raised something."""
-        self._depth -= 1
-        if self._depth == 0 and self._open is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            self._pending, self._open = self._open, None
+        """The call is over, or was torn down. Then leaving the user's `with` has popped ours in place of the user's."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if top is not None and (getattr(top[0], "__self__", None) is self or top[0] is self._pack):
+            self._hooks.__exit__()
 
-    def are_own(self, hooks: tuple[object, object] | None) -> bool:
-        """Tell whether saved-tensor hooks are those of a region."""
-        return hooks is not None and hooks[0] is self._hooks[0]
 
-    def settle(self) -> None:
-        """Make a chunk of what the last region has saved, if that is not done yet.
+class ChunkHooks:
+    """Pushes such hooks, and keeps chunk memory for them."""
+
+    def __init__(self, declared: DeclaredReads, pager: Pager, turn: Turn) -> None:
+        self._declared = declared
+        self._pager = pager
+        self._turn = turn
+
+    def push(self) -> PushedHooks | None:
+        """Push ours if a user's are on top; the caller has to `leave` them."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return PushedHooks(self, *top) if top is not None and _is_foreign(top[0]) else None
+
+    def is_chunk(self, storage: int) -> bool:
+        """Tell whether parameters live in a storage, by its identity."""
+        return self._declared.is_chunk(storage)
+
+    def reference(self, tensor: torch.Tensor) -> SavedReference | None:
+        """Return another tensor in the same chunk memory, which lasts as long as the chunk; None if it is in none."""
+        memory = storage_id(tensor)
+        chunk = None if memory is None else self._declared.chunk_in(memory)
+        if chunk is None:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            return SavedReference(tensor.detach(), chunk, tensor._version)
+
+    def read(self, reference: SavedReference) -> torch.Tensor:
+        """Return such a tensor for autograd to use; a copy if nobody keeps its chunk on DEVICE.
 
         Raises:
-            CapacityError: it fits no tier.
+            StateError: the weights have changed since.
         """
-        call, self._pending = self._pending, None
-        self._look_after_gone()
-        if call is None:
-            return
-        storages, call.storages = call.storages, {}
-        with runtime_mode():
-            taken = [each.storage for each in storages.values() if each.take()]
-        del storages
-        if taken:
-            self._begin(call, taken)
-
-    def _begin(self, call: RegionCall, storages: Sequence[torch.UntypedStorage]) -> None:
-        saved = SavedStorages()
-        chunk = call.chunk = self._chunk_for(call.name, saved.hold(storages))
-        if Tier.DEVICE in chunk.replicas:  # of a call that is over; a plan was to free it
-            self._pager.store.drop(chunk, Tier.DEVICE)
-        chunk.saved = saved
-        sight = self._live[chunk.id] = _Sight(call, self._gone.append)
-        sight.chunk = chunk
-        try:
-            self._pager.create(chunk, Tier.DEVICE, reader=f"{call.name} forward", zero=False)
-        except BaseException:
-            del self._live[chunk.id]
-            saved.let_go()
-            call.chunk = None
-            raise
-        for storage in storages:
-            self.on_taken(storage)
-
-    def _chunk_for(self, name: str, nbytes: int) -> Chunk:
-        """Return a chunk of a region that has no content, and is large enough."""
-        known = self._chunks.setdefault(name, [])
-        for chunk in known:
-            if chunk.id not in self._live and chunk.nbytes >= nbytes:
-                return chunk
-        group = FIRST_GROUP + self._num_chunks
-        self._num_chunks += 1
-        spec = Group(group, "uint8", 1, 1, nbytes, (Slot(0, group, 0, nbytes),))
-        chunk = Chunk(ChunkId(Role.ACTIVATION, group), spec, torch.uint8, f"activations of {name}", ())
-        self._pager.store.add(chunk)
-        known.append(chunk)
-        return chunk
-
-    # What autograd asks.
-
-    def _pack(self, tensor: torch.Tensor) -> object:
-        call = self._open
-        assert call is not None
-        kept = SavedTensor(tensor, call)
-        key = storage_id(tensor)
-        if key is not None and not self._is_chunk(key):
-            entry = call.storages.get(key)
-            if entry is None:
-                entry = call.storages[key] = _SavedStorage(tensor.untyped_storage())
-            entry.saved.append(weakref.ref(kept))
-        return kept
-
-    def _unpack(self, kept: object) -> torch.Tensor:
-        assert isinstance(kept, SavedTensor)
-        if kept.is_moved:
-            took_turn = self._turn.take_in_hook()
-            try:
-                self._bring(kept.call)
-            finally:
-                if took_turn:
-                    self._turn.give_back()
-        kept.check()
-        return kept.tensor
-
-    # Backward.
-
-    def _bring(self, call: RegionCall) -> None:
-        """Have the content of a call's chunk on DEVICE until the running backward is over, or done with it."""
-        chunk = call.chunk
-        if chunk is None or chunk.id in self._pinned:
-            return
-        self.settle()
-        self._pager.pin(chunk, Tier.DEVICE, reader=call)
-        task = self._pinned[chunk.id] = torch._C._current_graph_task_id()
-        if task != _NO_TASK and list(self._pinned.values()).count(task) == 1:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
-
-    def _end(self, task: int) -> None:
-        """A backward is over."""
+        tensor, chunk, version = reference
+        if tensor._version != version:
+            raise StateError(
+                f"{chunk.label}: a tensor of shape {tuple(tensor.shape)} that autograd saved for backward was modified "
+                f"in place since, as by optimizer.step() (version {tensor._version}, saved at {version}); run backward "
+                "before it"
+            )
+        memory = storage_id(tensor)
+        if memory is None or self._declared.undeclared(memory) is None:
+            return tensor
         took_turn = self._turn.take_in_hook()
         try:
-            self.settle()
-            for key in [key for key, user in self._pinned.items() if user == task]:
-                self._unpin(key)
+            self._pager.pin(chunk, Tier.DEVICE, reader=_READER)
+            try:
+                return tensor.clone()
+            finally:
+                self._pager.unpin(chunk, Tier.DEVICE)
         finally:
             if took_turn:
                 self._turn.give_back()
 
-    def _look_after_gone(self) -> None:
-        """Free the chunks of calls that autograd has let go of."""
-        while self._gone:
-            sight = self._gone.popleft()
-            assert isinstance(sight, _Sight)
-            if self._live.get(sight.chunk.id) is sight:
-                self._unpin(sight.chunk.id)
-                self._use_up(sight.chunk)
 
-    def _unpin(self, key: ChunkId) -> None:
-        if self._pinned.pop(key, None) is not None:
-            self._pager.unpin(self._pager.store.chunks[key], Tier.DEVICE)
+def has_foreign_hooks() -> bool:
+    """Tell whether hooks of a user are on top of the stack."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top is not None and _is_foreign(top[0])
 
-    def _use_up(self, chunk: Chunk) -> None:
-        del self._live[chunk.id]
-        self._pager.consume(chunk)
-        if Tier.DEVICE in chunk.replicas and not self._pager.policy.is_planned:
-            self._pager.store.drop(chunk, Tier.DEVICE)
 
-    # Interruptions, and the end of a step.
+def hides_saved_tensors() -> bool:
+    """Tell whether what autograd saves now is kept where its graph does not show it: by hooks that are not ours."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if top is None:
+        return False
+    owner = getattr(top[0], "__self__", None)
+    return not isinstance(owner, OwnHooks) or owner.hides
 
-    @property
-    def pinning(self) -> Iterator[str]:
-        """Who pins something now."""
-        return (self._pager.store.chunks[key].label for key in self._pinned)
 
-    def reset(self, *, step: bool) -> None:
-        """Drop what an interrupted call left; at a step, give up to autograd what it has not let go of."""
-        if self._depth and self._open is not None:
-            if self.are_own(torch._C._autograd._top_saved_tensors_default_hooks(False)):
-                torch._C._autograd._pop_saved_tensors_default_hooks()
-            self._open = None
-        self._depth = 0
-        self.settle()
-        for key in list(self._pinned):
-            self._unpin(key)
-        for sight in list(self._live.values()) if step else ():
-            call = sight()
-            if call is not None:
-                self._give_up(sight.chunk, call)
-
-    def _give_up(self, chunk: Chunk, call: RegionCall) -> None:
-        """Leave the content of a chunk to autograd, which has not let go of it."""
-        self._pager.pin(chunk, Tier.DEVICE, reader=call)
-        assert isinstance(chunk.saved, SavedStorages)
-        chunk.saved.let_go()
-        call.chunk = None
-        self._pager.unpin(chunk, Tier.DEVICE)
-        self._use_up(chunk)
+def _is_foreign(pack: Any) -> bool:
+    is_ours = isinstance(getattr(pack, "__self__", None), OwnHooks)
+    return not is_ours and getattr(pack, "__module__", None) != "torch.utils.checkpoint"

@@ -28,6 +28,7 @@ from chunkmem.errors import StateError
 from chunkmem.nn.access import AccessTracker, Frame, in_backward
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter, Served
+from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.wrappers import sharding_caller, wrapped
 from chunkmem.runtime.pager import Pager
@@ -89,10 +90,15 @@ class ParameterServer:
         backward: BackwardTracker,
         turn: Turn,
         *,
+        saved: ChunkHooks,
         is_shared: bool = False,
     ) -> None:
-        """Serve nothing yet; `is_shared`: several ranks have the values, each those of its own chunks."""
+        """Serve nothing yet; `is_shared`: several ranks have the values, each those of its own chunks.
+
+        `saved` keeps chunk memory from a user's saved-tensor hooks.
+        """
         self._is_shared = is_shared
+        self._saved = saved
         self._pager = pager
         self._turn = turn
         self._access = access
@@ -169,7 +175,12 @@ class ParameterServer:
             if self._access.stack:
                 for managed in parameters:
                     self._access.read(self._access.stack[-1], managed)
-                return func(*args, **kwargs)
+                hooks = self._saved.push()
+                try:
+                    return func(*args, **kwargs)
+                finally:
+                    if hooks is not None:
+                        hooks.leave()
             return self._run(parameters, func, args, kwargs)
 
     def _run(self, parameters: Sequence[ManagedParameter], func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -181,6 +192,7 @@ class ParameterServer:
         try:
             for managed in parameters:
                 access.read(frame, managed)
+            frame.hooks = self._saved.push()
             result = _alone(args[0], func) if func in _WITH_STORAGE else func(*args, **kwargs)
             own = {id(managed.param) for managed in parameters}
             held = self._backward.watch(frame, None if id(result) in own else result)

@@ -8,7 +8,7 @@ from types import FunctionType, ModuleType
 import torch
 from torch import nn
 
-_MODULE_FIELDS = frozenset(vars(nn.Module()))
+MODULE_FIELDS = frozenset(vars(nn.Module()))
 _OBJECT_DEPTH = 2
 """Objects of other people's classes are looked into so deep: a cache with an object for each layer."""
 _OPAQUE = (nn.Module, type, ModuleType, FunctionType)
@@ -33,7 +33,7 @@ def tensors_in(value: object, *, object_depth: int = _OBJECT_DEPTH) -> Iterator[
 def kept_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that a module holds as attributes, or in lists, tuples and dicts that are attributes."""
     for name, value in vars(module).items():
-        if name not in _MODULE_FIELDS and isinstance(value, (torch.Tensor, list, tuple, dict)):
+        if name not in MODULE_FIELDS and isinstance(value, (torch.Tensor, list, tuple, dict)):
             yield from tensors_in(value, object_depth=0)
 
 

@@ -210,7 +210,8 @@ def find_gaps(
                 else:
                     (needed if reads_only else renewed)[index[chunk]].append(at)
         elif moment.kind is Kind.CONSUME:
-            # Until then the content is there, on DEVICE where the update was there, else on HOST.
+            # Until then the content is there, on DEVICE where the update was there, else on HOST. Nobody but backward
+            # reads activations.
             last = uses[own][-1] if uses[own] else None
             stays = one_tier or trace.is_remote(moment.chunk) or moment.chunk.role is Role.ACTIVATION
             if last is not None and (stays or trace.moments[last.start].kind is Kind.UPDATE):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from chunkmem.errors import PlanError
 from chunkmem.plan.lane_times import Bandwidth, Queue, end_times
-from chunkmem.plan.model import FETCH, LANE_LINKS, Lane
+from chunkmem.plan.model import FETCH, LANE_LINKS, Lane, is_reused
 from chunkmem.plan.timeline import Span
 from chunkmem.trace.model import Moment
 from chunkmem.types import ChunkId, Tier
@@ -31,7 +31,7 @@ _ALL = 2**63
 
 
 class Take(NamedTuple):
-    """A replica gets the slab of its size that was given last on its tier, or a new one."""
+    """A replica gets the slab of its size that was given last on its tier, or a new one; see `is_reused`."""
 
     replica: int
 
@@ -131,7 +131,8 @@ class SimulatedLanes:
         self._bandwidth = bandwidth
         idle: dict[tuple[Tier, int], list[_SlabHistory]] = {}
         self._idle = [
-            idle.setdefault((tier, n), []) for (_, tier), n in zip(program.replicas, program.nbytes, strict=True)
+            idle.setdefault((tier, n), []) if is_reused(chunk, tier) else None
+            for (chunk, tier), n in zip(program.replicas, program.nbytes, strict=True)
         ]
         self._slabs: list[_SlabHistory | None] = [None] * len(program.replicas)
         for replica in program.start:
@@ -187,7 +188,8 @@ class SimulatedLanes:
                 stack = idle[entry.replica]
                 slabs[entry.replica] = stack.pop() if stack else _SlabHistory()
             elif isinstance(entry, Give):
-                idle[entry.replica].append(self._slab(entry.replica))
+                if (stack := idle[entry.replica]) is not None:
+                    stack.append(self._slab(entry.replica))
                 slabs[entry.replica] = None
             else:
                 self._slab(entry.replica).reads[COMPUTE] = len(self._seen_at[COMPUTE]) - 1

@@ -9,8 +9,9 @@ from itertools import accumulate
 
 from chunkmem.plan.gaps import After, Gap, Problem
 from chunkmem.plan.machine import Machine
+from chunkmem.plan.model import is_reused
 from chunkmem.plan.room import Room
-from chunkmem.types import Role, Tier, neighbor
+from chunkmem.types import Tier, neighbor
 
 BELOW = neighbor(Tier.DEVICE)
 """Where chunks are when they are not on DEVICE."""
@@ -247,7 +248,7 @@ def keep_slabs(problem: Problem, kept: frozenset[int], stays: Stays, budget: Seq
         and g.needed_below is None
         and g.start < g.stop
         and not problem.trace.is_remote(problem.chunks[g.chunk])
-        and problem.chunks[g.chunk].role is not Role.ACTIVATION
+        and is_reused(problem.chunks[g.chunk], Tier.DEVICE)
     ]
     for at in sorted(dying, key=lambda at: (problem.gaps[at].stop - problem.gaps[at].start, at)):
         gap = problem.gaps[at]

@@ -12,7 +12,8 @@ An EXCHANGE moment issues it on COLLECTIVE, behind what was computed; its ARRIVE
 
 A freed slab can be taken at once, but its memory may still be read or written by operations issued before. So what is
 first done to a slab has to wait for all of those. Which slab an `Alloc` takes is part of the meaning: the one of
-exactly its size that was freed last on that tier, or new memory if there is none.
+exactly its size that was freed last on that tier, or new memory if there is none. Activations on DEVICE are tensors of
+autograd rather than slabs: their memory is always new, and no other chunk gets it (`is_reused`).
 
 An access that writes a chunk on one tier makes every other replica of it stale; the plan has freed those before. A
 CONSUME frees replicas that are not on DEVICE, and empties one that is.
@@ -31,7 +32,7 @@ from chunkmem.errors import PlanError
 from chunkmem.plan.machine import Machine
 from chunkmem.trace.codec import Integer, Mark
 from chunkmem.trace.saved import Saved
-from chunkmem.types import ChunkId, Link, Tier, neighbor
+from chunkmem.types import ChunkId, Link, Role, Tier, neighbor
 
 
 class Lane(enum.Enum):
@@ -111,6 +112,11 @@ class Wait:
 
 
 Action = Alloc | Free | Copy | Update | Wait
+
+
+def is_reused(chunk: ChunkId, tier: Tier) -> bool:
+    """Tell whether a slab that is freed waits for the next `Alloc` of its size: all do but activations on DEVICE."""
+    return tier is not Tier.DEVICE or chunk.role is not Role.ACTIVATION
 
 
 @dataclass(frozen=True, slots=True)

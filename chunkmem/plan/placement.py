@@ -90,7 +90,7 @@ class FullPlacements:
         self._trace = trace
         self._budget = budget
         self._updated = sorted({moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE})
-        own = {chunk.group for chunk in trace.chunk_nbytes} - trace.remote_groups
+        own = {c.group for c in trace.chunk_nbytes if c.role is not Role.ACTIVATION} - trace.remote_groups
         # Weights that nothing updates only pass, unless HOST is too small for them: keeping them spares least.
         self._order = [*self._updated, *sorted(own - set(self._updated))]
         self._limit = self._allowed(margin_use_ratio)

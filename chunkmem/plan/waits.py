@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Update, Wait
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Update, Wait, is_reused
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import TIERS, ChunkId, Role, Tier
 
@@ -93,7 +93,8 @@ class _Follower:
     def _act(self, action: Action) -> None:
         if isinstance(action, Alloc):
             idle = self.idle[action.tier, self.sizes[action.chunk]]
-            self.slabs[action.chunk, action.tier] = idle.pop() if idle else _SlabUses()
+            is_idle = bool(idle) and is_reused(action.chunk, action.tier)
+            self.slabs[action.chunk, action.tier] = idle.pop() if is_idle else _SlabUses()
         elif isinstance(action, Free):
             self._free(action.chunk, action.tier)
         elif isinstance(action, Copy):
@@ -111,7 +112,9 @@ class _Follower:
         self.out.append(update)
 
     def _free(self, chunk: ChunkId, tier: Tier) -> None:
-        self.idle[tier, self.sizes[chunk]].append(self.slabs.pop((chunk, tier)))
+        slab = self.slabs.pop((chunk, tier))
+        if is_reused(chunk, tier):
+            self.idle[tier, self.sizes[chunk]].append(slab)
 
     def _moment(self, moment: Moment, update: Update | None) -> None:
         device = Tier.DEVICE

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's colours keep apart for colour-blind eyes; neighbours in the stack also differ in lightness, for print.
-_COLORS = {Role.PARAM: "#0072B2", Role.MASTER: "#F0E442", Role.GRAD: "#E69F00"}
+_COLORS = {Role.PARAM: "#0072B2", Role.MASTER: "#F0E442", Role.GRAD: "#E69F00", Role.ACTIVATION: "#000000"}
 _STATE_COLORS = ("#56B4E9", "#009E73")
 _NON_MODEL_COLOR = "#DDDDDD"
 _CAP_COLOR = "#D55E00"
 _MEASURED_COLOR = "#CC79A7"
-_NAMES = {Role.PARAM: "weights", Role.MASTER: "master weights", Role.GRAD: "gradients"}
+_NAMES = {Role.PARAM: "weights", Role.MASTER: "master weights", Role.GRAD: "gradients", Role.ACTIVATION: "activations"}
 _NON_MODEL = "non-model data"
 _PREDICTED, _MEASURED, _SAMPLED = "chunks, as planned", "chunks, as measured", "non-model data, as sampled"
 _SCALES = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
@@ -49,8 +49,9 @@ class _Columns:
         """By role, in the order they are stacked: what comes and goes lies on what stays."""
         found = {role for roles in self.roles.values() for role in roles}
         states = dict(zip(sorted(role for role in found if role.is_state), cycle(_STATE_COLORS), strict=False))
-        stack = {role: color for role, color in _COLORS.items() if role is not Role.GRAD} | states
-        return stack | {Role.GRAD: _COLORS[Role.GRAD]}
+        passing = (Role.GRAD, Role.ACTIVATION)
+        stack = {role: color for role, color in _COLORS.items() if role not in passing} | states
+        return stack | {role: _COLORS[role] for role in passing}
 
     @classmethod
     def of(cls, run: Run) -> _Columns:

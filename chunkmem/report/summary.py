@@ -38,7 +38,9 @@ class PlainPyTorch:
         remote_nbytes = sum(sizes[chunk] for chunk in trained if trace.is_remote(chunk))
         owned_nbytes = sum(sizes[chunk] for chunk in trained if not trace.is_remote(chunk))
         if remote_nbytes and owned_nbytes:
-            states_nbytes = sum(n for chunk, n in sizes.items() if chunk.role not in (Role.PARAM, Role.GRAD))
+            states_nbytes = sum(
+                n for chunk, n in sizes.items() if chunk.role not in (Role.PARAM, Role.GRAD, Role.ACTIVATION)
+            )
             total += states_nbytes * remote_nbytes // owned_nbytes
         return cls(total, max((moment.non_model_peak_nbytes for moment in trace.moments), default=0))
 

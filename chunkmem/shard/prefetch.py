@@ -58,22 +58,24 @@ class PrefetchSchedule:
         self._is_alike = False
         """This step has been like the one before so far."""
 
-    def gather(self, groups: Groups, *, reader: object, is_part: bool) -> None:
-        """Bring groups, which the caller holds, together from their owners; `is_part` of a step.
+    def gather(self, groups: Groups, *, reader: object, is_part: bool, can: bool = True) -> bool:
+        """Bring groups, which the caller holds, together from their owners, if all ranks can; `is_part` of a step.
 
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
         if not groups:
-            return
+            return can
         if is_part and self._ahead == groups:
             self._ahead = None
             self._shards.release(groups)
         else:
             self._drop()
-        self._shards.gather(groups, reader=reader)
+        if not self._shards.gather(groups, reader=reader, can=can):
+            return False
         if is_part:
             self._done("gather", groups, f"{reader}, gathering ahead")
+        return True
 
     def reduce(self, groups: Groups) -> None:
         """Give owners the means of gradients. Raises what `gather` does."""

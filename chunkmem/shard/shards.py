@@ -188,11 +188,13 @@ class ShardStore:
                 assert chunk.home is not None
                 chunk.home.bind()
 
-    def gather(self, groups: Iterable[int], *, reader: object) -> None:
-        """Send and arrive."""
+    def gather(self, groups: Iterable[int], *, reader: object, can: bool = True) -> bool:
+        """Send and arrive, if all ranks `can`."""
         found = list(groups)
-        self.send(found, reader=reader)
-        self.arrive(found, reader=reader)
+        is_sent = self.send(found, reader=reader, can=can)
+        if is_sent:
+            self.arrive(found, reader=reader)
+        return is_sent
 
     def gather_chunks(self, chunks: Iterable[Chunk], *, reader: object) -> None:
         """Have every rank see what the owners have in other chunks than weights, pinned on DEVICE by all ranks.
@@ -258,6 +260,19 @@ class ShardStore:
         needed = max(pairs, default=0) + self._nbytes(always) + largest
         fits = needed <= self._store.pools[Tier.DEVICE].ledger.cap_nbytes
         return not any(self.ranks.max_over((float(not fits),), label="room to gather ahead"))
+
+    def fits_together(self, lists: Sequence[Sequence[int]], *, always: Iterable[int]) -> bool:
+        """Tell whether lists of groups fit this rank's DEVICE together, with what comes while they are in use.
+
+        That is `always`, the gradients of the largest of the lists, another one that is gathered ahead, and a gradient
+        that lands. What all ranks hold already fits.
+        """
+        wanted = set().union(*lists)
+        if set(lists[0]) <= self._present:
+            return True
+        largest = max((chunk.nbytes for chunk in self._store.chunks.values()), default=0)
+        needed = self._nbytes(wanted | set(always)) + 2 * max(map(self._nbytes, lists)) + largest
+        return needed <= self._store.pools[Tier.DEVICE].ledger.cap_nbytes
 
     def _nbytes(self, groups: Iterable[int]) -> int:
         return sum(self._weights(group).nbytes for group in groups)

@@ -4,9 +4,17 @@
 rank. Forward gathers a unit when a call enters it. Backward gathers it when the gradients of its outputs begin to
 arrive, and again if another unit's came in between. It leaves a unit for good when it has come to it as often as
 forward did: to one that is called twice, or that has others inside, more than once. When it has left all units that a
-group has a part in, or is over, the group is reduced, if no micro-batch is thought to follow. A recomputed forward
-inside a backward counts as backward. So what is exchanged depends on the order of units alone, which is the same on all
-ranks, and not on what a rank still has.
+group has a part in, or is over, the group is reduced, if no micro-batch is thought to follow. So what is exchanged
+depends on the order of units alone, which is the same on all ranks, and not on what a rank still has.
+
+[Note: Recomputed units] A unit whose forward is recomputed in backward is gathered for that, and held until backward
+has come to it, too, so that it is not gathered again. Units of a segment that is recomputed as a whole are held
+together if that leaves room for what comes with them on all ranks. Else each replaces the one before:
+
+    forward                     A B C
+    backward                          C, then recompute A B C, then     C B A
+    gathered, all fit           A B C    C              A B                      (C is held all the time)
+    gathered, one at a time     A B C    C              A B C             B A
 
 A rank that comes to the end of its step before the others, since it has had no batch, fewer micro-batches or no
 backward, takes part in what they exchange until they come, too; its gradients count as zeros.
@@ -19,6 +27,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from chunkmem.errors import CapacityError
 from chunkmem.shard.prefetch import PrefetchSchedule, Reduces
 from chunkmem.shard.shards import ShardStore
 
@@ -33,6 +42,8 @@ class Unit:
     """What is in no other unit; backward may come back to it at any time."""
     depth: int = field(default=0, init=False)
     """Calls of it that run."""
+    is_alone: bool = field(default=False, init=False)
+    """DEVICE has no room for it in addition to units that were recomputed with it; the same on all ranks."""
 
     def __str__(self) -> str:
         return f"unit {self.name}"
@@ -60,6 +71,9 @@ class Units:
         """Held by a backward."""
         self._last: Unit | None = None
         """The one that backward is in."""
+        self._in_backward = False
+        self._recomputed: dict[Unit, int] = {}
+        """How often forward came to each again, less how often backward has come to it since; last at the end."""
         self._visited: dict[Unit, int] = {}
         """How often the running backward has come to each that it has been in."""
         self._runs: dict[Unit, int] = {}
@@ -149,30 +163,74 @@ class Units:
 
     def _run_in(self, unit: Unit) -> None:
         """Forward has come to a unit."""
-        if self._is_in_step and not self._visited:
+        if self._is_in_step and not self._in_backward:
             self._runs[unit] = self._runs.get(unit, 0) + 1
 
     def announce(self, unit: Unit | None) -> None:
         """Backward continues in a unit. Raises what `enter` does."""
-        if unit is None or unit is self._last or self._shards is None:
+        if unit is None or self._shards is None or (unit is self._last and unit in self._backward):
             return
-        is_first = not self._visited
-        self._visited[unit] = self._visited.get(unit, 0) + 1
-        if is_first:
-            self._begin_backward()
-        self._last = unit
-        for other in [other for other in self._backward if other is not unit]:
-            del self._backward[other]
-            self._release(other)
+        self._begin_backward()
+        if unit is not self._last:
+            self._visited[unit] = self._visited.get(unit, 0) + 1
+            self._last = unit
+            self._come_to(unit)
+        self._keep(unit, *self._recomputed)
         self._reduce_left()
         if unit not in self._backward:
             self._shards.hold(unit.groups, reader=unit)
             self._backward[unit] = None
         self._gather(unit, f"{unit} backward")
 
+    def recompute(self, unit: Unit) -> None:
+        """The forward of a unit runs again in a backward; see [Note: Recomputed units]. Raises what `enter` does."""
+        if self._shards is None or (unit in self._backward and unit is next(reversed(self._recomputed), None)):
+            return
+        self._begin_backward()
+        if unit is not self._last:
+            self._recomputed[unit] = self._recomputed.pop(unit, 0) + 1
+        if unit in self._backward:
+            return
+        if not self._gather_beside(unit):
+            self._keep(unit)
+            self._shards.hold(unit.groups, reader=unit)
+            self._gather(unit, f"{unit} recomputation")
+        self._backward[unit] = None
+
+    def _come_to(self, unit: Unit) -> None:
+        """Backward has come to a unit: what was recomputed with others, and not reached, is not waited for."""
+        count = self._recomputed.pop(unit, 0)
+        if count > 1:
+            self._recomputed[unit] = count - 1
+        elif not count and not unit.is_root:
+            self._recomputed.clear()
+
+    def _gather_beside(self, unit: Unit) -> bool:
+        """Hold and gather a unit in addition to those that backward holds; tell whether all ranks have room for that.
+
+        If not, nothing has changed.
+        """
+        assert self._shards is not None
+        assert self.prefetch is not None
+        if unit.is_alone or not self._backward:
+            return False
+        lists = [other.groups for other in (unit, *self._backward)]
+        can = self._shards.fits_together(lists, always=self._root_groups())
+        if can:
+            try:
+                self._shards.hold(unit.groups, reader=unit)
+            except CapacityError:
+                can = False
+        if self.prefetch.gather(unit.groups, reader=f"{unit} recomputation", is_part=True, can=can):
+            return True
+        unit.is_alone = True
+        if can:
+            self._release(unit)
+        return False
+
     def end_backward(self) -> None:
         """No backward runs any more."""
-        if self._visited:
+        if self._in_backward:
             self._release_backward()
             self._reduce_left(is_over=True)
             assert self.prefetch is not None
@@ -192,8 +250,7 @@ class Units:
         """The optimizer has stepped, on all ranks."""
         if self.prefetch is None:
             return
-        roots = {group for users in self._users.values() for unit in users if unit.is_root for group in unit.groups}
-        num_backwards = self.prefetch.end_step(always=sorted(roots), num_backwards=self._num_backwards)
+        num_backwards = self.prefetch.end_step(always=self._root_groups(), num_backwards=self._num_backwards)
         if num_backwards and not self._is_declared:
             self._expected = num_backwards
         self._num_backwards = 0
@@ -201,7 +258,7 @@ class Units:
 
     def reset(self) -> None:
         """Drop what interrupted calls left open, if they did."""
-        if self.prefetch is not None and (self._running or self._visited):
+        if self.prefetch is not None and (self._running or self._in_backward):
             self.prefetch.reset()
         self._close_backward()
         running, self._running = self._running, []
@@ -216,6 +273,9 @@ class Units:
         self.reset()
 
     def _begin_backward(self) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = True
         self._num_backwards += 1
         declared, self.declared = self.declared, None
         self._is_last = self._num_backwards == self._expected if declared is None else declared
@@ -239,18 +299,28 @@ class Units:
 
     def _gather(self, unit: Unit, reader: object) -> None:
         assert self.prefetch is not None
-        self.prefetch.gather(unit.groups, reader=reader, is_part=self._is_in_step or bool(self._visited))
+        self.prefetch.gather(unit.groups, reader=reader, is_part=self._is_in_step or self._in_backward)
 
     def _close_backward(self) -> None:
-        self._last, self._is_last = None, False
+        self._last, self._is_last, self._in_backward = None, False, False
         self._visited.clear()
+        self._recomputed.clear()
         self._runs.clear()
         self._release_backward()
+
+    def _keep(self, *units: Unit) -> None:
+        """Release what backward holds, but for `units`."""
+        for other in [other for other in self._backward if other not in units]:
+            del self._backward[other]
+            self._release(other)
 
     def _release_backward(self) -> None:
         open_units, self._backward = self._backward, {}
         for unit in open_units:
             self._release(unit)
+
+    def _root_groups(self) -> list[int]:
+        return sorted(group for group, users in self._users.items() if any(unit.is_root for unit in users))
 
     def _release(self, unit: Unit) -> None:
         assert self._shards is not None

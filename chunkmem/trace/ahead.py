@@ -28,8 +28,11 @@ class _ExchangeBlock:
 
 
 def overlapped(trace: Trace) -> Trace:
-    """Return the trace of the same step with exchanges that overlap computing. Its durations are those recorded."""
-    return replace(trace, moments=tuple(_merged(_moved(_blocks(trace.moments)))))
+    """Return the trace of the same step with exchanges that overlap computing, without regions.
+
+    Its durations are those recorded.
+    """
+    return replace(trace, moments=tuple(_merged(_moved(_blocks(trace.moments)))), regions=())
 
 
 def _blocks(moments: Sequence[Moment]) -> list[_ExchangeBlock | Moment]:

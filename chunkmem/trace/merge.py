@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from chunkmem.errors import TraceError
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ChunkId
+from chunkmem.types import ChunkId, Role
 
 _ALIKE = 0.5
 """Steps with less in common, as a share of their moments, are of different kinds."""
@@ -33,7 +33,7 @@ def merge(known: Trace, found: Trace) -> Merged | None:
 
     Where one has modules that the other leaves out, and the other way round, forward is taken to go through groups
     upwards, and backward downwards. In which order groups are updated does not matter: that of `known` is kept.
-    Moments of both keep the duration of `known` and the larger peak.
+    Moments of both keep the duration of `known` and the larger peak. A longer trace has no regions.
     """
     if (known.mode, known.layout, known.remote_groups) != (found.mode, found.layout, found.remote_groups):
         return None
@@ -57,7 +57,8 @@ def merge(known: Trace, found: Trace) -> Merged | None:
         return None
     try:
         chunk_nbytes = {**known.chunk_nbytes, **found.chunk_nbytes}
-        merged = replace(known, chunk_nbytes=chunk_nbytes, moments=tuple(_begun_once(moments, _begun_before(known))))
+        begun = tuple(_begun_once(moments, _begun_before(known)))
+        merged = replace(known, chunk_nbytes=chunk_nbytes, moments=begun, regions=())
     except TraceError:  # a chunk would be held twice
         return None
     return Merged(merged, is_longer=True)
@@ -95,9 +96,14 @@ def _begun_before(trace: Trace) -> set[ChunkId]:
 def _split(moments: Moments) -> tuple[Moments, Moments]:
     """Return what comes before the updates that a step ends with, and those."""
     at = len(moments)
-    while at and moments[at - 1].kind in (Kind.UPDATE, Kind.CONSUME):
+    while at and moments[at - 1].kind in (Kind.UPDATE, Kind.CONSUME) and not _is_saved(moments[at - 1]):
         at -= 1
     return moments[:at], moments[at:]
+
+
+def _is_saved(moment: Moment) -> bool:
+    """Tell whether a moment is of activations, which backward uses up."""
+    return moment.chunk.role is Role.ACTIVATION
 
 
 def _with_updates(known: Moments, found: Moments) -> list[Moment]:

@@ -88,8 +88,35 @@ class GroupUpdate:
 _NO_UPDATE = GroupUpdate()
 
 
+Moments = tuple[int, int]
+"""Of a trace, `[start, stop)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One call of a block whose activations are kept as one chunk, or computed again in backward."""
+
+    name: Label
+    """Of the block."""
+    chunk: ChunkId
+    """Of role ACTIVATION. Where the region is recomputed, the one that it would have otherwise."""
+    nbytes: int
+    """Saved by the call."""
+    forward: Moments
+    backward: Moments
+    recomputed: Moments | None = None
+    """Those within backward in which the block's forward runs again; None: it does not."""
+
+
 @dataclass(frozen=True)
-class Trace(Saved, name="chunkmem trace", error=TraceError, again="record it again", tables=("chunks", "labels")):
+class Trace(
+    Saved,
+    name="chunkmem trace",
+    error=TraceError,
+    again="record it again",
+    tables=("chunks", "labels"),
+    optional=("regions",),
+):
     """The moments of one step, which is the body of a loop: after the last comes the first again."""
 
     mode: Mode
@@ -102,6 +129,8 @@ class Trace(Saved, name="chunkmem trace", error=TraceError, again="record it aga
     """Longest time between two looks of the sampling thread: what lives shorter may be missed; 0: none ran."""
     remote_groups: frozenset[int] = frozenset()
     """Groups that another rank owns: [Note: Remote groups]."""
+    regions: tuple[Region, ...] = ()
+    """In the order of their forward."""
 
     def __post_init__(self) -> None:
         held: set[ChunkId] = set()
@@ -136,6 +165,24 @@ class Trace(Saved, name="chunkmem trace", error=TraceError, again="record it aga
             raise TraceError("a chunk of the trace has no bytes")
         if self.sampling_interval_s < 0:
             raise TraceError(f"sampling_interval_s is {self.sampling_interval_s}; seconds are 0 or more")
+        for region in self.regions:
+            self._check_region(region)
+
+    def _check_region(self, region: Region) -> None:
+        where = f"region {region.name} ({region.chunk})"
+        if region.chunk.role is not Role.ACTIVATION:
+            raise TraceError(f"{where}: its chunk has to be one of activations")
+        if region.nbytes < 0 or self.chunk_nbytes.get(region.chunk, region.nbytes) != region.nbytes:
+            raise TraceError(f"{where}: {region.nbytes} bytes are saved, the chunk has another size")
+        spans = {"forward": region.forward, "backward": region.backward, "recomputed": region.recomputed}
+        for name, span in spans.items():
+            if span is not None and not 0 <= span[0] <= span[1] <= len(self.moments):
+                raise TraceError(f"{where}: {name} is {list(span)}, and the trace has {len(self.moments)} moments")
+        (start, stop), again = region.backward, region.recomputed
+        if start < region.forward[1]:
+            raise TraceError(f"{where}: backward begins at moment {start}, it comes after its forward")
+        if again is not None and not start <= again[0] <= again[1] <= stop:
+            raise TraceError(f"{where}: recomputed is {list(again)}, and lies within backward, {[start, stop]}")
 
     @cached_property
     def compute_s(self) -> float:

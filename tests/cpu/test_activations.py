@@ -28,11 +28,12 @@ from tests.helpers.zoo import ZOO, ZooModel
 pytestmark = cpu_only
 
 CASES = {case.name: case for case in ZOO}
+POLICIES = ("offload", "recompute")
 AMPLE_NBYTES = 32 << 20
 STEPS = 6
 
 
-def config(case: ZooModel, device_nbytes: int, policy: str = "offload") -> chunkmem.Config:
+def config(case: ZooModel, device_nbytes: int, policy: str) -> chunkmem.Config:
     return chunkmem.Config.from_dict(
         {
             "memory": {"device": device_nbytes, "host": HOST_NBYTES},
@@ -43,18 +44,18 @@ def config(case: ZooModel, device_nbytes: int, policy: str = "offload") -> chunk
 
 
 @functools.cache
-def smallest_nbytes(case: ZooModel, variant: Variant) -> int:
+def smallest_nbytes(case: ZooModel, variant: Variant, policy: str) -> int:
     """The smallest cap, as a run with ample memory reports it."""
-    with chunkmem.ChunkManager(config(case, AMPLE_NBYTES)) as manager:
+    with chunkmem.ChunkManager(config(case, AMPLE_NBYTES, policy)) as manager:
         Trainer(case, variant, Chunked(manager)).run(STEPS)
         if variant.early_stop is None:  # else the checkpoint saves nothing in blocks
             assert manager.runtime.tiers.device.peak[Role.ACTIVATION] > 0
         return manager.memory().device.required_nbytes
 
 
-def train(case: ZooModel, variant: Variant, device_nbytes: int, seed: int | None) -> Outcome:
+def train(case: ZooModel, variant: Variant, policy: str, device_nbytes: int, seed: int | None) -> Outcome:
     lanes = None if seed is None else adversarial(seed)
-    with chunkmem.ChunkManager(config(case, device_nbytes), make_lanes=lanes) as manager:
+    with chunkmem.ChunkManager(config(case, device_nbytes, policy), make_lanes=lanes) as manager:
         trainer = Trainer(case, variant, Chunked(manager, follows=repeats(case)))
         manager.runtime.tiers.device_pool.poison = manager.runtime.tiers.host_pool.poison = True
         return trainer.run(STEPS)
@@ -62,17 +63,18 @@ def train(case: ZooModel, variant: Variant, device_nbytes: int, seed: int | None
 
 def matrix() -> list[Any]:
     return [
-        pytest.param(case.name, variant.name, id=f"{case.name}-{variant.name}")
+        pytest.param(policy, case.name, variant.name, id=f"{policy}-{case.name}-{variant.name}")
+        for policy in POLICIES
         for case in ZOO
         for variant in variants_of(case)
     ]
 
 
-@pytest.mark.parametrize(("model", "way"), matrix())
-def test_the_numbers_are_those_of_plain_pytorch(model: str, way: str) -> None:
+@pytest.mark.parametrize(("policy", "model", "way"), matrix())
+def test_the_numbers_are_those_of_plain_pytorch(policy: str, model: str, way: str) -> None:
     case, variant = CASES[model], {variant.name: variant for variant in VARIANTS}[way]
     expected = train_plain(case, variant, STEPS)
-    least = smallest_nbytes(case, variant)
+    least = smallest_nbytes(case, variant, policy)
     for device_nbytes in (least, least + least // 3, AMPLE_NBYTES):
         for seed in (None, 1, 2):
-            assert_same(train(case, variant, device_nbytes, seed), expected)
+            assert_same(train(case, variant, policy, device_nbytes, seed), expected)

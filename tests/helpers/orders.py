@@ -109,7 +109,8 @@ class Reading:
 
     def _take(self, action: Alloc, iteration: int, moment: int) -> None:
         idle = self._idle[action.tier, self._trace.chunk_nbytes[action.chunk]]
-        slab = idle.pop() if idle else self._new_slab()
+        is_own = (action.chunk.role, action.tier) == (Role.ACTIVATION, Tier.DEVICE)  # memory of a tensor, not a slab
+        slab = idle.pop() if idle and not is_own else self._new_slab()
         self._give_to(action.chunk, action.tier, slab)
         self.taken[iteration, moment, action.chunk, action.tier] = slab
 
@@ -118,7 +119,9 @@ class Reading:
         self._tenants[slab] = chunk
 
     def _take_back(self, chunk: ChunkId, tier: Tier) -> None:
-        self._idle[tier, self._trace.chunk_nbytes[chunk]].append(self.slabs.pop((chunk, tier)))
+        slab = self.slabs.pop((chunk, tier))
+        if (chunk.role, tier) != (Role.ACTIVATION, Tier.DEVICE):
+            self._idle[tier, self._trace.chunk_nbytes[chunk]].append(slab)
 
     def _updated(self, group: int, tier: Tier) -> tuple[set[SlabNumber], set[SlabNumber]]:
         chunks = self._trace.update(group).chunks

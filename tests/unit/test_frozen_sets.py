@@ -36,6 +36,8 @@ PUBLIC_NAMES = {
     "TierIOError",
     "TraceError",
     "__version__",
+    "checkpoint",
+    "checkpoint_sequential",
     "initialize_engine",
 }
 

@@ -395,7 +395,7 @@ def test_a_message_is_one_line_whatever_is_in_labels_and_paths(tmp_path: Path) -
             ("lanes",),
             [],
             "this has a key 'lanes', which no chunkmem trace has; allowed: format, version, chunks, labels, mode, "
-            "layout, chunk_nbytes, moments, sampling_interval_s, remote_groups",
+            "layout, chunk_nbytes, moments, sampling_interval_s, remote_groups, regions",
         ),
         (
             ("sampling_interval_s",),

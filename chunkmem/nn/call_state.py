@@ -1,0 +1,282 @@
+"""What a call may change besides what it returns, so that the call can be repeated as if for the first time.
+
+[Note: A call is repeated] A forward that is recomputed would count twice: BatchNorm's running statistics, the `u` of
+spectral norm, a list that it appends to, `self.num_calls += 1`. So before a call everything that it can reach by
+Python's references is written down, shallowly: attributes and buffers of modules, lists, dicts, sets and plain objects
+(caches) that it is given or that its modules and closures hold, cells of closures. The second call begins with these
+contents, and with copies of buffers as they were, and everything gets back afterwards what it had before.
+
+torch counts most writes to a tensor, but not those of BatchNorm's kernels. So a small buffer is always taken for a
+written one, a large one if its version says so. Tensors of other kinds (an input, what is in a cache) are not copied:
+a write to one is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.errors import StateError
+from chunkmem.nn.values import MODULE_FIELDS
+
+_SMALL_NBYTES = 64 * 1024
+"""Buffers up to this size are kept as they were, whatever their version says."""
+_MAX_ITEMS = 1024
+"""Of longer containers only the length is compared: a vocabulary is not a cache."""
+_OBJECT_DEPTH = 2
+"""Objects of other people's classes are looked into so deep."""
+_EMPTY = object()
+"""Stands for what an empty cell has."""
+_OPAQUE = (type, ModuleType, str, bytes, int, float, complex, torch.dtype, torch.device, torch.Generator)
+_OPAQUE_PACKAGES = frozenset({"torch", "chunkmem"})
+
+
+@dataclass(frozen=True)
+class _Container:
+    """Something mutable, and what was in it: a list, deque or set as a list, a dict as a dict, a cell as one item."""
+
+    value: Any
+    name: str
+    content: Any
+
+    def is_as_before(self) -> bool:
+        return _is_same(_content(self.value), self.content)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor, its version, and what to call it."""
+
+    tensor: torch.Tensor
+    version: int
+    name: str
+
+
+class CallState:
+    """What a call can reach and change, as it is when this is made."""
+
+    def __init__(self, function: Callable[..., Any], args: Iterable[tuple[str, object]]) -> None:
+        """Write down what `function` and its named arguments reach."""
+        self._seen: set[int] = set()
+        self._containers: list[_Container] = []
+        self._lengths: list[_Container] = []
+        """Long containers; their content is a length."""
+        self._tensors: dict[int, _Known] = {}
+        """Those that must not be written to."""
+        self._inputs: dict[int, _Known] = {}
+        """The same; whoever recomputes has them, and compares their versions from now on."""
+        self._buffers: dict[int, _Known] = {}
+        self._copies: dict[int, torch.Tensor] = {}
+        """Of buffers as they were, by their identity."""
+        for name, value in args:
+            self._add_input(value, name)
+        self._visit(function, "", depth=_OBJECT_DEPTH)
+
+    def settle(self, name: str) -> None:
+        """The call called `name` is over: forget copies of what it has not written to.
+
+        Raises:
+            StateError: it wrote to a tensor that cannot be brought back.
+        """
+        inputs, self._inputs = self._inputs, {}
+        for known in (*inputs.values(), *self._tensors.values()):
+            if _version(known.tensor) != known.version:
+                raise StateError(
+                    f"{name} is to be recomputed in backward, but wrote to {known.name} in place "
+                    f"({_shape(known.tensor)}), so that it would begin with another value. Give it a copy "
+                    "(.clone()), use the operator that is not in place, or do not recompute this module"
+                )
+        for container in self._lengths:
+            if len(container.value) != container.content:
+                raise StateError(
+                    f"{name} is to be recomputed in backward, but changed {container.name}, which has more than "
+                    f"{_MAX_ITEMS} items (now {len(container.value)}, before {container.content}): clear it between "
+                    "steps, turn off the cache (use_cache=False), or do not recompute this module"
+                )
+        for key, known in list(self._buffers.items()):
+            if known.tensor.nbytes > _SMALL_NBYTES and _version(known.tensor) == known.version:
+                del self._copies[key]
+
+    @contextlib.contextmanager
+    def restored(self, name: str) -> Iterator[None]:
+        """Within, everything has what it had before the call, and afterwards what it has now.
+
+        Raises:
+            StateError: a tensor in a container was written to since the call.
+        """
+        for known in self._tensors.values():
+            if _version(known.tensor) != known.version:
+                raise StateError(
+                    f"{name} cannot be recomputed: {known.name} ({_shape(known.tensor)}) was written to in place after "
+                    "the forward that read it; give it a copy"
+                )
+        now = [_content(container.value) for container in self._containers]
+        with torch.no_grad():
+            scratch = {key: copy.clone().requires_grad_(copy.requires_grad) for key, copy in self._copies.items()}
+        try:
+            for container, content in zip(self._containers, now, strict=True):
+                wanted = _replaced(container.content, scratch)
+                if not _is_same(content, wanted):
+                    _fill(container.value, wanted)
+            yield
+        finally:
+            for container, content in zip(self._containers, now, strict=True):
+                if not _is_same(_content(container.value), content):
+                    _fill(container.value, content)
+
+    def _add_input(self, value: object, name: str) -> None:
+        """Visit an argument. Tensors in tuples are inputs, as those on their own."""
+        if isinstance(value, torch.Tensor):
+            self._inputs[id(value)] = _Known(value, _version(value), name)
+        elif isinstance(value, tuple):
+            for index, item in enumerate(value):
+                self._add_input(item, f"{name}[{index}]")
+        else:
+            self._visit(value, name, depth=_OBJECT_DEPTH)
+
+    def _visit(self, value: Any, name: str, *, depth: int) -> None:
+        if value is None or isinstance(value, _OPAQUE) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, nn.Parameter):
+                self._tensors[id(value)] = _Known(value, _version(value), name)
+        elif isinstance(value, nn.Module):
+            self._visit_module(value, name)
+        elif isinstance(value, (FunctionType, MethodType, partial)):
+            self._visit_callable(value, name, depth=depth)
+        elif isinstance(value, (list, tuple, set, frozenset, deque, dict)):
+            self._visit_items(value, name, depth=depth)
+            if depth and isinstance(value, dict) and hasattr(value, "__dict__"):
+                self._visit_items(vars(value), name, depth=depth - 1, are_attributes=True)
+        elif depth and hasattr(value, "__dict__") and _package(type(value)) not in _OPAQUE_PACKAGES:
+            self._visit_items(vars(value), name, depth=depth - 1, are_attributes=True)
+
+    def _visit_items(self, value: Any, name: str, *, depth: int, are_attributes: bool = False) -> None:
+        if not isinstance(value, (tuple, frozenset)):
+            if len(value) > _MAX_ITEMS:
+                self._lengths.append(_Container(value, name, len(value)))
+                return
+            self._containers.append(_Container(value, name, _content(value)))
+        if isinstance(value, dict):
+            for key, item in value.items():
+                self._visit(item, f"{name}.{key}" if are_attributes else f"{name}[{key!r}]", depth=depth)
+        else:
+            for index, item in enumerate(value):
+                self._visit(item, f"{name}[{index}]", depth=depth)
+
+    def _visit_module(self, root: nn.Module, name: str) -> None:
+        root_name = name or type(root).__name__
+        for path, module in root.named_modules():
+            if module is not root and id(module) in self._seen:
+                continue
+            self._seen.add(id(module))
+            prefix = f"{root_name}.{path}" if path else root_name
+            attributes = vars(module)
+            self._containers.append(_Container(attributes, prefix, dict(attributes)))
+            if module._buffers:
+                self._containers.append(_Container(module._buffers, prefix, dict(module._buffers)))
+                for key, buffer in module._buffers.items():
+                    if buffer is not None:
+                        self._add_buffer(buffer, f"{prefix}.{key}")
+            for key, value in attributes.items():
+                if key in MODULE_FIELDS:
+                    continue
+                is_state = isinstance(value, torch.Tensor) and value.is_leaf and not value.requires_grad
+                if is_state and value.nbytes <= _SMALL_NBYTES:
+                    self._add_buffer(value, f"{prefix}.{key}")
+                else:
+                    self._visit(value, f"{prefix}.{key}", depth=_OBJECT_DEPTH)
+
+    def _add_buffer(self, buffer: torch.Tensor, name: str) -> None:
+        if id(buffer) not in self._buffers:
+            self._buffers[id(buffer)] = _Known(buffer, _version(buffer), name)
+            with torch.no_grad():
+                self._copies[id(buffer)] = buffer.detach().clone().requires_grad_(buffer.requires_grad)
+
+    def _visit_callable(self, value: Any, name: str, *, depth: int) -> None:
+        if isinstance(value, partial):
+            self._visit(value.func, name, depth=depth)
+            self._visit(value.args, f"{name} arguments", depth=depth)
+            self._visit(value.keywords, f"{name} arguments", depth=depth)
+        elif isinstance(value, MethodType):
+            self._visit(value.__self__, name, depth=depth)
+            self._visit(value.__func__, name, depth=depth)
+        elif value.__module__ is None or value.__module__.partition(".")[0] not in _OPAQUE_PACKAGES:
+            for free, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                content = _content(cell)
+                self._containers.append(_Container(cell, free, content))
+                self._visit(content[0], free, depth=depth)
+            self._visit(value.__defaults__, "default", depth=depth)
+            self._visit(value.__kwdefaults__, "default", depth=depth)
+            for key in _global_names(value.__code__):
+                found = value.__globals__.get(key)
+                if isinstance(found, (nn.Module, list, tuple, dict)) or (depth and isinstance(found, FunctionType)):
+                    self._visit(found, key, depth=depth - isinstance(found, FunctionType))
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _global_names(constant)
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return -1 if tensor.is_inference() else tensor._version
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def _content(container: Any) -> Any:
+    if isinstance(container, CellType):
+        try:
+            return [container.cell_contents]
+        except ValueError:
+            return [_EMPTY]
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Compare contents by identity; values such as tensors have no equality of their own."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(a is b and x is y for (a, x), (b, y) in zip(one.items(), other.items(), strict=True))
+    return all(x is y for x, y in zip(one, other, strict=True))
+
+
+def _replaced(content: Any, scratch: dict[int, torch.Tensor]) -> Any:
+    if not scratch:
+        return content
+    if isinstance(content, dict):
+        return {key: scratch.get(id(value), value) for key, value in content.items()}
+    return [scratch.get(id(value), value) for value in content]
+
+
+def _fill(container: Any, content: Any) -> None:
+    if isinstance(container, CellType):
+        if content[0] is _EMPTY:
+            del container.cell_contents
+        else:
+            container.cell_contents = content[0]
+    elif isinstance(container, list):
+        container[:] = content
+    else:  # a dict, a set or a deque
+        container.clear()
+        container.extend(content) if isinstance(container, deque) else container.update(content)

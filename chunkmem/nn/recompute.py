@@ -1,0 +1,286 @@
+"""Recompute a call in backward instead of keeping its activations: torch's checkpoint, right where torch's is not.
+
+torch's non-reentrant `checkpoint` runs the call again when backward needs what it saved. Here, the second run also
+begins with the state of the first and leaves no trace: see [Note: A call is repeated] in `chunkmem.nn.call_state`.
+Nothing in this file knows of chunks; modules under a manager are recomputed as any others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from chunkmem.errors import ConfigError
+from chunkmem.nn.call_state import CallState
+from chunkmem.nn.random_sources import RandomSource, RandomStates
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for the tensor that is argument `index` of what torch recomputes."""
+
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """How calls are run that are recomputed in backward. It has no state: one serves any number of calls.
+
+    Attributes:
+        rng: sources of random numbers to be repeated besides torch's.
+        context_fn: as for `torch.utils.checkpoint.checkpoint`; None: none.
+        preserve_rng_state: repeat torch's random numbers.
+        determinism_check: as for `torch.utils.checkpoint.checkpoint`.
+        early_stop: stop a recomputation as soon as everything that was saved is there again.
+    """
+
+    rng: tuple[RandomSource, ...] = ()
+    context_fn: Callable[[], Contexts] | None = None
+    preserve_rng_state: bool = True
+    determinism_check: str = "default"
+    early_stop: bool = True
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        module: nn.Module | None = None,
+        name: str | None = None,
+    ) -> Any:
+        """Call `function` so that it is called again in backward, and return its result.
+
+        Args:
+            function: what to call: a module, a method, a function.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            module: one whose state the call changes, if `function` does not lead to it.
+            name: what errors call it; None: the function's name.
+
+        Raises:
+            StateError: the call wrote in place to a tensor that it was given.
+        """
+        kwargs = {} if kwargs is None else kwargs
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        label = _name_of(function if module is None else module) if name is None else name
+        call, tensors, contexts = self._prepared(function, args, kwargs, module=module, label=label)
+        return torch.utils.checkpoint.checkpoint(
+            call,
+            *tensors,
+            use_reentrant=False,
+            context_fn=contexts,
+            preserve_rng_state=self.preserve_rng_state,
+            determinism_check=self.determinism_check,
+            early_stop=self.early_stop,
+        )
+
+    def around(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str
+    ) -> Generator[None, None, None]:
+        """Return a generator that surrounds a call of a module which hooks tell of.
+
+        What the module does from the first `next` to the second is done again in backward, by another call of it.
+        """
+        call, tensors, contexts = self._prepared(module, args, kwargs, module=None, label=name)
+        generator: Generator[None, None, None] = torch.utils.checkpoint._checkpoint_without_reentrant_generator(
+            call, self.preserve_rng_state, contexts, self.determinism_check, False, self.early_stop, *tensors
+        )
+        return generator
+
+    def _prepared(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        module: nn.Module | None,
+        label: str,
+    ) -> tuple[Callable[..., Any], list[torch.Tensor], Callable[[], Contexts]]:
+        """Return a function of tensors to call in place of `function`, those tensors, and its contexts."""
+        named = [(f"argument {index}", value) for index, value in enumerate(args)]
+        named += [(f"argument {key}", value) for key, value in kwargs.items()]
+        if module is not None:
+            named.append((type(module).__name__, module))
+        tensors: list[torch.Tensor] = []
+        packed = _packed((tuple(args), *kwargs.values()), tensors)
+        keys = tuple(kwargs)
+
+        # Positional tensors are what torch saves, under the hooks around this call, and compares the versions of.
+        def call(*given: torch.Tensor) -> Any:
+            positional, *values = _unpacked(packed, given)
+            return function(*positional, **dict(zip(keys, values, strict=True)))
+
+        return call, tensors, partial(self._contexts, function, named, label)
+
+    def _contexts(self, function: Callable[..., Any], named: list[tuple[str, object]], label: str) -> Contexts:
+        """Return the contexts of the first run and of all others."""
+        state, states = CallState(function, named), RandomStates(self.rng)
+        named.clear()  # the arguments are kept by torch alone
+        first, again = self.context_fn() if self.context_fn is not None else (None, None)
+        return _first_run(state, first, label), _LaterRun(state, states, again, label)
+
+
+@contextlib.contextmanager
+def _first_run(state: CallState, inner: AbstractContextManager[Any] | None, label: str) -> Iterator[None]:
+    with inner or contextlib.nullcontext():
+        yield
+    state.settle(label)
+
+
+class _LaterRun(AbstractContextManager[None]):
+    """A recomputation; there may be several of one call, one inside of another too."""
+
+    def __init__(
+        self, state: CallState, states: RandomStates, inner: AbstractContextManager[Any] | None, label: str
+    ) -> None:
+        self._state, self._states, self._inner, self._label = state, states, inner, label
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._state.restored(self._label))
+            stack.enter_context(self._states.restored())
+            if self._inner is not None:
+                stack.enter_context(self._inner)
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.pop().__exit__(*error)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    rng: Sequence[RandomSource] = (),
+    context_fn: Callable[[], Contexts] | None = None,
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    early_stop: bool = True,
+    use_reentrant: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Call `function`, and call it again in backward rather than keep what autograd saves of it.
+
+    As `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, and the result is that of a call without
+    checkpoint to the bit: buffers (running statistics, spectral norm), attributes, lists, dicts and caches that the
+    call changes are changed once.
+
+    Args:
+        function: a module, a method, a closure, a `functools.partial`. What it changes is found through arguments,
+            attributes, closures, and global names of modules.
+        args: arguments; so are `kwargs`.
+        rng: sources of random numbers to be repeated besides torch's: ``"python"``, ``"numpy"``, generators.
+        context_fn: as in torch, for instance for selective checkpointing.
+        preserve_rng_state: repeat torch's random numbers.
+        determinism_check: as in torch.
+        early_stop: stop a recomputation as soon as everything that was saved is there again.
+        use_reentrant: False; there is for code written for torch's function.
+
+    Raises:
+        ConfigError: `use_reentrant` is True.
+        StateError: `function` wrote in place to a tensor that it was given.
+    """
+    if use_reentrant:
+        raise ConfigError(
+            "chunkmem.checkpoint is non-reentrant: leave out use_reentrant, or use torch.utils.checkpoint"
+        )
+    recomputation = Recomputation(
+        rng=tuple(rng),
+        context_fn=context_fn,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        early_stop=early_stop,
+    )
+    return recomputation.run(function, args, kwargs)
+
+
+def checkpoint_sequential(
+    blocks: Iterable[Callable[..., Any]], segments: int, *inputs: Any, rng: Sequence[RandomSource] = ()
+) -> Any:
+    """Call blocks one after the other, recomputing all but the last of `segments` segments of them in backward.
+
+    A block's result is the next one's argument; a tuple's items are its arguments. They may be anything: tensors with
+    or without gradient, None, numbers.
+
+    Args:
+        blocks: modules or functions, in order; also an `nn.Sequential`.
+        segments: into how many parts to divide the blocks, from 1 to their number; the first ones are longer where they
+            cannot be equal. The last one keeps its activations, as torch's does: its backward comes first.
+        inputs: arguments of the first block.
+        rng: as for `checkpoint`.
+
+    Returns:
+        What the last block returns; the inputs if there is none.
+
+    Raises:
+        ConfigError: there are not so many blocks.
+        StateError: a block wrote in place to an input of its segment.
+    """
+    functions = tuple(blocks)
+    if not 1 <= segments <= max(1, len(functions)):
+        raise ConfigError(
+            f"segments: {segments}, for {len(functions)} blocks; give a number from 1 to {len(functions)}"
+        )
+    shorter, num_longer = divmod(len(functions), segments)
+    values: Any = inputs if len(inputs) != 1 else inputs[0]
+    recomputation = Recomputation(rng=tuple(rng))
+    start = 0
+    for segment in range(segments):
+        stop = start + shorter + (segment < num_longer)
+        call = partial(_run_in_order, functions[start:stop])
+        given = values if type(values) is tuple else (values,)
+        if segment < segments - 1:
+            values = recomputation.run(call, given, name=f"segment {segment} (blocks {start} to {stop - 1})")
+        else:
+            values = call(*given)
+        start = stop
+    return values
+
+
+def _run_in_order(functions: Sequence[Callable[..., Any]], *values: Any) -> Any:
+    result: Any = values if len(values) != 1 else values[0]
+    for function in functions:
+        result = function(*result) if type(result) is tuple else function(result)
+    return result
+
+
+def _name_of(function: object) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if isinstance(function, nn.Module) or isinstance(owner, nn.Module):
+        return type(function if isinstance(function, nn.Module) else owner).__name__
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _packed(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Put slots for tensors, also in tuples, and the tensors into a list."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Slot(len(tensors) - 1)
+    return _mapped(value, partial(_packed, tensors=tensors)) if isinstance(value, tuple) else value
+
+
+def _unpacked(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(value, _Slot):
+        return tensors[value.index]
+    return _mapped(value, partial(_unpacked, tensors=tensors)) if isinstance(value, tuple) else value
+
+
+def _mapped(value: tuple[Any, ...], of_item: Callable[[Any], Any]) -> Any:
+    items = [of_item(item) for item in value]
+    if all(item is old for item, old in zip(items, value, strict=True)):
+        return value
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)

@@ -1,0 +1,222 @@
+"""A step as it would be if other regions were recomputed in backward. Pure.
+
+[Note: Kept and recomputed regions] Where a region is kept or offloaded, its chunk has moments of its own; where it is
+recomputed, its forward's HOLDs come again in backward, and what it saves is non-model data from there on.
+
+    kept          forward CREATE  ...  HOLD                 backward RELEASE CONSUME
+    recomputed    forward         ...       forward again   backward
+
+The bytes saved grow in proportion to the time of forward that has passed, and shrink in proportion to that of backward.
+In forward they are non-model data until the CREATE if the region is kept, and freed at once if it is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from chunkmem.trace.model import Kind, Moment, Moments, Region, Trace
+from chunkmem.types import ChunkId, Role
+
+_OF_READING = (Kind.HOLD, Kind.EXCHANGE, Kind.ARRIVE, Kind.RELEASE)
+
+
+def with_recomputed(trace: Trace, recomputed: Collection[int]) -> Trace:
+    """Return the trace of the same step if exactly these regions were recomputed; see [Note: Kept and recomputed
+    regions].
+
+    Durations and bytes are those of the moments that move; what the step really takes has to be recorded. Regions keep
+    their order, and so their indices.
+
+    Args:
+        trace: of the step, whichever regions are recomputed in it.
+        recomputed: indices into `trace.regions`.
+    """
+    edit = _Edit(trace)
+    for index, region in enumerate(trace.regions):
+        if (index in recomputed) is (region.recomputed is None):
+            if region.recomputed is None:
+                edit.recompute(index)
+            else:
+                edit.keep(index, region.recomputed)
+    return edit.result() if edit.changed else trace
+
+
+@dataclass(frozen=True, slots=True)
+class _Folded:
+    """What is left of a moment that is gone: it is part of the one before."""
+
+    duration_s: float = 0.0
+    non_model_peak_nbytes: int = 0
+
+
+class _Edit:
+    """Changes to the moments of a trace, by their indices in it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.moments: list[Moment | _Folded] = list(trace.moments)
+        self.sizes = dict(trace.chunk_nbytes)
+        self.closing: dict[int, list[Moment]] = defaultdict(list)
+        """Moments to be inserted before an index, that end a region's forward or backward."""
+        self.opening: dict[int, list[Moment | _Folded]] = defaultdict(list)
+        """The same within a backward, after those of `closing`."""
+        self.changed: dict[int, int | None] = {}
+        """By region that is changed: where its forward is inserted; None: it is kept."""
+
+    def keep(self, index: int, again: Moments) -> None:
+        """Let a region that is recomputed be kept."""
+        region, given = self.trace.regions[index], self.trace.moments
+        forward, after = _plain(self.trace, region), range(again[1], region.backward[1])
+        forward_s = sum(given[at].duration_s for at in forward)
+        # The recomputation began in the moment before its first event, and ended in that of its last one.
+        whole_s = sum(given[at].duration_s for at in range(*again))
+        last = again[1] - 1
+        before_s = given[again[0] - 1].duration_s
+        if again[0] == again[1]:
+            whole_s, before_s = whole_s + before_s, 0.0
+        rest_s = max(0.0, whole_s - forward_s)
+        self._change(again[0] - 1, duration_s=max(0.0, before_s - max(0.0, forward_s - whole_s)))
+        if again[0] == again[1]:
+            self._charge([last], [-region.nbytes])
+        hold_peak_nbytes = max(0, given[last].non_model_peak_nbytes - region.nbytes)
+        pairs = _read_in(given, range(*again), held=())
+        for at in range(*again):
+            if at in pairs:
+                self.moments[at] = _Folded()
+            else:
+                self._change(at, duration_s=0.0)
+                self._charge([at], [-region.nbytes])
+        self._charge(after, [-n for n in _shrinking(region.nbytes, [given[at].duration_s for at in after])])
+        created_peak_nbytes = given[max(0, region.forward[1] - 1)].non_model_peak_nbytes
+        self._charge(forward, _growing(region.nbytes, [given[at].duration_s for at in forward]))
+        self.changed[index] = None
+        if region.nbytes == 0:
+            self.opening[again[0]].append(_Folded(rest_s, hold_peak_nbytes))
+            return
+        self.sizes[region.chunk] = region.nbytes
+        label, stop = f"{region.name} backward", region.backward[1]
+        end_peak_nbytes = self.moments[stop - 1].non_model_peak_nbytes if after else hold_peak_nbytes
+        created = Moment(Kind.CREATE, region.chunk, f"{region.name} forward", 0.0, created_peak_nbytes)
+        self.closing[region.forward[1]].append(created)
+        self.opening[again[0]].append(Moment(Kind.HOLD, region.chunk, label, rest_s, hold_peak_nbytes))
+        self.closing[stop] += (
+            Moment(kind, region.chunk, label, 0.0, end_peak_nbytes) for kind in (Kind.RELEASE, Kind.CONSUME)
+        )
+
+    def recompute(self, index: int) -> None:
+        """Let a region that is kept be recomputed."""
+        region, given = self.trace.regions[index], self.trace.moments
+        own = [at for at, moment in enumerate(given) if moment.chunk == region.chunk]
+        start = next((at for at in own if given[at].kind is Kind.HOLD), region.backward[0])
+        forward = _plain(self.trace, region)
+        saved = _growing(region.nbytes, [given[at].duration_s for at in forward])
+        self._charge(forward, [-nbytes for nbytes in saved])
+        pairs = _read_in(given, forward, held=_held_before(given, start))
+        for at, nbytes in zip(forward, saved, strict=True):
+            peak_nbytes = self.moments[at].non_model_peak_nbytes + nbytes
+            again = replace(given[at], non_model_peak_nbytes=peak_nbytes)
+            self.opening[start].append(again if at in pairs else _Folded(again.duration_s, peak_nbytes))
+        after = [at for at in range(start, region.backward[1]) if at not in own]
+        self._charge(after, _shrinking(region.nbytes, [given[at].duration_s for at in after]))
+        for at in own:
+            nbytes = region.nbytes if at == start else 0
+            self.moments[at] = _Folded(given[at].duration_s, given[at].non_model_peak_nbytes + nbytes)
+        self.sizes.pop(region.chunk, None)
+        self.changed[index] = start
+
+    def result(self) -> Trace:
+        """Return the trace with all changes."""
+        moments: list[Moment] = []
+        places = []
+        """By index in the given trace: the same in the new one, before what is inserted in a backward there."""
+        for at in range(len(self.moments) + 1):
+            moments += self.closing[at]
+            places.append(len(moments))
+            for entry in (*self.opening[at], *self.moments[at : at + 1]):
+                if isinstance(entry, Moment):
+                    moments.append(entry)
+                elif moments:
+                    moments[-1] = _with_folded(moments[-1], entry)
+        regions = tuple(self._moved(index, places) for index in range(len(self.trace.regions)))
+        return replace(self.trace, chunk_nbytes=self.sizes, moments=tuple(moments), regions=regions)
+
+    def _moved(self, index: int, places: Sequence[int]) -> Region:
+        """Return a region with its new moments."""
+        region = self.trace.regions[index]
+        forward, backward = ((places[span[0]], places[span[1]]) for span in (region.forward, region.backward))
+        again = region.recomputed
+        if index not in self.changed:
+            again = None if again is None else (places[again[0]], places[again[1]])
+        elif (start := self.changed[index]) is None:
+            again = None
+        else:
+            num = sum(isinstance(entry, Moment) for entry in self.opening[start])
+            again = (places[start], places[start] + num)
+        return replace(region, forward=forward, backward=backward, recomputed=again)
+
+    def _change(self, at: int, *, duration_s: float) -> None:
+        self.moments[at] = replace(self.moments[at], duration_s=duration_s)
+
+    def _charge(self, moments: Iterable[int], nbytes: Iterable[int]) -> None:
+        """Add to the non-model peaks of moments, or take off."""
+        for at, more in zip(moments, nbytes, strict=True):
+            peak_nbytes = max(0, self.moments[at].non_model_peak_nbytes + more)
+            self.moments[at] = replace(self.moments[at], non_model_peak_nbytes=peak_nbytes)
+
+
+def _with_folded(moment: Moment, folded: _Folded) -> Moment:
+    return replace(
+        moment,
+        duration_s=moment.duration_s + folded.duration_s,
+        non_model_peak_nbytes=max(moment.non_model_peak_nbytes, folded.non_model_peak_nbytes),
+    )
+
+
+def _plain(trace: Trace, region: Region) -> list[int]:
+    """Return the moments of a region's forward without those of its chunk."""
+    return [at for at in range(*region.forward) if trace.moments[at].chunk != region.chunk]
+
+
+def _read_in(moments: Sequence[Moment], span: Iterable[int], *, held: Collection[ChunkId]) -> set[int]:
+    """Return the moments of a span in which chunks are held and released, but for those that are `held` all along."""
+    found: set[int] = set()
+    begun: dict[ChunkId, list[int]] = {}
+    for at in span:
+        kind, chunk = moments[at].kind, moments[at].chunk
+        if chunk.role is Role.ACTIVATION or chunk in held or kind not in _OF_READING:
+            continue
+        if kind is Kind.HOLD:
+            begun[chunk] = []
+        if chunk in begun:
+            begun[chunk].append(at)
+            if kind is Kind.RELEASE:
+                found.update(begun.pop(chunk))
+    return found
+
+
+def _held_before(moments: Sequence[Moment], stop: int) -> set[ChunkId]:
+    held: set[ChunkId] = set()
+    for moment in moments[:stop]:
+        if moment.kind is Kind.HOLD:
+            held.add(moment.chunk)
+        elif moment.kind is Kind.RELEASE:
+            held.remove(moment.chunk)
+    return held
+
+
+def _growing(nbytes: int, durations_s: Sequence[float]) -> list[int]:
+    """Return what forward has saved at the end of each of its moments."""
+    total_s = sum(durations_s)
+    return [int(nbytes * done_s / total_s) if total_s else nbytes for done_s in accumulate(durations_s)]
+
+
+def _shrinking(nbytes: int, durations_s: Sequence[float]) -> list[int]:
+    """Return what backward has yet to read at the start of each of its moments."""
+    total_s = sum(durations_s)
+    done_s = accumulate(durations_s, initial=0.0)
+    return [
+        nbytes - int(nbytes * s / total_s) if total_s else nbytes for s, _ in zip(done_s, durations_s, strict=False)
+    ]

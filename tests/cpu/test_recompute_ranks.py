@@ -1,0 +1,164 @@
+"""Recomputed segments over ranks: exact means, and the bytes of a training that keeps its activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import chunkmem
+from tests.helpers.ranks import Team
+from tests.helpers.shared_training import Block, mean_of
+
+NUM_BLOCKS = 6
+BLOCK_NUMEL = 1104
+CHUNK_NBYTES = 4 * BLOCK_NUMEL
+"""One block is one chunk, and one unit."""
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[Team]:
+    found = Team(2)
+    yield found
+    found.close()
+
+
+def sequentially(blocks: nn.ModuleList, x: Tensor, *, segments: int) -> Tensor:
+    result: Tensor = chunkmem.checkpoint_sequential(blocks, segments, x)
+    return result
+
+
+def by_torch(blocks: nn.ModuleList, x: Tensor, *, segments: int) -> Tensor:
+    """All segments, the last one too, by torch's own checkpoint."""
+    size = NUM_BLOCKS // segments
+    for start in range(0, NUM_BLOCKS, size):
+        x = torch_checkpoint(nn.Sequential(*blocks[start : start + size]).forward, x, use_reentrant=False)
+    return x
+
+
+def reentrantly(blocks: nn.ModuleList, x: Tensor, *, segments: int) -> Tensor:
+    size = NUM_BLOCKS // segments
+    for start in range(0, NUM_BLOCKS, size):
+        x = torch_checkpoint(nn.Sequential(*blocks[start : start + size]).forward, x, use_reentrant=True)
+    return x
+
+
+def kept(blocks: nn.ModuleList, x: Tensor, *, segments: int) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+WAYS: dict[str, Callable[..., Tensor]] = {
+    "kept": kept,
+    "sequential": sequentially,
+    "torch": by_torch,
+    "reentrant": reentrantly,
+}
+
+
+class Stack(nn.Module):
+    def __init__(self, way: str, segments: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.way, self.segments = way, segments
+
+    def forward(self, x: Tensor) -> Tensor:
+        return WAYS[self.way](self.blocks, x, segments=self.segments)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_()
+
+
+@dataclass
+class Found:
+    """What one rank ends with, and what it exchanged in its last step."""
+
+    weights: dict[str, Tensor]
+    num_gathers: int
+    num_reductions: int
+    nbytes: int
+    num_pinned: int
+
+
+def train(rank: int, way: str, segments: int, device_nbytes: int) -> Found:
+    torch.set_num_threads(1)
+    values = {"default_chunk_size": BLOCK_NUMEL, "memory": {"device": device_nbytes, "host": 8 << 20}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Stack(way, segments)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        manager.accumulate(1)
+        assert manager.runtime.sharding.shards is not None
+        traffic = manager.runtime.sharding.shards.exchange.traffic
+        before = (0, 0, 0)
+        for step in range(NUM_STEPS):
+            before = traffic.num_gathers, traffic.num_reductions, traffic.sent_nbytes + traffic.received_nbytes
+            manager.backward(model(batch(step, rank)).square().mean())
+            chunks = manager.runtime.memory.store.chunks.values()
+            num_pinned = sum(replica.pins for chunk in chunks for replica in chunk.replicas.values())
+            optimizer.step()
+            optimizer.zero_grad()
+        after = traffic.num_gathers, traffic.num_reductions, traffic.sent_nbytes + traffic.received_nbytes
+        counts = [now - then for now, then in zip(after, before, strict=True)]
+        return Found(manager.state_dict(), *counts, num_pinned)
+
+
+def serial() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Stack("kept", 1)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=1e-2, fused=True)
+    for step in range(NUM_STEPS):
+        grads = []
+        for rank in range(2):
+            optimizer.zero_grad()
+            model(batch(step, rank)).square().mean().backward()
+            grads.append([param.grad for param in params])
+        for param, *each in zip(params, *grads, strict=True):
+            param.grad = mean_of(param, each)
+        optimizer.step()
+    return {key: value.detach() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("way", ["sequential", "torch"])
+@pytest.mark.parametrize("segments", [1, 2, 3, 6])
+def test_the_bytes_are_those_without_recomputation(team: Team, way: str, segments: int) -> None:
+    """Each unit is gathered for forward and for backward, but the last one, which backward begins with; reduced once.
+
+    forward   0 1 2 3 4 5
+    backward            5 | recompute 3 4 | 4 3 | recompute 0 1 2 | 2 1 0      of segments 0-2, 3-4, 5
+    held                5   3 4             4 3   0 1 2             2 1 0
+    """
+    expected = serial()
+    for found in team.run(train, way, segments, 1 << 20):
+        assert [key for key, value in expected.items() if not torch.equal(value, found.weights[key])] == []
+        assert (found.num_gathers, found.num_reductions) == (2 * NUM_BLOCKS - 1, NUM_BLOCKS)
+        assert found.nbytes == (2 * NUM_BLOCKS - 1 + NUM_BLOCKS) * CHUNK_NBYTES
+        assert found.num_pinned == 0
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_reentrant_segments_are_backwards_of_their_own(team: Team, segments: int) -> None:
+    expected = serial()
+    for found in team.run(train, "reentrant", segments, 1 << 20):
+        assert [key for key, value in expected.items() if not torch.equal(value, found.weights[key])] == []
+        assert found.num_pinned == 0
+
+
+@pytest.mark.parametrize("way", ["sequential", "torch"])
+@pytest.mark.parametrize("segments", [2, 3])
+def test_where_a_segment_does_not_fit_units_come_one_by_one(team: Team, way: str, segments: int) -> None:
+    """At the smallest cap that a training without recomputation has: a unit's weights and its gradient."""
+    expected = serial()
+    for found in team.run(train, way, segments, 2 * CHUNK_NBYTES):
+        assert [key for key, value in expected.items() if not torch.equal(value, found.weights[key])] == []
+        assert found.num_reductions == NUM_BLOCKS
+        assert found.num_pinned == 0

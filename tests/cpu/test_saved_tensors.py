@@ -1,0 +1,165 @@
+"""A user's saved-tensor hooks around a managed model, or parts of it: the bits as plain, and no copy of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import chunkmem
+from chunkmem.errors import StateError
+
+WIDTH = 16
+CHUNK_NUMEL = 1104
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return y
+
+
+class Net(nn.Module):
+    """Sets hooks around all, around a block, or around operators of its own."""
+
+    def __init__(self, where: str, around: Around) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.words.weight
+        self.where, self.around = where, around
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            if self.where == "block":
+                with self.around():
+                    x = block(x)
+            elif self.where == "checkpoint in it":
+                with self.around():
+                    x = torch_checkpoint(block, x, use_reentrant=False)
+            elif self.where == "in a checkpoint":
+                x = torch_checkpoint(self._around_block, block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        if self.where == "operators":
+            with self.around():
+                return F.linear(x * self.scale, self.head.weight)
+        y: Tensor = self.head(x * self.scale)
+        return y
+
+    def _around_block(self, block: nn.Module, x: Tensor) -> Any:
+        with self.around():
+            return block(x)
+
+
+def loss_of(model: nn.Module, step: int, around: Around) -> Tensor:
+    draw = torch.Generator().manual_seed(step)
+    ids, targets = torch.randint(0, 11, (2, 3, 7), generator=draw)
+    with around():
+        return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+
+
+WHERE = ("model", "block", "operators", "checkpoint in it", "in a checkpoint")
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("cap", ["all", "smallest"])
+def test_hooks_get_activations_only(where: str, cap: str) -> None:
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor.clone()
+
+    def hooks() -> saved_tensors_hooks:
+        return saved_tensors_hooks(pack, lambda kept: kept)
+
+    outside: Around = hooks if where == "model" else nullcontext
+    torch.manual_seed(0)
+    plain = Net(where, nullcontext)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
+    losses = []
+    for step in range(5):
+        loss = loss_of(plain, step, nullcontext)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    # The smallest cap: what a training without any hooks needs, the largest module's weights and a gradient.
+    device_nbytes = (1 << 20) if cap == "all" else 3 * 4 * CHUNK_NUMEL
+    config = {"default_chunk_size": CHUNK_NUMEL, "memory": {"device": device_nbytes, "host": 8 << 20}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(config)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net(where, hooks)
+        managed = chunkmem.AdamW(model.parameters(), manager=manager, lr=0.01)
+        is_chunk = manager.runtime.modules.declared.is_chunk
+        for step in range(5):
+            loss = loss_of(model, step, outside)
+            assert packed
+            assert [tuple(t.shape) for t in packed if is_chunk(t.untyped_storage()._cdata)] == []
+            manager.backward(loss)
+            packed.clear()
+            assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+            chunks = manager.runtime.memory.store.chunks.values()
+            assert sum(replica.pins for chunk in chunks for replica in chunk.replicas.values()) == 0
+            managed.step()
+            managed.zero_grad()
+            assert loss.item() == losses[step]
+        state = manager.state_dict()
+        assert [key for key, value in plain.state_dict().items() if not torch.equal(value, state[key])] == []
+
+
+def managed_net(where: str = "model", around: Around = nullcontext) -> tuple[chunkmem.ChunkManager, nn.Module, Any]:
+    config = {"default_chunk_size": CHUNK_NUMEL, "memory": {"device": 3 * 4 * CHUNK_NUMEL, "host": 8 << 20}}
+    manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(config))
+    torch.manual_seed(0)
+    with manager.init():
+        model = Net(where, around)
+    return manager, model, chunkmem.AdamW(model.parameters(), manager=manager, lr=0.01)
+
+
+def test_save_on_cpu_and_weights_that_have_changed() -> None:
+    """Kept by reference, weights are checked as autograd checks what it keeps itself."""
+    manager, model, optimizer = managed_net()
+    with manager:
+        kept = loss_of(model, 0, save_on_cpu)
+        kept.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(StateError, match=r"saved for backward was modified in place since, as by optimizer.step"):
+            kept.backward()
+
+
+def test_an_interrupted_call_leaves_no_hooks() -> None:
+    class Interrupting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    manager, model, _ = managed_net("block", save_on_cpu)
+    with manager:
+        forward = model.blocks[1].down.forward
+        model.blocks[1].down.forward = Interrupting(1, 1).forward
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, 0, nullcontext)
+        model.blocks[1].down.forward = forward
+        loss_of(model, 0, nullcontext).backward()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -1,0 +1,93 @@
+"""Steps of models whose blocks are regions: as a GPT's, all alike, and as a CNN's, with less and less to save."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from chunkmem.trace.model import Kind, Mode, Moment, Moments, Region, Trace
+from chunkmem.types import ChunkId, Role
+from tests.helpers.traces import LAYOUT, grad, param, updated_chunks
+
+
+@dataclass(frozen=True)
+class Block:
+    """One region of a model."""
+
+    group: int
+    """Of its weights."""
+    weights_nbytes: int
+    """Of that chunk."""
+    saved_nbytes: int
+    forward_s: float
+    temporaries_nbytes: int = 0
+
+
+def gpt_like(num_blocks: int, *, blocks_per_chunk: int = 4, saved: int = 24, forward_s: float = 4e-3) -> list[Block]:
+    """Return blocks that are all alike; sizes in MiB."""
+    mib = 1 << 20
+    return [Block(at // blocks_per_chunk, 16 * mib, saved * mib, forward_s, 2 * mib) for at in range(num_blocks)]
+
+
+def cnn_like(num_blocks: int, *, forward_s: float = 4e-3) -> list[Block]:
+    """Return blocks in stages: each stage saves half as much as the one before, and has twice the weights."""
+    mib = 1 << 20
+    stage = [4 * at // num_blocks for at in range(num_blocks)]
+    return [
+        Block(at, mib << s, (64 * mib) >> s, forward_s * (1 + 0.1 * (at % 3)), (8 * mib) >> s)
+        for at, s in enumerate(stage)
+    ]
+
+
+def region_trace(blocks: Sequence[Block], recomputed: Collection[int] = (), *, update_s: float = 1e-3) -> Trace:
+    """Return the step of a model of these blocks, of which some are recomputed. Written down, not edited."""
+    sizes = {chunk: block.weights_nbytes for block in blocks for chunk in updated_chunks(block.group)}
+    first_own = max(block.group for block in blocks) + 1
+    moments: list[Moment] = []
+    forwards: list[Moments] = []
+    regions: list[Region] = []
+
+    def add(kind: Kind, chunk: ChunkId, label: str, *, s: float = 0.0, peak: int = 0) -> None:
+        moments.append(Moment(kind, chunk, f"{label} {kind.value}", s, peak))
+
+    def forward(at: int, *, saves: bool) -> Moments:
+        start, block, label = len(moments), blocks[at], f"blocks.{at} forward"
+        half = block.saved_nbytes // 2 if saves else 0
+        for part in (1, 2):
+            peak = block.temporaries_nbytes + part * half
+            add(Kind.HOLD, param(block.group), label, s=block.forward_s / 2, peak=peak)
+            add(Kind.RELEASE, param(block.group), label, peak=peak)
+        return start, len(moments)
+
+    for at, block in enumerate(blocks):
+        start, stop = forward(at, saves=at not in recomputed)
+        if at not in recomputed:
+            own = ChunkId(Role.ACTIVATION, first_own + at)
+            sizes[own] = block.saved_nbytes
+            moments.append(Moment(Kind.CREATE, own, f"blocks.{at} forward", 0.0, block.temporaries_nbytes))
+            stop += 1
+        forwards.append((start, stop))
+    begun: set[int] = set()
+    for at in reversed(range(len(blocks))):
+        block, own, label = blocks[at], ChunkId(Role.ACTIVATION, first_own + at), f"blocks.{at} backward"
+        start, again, temporaries = len(moments), None, 2 * block.temporaries_nbytes
+        half = block.saved_nbytes // 2 if at in recomputed else 0
+        if at in recomputed:
+            again = forward(at, saves=True)
+            # Its last moment is also the first one of backward itself.
+            moments[-1] = replace(moments[-1], non_model_peak_nbytes=temporaries + 2 * half)
+        else:
+            moments.append(Moment(Kind.HOLD, own, label, 0.0, temporaries))
+        for part in (2, 1):
+            add(Kind.HOLD, param(block.group), label, s=block.forward_s, peak=temporaries + part * half)
+            rest = temporaries + (part - 1) * half
+            add(Kind.WRITE if block.group in begun else Kind.CREATE, grad(block.group), label, peak=rest)
+            add(Kind.RELEASE, param(block.group), label, peak=rest)
+            begun.add(block.group)
+        if at not in recomputed:
+            moments += (Moment(kind, own, label, 0.0, temporaries) for kind in (Kind.RELEASE, Kind.CONSUME))
+        regions.insert(0, Region(f"blocks.{at}", own, block.saved_nbytes, forwards[at], (start, len(moments)), again))
+    for group in sorted(begun):
+        add(Kind.UPDATE, param(group), f"group {group}", s=update_s)
+        add(Kind.CONSUME, grad(group), f"group {group}")
+    return Trace(Mode.TRAIN, LAYOUT, sizes, tuple(moments), regions=tuple(regions))
