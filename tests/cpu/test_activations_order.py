@@ -29,7 +29,7 @@ VARIANT = {variant.name: variant for variant in VARIANTS}
 
 
 def train(model: str, way: str, *, spare: float = 0.0) -> tuple[HappensBefore, int]:
-    """Train as plain PyTorch does, to the bit; return what was seen, and how many activations moved in the last step."""
+    """Train as plain PyTorch does, to the bit; return what was seen, and the activations moved in the last step."""
     case, variant = CASES[model], VARIANT[way]
     least = smallest_nbytes(case, variant)
     expected = train_plain(case, variant, STEPS)
