@@ -1,10 +1,9 @@
-"""What users do to what autograd has saved in blocks: plain PyTorch's numbers, or torch's own error; nothing is left."""
+"""What users do to what autograd has saved in blocks: plain PyTorch's numbers or errors, and nothing is left."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import chunkmem
 from chunkmem.runtime.store import NO_CONTENT
 from chunkmem.types import Role, Tier
-from tests.helpers.audit import audit
 from tests.helpers.lanes import adversarial
 from tests.helpers.twins import (
     AMPLE_NBYTES,
@@ -166,7 +164,7 @@ LEAKS: dict[str, Callable[[Tensor], Any]] = {
     "storage": lambda t: t.untyped_storage(),
     "typed storage": lambda t: t.detach().storage(),
     "as a parameter": lambda t: nn.Parameter(t.detach()),
-    "a closure": lambda t: (lambda: t),
+    "a closure": lambda t: lambda: t,
     "shared memory": lambda t: t.detach().share_memory_(),
 }
 
@@ -319,7 +317,9 @@ def test_a_mask_of_all_layers_stays() -> None:
     same(Model, lambda twin: train(twin, lambda seed: twin.loss(features(seed))))
 
 
-@pytest.mark.parametrize("way", [lambda t: t, lambda t: t[:, :4], lambda t: t.detach()], ids=["all", "views", "detached"])
+@pytest.mark.parametrize(
+    "way", [lambda t: t, lambda t: t[:, :4], lambda t: t.detach()], ids=["all", "views", "detached"]
+)
 def test_outputs_of_blocks_that_are_kept(way: Callable[[Tensor], Tensor]) -> None:
     def scenario(twin: Twin) -> list[Any]:
         states: list[Tensor] = []
@@ -530,35 +530,49 @@ def test_checkpoints_around_blocks(reentrant: bool) -> None:
     same(lambda: Model(num_blocks=4), lambda twin: train(twin, lambda seed: twin.loss(features(seed))))
 
 
-def packs(fail: bool = False) -> Any:
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
+HOOKS: dict[str, Callable[[], Any]] = {
+    "save_on_cpu": torch.autograd.graph.save_on_cpu,
+    "clones": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
+    "disabled": lambda: torch.autograd.graph.disable_saved_tensors_hooks("no hooks"),
+}
 
 
-@pytest.mark.parametrize(
-    "context",
-    [torch.autograd.graph.save_on_cpu, packs, lambda: torch.autograd.graph.disable_saved_tensors_hooks("no hooks")],
-    ids=["save_on_cpu", "clones", "disabled"],
-)
-@pytest.mark.parametrize("place", ["inside", "around"])
-def test_hooks_of_others(context: Callable[[], Any], place: str) -> None:
-    class Inside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.more = Mlp(), Mlp()
+class WithHooks(nn.Module):
+    """Has somebody else's saved-tensor hooks inside."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            with context() if place == "inside" else nullcontext():
-                x = self.inner(x)
-            return self.more(x)
+    def __init__(self, context: Callable[[], Any]) -> None:
+        super().__init__()
+        self.inner, self.more, self.context = Mlp(), Mlp(), context
 
+    def forward(self, x: Tensor) -> Tensor:
+        with self.context():
+            x = self.inner(x)
+        return self.more(x)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_around_the_model(name: str) -> None:
     def scenario(twin: Twin) -> list[float]:
         def loss_of(seed: int) -> Tensor:
-            with context() if place == "around" else nullcontext():
+            with HOOKS[name]():
                 return twin.loss(features(seed))
 
         return train(twin, loss_of)
 
-    same(stack(Inside), scenario)
+    same(stack(Mlp), scenario)
+
+
+@pytest.mark.parametrize("name", ["save_on_cpu", "clones"])
+def test_hooks_in_a_block(name: str) -> None:
+    same(stack(lambda: WithHooks(HOOKS[name])), lambda twin: train(twin, lambda seed: twin.loss(features(seed))))
+
+
+def test_a_block_that_forbids_hooks_is_told_so_by_torch() -> None:
+    """Its saved tensors are ours to look over by then: such a block cannot be a region."""
+    with managed(stack(lambda: WithHooks(HOOKS["disabled"])), AMPLE_NBYTES) as twin:
+        with pytest.raises(RuntimeError, match="no hooks"):
+            twin.loss(features(0))
+        assert_nothing_left(twin)
 
 
 # Writes.
