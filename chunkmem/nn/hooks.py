@@ -208,7 +208,8 @@ class ModuleHooks:
         if frame.opened is not None:
             self._units.leave(frame.opened)
         if not self._access.stack and not frame.recomputing:
-            self._regions.settle()
+            with self._turn.taken():
+                self._regions.settle()
 
 
 def _check_runs_itself(name: str) -> None:

@@ -49,6 +49,8 @@ _NO_TASK = -1
 """What torch says where no backward runs."""
 _KEPT = -2
 """In place of a backward: pinned from the end of forward on."""
+_STALE = -1
+"""The version of a tensor that was written to after it was saved."""
 FIRST_GROUP = 1 << 20
 """Groups of activations are numbered from here on, those of parameters from 0."""
 
@@ -56,7 +58,7 @@ FIRST_GROUP = 1 << 20
 class SavedTensor:
     """What autograd has in place of a tensor that it saved in a region."""
 
-    __slots__ = ("__weakref__", "call", "is_moved", "is_stale", "tensor", "version")
+    __slots__ = ("__weakref__", "call", "is_moved", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, call: RegionCall) -> None:
         self.tensor = tensor
@@ -64,12 +66,18 @@ class SavedTensor:
         self.call = call
         self.is_moved = False
         """Its storage is part of the call's chunk."""
-        self.is_stale = False
-        """It was written to before it became that."""
+
+    def move(self, storage: torch.UntypedStorage) -> None:
+        """Be another tensor over the same storage, which nobody but autograd knows."""
+        tensor = self.tensor
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.tensor = alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        self.version = alias._version if tensor._version == self.version else _STALE
+        self.is_moved = True
 
     def check(self) -> None:
         """Raise what torch does for a tensor that was written to after it was saved."""
-        if self.is_stale or (not self.is_moved and self.tensor._version != self.version):
+        if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {list(self.tensor.shape)} that was saved in {self.call.name}; clone it before it is "
@@ -86,18 +94,28 @@ class _SavedStorage:
 
     def take(self) -> bool:
         """Make it ours if nobody but autograd holds it: then no tensor of others can see that it is emptied."""
-        tensors = [kept for each in self.saved if (kept := each()) is not None]
-        if not tensors or not self.storage.resizable() or not all(_is_plain(kept.tensor) for kept in tensors):
+        tensors = self._live()
+        if (
+            not tensors
+            or not self.storage.resizable()
+            or (self.storage.device.type == "cpu" and self.storage.is_shared())
+        ):
             return False
-        if not self._has_only([kept.tensor for kept in tensors]):
+        if not all(_is_plain(kept.tensor) for kept in tensors) or not self._has_only([kept.tensor for kept in tensors]):
             return False
         for kept in tensors:
-            tensor = kept.tensor
-            kept.is_stale = tensor._version != kept.version
-            alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            kept.tensor = alias.set_(self.storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-            kept.is_moved = True
+            kept.move(self.storage)
         return True
+
+    def is_escaped(self) -> bool:
+        """Tell whether somebody has got hold of it since: a backward has handed on a tensor that was saved.
+
+        A user may have kept it, it may be a gradient, or saved again in a backward with `create_graph`.
+        """
+        return not self._has_only([kept.tensor for kept in self._live()])
+
+    def _live(self) -> list[SavedTensor]:
+        return [kept for each in self.saved if (kept := each()) is not None]
 
     def _has_only(self, saved: list[torch.Tensor]) -> bool:
         """Tell whether there are no tensors over the storage but these, with the bases of views, and nobody has them.
@@ -108,8 +126,8 @@ class _SavedStorage:
         bases = [tensor._base for tensor in saved]
         objects |= {id(base): base for base in bases if base is not None}
         bases.clear()
-        # This object refers to the storage, too.
-        if torch._C._storage_Use_Count(self.storage._cdata) != len(objects) + 1:
+        # This object refers to the storage, too, and to what Python has of it, which a user can have as well.
+        if torch._C._storage_Use_Count(self.storage._cdata) != len(objects) + 1 or sys.getrefcount(self.storage) > 2:
             return False
         num_saved = Counter(map(id, saved))
         num_views = Counter(id(tensor._base) for tensor in objects.values() if tensor._base is not None)
@@ -137,34 +155,35 @@ class SavedStorages:
     """The memory of an ACTIVATION chunk on DEVICE; see `SavedMemory`."""
 
     def __init__(self) -> None:
-        self._storages: Sequence[tuple[int, int, torch.UntypedStorage]] = ()
+        self._storages: list[tuple[int, int, _SavedStorage]] = []
         """Offset and bytes of each."""
 
-    def hold(self, storages: Sequence[torch.UntypedStorage]) -> int:
+    def hold(self, taken: Sequence[_SavedStorage]) -> int:
         """Be these storages from now on; return how many bytes they take, each at its offset."""
         at = 0
-        placed = []
-        for storage in storages:
-            placed.append((at, storage.nbytes(), storage))
-            at += aligned(storage.nbytes())
-        self._storages = placed
+        for each in taken:
+            nbytes = each.storage.nbytes()
+            self._storages.append((at, nbytes, each))
+            at += aligned(nbytes)
         return at
 
     def let_go(self) -> None:
         """Leave the storages as they are; there is nothing here any more."""
-        self._storages = ()
+        self._storages = []
 
     def fill(self) -> Sequence[tuple[int, torch.Tensor]]:
         pieces = []
-        for at, nbytes, storage in self._storages:
-            if storage.nbytes() == 0:
-                storage.resize_(nbytes)
-            pieces.append((at, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)))
+        for at, nbytes, each in self._storages:
+            if each.storage.nbytes() == 0:
+                each.storage.resize_(nbytes)
+            pieces.append((at, torch.empty(0, dtype=torch.uint8, device=each.storage.device).set_(each.storage)))
         return pieces
 
     def empty(self) -> None:
-        for _, _, storage in self._storages:
-            storage.resize_(0)
+        # What somebody else has got hold of stays as it is from now on: its content is not ours to take away.
+        self._storages = [item for item in self._storages if not item[2].is_escaped()]
+        for _, _, each in self._storages:
+            each.storage.resize_(0)
 
 
 @dataclass(slots=True)
@@ -366,6 +385,8 @@ class RegionActivations(OwnHooks):
         if self._depth > 1 or not torch.is_grad_enabled():
             return
         self.settle()
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            return  # as in transforms of torch.func
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return  # the user's own decide what is saved
         record = CallRecord(name, policy, policy == "recompute", [start])
@@ -416,7 +437,7 @@ class RegionActivations(OwnHooks):
         storages, call.storages = call.storages, {}
         call.given = frozenset(storages)
         with runtime_mode():
-            taken = [each.storage for each in storages.values() if each.take()]
+            taken = [each for each in storages.values() if each.take()]
         del storages
         if taken:
             saved = SavedStorages()
@@ -429,8 +450,8 @@ class RegionActivations(OwnHooks):
             if call.record.policy == "keep":
                 self._pinned[call.chunk.id] = _KEPT
                 self._pager.pin(call.chunk, Tier.DEVICE, reader=call)
-            for storage in taken:
-                self.on_taken(storage)
+            for each in taken:
+                self.on_taken(each.storage)
 
     def _begin(self, call: RegionCall, saved: SavedStorages, nbytes: int, *, reader: str, what: str) -> Chunk:
         """Return a chunk whose content is what a call has saved, or its inputs, or what was recomputed."""

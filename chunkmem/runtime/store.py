@@ -77,8 +77,8 @@ class Replica:
 
     def copied_from(self, source: Replica) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """Return what is copied to what when `source` is copied here, one after the other."""
-        if self.pieces is None and source.pieces is None:
-            return [(self.flat, source.flat)]
+        if not self.pieces and not source.pieces:
+            return [(self.flat, source.flat)] if self.pieces is source.pieces else [(self.flat[:0], source.flat[:0])]
         if self.pieces is None:
             return [(self.flat.narrow(0, at, piece.numel()), piece) for at, piece in source.pieces or ()]
         return [(piece, source.flat.narrow(0, at, piece.numel())) for at, piece in self.pieces]
