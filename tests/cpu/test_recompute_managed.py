@@ -187,7 +187,7 @@ def managed(name: str, run: Run, segments: int, device_nbytes: int) -> tuple[lis
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=0.01)
 
         def nothing_is_held() -> None:
-            manager.runtime.modules.access.relieve()  # as whoever needs room does: weight norm leaves references a while
+            manager.runtime.modules.access.relieve()  # as where room is needed: weight norm leaves references a while
             chunks = manager.runtime.memory.store.chunks.values()
             assert [(chunk.label, tier) for chunk in chunks for tier, r in chunk.replicas.items() if r.pins] == []
 
