@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from chunkmem.errors import ConfigError
-from chunkmem.nn.call_state import CallState
+from chunkmem.nn.call_state import CallState, copies_of, is_state
 from chunkmem.nn.random_sources import RandomSource, RandomStates
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -30,6 +30,27 @@ class _Slot:
     """Stands for the tensor that is argument `index` of what torch recomputes."""
 
     index: int
+
+
+class _Call:
+    """Calls a function with the tensors that it is given in place of slots."""
+
+    def __init__(
+        self, function: Callable[..., Any], packed: Any, keys: Sequence[str], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        self._function, self._packed, self._keys = function, packed, keys
+        self._inputs = copies_of({index: tensor for index, tensor in enumerate(tensors) if is_state(tensor)})
+        """Running statistics may be arguments, too."""
+        self._num_runs = 0
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        given = list(tensors)
+        if self._num_runs:
+            for index, copy in copies_of(self._inputs).items():
+                given[index] = copy
+        self._num_runs += 1
+        positional, *values = _unpacked(self._packed, given)
+        return self._function(*positional, **dict(zip(self._keys, values, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +102,9 @@ class Recomputation:
             named.append((type(module).__name__, module))
         tensors: list[torch.Tensor] = []
         packed = _packed((tuple(args), *kwargs.values()), tensors)
-        keys = tuple(kwargs)
-
         # Positional tensors are what torch saves, under the hooks around this call, and compares the versions of.
-        def call(*given: torch.Tensor) -> Any:
-            positional, *values = _unpacked(packed, given)
-            return function(*positional, **dict(zip(keys, values, strict=True)))
-
         return torch.utils.checkpoint.checkpoint(
-            call,
+            _Call(function, packed, tuple(kwargs), tensors),
             *tensors,
             use_reentrant=False,
             context_fn=partial(self._contexts, function, named, label),
@@ -100,7 +115,8 @@ class Recomputation:
 
     def _contexts(self, function: Callable[..., Any], named: list[tuple[str, object]], label: str) -> Contexts:
         """Return the contexts of the first run and of all others."""
-        state, states = CallState(function, named), RandomStates(self.rng)
+        state = CallState(function, named)
+        states = RandomStates((*self.rng, *state.generators.values()))
         named.clear()  # the arguments are kept by torch alone
         first, again = self.context_fn() if self.context_fn is not None else (None, None)
         return _first_run(state, first, label), _LaterRun(state, states, again, label)
@@ -204,9 +220,7 @@ def checkpoint_sequential(
     """
     functions = tuple(blocks)
     if not 1 <= segments <= max(1, len(functions)):
-        raise ConfigError(
-            f"segments: {segments}, for {len(functions)} blocks; give a number from 1 to {len(functions)}"
-        )
+        raise ConfigError(f"segments: {segments}, for {len(functions)} blocks; give 1 to {len(functions)}")
     shorter, num_longer = divmod(len(functions), segments)
     values: Any = inputs if len(inputs) != 1 else inputs[0]
     recomputation = Recomputation(rng=tuple(rng))
