@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from chunkmem.errors import StateError
+from chunkmem.nn.contents import Slots, content_of, fill, is_same, replaced, slots_of
 from chunkmem.nn.random_sources import Generator
 from chunkmem.nn.values import MODULE_FIELDS, storage_id
 
@@ -36,8 +37,6 @@ _MAX_ITEMS = 1024
 """Of longer containers only the length is compared: a vocabulary is not a cache."""
 _OBJECT_DEPTH = 2
 """Objects of other people's classes are looked into so deep."""
-_EMPTY = object()
-"""Stands for what an empty cell has."""
 _OPAQUE = (type, ModuleType, str, bytes, int, float, complex, torch.dtype, torch.device)
 _OPAQUE_PACKAGES = frozenset({"torch", "chunkmem"})
 
@@ -119,18 +118,18 @@ class CallState:
                     f"{name} cannot be recomputed: {known.name} ({_shape(known.tensor)}) was written to in place after "
                     "the forward that read it; give it a copy"
                 )
-        now = [_content(container.value) for container in self._containers]
+        now = [content_of(container.value) for container in self._containers]
         scratch = copies_of(self._copies)
         try:
             for container, content in zip(self._containers, now, strict=True):
-                wanted = _replaced(container.content, scratch)
-                if not _is_same(content, wanted):
-                    _fill(container.value, wanted)
+                wanted = replaced(container.content, scratch)
+                if not is_same(content, wanted):
+                    fill(container.value, wanted)
             yield
         finally:
             for container, content in zip(self._containers, now, strict=True):
-                if not _is_same(_content(container.value), content):
-                    _fill(container.value, content)
+                if not is_same(content_of(container.value), content):
+                    fill(container.value, content)
 
     def _add_input(self, value: object, name: str) -> None:
         """Visit an argument. Tensors in tuples are inputs, as those on their own."""
@@ -165,18 +164,18 @@ class CallState:
         elif depth and _package(type(value)) not in _OPAQUE_PACKAGES:
             if hasattr(value, "__dict__"):
                 self._visit_items(vars(value), name, depth=depth - 1, are_attributes=True)
-            if slots := _slots_of(type(value)):
-                self._visit_items(_Slots(value, slots), name, depth=depth - 1, are_attributes=True)
+            if slots := slots_of(type(value)):
+                self._visit_items(Slots(value, slots), name, depth=depth - 1, are_attributes=True)
 
     def _visit_items(self, value: Any, name: str, *, depth: int, are_attributes: bool = False) -> None:
         if isinstance(value, (tuple, frozenset)):
             for index, item in enumerate(value):
                 self._visit(item, f"{name}[{index}]", depth=depth)
             return
-        if not isinstance(value, _Slots) and len(value) > _MAX_ITEMS:
+        if not isinstance(value, Slots) and len(value) > _MAX_ITEMS:
             self._lengths.append(_Container(value, name, len(value)))
             return
-        content = _content(value)
+        content = content_of(value)
         self._containers.append(_Container(value, name, content))
         items = content.items() if isinstance(content, dict) else enumerate(content)
         for key, item in items:
@@ -225,7 +224,7 @@ class CallState:
             self._visit(value.__func__, name, depth=depth)
         elif value.__module__ is None or value.__module__.partition(".")[0] not in _OPAQUE_PACKAGES:
             for free, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                content = _content(cell)
+                content = content_of(cell)
                 self._containers.append(_Container(cell, free, content))
                 self._visit_item(content[0], free, depth=depth)
             self._visit(value.__defaults__, "default", depth=depth)
@@ -267,33 +266,6 @@ def copies_of(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     return {key: copy.requires_grad_(tensors[key].requires_grad) for key, copy in found.items()}
 
 
-class _Slots:
-    """An object with `__slots__`, as a container."""
-
-    def __init__(self, value: object, names: Sequence[str]) -> None:
-        self.value = value
-        self.names = names
-
-    def read(self) -> dict[str, Any]:
-        return {name: getattr(self.value, name) for name in self.names if hasattr(self.value, name)}
-
-    def fill(self, content: Mapping[str, Any]) -> None:
-        for name in self.names:
-            if name in content:
-                object.__setattr__(self.value, name, content[name])
-            elif hasattr(self.value, name):
-                object.__delattr__(self.value, name)
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    """Return the names of slots that hold values; private ones of classes are left alone."""
-    found: list[str] = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else slots
-    return tuple(name for name in found if not name.startswith("__"))
-
-
 def _global_names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
@@ -312,50 +284,3 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-
-
-def _content(container: Any) -> Any:
-    if isinstance(container, _Slots):
-        return container.read()
-    if isinstance(container, np.ndarray):
-        return container.copy()
-    if isinstance(container, CellType):
-        try:
-            return [container.cell_contents]
-        except ValueError:
-            return [_EMPTY]
-    return dict(container) if isinstance(container, dict) else list(container)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Compare contents by identity; values such as tensors have no equality of their own."""
-    if isinstance(one, np.ndarray):
-        return bool(one.tobytes() == other.tobytes())
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return all(a is b and x is y for (a, x), (b, y) in zip(one.items(), other.items(), strict=True))
-    return all(x is y for x, y in zip(one, other, strict=True))
-
-
-def _replaced(content: Any, scratch: dict[int, torch.Tensor]) -> Any:
-    if not scratch or isinstance(content, np.ndarray):
-        return content
-    if isinstance(content, dict):
-        return {key: scratch.get(id(value), value) for key, value in content.items()}
-    return [scratch.get(id(value), value) for value in content]
-
-
-def _fill(container: Any, content: Any) -> None:
-    if isinstance(container, CellType):
-        if content[0] is _EMPTY:
-            del container.cell_contents
-        else:
-            container.cell_contents = content[0]
-    elif isinstance(container, _Slots):
-        container.fill(content)
-    elif isinstance(container, (list, np.ndarray)):
-        container[:] = content
-    else:  # a dict, a set or a deque
-        container.clear()
-        container.extend(content) if isinstance(container, deque) else container.update(content)
