@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import chunkmem
+from tests.helpers.audit import assert_as_predicted
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import Block, mean_of
 
@@ -120,6 +121,7 @@ def train(rank: int, way: str, segments: int, device_nbytes: int, block: type[Bl
             num_pinned = sum(replica.pins for chunk in chunks for replica in chunk.replicas.values())
             optimizer.step()
             optimizer.zero_grad()
+        assert_as_predicted(manager)
         after = traffic.num_gathers, traffic.num_reductions, traffic.sent_nbytes + traffic.received_nbytes
         counts = [now - then for now, then in zip(after, before, strict=True)]
         buffers = {key: value.clone() for key, value in model.named_buffers()}
