@@ -385,7 +385,7 @@ class RegionActivations(OwnHooks):
         if self._depth > 1 or not torch.is_grad_enabled():
             return
         self.settle()
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return  # as in transforms of torch.func
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return  # the user's own decide what is saved
