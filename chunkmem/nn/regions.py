@@ -126,14 +126,18 @@ class _SavedStorage:
         bases = [tensor._base for tensor in saved]
         objects |= {id(base): base for base in bases if base is not None}
         bases.clear()
-        # This object refers to the storage, too, and to what Python has of it, which a user can have as well.
-        if torch._C._storage_Use_Count(self.storage._cdata) != len(objects) + 1 or sys.getrefcount(self.storage) > 2:
+        # What refers, in this very place, to a storage that nobody else has in Python; this object does, too.
+        alone = torch.empty(0) if objects else None
+        storage = torch.UntypedStorage(0) if alone is None else alone.untyped_storage()
+        if torch._C._storage_Use_Count(self.storage._cdata) != len(objects) + 1:
+            return False
+        if sys.getrefcount(self.storage) != sys.getrefcount(storage):
             return False
         num_saved = Counter(map(id, saved))
         num_views = Counter(id(tensor._base) for tensor in objects.values() if tensor._base is not None)
         # What refers, in this very place, to a tensor that nobody else has, and to one that a view is of.
-        view = torch.empty(1)[:]
-        listed = [torch.empty(0), view._base, *objects.values()]
+        view = torch.empty(1)[:]  # below autograd, it is a view of nothing; then none of ours has a base either
+        listed = [torch.empty(0), torch.empty(1) if view._base is None else view._base, *objects.values()]
         objects.clear()
         in_python, in_cpp = [sys.getrefcount(tensor) for tensor in listed], [_use_count(tensor) for tensor in listed]
         return all(
@@ -142,13 +146,14 @@ class _SavedStorage:
         )
 
 
-def _use_count(tensor: torch.Tensor | None) -> int:
-    count: int = tensor._use_count()  # type: ignore[union-attr]
+def _use_count(tensor: torch.Tensor) -> int:
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
     return count
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and not tensor.is_conj() and not tensor.is_neg()
+    is_odd = tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
+    return type(tensor) is torch.Tensor and not is_odd
 
 
 class SavedStorages:
@@ -617,7 +622,13 @@ class RegionActivations(OwnHooks):
         self.settle()
         for key in list(self._pinned):
             self._unpin(key)
-        for sight in list(self._live.values()) if step else ():
+        if step:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """The step is over: leave to autograd what it has not let go of."""
+        self._look_after_gone()
+        for sight in list(self._live.values()):
             call = sight()
             if call is not None:
                 self._give_up(sight.chunk, call)

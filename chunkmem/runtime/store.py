@@ -419,7 +419,8 @@ class ChunkStore:
             pool.close()
 
     def _give_slab_back(self, chunk: Chunk, tier: Tier) -> None:
-        slab = chunk.replicas.pop(tier).slab  # a replica that lived on would keep the memory with its views
+        replica = chunk.replicas.pop(tier)  # one that lived on would keep the memory with its views
+        slab, replica.pieces = replica.slab, None
         del self.resident[tier][chunk.id]
         if tier is Tier.DEVICE and chunk.home is not None:
             with runtime_mode():
