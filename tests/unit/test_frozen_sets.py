@@ -34,6 +34,7 @@ PUBLIC_NAMES = {
     "SGD",
     "StateError",
     "TierIOError",
+    "TiledLinear",
     "TraceError",
     "__version__",
     "initialize_engine",
