@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from chunkmem.errors import LayoutError
+from chunkmem.nn.whole import WholeParameter
 
 _NAMES = ("weight", "bias")
 
@@ -78,6 +79,29 @@ class TiledLinear(nn.Module):
         for column in range(1, self.in_splits):
             total = total + getattr(self, _tile(row, column))(parts[column])
         return total
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole weight for whoever asks for its shape or dtype, or reads it: a copy that cannot be written to."""
+        return self._whole("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The whole bias, as `weight`; None if there is none."""
+        return self._whole("bias") if self.has_bias else None
+
+    def _whole(self, name: str) -> Tensor:
+        # Not looked up, which would be a read: asking for a dtype needs no chunk.
+        like = getattr(self, _tile(0, 0))._parameters.get(name)
+        if like is None:
+            raise AttributeError(f"{name} of a TiledLinear whose tiles were replaced: look at the tiles")
+        keys = [key for kind, key, _ in _places(self) if kind == name]
+        shape = _shapes(self)[name]
+
+        def join() -> Tensor:
+            return _join({key: self.get_parameter(key) for key in keys}, self, name)
+
+        return WholeParameter(join, shape, like=like, requires_grad=like.requires_grad)
 
     def reset_parameters(self) -> None:
         """Draw the parameters again, as `nn.Linear` does."""
@@ -154,6 +178,12 @@ def _sizes(features: int, splits: int) -> list[int]:
     return [size + 1] * larger + [size] * (splits - larger)
 
 
+def _shapes(layer: TiledLinear) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of whole parameters."""
+    shapes: dict[str, tuple[int, ...]] = {"weight": (layer.out_features, layer.in_features)}
+    return shapes | {"bias": (layer.out_features,)} if layer.has_bias else shapes
+
+
 def _tile(row: int, column: int) -> str:
     return f"tile_{row}_{column}"
 
@@ -226,9 +256,7 @@ def _split_entries(
 ) -> None:
     """Give each tile its part of `weight` and `bias`. Entries of tiles, as `named_parameters` has them, are loaded."""
     layer._loading = _Loading(prefix)
-    shapes: dict[str, tuple[int, ...]] = {"weight": (layer.out_features, layer.in_features)}
-    if layer.has_bias:
-        shapes["bias"] = (layer.out_features,)
+    shapes = _shapes(layer)
     wholes = {name: state.pop(prefix + name) for name in shapes if prefix + name in state}
     for name, whole in wholes.items():
         if not isinstance(whole, Tensor):

@@ -232,6 +232,83 @@ def test_hooks_of_the_user_see_the_whole() -> None:
     assert seen == ["weight", "bias"]
 
 
+# The whole weight, for those who ask for it.
+
+
+def test_the_whole_weight_is_read_like_a_parameter() -> None:
+    """Other code asks a layer for its dtype (T5), or computes with its weight (attention)."""
+    plain, tiled = pair()
+    for whole, param in ((tiled.weight, plain.weight), (tiled.bias, plain.bias)):
+        assert isinstance(whole, torch.Tensor)
+        assert (whole.shape, whole.dtype, whole.device) == (param.shape, param.dtype, param.device)
+        assert (whole.requires_grad, whole.numel(), len(whole), whole.ndim) == (True, param.numel(), OUT, param.ndim)
+        assert torch.equal(whole, param)
+        assert_equal(
+            [whole.norm(), whole[1:3], whole.t(), whole.detach().clone()], [param.norm(), param[1:3], param.t(), param]
+        )
+        assert str(whole.detach().clone()) == str(param.detach())
+    assert pair(bias=False)[1].bias is None
+    x = torch.randn(3, IN)
+    for layer in (plain, tiled):
+        nn.functional.linear(x, layer.weight, layer.bias).square().sum().backward()
+    grads = torch.cat([param.grad.flatten() for param in tiled.parameters()])
+    assert grads.sort().values.allclose(torch.cat([p.grad.flatten() for p in plain.parameters()]).sort().values)
+
+
+WRITES: dict[str, Callable[[TiledLinear], Any]] = {
+    "init": lambda layer: nn.init.xavier_uniform_(layer.weight),
+    "trunc_normal_": lambda layer: nn.init.trunc_normal_(layer.weight),
+    "data": lambda layer: layer.weight.data.normal_(),
+    "detach": lambda layer: layer.weight.detach().zero_(),
+    "copy_": lambda layer: layer.weight.copy_(torch.ones(OUT, IN)),
+    "item": lambda layer: layer.weight.__setitem__(0, 1.0),
+    "assigned data": lambda layer: setattr(layer.weight, "data", torch.ones(OUT, IN)),
+    "assigned grad": lambda layer: setattr(layer.weight, "grad", torch.ones(OUT, IN)),
+    "+=": lambda layer: layer.weight.__iadd__(1),
+    "out": lambda layer: torch.add(torch.ones(OUT, IN), 1, out=layer.weight),
+    "bias": lambda layer: layer.bias.zero_(),  # type: ignore[union-attr]
+    "requires_grad_": lambda layer: layer.weight.requires_grad_(False),
+    "hook": lambda layer: layer.weight.register_hook(lambda grad: grad),
+    "address": lambda layer: layer.weight.data_ptr(),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_a_write_to_the_whole_weight_is_refused(how: str) -> None:
+    """It would be lost."""
+    _, tiled = pair()
+    before = saved(tiled)
+    with (
+        torch.no_grad(),
+        pytest.raises(chunkmem.StateError, match="of a tiled layer's weight or bias, which is a copy"),
+    ):
+        WRITES[how](tiled)
+    assert_equal(saved(tiled), before)
+
+
+def test_the_whole_weight_cannot_be_replaced() -> None:
+    _, tiled = pair()
+    with pytest.raises(KeyError):
+        tiled.weight = nn.Parameter(torch.ones(OUT, IN))  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        tiled.weight = torch.ones(OUT, IN)  # type: ignore[misc]
+    for wrap in (torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.parametrizations.orthogonal):
+        with pytest.raises((ValueError, RuntimeError, KeyError)):
+            wrap(tiled)
+    assert not tiled._parameters
+
+
+def test_checkpoints_of_torch_distributed() -> None:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    plain, tiled = stack(lambda: nn.Linear(IN, OUT)), stack(lambda: pair()[1])
+    tiled.load_state_dict(plain.state_dict())
+    assert_equal(get_model_state_dict(tiled), get_model_state_dict(plain))
+    zeros = {key: torch.zeros_like(value) for key, value in plain.state_dict().items()}
+    set_model_state_dict(tiled, zeros)
+    assert_equal(saved(tiled), zeros)
+
+
 # A hostile user.
 
 
@@ -294,6 +371,7 @@ def test_a_wrapped_tile_keeps_its_own_names() -> None:
     assert "weight" not in state
     tiled.load_state_dict(state)
     assert tiled(torch.ones(2, IN)).shape == (2, OUT)
+    assert not hasattr(tiled, "weight")
 
 
 def test_a_parametrized_tile() -> None:

@@ -267,6 +267,86 @@ def test_the_optimizer_state_is_of_tiles() -> None:
         assert_equal(again.left(), plain.left())
 
 
+# The whole weight, asked for by other modules.
+
+
+class Asks(nn.Module):
+    """Looks at a layer's dtype before each call, as T5 does; or computes with its weight."""
+
+    def __init__(self, num_tiles: int, *, reads: bool = False) -> None:
+        super().__init__()
+        self.inner = wide(num_tiles)
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.inner.up, self.inner.down
+        x = x.to(up.weight.dtype)
+        hidden = torch.relu(nn.functional.linear(x, up.weight) if self.reads else up(x))
+        result: Tensor = down(hidden.to(down.weight.dtype))
+        return result
+
+
+@cpu_only
+def test_to_ask_for_a_dtype_brings_no_tile() -> None:
+    assert same(lambda: Asks(8), lambda twin: twin.steps(0, 1, 2)) == 2 * CHUNK_NBYTES
+
+
+@cpu_only
+def test_a_weight_that_is_read_whole_is_there_as_a_whole() -> None:
+    tiled, untiled = (same(lambda num=num: Asks(num, reads=True), lambda twin: twin.steps(0, 1, 2)) for num in (8, 1))
+    assert 8 * CHUNK_NBYTES < tiled <= untiled
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_torchs_own_layers() -> None:
+    """In evaluation, they look at weights to choose a path; attention reads a weight of a subclass of nn.Linear."""
+
+    def build() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDE, dropout=0.0, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2)
+        left = tile_linears(model, max_numel=200)
+        assert set(left.values()) == {"it is a NonDynamicallyQuantizableLinear"}
+        return model
+
+    def scenario(twin: Twin) -> list[Any]:
+        x = features(shape=(2, 3, WIDTH))
+        losses = [twin.step(x), twin.step(x)]
+        twin.model.eval()
+        with torch.no_grad():
+            losses.append(twin.loss(x).item())
+        twin.model.train()
+        return [*losses, twin.step(x)]
+
+    same(build, scenario)
+
+
+@cpu_only
+def test_t5() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": WIDTH, "d_kv": 8, "num_heads": 2, "d_ff": 4 * WIDTH, "vocab_size": 40, "num_layers": 2}
+    settings = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+
+    def build() -> nn.Module:
+        model = transformers.T5ForConditionalGeneration(settings)
+        assert tile_linears(model, max_numel=CHUNK_NUMEL).keys() <= {"lm_head"}
+        assert isinstance(model.decoder.block[0].layer[2].DenseReluDense.wo, TiledLinear)
+        return model
+
+    def scenario(twin: Twin) -> list[float]:
+        losses = []
+        for seed in range(3):
+            tokens = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(seed))
+            loss = twin.model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            twin.update()
+            losses.append(loss.item())
+        return losses
+
+    same(build, scenario)
+    untiled = transformers.T5ForConditionalGeneration(settings)
+    untiled.load_state_dict(build().state_dict())
+
+
 # `manager.tile()`, and its key of the configuration.
 
 
