@@ -134,7 +134,7 @@ class ChunkManager:
             max_numel: elements of a tile at most; None: a quarter of the widest layer's weight.
 
         Raises:
-            LayoutError: `model` is no module, or `max_numel` no number of elements.
+            LayoutError: `model` is no module, or `max_numel` no number of elements, or too small.
             StateError: the model is managed already.
         """
         self.runtime.require_open()

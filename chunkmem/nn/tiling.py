@@ -18,6 +18,8 @@ from chunkmem.runtime.device import runtime_mode
 
 _BY_DEFAULT = 4
 """Tiles of the widest layer, as PatrickStar has them."""
+_MOST_TILES = 4096
+"""Of one layer; with so many, calling modules takes all the time there is."""
 _SCOPES = (FrameType, GeneratorType)
 
 
@@ -56,7 +58,7 @@ def tile_linears(root: nn.Module, *, max_numel: int | None, excluded: Iterable[n
         Why larger ones were left as they are, by name.
 
     Raises:
-        LayoutError: `max_numel` is no number of elements.
+        LayoutError: `max_numel` is no number of elements, or too small; no layer was changed.
         StateError: a module under `root` is managed already.
     """
     if max_numel is not None and (not isinstance(max_numel, int) or isinstance(max_numel, bool) or max_numel < 1):
@@ -67,10 +69,16 @@ def tile_linears(root: nn.Module, *, max_numel: int | None, excluded: Iterable[n
     if max_numel is None:
         most = max((_numel(module) for name, module in found.items() if name not in reasons), default=0)
         max_numel = max(1, most // _BY_DEFAULT)
-    for name, module in found.items():
-        if name not in reasons and _numel(module) > max_numel:
-            splits = splits_for(module.in_features, module.out_features, max_numel=max_numel)
-            make_tiled(module, in_splits=splits.in_splits, out_splits=splits.out_splits)
+    wide = {name: module for name, module in found.items() if name not in reasons and _numel(module) > max_numel}
+    for name, module in wide.items():
+        if _numel(module) > _MOST_TILES * max_numel:
+            raise LayoutError(
+                f"max_numel is {max_numel}, but {name} has {_numel(module)} elements: make it at least "
+                f"{-(-_numel(module) // _MOST_TILES)}, since each tile is a module of its own"
+            )
+    for module in wide.values():
+        splits = splits_for(module.in_features, module.out_features, max_numel=max_numel)
+        make_tiled(module, in_splits=splits.in_splits, out_splits=splits.out_splits)
     return {name: reason for name, reason in reasons.items() if _numel(found[name]) > max_numel}
 
 
@@ -124,16 +132,22 @@ def _shared(root: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, str]
     reasons: dict[str, str] = {}
     for name, linear in linears.items():
         for kind, param in _parameters(linear):
-            others = sorted(set(holders[id(param)]))
-            with runtime_mode():
-                is_shared = not isinstance(param, FakeTensor) and not is_alone(param)
-            if len(holders[id(param)]) > 1 and len(names[id(param)]) > 1:
-                reasons[name] = f"its {kind} is tied: {', '.join(names[id(param)])}"
-            elif len(holders[id(param)]) > 1:
-                reasons[name] = f"its {kind} is held elsewhere, too ({', '.join(others)})"
-            elif is_shared:
-                reasons[name] = f"its {kind} shares its memory with another tensor"
+            why = _why_shared(param, kind, names=names[id(param)], holders=holders[id(param)])
+            if why is not None:
+                reasons.setdefault(name, why)
     return reasons
+
+
+def _why_shared(param: nn.Parameter, kind: str, *, names: Sequence[str], holders: Collection[str]) -> str | None:
+    with runtime_mode():
+        is_shared = not isinstance(param, FakeTensor) and not is_alone(param)
+    if not holders:
+        return f"who holds its {kind} cannot be told after gc.freeze()"
+    if len(holders) > 1 and len(names) > 1:
+        return f"its {kind} is tied: {', '.join(names)}"
+    if len(holders) > 1:
+        return f"its {kind} is held elsewhere, too ({', '.join(sorted(set(holders)))})"
+    return f"its {kind} shares its memory with another tensor" if is_shared else None
 
 
 def _holders(params: Sequence[nn.Parameter]) -> dict[int, list[str]]:

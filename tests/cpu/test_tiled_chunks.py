@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -513,6 +514,30 @@ def test_a_size_that_is_none(max_numel: Any) -> None:
             manager.tile(Wide(), max_numel=max_numel)
         with pytest.raises(chunkmem.LayoutError, match=r"^manager.tile\(\) takes a torch.nn.Module, not a list$"):
             manager.tile([], max_numel=3)  # type: ignore[arg-type]
+
+
+def test_more_tiles_than_anybody_wants() -> None:
+    """A million modules would be made without a word."""
+    model = with_head(nn.Sequential(nn.Linear(1024, 1024)))
+    message = (
+        r"^max_numel is 1, but 0 has 1048576 elements: make it at least 256, since each tile is a module of its own$"
+    )
+    with pytest.raises(chunkmem.LayoutError, match=message):
+        tile_linears(model, max_numel=1)
+    assert not any(isinstance(module, TiledLinear) for module in model.modules())
+
+
+def test_holders_that_cannot_be_asked_for() -> None:
+    """gc.freeze() hides them: a head tied to an embedding elsewhere would have been untied."""
+    words, head = nn.Embedding(WIDE, WIDTH), nn.Linear(WIDTH, WIDE)
+    head.weight = words.weight
+    gc.freeze()
+    try:
+        left = tile_linears(head, max_numel=CHUNK_NUMEL)
+    finally:
+        gc.unfreeze()
+    assert left == {"Linear": "who holds its weight cannot be told after gc.freeze()"}
+    assert type(head) is nn.Linear
 
 
 def test_a_packed_model_is_not_tiled() -> None:
