@@ -245,6 +245,12 @@ class Config(Section):
         "module is attached, so that no rank ever holds the whole model.",
     )
     use_cpu_embedding: bool = option(BOOL, False, about="Not available yet.")
+    with_tiling_linear: bool | int = option(
+        either(BOOL, integer(1)),
+        False,
+        about="Split `nn.Linear` weights with more elements than this into `TiledLinear`s; true: than a quarter of the "
+        "widest.",
+    )
     memory: MemoryConfig = option(subsection(MemoryConfig), MemoryConfig())
     activations: ActivationsConfig = option(subsection(ActivationsConfig), ActivationsConfig())
     distributed: DistributedConfig = option(subsection(DistributedConfig), DistributedConfig())
