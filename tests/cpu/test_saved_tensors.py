@@ -173,7 +173,7 @@ class Twice(nn.Module):
         self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        with save_on_cpu():
+        with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):  # save_on_cpu keeps tensors of a CPU themselves
             y = torch.relu(F.linear(x, self.first.weight, self.first.bias))
             y = F.linear(y, self.first.weight) @ self.second.weight.t()
         result: Tensor = self.norm(y) + self.second(x)
