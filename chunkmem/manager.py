@@ -14,8 +14,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from chunkmem.assembly import Runtime
 from chunkmem.comm.methods import ExchangeMethod
-from chunkmem.config import Config
-from chunkmem.errors import LayoutError, StateError
+from chunkmem.config import REGION_POLICIES, Config
+from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.memory import MemoryReport
 from chunkmem.nn.built import HERE
 from chunkmem.nn.collect import Collector
@@ -28,6 +28,7 @@ from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.report import memory_report
+from chunkmem.sizes import shown
 from chunkmem.trace.model import Trace
 
 
@@ -136,6 +137,24 @@ class ChunkManager:
         if not isinstance(module, nn.Module):
             raise LayoutError(f"manager.unit() takes a torch.nn.Module, not a {type(module).__name__}")
         self.runtime.sharding.units.mark(module)
+        return module
+
+    def region(self, module: nn.Module, *, policy: str = "auto") -> nn.Module:
+        """Manage what autograd saves in calls of a module, before that is packed. Returns the same object.
+
+        Args:
+            module: whose calls are managed as a whole, those of modules inside of it included.
+            policy: as `activations.policy` of the configuration, for this module.
+
+        Raises:
+            ConfigError: there is no such policy.
+        """
+        self.runtime.require_open()
+        if not isinstance(module, nn.Module):
+            raise LayoutError(f"manager.region() takes a torch.nn.Module, not a {type(module).__name__}")
+        if policy not in REGION_POLICIES:
+            raise ConfigError(f"policy is {shown(policy)}; give one of {', '.join(REGION_POLICIES)}")
+        self.runtime.modules.regions.mark(module, policy)
         return module
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:

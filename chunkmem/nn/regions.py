@@ -47,6 +47,8 @@ from chunkmem.types import ChunkId, Role, Tier
 
 _NO_TASK = -1
 """What torch says where no backward runs."""
+_KEPT = -2
+"""In place of a backward: pinned from the end of forward on."""
 FIRST_GROUP = 1 << 20
 """Groups of activations are numbered from here on, those of parameters from 0."""
 
@@ -170,6 +172,7 @@ class CallRecord:
     """When a call of a region did what, in moments of the step; None: it has not yet, or nobody records."""
 
     name: str
+    policy: str
     is_recomputed: bool
     forward: list[int] = field(default_factory=list)
     again: list[int] = field(default_factory=list)
@@ -177,8 +180,13 @@ class CallRecord:
     chunk: Chunk | None = None
     inputs: Chunk | None = None
 
-    def region(self) -> Region | None:
-        """Return it for a trace; None if its backward has not run, or nothing was saved."""
+    @property
+    def is_auto(self) -> bool:
+        """Whether it is recomputed is decided for each kind of step."""
+        return self.policy == "auto"
+
+    def region(self, number: int) -> Region | None:
+        """Return it for a trace, as the call of that number; None if its backward has not run, or it saved nothing."""
         if self.chunk is None or not (len(self.forward) == len(self.backward) == 2):
             return None
         return Region(
@@ -189,6 +197,7 @@ class CallRecord:
             (self.backward[0], self.backward[1]),
             (self.again[0], self.again[-1]) if self.is_recomputed else None,
             None if self.inputs is None else self.inputs.id,
+            number,
         )
 
 
@@ -257,14 +266,13 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
 
 
-def _regions_in(module: nn.Module, marked: Collection[int]) -> Iterator[nn.Module]:
-    """Yield the outermost marked modules and children of lists."""
+def _regions_in(module: nn.Module, marked: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the outermost children of lists, and marked modules."""
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    found: list[nn.Module] = []
     for child in module.children():
-        if is_list or id(child) in marked:
-            yield child
-        else:
-            yield from _regions_in(child, marked)
+        found += [child] if is_list or child in marked else _regions_in(child, marked)
+    return found
 
 
 class _Sight(weakref.ref[RegionCall]):
@@ -302,20 +310,20 @@ class RegionActivations(OwnHooks):
         self._gone: deque[weakref.ref[RegionCall]] = deque()
         """Calls that autograd has let go of."""
         self._pinned: dict[ChunkId, int] = {}
-        """Chunks that a backward uses: the backward, as torch numbers it."""
+        """Chunks that a backward uses, with its number, or that are kept."""
         self._recomputed: set[ChunkId] = set()
         """Chunks of what has been recomputed, which nobody needs when that backward is over."""
         self._chunks: dict[str, list[Chunk]] = {}
-        """By the name of a region."""
+        """By what they hold; those used last come last."""
         self._num_chunks = 0
         self._policy = policy
-        self._recomputes: Callable[[int], bool] = lambda number: policy != "offload"
-        """Tells of a call of the iteration, by its number, whether it is going to be recomputed."""
+        self._kept: Collection[int] = ()
+        """Calls of the iteration, by their numbers, that are not recomputed although they may be."""
         self._now: Callable[[], int] = lambda: 0
         """Tells the number of moments so far."""
         self.records: list[CallRecord] = []
         """Of the calls of the iteration."""
-        self._marked: list[nn.Module] = []
+        self._marked: list[tuple[nn.Module, str]] = []
         self._around: Generator[None, None, None] | None = None
         """Surrounds the call that runs, if it is going to be recomputed."""
         self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
@@ -323,47 +331,44 @@ class RegionActivations(OwnHooks):
 
     @property
     def is_auto(self) -> bool:
-        """Which regions are recomputed is decided anew for each kind of step."""
-        return self._policy == "auto"
+        """Which regions are recomputed is decided for each kind of step."""
+        return any(record.is_auto for record in self.records)
 
-    def begin_iteration(self, recomputed: Collection[int] | None, now: Callable[[], int]) -> None:
-        """A training step begins.
-
-        Args:
-            recomputed: the numbers of the calls that are to be recomputed; None: those of the configuration.
-            now: tells the number of moments so far.
-        """
+    def begin_iteration(self, kept: Collection[int] | None, now: Callable[[], int]) -> None:
+        """A training step begins; see `chunkmem.steps.controller.Regions`."""
         self._now = now
         self.records = []
-        if self.is_auto:
-            self._recomputes = (lambda number: True) if recomputed is None else recomputed.__contains__
+        self._kept = () if kept is None else kept
 
     def recorded(self) -> tuple[Region, ...]:
-        """Return the regions of the iteration, in the order of their forward."""
-        return tuple(region for record in self.records if (region := record.region()) is not None)
+        """Return the regions of the iteration that may be recomputed or not, in the order of their forward."""
+        found = (record.region(number) for number, record in enumerate(self.records) if record.is_auto)
+        return tuple(region for region in found if region is not None)
 
-    def mark(self, module: nn.Module) -> None:
-        """Make a module a region when it is packed."""
-        self._marked.append(module)
+    def mark(self, module: nn.Module, policy: str) -> None:
+        """Make a module a region of a policy when it is packed."""
+        self._marked.append((module, policy))
 
-    def of(self, root: nn.Module) -> set[nn.Module]:
-        """Return the regions under `root`, a model that was packed."""
+    def of(self, root: nn.Module) -> dict[nn.Module, str]:
+        """Return the policies of the regions under `root`, a model that was packed."""
+        marked, self._marked = dict(self._marked), []
         if self._policy is None:
-            return set()
-        marked, self._marked = {id(module) for module in self._marked}, []
-        return set(_regions_in(root, marked)) or set(root.children())
+            return marked
+        return dict.fromkeys(_regions_in(root, marked) or root.children(), self._policy) | marked
 
     # Forward.
 
-    def enter(self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A call of a region begins."""
+    def enter(self, name: str, policy: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A call of a region begins, of which torch gives these."""
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled():
             return
         self.settle()
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return  # the user's own decide what is saved
-        record = CallRecord(name, self._recomputes(len(self.records)), [self._now()])
+        record = CallRecord(name, policy, policy == "recompute", [self._now()])
+        if record.is_auto:
+            record.is_recomputed = len(self.records) not in self._kept
         self.records.append(record)
         self._open = RegionCall(name, record)
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
@@ -413,17 +418,21 @@ class RegionActivations(OwnHooks):
         del storages
         if taken:
             saved = SavedStorages()
-            call.chunk = self._begin(call, saved, saved.hold(taken), reader=f"{call.name} forward")
+            what = "inputs" if call.record.is_recomputed else "activations"
+            call.chunk = self._begin(call, saved, saved.hold(taken), reader=f"{call.name} forward", what=what)
             if call.record.is_recomputed:
                 call.record.inputs = call.chunk
             else:
                 call.record.chunk = call.chunk
+            if call.record.policy == "keep":
+                self._pinned[call.chunk.id] = _KEPT
+                self._pager.pin(call.chunk, Tier.DEVICE, reader=call)
             for storage in taken:
                 self.on_taken(storage)
 
-    def _begin(self, call: RegionCall, saved: SavedStorages, nbytes: int, *, reader: str) -> Chunk:
-        """Return a chunk whose content is what a call has saved."""
-        chunk = self._chunk_for(call.name, nbytes)
+    def _begin(self, call: RegionCall, saved: SavedStorages, nbytes: int, *, reader: str, what: str) -> Chunk:
+        """Return a chunk whose content is what a call has saved, or its inputs, or what was recomputed."""
+        chunk = self._chunk_for(f"{what} of {call.name}", nbytes)
         if Tier.DEVICE in chunk.replicas:  # of a call that is over; a plan was to free it
             self._pager.store.drop(chunk, Tier.DEVICE)
         chunk.saved = saved
@@ -437,16 +446,18 @@ class RegionActivations(OwnHooks):
             raise
         return chunk
 
-    def _chunk_for(self, name: str, nbytes: int) -> Chunk:
-        """Return a chunk of a region that has no content, and is large enough."""
-        known = self._chunks.setdefault(name, [])
-        for chunk in known:
+    def _chunk_for(self, label: str, nbytes: int) -> Chunk:
+        """Return a chunk that has no content and is large enough: plans know the one that was used last."""
+        known = self._chunks.setdefault(label, [])
+        for chunk in reversed(known):
             if chunk.id not in self._live and chunk.nbytes >= nbytes:
+                known.remove(chunk)
+                known.append(chunk)
                 return chunk
         group = FIRST_GROUP + self._num_chunks
         self._num_chunks += 1
         spec = Group(group, "uint8", 1, 1, nbytes, (Slot(0, group, 0, nbytes),))
-        chunk = Chunk(ChunkId(Role.ACTIVATION, group), spec, torch.uint8, f"activations of {name}", ())
+        chunk = Chunk(ChunkId(Role.ACTIVATION, group), spec, torch.uint8, label, ())
         self._pager.store.add(chunk)
         known.append(chunk)
         return chunk
@@ -486,10 +497,12 @@ class RegionActivations(OwnHooks):
 
     def _bring(self, call: RegionCall) -> None:
         """Have the content of a call's chunk on DEVICE until the running backward is over, or done with it."""
-        if call.chunk is None or call.chunk.id in self._pinned:
+        if call.chunk is None:
             return
         self.settle()
         self.begin_backward(call)
+        if call.chunk.id in self._pinned:
+            return
         self._pin(call.chunk, call)
 
     def begin_backward(self, call: RegionCall) -> None:
@@ -518,7 +531,9 @@ class RegionActivations(OwnHooks):
         try:
             self._look_after_gone()
             call.record.again.append(self._now())
-            chunk = call.record.chunk = self._begin(call, SavedStorages(), nbytes, reader=str(call))
+            chunk = call.record.chunk = self._begin(
+                call, SavedStorages(), nbytes, reader=str(call), what="recomputed activations"
+            )
             self._recomputed.add(chunk.id)
             self._pin(chunk, call)
         finally:

@@ -41,8 +41,14 @@ class Regions(Protocol):
         """Which of them are recomputed is decided for each kind of step."""
         ...
 
-    def begin_iteration(self, recomputed: Collection[int] | None, now: Callable[[], int]) -> None:
-        """A training step begins: the numbers of the calls that it recomputes, None: by default; and its clock."""
+    def begin_iteration(self, kept: Collection[int] | None, now: Callable[[], int]) -> None:
+        """A training step begins.
+
+        Args:
+            kept: where that is decided for each kind of step, the numbers of the calls that are not recomputed; None:
+                there are none.
+            now: tells the number of moments so far.
+        """
         ...
 
     def recorded(self) -> tuple[Region, ...]:
@@ -191,7 +197,7 @@ class StepController(KnownSteps):
         self._iteration_end.begin()
         self.timelines.begin()
         if mode is Mode.TRAIN:
-            self._regions.begin_iteration(self._choices.recomputed(key), self._num_moments)
+            self._regions.begin_iteration(self._choices.kept(key), self._num_moments)
         if entry is not None and plan_executor is not None:
             plan_executor.begin_iteration(times_moments=entry.wants_durations)
             self._follow(entry, plan_executor)
@@ -240,7 +246,7 @@ class StepController(KnownSteps):
     def _chooses_regions(self, recorder: Recorder, trace: Callable[[], Trace]) -> bool:
         """Decide, if that is still to be done, which regions are recomputed; tell whether that changes the step."""
         key = self.now.key
-        if recorder.mode is not Mode.TRAIN or not self._regions.is_auto or self._choices.recomputed(key) is not None:
+        if not self._regions.is_auto or recorder.mode is not Mode.TRAIN or self._choices.kept(key) is not None:
             return False
         try:
             recorded = trace()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from chunkmem.errors import CapacityError
 from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.regions import RegionChoice, choose_regions
+from chunkmem.plan.regions import choose_regions
 from chunkmem.runtime.garbage import no_collections
 from chunkmem.steps.plan_cache import Key
 from chunkmem.trace.model import Trace
@@ -22,21 +22,21 @@ class RegionChoices:
         """Choose for a machine, which is asked for when a choice is made."""
         self._machine = machine
         self._options = options
-        self.by_key: dict[Key, RegionChoice] = {}
+        self._kept: dict[Key, frozenset[int]] = {}
 
-    def recomputed(self, key: Key) -> frozenset[int] | None:
-        """Return the numbers of the calls that a kind of step recomputes; None: all, and then there is a choice."""
-        choice = self.by_key.get(key)
-        return None if choice is None else choice.recomputed
+    def kept(self, key: Key) -> frozenset[int] | None:
+        """Return the numbers of the calls that a kind of step does not recompute; None: there is no choice yet."""
+        return self._kept.get(key)
 
     @no_collections()
     def choose(self, key: Key, trace: Trace) -> bool:
-        """Choose by a step that recomputes all; tell whether others than those recompute fewer from now on."""
+        """Choose by a step that recomputes all; tell whether the next ones recompute fewer."""
         machine = self._machine()
         step = uncharged(trace, charges_non_model=machine.charges_non_model)
         try:
             choice = choose_regions(step, replace(machine, charges_non_model=True), options=self._options)
         except CapacityError:
-            return False
-        self.by_key[key] = choice
-        return len(choice.recomputed) < len(trace.regions)
+            return False  # what comes of it is said when the plan is made
+        kept = {region.number for at, region in enumerate(trace.regions) if at not in choice.recomputed}
+        self._kept[key] = frozenset(kept)
+        return bool(kept)

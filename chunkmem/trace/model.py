@@ -108,6 +108,8 @@ class Region:
     """Those within backward in which the block's forward runs again; None: it does not."""
     inputs: ChunkId | None = None
     """Of one that is recomputed: what is kept for that, if it is a chunk."""
+    number: int = 0
+    """Of the call, among those of all regions in the step."""
 
 
 @dataclass(frozen=True)

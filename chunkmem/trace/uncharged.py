@@ -79,4 +79,4 @@ def _moved(region: Region, places: Sequence[int], chunk: ChunkId, nbytes: int) -
 
     again = None if region.recomputed is None else moved(region.recomputed)
     forward, backward = moved(region.forward), moved(region.backward)
-    return Region(region.name, chunk, nbytes, forward, backward, again)
+    return Region(region.name, chunk, nbytes, forward, backward, again, number=region.number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -28,16 +27,9 @@ from chunkmem.estimate.question import (
     trains_on_demand,
 )
 from chunkmem.types import Tier
+from tests.helpers.estimate_command import asked, assert_refused
 
 MLP = "tests.helpers.estimated:mlp"
-
-
-def asked(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> Any:
-    """Ask on the command line; return the JSON object."""
-    assert main(["estimate", *words, "--json"]) == status
-    out, err = capsys.readouterr()
-    assert err == ""
-    return json.loads(out)
 
 
 def question(name: str = MLP, **changes: Any) -> Question:
@@ -343,12 +335,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_one_line(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     words, message = WRONG[case]
-    assert main(["estimate", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("chunkmem: ")
-    assert err.count("\n") == 1
-    assert re.search(message, err), err
+    assert_refused(capsys, *words, message=message)
 
 
 @pytest.mark.parametrize("case", REFUSED)
