@@ -109,7 +109,14 @@ def memory_picture(run: Run) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
     # One entry each, in the order they are stacked; a panel may lack some.
     patches = {text: patch for axes in panels for patch, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    order = [*(_NAMES.get(role, role.value) for role in columns.colors), _NON_MODEL, _PREDICTED, _MEASURED, _SAMPLED, AGAIN]
+    order = [
+        *(_NAMES.get(role, role.value) for role in columns.colors),
+        _NON_MODEL,
+        _PREDICTED,
+        _MEASURED,
+        _SAMPLED,
+        AGAIN,
+    ]
     texts = [text for text in order if text in patches]
     figure.legend([patches[text] for text in texts], texts, loc="outside lower center", ncols=4, frameon=False)
     content = io.BytesIO()

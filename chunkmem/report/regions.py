@@ -14,7 +14,9 @@ from chunkmem.report.clock import recomputations
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role
 
-DONE: Mapping[Policy, str] = MappingProxyType({Policy.KEEP: "kept", Policy.OFFLOAD: "offloaded", Policy.RECOMPUTE: "recomputed"})
+DONE: Mapping[Policy, str] = MappingProxyType(
+    {Policy.KEEP: "kept", Policy.OFFLOAD: "offloaded", Policy.RECOMPUTE: "recomputed"}
+)
 
 
 def region_policies(plan: Plan, trace: Trace) -> tuple[RegionPolicy, ...]:

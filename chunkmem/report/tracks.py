@@ -169,9 +169,7 @@ def moment_line(trace: Trace, index: int) -> str:
 # Where chunks are.
 
 
-def chunk_track(
-    chunk: ChunkId, history: ChunkHistory, trace: Trace, starts: Sequence[int], *, name: str = ""
-) -> Track:
+def chunk_track(chunk: ChunkId, history: ChunkHistory, trace: Trace, starts: Sequence[int], *, name: str = "") -> Track:
     """Return the states of a chunk over a step, by its own name or another one; those that last no time are left out."""
     title = f"{chunk} ({name})" if name else str(chunk)
     size, last = _exact(trace.chunk_nbytes[chunk]), len(starts) - 1
