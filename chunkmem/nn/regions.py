@@ -34,6 +34,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
+from chunkmem.errors import TraceError
 from chunkmem.layout.spec import ALIGN_NBYTES, Group, Slot
 from chunkmem.nn.recompute import Recomputation
 from chunkmem.nn.saved_tensors import ChunkHooks, OwnHooks, SavedReference
@@ -42,13 +43,20 @@ from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
-from chunkmem.trace.model import Region
+from chunkmem.trace.activations import Content, Contents, activation_contents
+from chunkmem.trace.model import Region, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
 _NO_TASK = -1
 """What torch says where no backward runs."""
 _KEPT = -2
 """In place of a backward: pinned from the end of forward on."""
+_CONTENTS = {
+    "keep": {Content.ACTIVATIONS},
+    "offload": {Content.ACTIVATIONS},
+    "recompute": {Content.INPUTS, Content.RECOMPUTED},
+}
+"""By policy: what chunks may hold."""
 FIRST_GROUP = 1 << 20
 """Groups of activations are numbered from here on, those of parameters from 0."""
 
@@ -261,6 +269,10 @@ class _Recomputing(contextlib.AbstractContextManager[None]):
             self._regions.recomputed(self._call, nbytes)
 
 
+def _of_all(contents: Mapping[ChunkId, Contents]) -> set[Content]:
+    return {held.content for held in contents.values()}
+
+
 def aligned(nbytes: int) -> int:
     """Return how much of a chunk so many bytes take."""
     return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
@@ -315,7 +327,7 @@ class RegionActivations(OwnHooks):
         """Chunks of what has been recomputed, which nobody needs when that backward is over."""
         self._chunks: dict[str, list[Chunk]] = {}
         """By what they hold; those used last come last."""
-        self._num_chunks = 0
+        self._next_group = FIRST_GROUP
         self._policy = policy
         self._kept: Collection[int] = ()
         """Calls of the iteration, by their numbers, that are not recomputed although they may be."""
@@ -324,6 +336,8 @@ class RegionActivations(OwnHooks):
         self.records: list[CallRecord] = []
         """Of the calls of the iteration."""
         self._marked: list[tuple[nn.Module, str]] = []
+        self._has_marked = False
+        """Some regions have policies of their own."""
         self._around: Generator[None, None, None] | None = None
         """Surrounds the call that runs, if it is going to be recomputed."""
         self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
@@ -345,9 +359,33 @@ class RegionActivations(OwnHooks):
         found = (record.region(number) for number, record in enumerate(self.records) if record.is_auto)
         return tuple(region for region in found if region is not None)
 
+    def adopt(self, trace: Trace) -> None:
+        """Have the chunks that a training step of an earlier run names, before there are others.
+
+        Raises:
+            TraceError: other regions were managed in it, or others have been here.
+        """
+        contents = activation_contents(trace)
+        wanted = _CONTENTS.get(self._policy or "", set(Content))
+        if not self._has_marked and (bool(contents) is (self._policy is None) or not _of_all(contents) <= wanted):
+            raise TraceError(
+                f"the trace is of a run with another activations.policy, and here it is {self._policy or 'null'}: "
+                "set it as it was, or leave the trace out"
+            )
+        chunks = self._pager.store.chunks
+        for key, held in contents.items():
+            if key in chunks and (chunks[key].label, chunks[key].nbytes) != (str(held), trace.chunk_nbytes[key]):
+                raise TraceError(
+                    f"{key} has {chunks[key].label} here, and in the trace {held}; set the trace before training"
+                )
+            if key not in chunks:
+                chunk = self._make_chunk(key.group, str(held), trace.chunk_nbytes[key])
+                chunk.saved = SavedStorages()
+
     def mark(self, module: nn.Module, policy: str) -> None:
         """Make a module a region of a policy when it is packed."""
         self._marked.append((module, policy))
+        self._has_marked = True
 
     def of(self, root: nn.Module) -> dict[nn.Module, str]:
         """Return the policies of the regions under `root`, a model that was packed."""
@@ -454,12 +492,14 @@ class RegionActivations(OwnHooks):
                 known.remove(chunk)
                 known.append(chunk)
                 return chunk
-        group = FIRST_GROUP + self._num_chunks
-        self._num_chunks += 1
+        return self._make_chunk(self._next_group, label, nbytes)
+
+    def _make_chunk(self, group: int, label: str, nbytes: int) -> Chunk:
+        self._next_group = max(self._next_group, group + 1)
         spec = Group(group, "uint8", 1, 1, nbytes, (Slot(0, group, 0, nbytes),))
         chunk = Chunk(ChunkId(Role.ACTIVATION, group), spec, torch.uint8, label, ())
         self._pager.store.add(chunk)
-        known.append(chunk)
+        self._chunks.setdefault(label, []).append(chunk)
         return chunk
 
     # What autograd asks.

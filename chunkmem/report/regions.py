@@ -1,4 +1,4 @@
-"""Which regions keep their activations on DEVICE, which offload them, and which recompute them: read off a step. Pure."""
+"""Which regions keep their activations on DEVICE, offload or recompute them: read off a planned step. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from types import MappingProxyType
 from chunkmem.plan.model import LINK_LANES, Copy, Plan
 from chunkmem.plan.regions import Policy, RegionPolicy
 from chunkmem.report.clock import recomputations
+from chunkmem.trace.activations import Content, activation_contents
 from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role
+from chunkmem.types import ChunkId
 
 DONE: Mapping[Policy, str] = MappingProxyType(
     {Policy.KEEP: "kept", Policy.OFFLOAD: "offloaded", Policy.RECOMPUTE: "recomputed"}
@@ -25,51 +26,39 @@ def region_policies(plan: Plan, trace: Trace) -> tuple[RegionPolicy, ...]:
     What a recomputed region keeps for that, and where it is, does not count; the activations are those it makes again.
     """
     found: dict[ChunkId, RegionPolicy] = {}
-    latest: dict[str, ChunkId] = {}
+    inputs: dict[str, list[ChunkId]] = {}
     copied = _copied(plan)
     again_s = {stop: sum(m.duration_s for m in trace.moments[start:stop]) for start, stop in recomputations(trace)}
-    for index, moment in enumerate(trace.moments):
-        if moment.kind is not Kind.CREATE or moment.chunk.role is not Role.ACTIVATION:
-            continue
-        name, nbytes = _name(moment.label), trace.chunk_nbytes[moment.chunk]
-        if moment.label.endswith(" backward"):
-            recomputed = RegionPolicy(name, Policy.RECOMPUTE, nbytes, again_s.get(index, 0.0))
-            found[latest.pop(name, moment.chunk)] = recomputed
-            continue
-        policy, seconds = Policy.KEEP, 0.0
-        if moment.chunk in copied:
+    begins = {m.chunk: at for at, m in enumerate(trace.moments) if m.kind is Kind.CREATE}
+    for chunk, held in activation_contents(trace).items():
+        nbytes, policy, seconds = trace.chunk_nbytes[chunk], Policy.KEEP, 0.0
+        if held.content is Content.RECOMPUTED:
+            policy, seconds = Policy.RECOMPUTE, again_s.get(begins[chunk], 0.0)
+        elif chunk in copied:
             policy, seconds = Policy.OFFLOAD, sum(plan.machine.links[link].copy_s(nbytes) for link in LINK_LANES)
-        found[moment.chunk] = RegionPolicy(name, policy, nbytes, seconds)
-        latest[name] = moment.chunk
+        if held.content is Content.INPUTS:
+            inputs.setdefault(held.region, []).append(chunk)
+        # In the place of its inputs, those of the last call first, as backward goes.
+        of_inputs = inputs.get(held.region) if held.content is Content.RECOMPUTED else None
+        found[of_inputs.pop() if of_inputs else chunk] = RegionPolicy(held.region, policy, nbytes, seconds)
     return tuple(found.values())
 
 
 def region_names(trace: Trace) -> dict[ChunkId, str]:
     """Return by ACTIVATION chunk the region it belongs to."""
-    return {
-        moment.chunk: _name(moment.label)
-        for moment in trace.moments
-        if moment.kind is Kind.CREATE and moment.chunk.role is Role.ACTIVATION
-    }
+    return {chunk: held.region for chunk, held in activation_contents(trace).items()}
 
 
 def chunk_names(plan: Plan, trace: Trace) -> dict[ChunkId, str]:
     """Return by ACTIVATION chunk its region, and what becomes of it: ``"blocks.0, offloaded"``."""
-    names, copied = region_names(trace), _copied(plan)
-    recomputed = {
-        (_name(moment.label), moment.chunk)
-        for moment in trace.moments
-        if moment.kind is Kind.CREATE and moment.chunk in names and moment.label.endswith(" backward")
-    }
-    again = {name for name, _ in recomputed}
-    found = {}
-    for chunk, name in names.items():
+    copied, found = _copied(plan), {}
+    for chunk, held in activation_contents(trace).items():
         fate = DONE[Policy.OFFLOAD if chunk in copied else Policy.KEEP]
-        if (name, chunk) in recomputed:
+        if held.content is Content.RECOMPUTED:
             fate = DONE[Policy.RECOMPUTE]
-        elif name in again:
+        elif held.content is Content.INPUTS:
             fate = f"inputs, {fate}"
-        found[chunk] = f"{name}, {fate}"
+        found[chunk] = f"{held.region}, {fate}"
     return found
 
 
@@ -89,8 +78,3 @@ def alike(regions: Sequence[RegionPolicy]) -> Iterator[tuple[str, RegionPolicy]]
 
 def _copied(plan: Plan) -> set[ChunkId]:
     return {action.chunk for actions in plan.actions for action in actions if isinstance(action, Copy)}
-
-
-def _name(label: str) -> str:
-    """Return the region that a moment of its chunk names."""
-    return label.rpartition(" ")[0]

@@ -58,7 +58,7 @@ def role_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def region_rows(regions: Sequence[RegionPolicy]) -> Iterator[Row]:
-    """Yield (regions, what becomes of their activations, bytes, seconds of that), those in a row that are alike as one."""
+    """Yield (regions, what becomes of their activations, bytes, seconds of that); those that are alike as one."""
     for name, region in alike(regions):
         took = format_s(region.seconds) if region.seconds else ""
         yield (name, DONE[region.policy], format_nbytes(region.nbytes), took)

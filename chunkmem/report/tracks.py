@@ -170,7 +170,7 @@ def moment_line(trace: Trace, index: int) -> str:
 
 
 def chunk_track(chunk: ChunkId, history: ChunkHistory, trace: Trace, starts: Sequence[int], *, name: str = "") -> Track:
-    """Return the states of a chunk over a step, by its own name or another one; those that last no time are left out."""
+    """Return the states of a chunk over a step, by its own name or another; those that last no time are left out."""
     title = f"{chunk} ({name})" if name else str(chunk)
     size, last = _exact(trace.chunk_nbytes[chunk]), len(starts) - 1
     ends = [*(moment for moment, _ in history.changes[1:]), last]
