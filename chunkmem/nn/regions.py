@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import _StopRecomputationError
 
 from chunkmem.errors import TraceError
@@ -92,19 +93,22 @@ class _SavedStorage:
     storage: torch.UntypedStorage
     saved: list[weakref.ref[SavedTensor]] = field(default_factory=list)
 
-    def take(self) -> bool:
+    def take(self, *, is_rehearsal: bool) -> bool:
         """Make it ours if nobody but autograd holds it: then no tensor of others can see that it is emptied."""
         tensors = [kept for each in self.saved if (kept := each()) is not None]
-        if not tensors or not self.storage.resizable() or not all(_is_plain(kept.tensor) for kept in tensors):
+        plain = FakeTensor if is_rehearsal else torch.Tensor
+        if not tensors or not self.storage.resizable() or not all(_is_plain(kept.tensor, plain) for kept in tensors):
             return False
         if not self._has_only([kept.tensor for kept in tensors]):
             return False
         for kept in tensors:
             tensor = kept.tensor
             kept.is_stale = tensor._version != kept.version
+            kept.is_moved = True
+            if is_rehearsal:
+                continue  # it is never emptied
             alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             kept.tensor = alias.set_(self.storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-            kept.is_moved = True
         return True
 
     def _has_only(self, saved: list[torch.Tensor]) -> bool:
@@ -121,13 +125,15 @@ class _SavedStorage:
             return False
         num_saved = Counter(map(id, saved))
         num_views = Counter(id(tensor._base) for tensor in objects.values() if tensor._base is not None)
+        # A view of a fake tensor has its base twice: for forward, and for backward.
+        per_view = 2 if isinstance(saved[0], FakeTensor) else 1
         # What refers, in this very place, to a tensor that nobody else has, and to one that a view is of.
         view = torch.empty(1)[:]
         listed = [torch.empty(0), view._base, *objects.values()]
         objects.clear()
         in_python, in_cpp = [sys.getrefcount(tensor) for tensor in listed], [_use_count(tensor) for tensor in listed]
         return all(
-            python == in_python[num_views[key] > 0] + 2 * num_saved[key] and cpp == in_cpp[0] + num_views[key]
+            python == in_python[num_views[key] > 0] + 2 * num_saved[key] and cpp == in_cpp[0] + per_view * num_views[key]
             for key, python, cpp in zip(map(id, listed[2:]), in_python[2:], in_cpp[2:], strict=True)
         )
 
@@ -137,8 +143,8 @@ def _use_count(tensor: torch.Tensor | None) -> int:
     return count
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and not tensor.is_conj() and not tensor.is_neg()
+def _is_plain(tensor: torch.Tensor, plain: type[torch.Tensor]) -> bool:
+    return type(tensor) is plain and not tensor.is_conj() and not tensor.is_neg()
 
 
 class SavedStorages:
@@ -235,13 +241,16 @@ class _Count(OwnHooks):
 
     def __init__(self, counts: Callable[[int], bool], pack: Callable[[torch.Tensor], object]) -> None:
         self.nbytes: dict[int, int] = {}
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
         self._counts = counts
         self._pack = pack
 
     def pack(self, tensor: torch.Tensor) -> object:
         key = storage_id(tensor)
         if key is not None and key not in self.nbytes and self._counts(key):
-            self.nbytes[key] = aligned(tensor.untyped_storage().nbytes())
+            storage = tensor.untyped_storage()
+            self.nbytes[key] = aligned(storage.nbytes())
+            self.storages.append(weakref.ref(storage))
         return self._pack(tensor)
 
 
@@ -264,13 +273,23 @@ class _Recomputing(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        nbytes = sum(self._runs.pop().nbytes.values())
+        count = self._runs.pop()
+        nbytes = sum(count.nbytes.values())
         if nbytes and (kind is None or kind is _StopRecomputationError):
+            for storage in count.storages:
+                if (alive := storage()) is not None:
+                    self._regions.on_taken(alive)
             self._regions.recomputed(self._call, nbytes)
 
 
 def _of_all(contents: Mapping[ChunkId, Contents]) -> set[Content]:
     return {held.content for held in contents.values()}
+
+
+def activation_chunk(group: int, label: str, nbytes: int) -> Chunk:
+    """Return a chunk of activations, without content."""
+    spec = Group(group, "uint8", 1, 1, nbytes, (Slot(0, group, 0, nbytes),))
+    return Chunk(ChunkId(Role.ACTIVATION, group), spec, torch.uint8, label, ())
 
 
 def aligned(nbytes: int) -> int:
@@ -298,7 +317,9 @@ class _Sight(weakref.ref[RegionCall]):
 class RegionActivations(OwnHooks):
     """What regions save: chunks from the end of their forward to the end of their backward."""
 
-    def __init__(self, pager: Pager, turn: Turn, saved: ChunkHooks, *, policy: str | None) -> None:
+    def __init__(
+        self, pager: Pager, turn: Turn, saved: ChunkHooks, *, policy: str | None, is_rehearsal: bool = False
+    ) -> None:
         """Begin with none.
 
         Args:
@@ -306,8 +327,10 @@ class RegionActivations(OwnHooks):
             turn: of this thread.
             saved: keeps tensors in the memory of parameters' chunks.
             policy: for regions, of the configuration; None: nothing is managed.
+            is_rehearsal: under fake tensors.
         """
         self._pager = pager
+        self._is_rehearsal = is_rehearsal
         self._turn = turn
         self._saved = saved
         self._hooks = (self._pack, self._unpack)
@@ -341,7 +364,7 @@ class RegionActivations(OwnHooks):
         self._around: Generator[None, None, None] | None = None
         """Surrounds the call that runs, if it is going to be recomputed."""
         self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
-        """Called with each storage that becomes part of a chunk."""
+        """Called with each storage that is about to become part of a chunk."""
 
     @property
     def is_auto(self) -> bool:
@@ -452,9 +475,11 @@ class RegionActivations(OwnHooks):
         storages, call.storages = call.storages, {}
         call.given = frozenset(storages)
         with runtime_mode():
-            taken = [each.storage for each in storages.values() if each.take()]
+            taken = [each.storage for each in storages.values() if each.take(is_rehearsal=self._is_rehearsal)]
         del storages
         if taken:
+            for storage in taken:
+                self.on_taken(storage)
             saved = SavedStorages()
             what = "inputs" if call.record.is_recomputed else "activations"
             call.chunk = self._begin(call, saved, saved.hold(taken), reader=f"{call.name} forward", what=what)
@@ -465,8 +490,6 @@ class RegionActivations(OwnHooks):
             if call.record.policy == "keep":
                 self._pinned[call.chunk.id] = _KEPT
                 self._pager.pin(call.chunk, Tier.DEVICE, reader=call)
-            for storage in taken:
-                self.on_taken(storage)
 
     def _begin(self, call: RegionCall, saved: SavedStorages, nbytes: int, *, reader: str, what: str) -> Chunk:
         """Return a chunk whose content is what a call has saved, or its inputs, or what was recomputed."""
@@ -496,8 +519,7 @@ class RegionActivations(OwnHooks):
 
     def _make_chunk(self, group: int, label: str, nbytes: int) -> Chunk:
         self._next_group = max(self._next_group, group + 1)
-        spec = Group(group, "uint8", 1, 1, nbytes, (Slot(0, group, 0, nbytes),))
-        chunk = Chunk(ChunkId(Role.ACTIVATION, group), spec, torch.uint8, label, ())
+        chunk = activation_chunk(group, label, nbytes)
         self._pager.store.add(chunk)
         self._chunks.setdefault(label, []).append(chunk)
         return chunk
