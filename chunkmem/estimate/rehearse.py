@@ -68,7 +68,11 @@ class Setting:
     master_weights: bool = True
     """`master_weights` of the configuration: False leaves that copy out."""
     checkpointing: bool = False
-    """Recompute each block in backward."""
+    """Recompute each block in backward, by torch's checkpoint."""
+    activations: str | None = None
+    """`activations.policy` of the configuration."""
+    kept: frozenset[int] = frozenset()
+    """Under the policy "auto", the calls that are not recomputed, by number."""
     chunk_numel: int | None = None
     """`default_chunk_size`, in elements; None searches the size that wastes least."""
     tile_numel: int | None = None
@@ -84,8 +88,9 @@ class Setting:
     def config(self) -> Config:
         """Return the configuration of such a training."""
         precision = next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
-        values = {"precision": precision, "master_weights": self.master_weights}
-        return Config.from_dict(values | {"default_chunk_size": self.chunk_numel or "auto"})
+        values: dict[str, Any] = {"precision": precision, "master_weights": self.master_weights}
+        values |= {"default_chunk_size": self.chunk_numel or "auto", "activations": {"policy": self.activations}}
+        return Config.from_dict(values)
 
 
 @dataclass(frozen=True)
@@ -250,6 +255,8 @@ class _Stage:
         (packed,) = added
         self.layout = packed.layout
         self._probe = LiveStorageProbe({managed.storage_id for managed in packed.parameters}.__contains__)
+        self._modules.regions.on_taken = self._probe.leave_out
+        self._modules.regions.begin_iteration(setting.kept, lambda: len(self.log.calls))
 
     def watching(self) -> AbstractContextManager[object]:
         """Return what has to be around the step: it counts the memory and the time of operators."""
@@ -261,8 +268,14 @@ class _Stage:
         self._modules.access.reset(step=True)
         self._modules.backward.reset(step=True)
         self.log.add(Asked.STEP)
-        parameters = tuple(self._gradients.parameters.values())
-        return StepCalls(self.layout, tuple(self.log.calls), self._units.found, parameters)
+        return StepCalls(
+            self.layout,
+            tuple(self.log.calls),
+            self._units.found,
+            tuple(self._gradients.parameters.values()),
+            self.log.activations,
+            self._modules.regions.recorded(),
+        )
 
     def begin_root(self, root: nn.Module) -> None:
         """Drop what an interrupted call left."""

@@ -32,8 +32,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import _StopRecomputationError
 
+from chunkmem.errors import TraceError
 from chunkmem.layout.spec import ALIGN_NBYTES, Group, Slot
 from chunkmem.nn.recompute import Recomputation
 from chunkmem.nn.saved_tensors import ChunkHooks, OwnHooks, SavedReference
@@ -42,7 +44,8 @@ from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
-from chunkmem.trace.model import Region
+from chunkmem.trace.activations import Content, Contents, activation_contents
+from chunkmem.trace.model import Region, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
 _NO_TASK = -1
@@ -51,6 +54,12 @@ _KEPT = -2
 """In place of a backward: pinned from the end of forward on."""
 _STALE = -1
 """The version of a tensor that was written to after it was saved."""
+_CONTENTS = {
+    "keep": {Content.ACTIVATIONS},
+    "offload": {Content.ACTIVATIONS},
+    "recompute": {Content.INPUTS, Content.RECOMPUTED},
+}
+"""By policy: what chunks may hold."""
 FIRST_GROUP = 1 << 20
 """Groups of activations are numbered from here on, those of parameters from 0."""
 
@@ -73,7 +82,6 @@ class SavedTensor:
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.tensor = alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         self.version = alias._version if tensor._version == self.version else _STALE
-        self.is_moved = True
 
     def check(self) -> None:
         """Raise what torch does for a tensor that was written to after it was saved."""
@@ -92,19 +100,21 @@ class _SavedStorage:
     storage: torch.UntypedStorage
     saved: list[weakref.ref[SavedTensor]] = field(default_factory=list)
 
-    def take(self) -> bool:
+    def take(self, *, is_rehearsal: bool) -> bool:
         """Make it ours if nobody but autograd holds it: then no tensor of others can see that it is emptied."""
         tensors = self._live()
-        if (
-            not tensors
-            or not self.storage.resizable()
-            or (self.storage.device.type == "cpu" and self.storage.is_shared())
-        ):
+        plain = FakeTensor if is_rehearsal else torch.Tensor
+        is_shared = self.storage.device.type == "cpu" and not is_rehearsal and self.storage.is_shared()
+        if not tensors or is_shared or not self.storage.resizable():
             return False
-        if not all(_is_plain(kept.tensor) for kept in tensors) or not self._has_only([kept.tensor for kept in tensors]):
+        if not all(_is_plain(kept.tensor, plain) for kept in tensors):
+            return False
+        if not self._has_only([kept.tensor for kept in tensors]):
             return False
         for kept in tensors:
-            kept.move(self.storage)
+            kept.is_moved = True
+            if not is_rehearsal:  # else it is never emptied
+                kept.move(self.storage)
         return True
 
     def is_escaped(self) -> bool:
@@ -135,13 +145,15 @@ class _SavedStorage:
             return False
         num_saved = Counter(map(id, saved))
         num_views = Counter(id(tensor._base) for tensor in objects.values() if tensor._base is not None)
+        # A view of a fake tensor has its base twice: for forward, and for backward.
+        per_view = 2 if isinstance(saved[0], FakeTensor) else 1
         # What refers, in this very place, to a tensor that nobody else has, and to one that a view is of.
         view = torch.empty(1)[:]  # below autograd, it is a view of nothing; then none of ours has a base either
         listed = [torch.empty(0), torch.empty(1) if view._base is None else view._base, *objects.values()]
         objects.clear()
         in_python, in_cpp = [sys.getrefcount(tensor) for tensor in listed], [_use_count(tensor) for tensor in listed]
         return all(
-            python == in_python[num_views[key] > 0] + 2 * num_saved[key] and cpp == in_cpp[0] + num_views[key]
+            (python, cpp) == (in_python[num_views[key] > 0] + 2 * num_saved[key], in_cpp[0] + per_view * num_views[key])
             for key, python, cpp in zip(map(id, listed[2:]), in_python[2:], in_cpp[2:], strict=True)
         )
 
@@ -151,9 +163,9 @@ def _use_count(tensor: torch.Tensor) -> int:
     return count
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor, plain: type[torch.Tensor]) -> bool:
     is_odd = tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
-    return type(tensor) is torch.Tensor and not is_odd
+    return type(tensor) is plain and not is_odd
 
 
 class SavedStorages:
@@ -251,13 +263,16 @@ class _Count(OwnHooks):
 
     def __init__(self, counts: Callable[[int], bool], pack: Callable[[torch.Tensor], object]) -> None:
         self.nbytes: dict[int, int] = {}
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
         self._counts = counts
         self._pack = pack
 
     def pack(self, tensor: torch.Tensor) -> object:
         key = storage_id(tensor)
         if key is not None and key not in self.nbytes and self._counts(key):
-            self.nbytes[key] = aligned(tensor.untyped_storage().nbytes())
+            storage = tensor.untyped_storage()
+            self.nbytes[key] = aligned(storage.nbytes())
+            self.storages.append(weakref.ref(storage))
         return self._pack(tensor)
 
 
@@ -280,9 +295,23 @@ class _Recomputing(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        nbytes = sum(self._runs.pop().nbytes.values())
+        count = self._runs.pop()
+        nbytes = sum(count.nbytes.values())
         if nbytes and (kind is None or kind is _StopRecomputationError):
+            for storage in count.storages:
+                if (alive := storage()) is not None:
+                    self._regions.on_taken(alive)
             self._regions.recomputed(self._call, nbytes)
+
+
+def _of_all(contents: Mapping[ChunkId, Contents]) -> set[Content]:
+    return {held.content for held in contents.values()}
+
+
+def activation_chunk(group: int, label: str, nbytes: int) -> Chunk:
+    """Return a chunk of activations, without content."""
+    spec = Group(group, "uint8", 1, 1, nbytes, (Slot(0, group, 0, nbytes),))
+    return Chunk(ChunkId(Role.ACTIVATION, group), spec, torch.uint8, label, ())
 
 
 def aligned(nbytes: int) -> int:
@@ -310,7 +339,9 @@ class _Sight(weakref.ref[RegionCall]):
 class RegionActivations(OwnHooks):
     """What regions save: chunks from the end of their forward to the end of their backward."""
 
-    def __init__(self, pager: Pager, turn: Turn, saved: ChunkHooks, *, policy: str | None) -> None:
+    def __init__(
+        self, pager: Pager, turn: Turn, saved: ChunkHooks, *, policy: str | None, is_rehearsal: bool = False
+    ) -> None:
         """Begin with none.
 
         Args:
@@ -318,8 +349,10 @@ class RegionActivations(OwnHooks):
             turn: of this thread.
             saved: keeps tensors in the memory of parameters' chunks.
             policy: for regions, of the configuration; None: nothing is managed.
+            is_rehearsal: under fake tensors.
         """
         self._pager = pager
+        self._is_rehearsal = is_rehearsal
         self._turn = turn
         self._saved = saved
         self._hooks = (self._pack, self._unpack)
@@ -339,7 +372,7 @@ class RegionActivations(OwnHooks):
         """Chunks of what has been recomputed, which nobody needs when that backward is over."""
         self._chunks: dict[str, list[Chunk]] = {}
         """By what they hold; those used last come last."""
-        self._num_chunks = 0
+        self._next_group = FIRST_GROUP
         self._policy = policy
         self._kept: Collection[int] = ()
         """Calls of the iteration, by their numbers, that are not recomputed although they may be."""
@@ -348,10 +381,12 @@ class RegionActivations(OwnHooks):
         self.records: list[CallRecord] = []
         """Of the calls of the iteration."""
         self._marked: list[tuple[nn.Module, str]] = []
+        self._has_marked = False
+        """Some regions have policies of their own."""
         self._around: Generator[None, None, None] | None = None
         """Surrounds the call that runs, if it is going to be recomputed."""
         self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
-        """Called with each storage that becomes part of a chunk."""
+        """Called with each storage that is about to become part of a chunk."""
 
     @property
     def is_auto(self) -> bool:
@@ -369,9 +404,33 @@ class RegionActivations(OwnHooks):
         found = (record.region(number) for number, record in enumerate(self.records) if record.is_auto)
         return tuple(region for region in found if region is not None)
 
+    def adopt(self, trace: Trace) -> None:
+        """Have the chunks that a training step of an earlier run names, before there are others.
+
+        Raises:
+            TraceError: other regions were managed in it, or others have been here.
+        """
+        contents = activation_contents(trace)
+        wanted = _CONTENTS.get(self._policy or "", set(Content))
+        if not self._has_marked and (bool(contents) is (self._policy is None) or not _of_all(contents) <= wanted):
+            raise TraceError(
+                f"the trace is of a run with another activations.policy, and here it is {self._policy or 'null'}: "
+                "set it as it was, or leave the trace out"
+            )
+        chunks = self._pager.store.chunks
+        for key, held in contents.items():
+            if key in chunks and (chunks[key].label, chunks[key].nbytes) != (str(held), trace.chunk_nbytes[key]):
+                raise TraceError(
+                    f"{key} has {chunks[key].label} here, and in the trace {held}; set the trace before training"
+                )
+            if key not in chunks:
+                chunk = self._make_chunk(key.group, str(held), trace.chunk_nbytes[key])
+                chunk.saved = SavedStorages()
+
     def mark(self, module: nn.Module, policy: str) -> None:
         """Make a module a region of a policy when it is packed."""
         self._marked.append((module, policy))
+        self._has_marked = True
 
     def of(self, root: nn.Module) -> dict[nn.Module, str]:
         """Return the policies of the regions under `root`, a model that was packed."""
@@ -442,9 +501,11 @@ class RegionActivations(OwnHooks):
         storages, call.storages = call.storages, {}
         call.given = frozenset(storages)
         with runtime_mode():
-            taken = [each for each in storages.values() if each.take()]
+            taken = [each for each in storages.values() if each.take(is_rehearsal=self._is_rehearsal)]
         del storages
         if taken:
+            for each in taken:
+                self.on_taken(each.storage)
             saved = SavedStorages()
             what = "inputs" if call.record.is_recomputed else "activations"
             call.chunk = self._begin(call, saved, saved.hold(taken), reader=f"{call.name} forward", what=what)
@@ -455,8 +516,6 @@ class RegionActivations(OwnHooks):
             if call.record.policy == "keep":
                 self._pinned[call.chunk.id] = _KEPT
                 self._pager.pin(call.chunk, Tier.DEVICE, reader=call)
-            for each in taken:
-                self.on_taken(each.storage)
 
     def _begin(self, call: RegionCall, saved: SavedStorages, nbytes: int, *, reader: str, what: str) -> Chunk:
         """Return a chunk whose content is what a call has saved, or its inputs, or what was recomputed."""
@@ -482,12 +541,13 @@ class RegionActivations(OwnHooks):
                 known.remove(chunk)
                 known.append(chunk)
                 return chunk
-        group = FIRST_GROUP + self._num_chunks
-        self._num_chunks += 1
-        spec = Group(group, "uint8", 1, 1, nbytes, (Slot(0, group, 0, nbytes),))
-        chunk = Chunk(ChunkId(Role.ACTIVATION, group), spec, torch.uint8, label, ())
+        return self._make_chunk(self._next_group, label, nbytes)
+
+    def _make_chunk(self, group: int, label: str, nbytes: int) -> Chunk:
+        self._next_group = max(self._next_group, group + 1)
+        chunk = activation_chunk(group, label, nbytes)
         self._pager.store.add(chunk)
-        known.append(chunk)
+        self._chunks.setdefault(label, []).append(chunk)
         return chunk
 
     # What autograd asks.

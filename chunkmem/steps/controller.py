@@ -51,6 +51,10 @@ class Regions(Protocol):
         """
         ...
 
+    def adopt(self, trace: Trace) -> None:
+        """Have the chunks of a training step of an earlier run; raise a TraceError if other regions are managed."""
+        ...
+
     def recorded(self) -> tuple[Region, ...]:
         """Return the calls of the step that was recorded."""
         ...
@@ -102,6 +106,18 @@ class StepController(KnownSteps):
         self._choices = RegionChoices(maker.machine, options)
         self._iteration_end = IterationEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
         self.timelines = LastTimelines(tiers)
+
+    def adopt_trace(self, trace: Trace) -> None:
+        """Use a trace of an earlier run: the same calls are recomputed as in it.
+
+        Raises:
+            TraceError: it is of another model, layout or policy for activations.
+        """
+        self._check_trace(trace)
+        if trace.mode is Mode.TRAIN:
+            self._regions.adopt(trace)
+            self._choices.adopt(trace)
+        super().adopt_trace(trace)
 
     # Iterations.
 

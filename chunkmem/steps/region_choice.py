@@ -23,10 +23,15 @@ class RegionChoices:
         self._machine = machine
         self._options = options
         self._kept: dict[Key, frozenset[int]] = {}
+        self._adopted: frozenset[int] | None = None
 
     def kept(self, key: Key) -> frozenset[int] | None:
         """Return the numbers of the calls that a kind of step does not recompute; None: there is no choice yet."""
-        return self._kept.get(key)
+        return self._kept.get(key, self._adopted)
+
+    def adopt(self, trace: Trace) -> None:
+        """Choose for all kinds of steps what a trace of an earlier run has recomputed."""
+        self._adopted = frozenset(region.number for region in trace.regions if region.recomputed is None)
 
     def keep(self, key: Key, kept: frozenset[int]) -> None:
         """Have a kind of step recompute all calls but these."""
