@@ -146,7 +146,7 @@ class _SavedStorage:
         num_saved = Counter(map(id, saved))
         num_views = Counter(id(tensor._base) for tensor in objects.values() if tensor._base is not None)
         # A view of a fake tensor has its base twice: for forward, and for backward.
-        per_view = 2 if isinstance(saved[0], FakeTensor) else 1
+        per_view = 2 if saved and isinstance(saved[0], FakeTensor) else 1
         # What refers, in this very place, to a tensor that nobody else has, and to one that a view is of.
         view = torch.empty(1)[:]  # below autograd, it is a view of nothing; then none of ours has a base either
         listed = [torch.empty(0), torch.empty(1) if view._base is None else view._base, *objects.values()]
