@@ -229,7 +229,11 @@ class Config(Section):
         about="With several ranks, free the weights that other ranks own when the model is built; false: whenever a "
         "module is attached, so that no rank ever holds the whole model.",
     )
-    use_cpu_embedding: bool = option(BOOL, False, about="Not available yet.")
+    use_cpu_embedding: bool = option(
+        BOOL,
+        False,
+        about="Each nn.Embedding and nn.EmbeddingBag computes on HOST, where its weights stay; see `manager.on_host`.",
+    )
     memory: MemoryConfig = option(subsection(MemoryConfig), MemoryConfig())
     distributed: DistributedConfig = option(subsection(DistributedConfig), DistributedConfig())
     client: ClientConfig = option(subsection(ClientConfig), ClientConfig())
@@ -290,7 +294,6 @@ class Config(Section):
 
 AVAILABLE: Final = MappingProxyType(
     {
-        "use_cpu_embedding": (False,),
         "memory.disk": (None,),
     }
 )

@@ -27,7 +27,7 @@ from chunkmem.runtime.timestamps import HostClock
 from chunkmem.shard.units import Unit, Units
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import ChunkId, Role
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,9 @@ class RankStage:
         if isinstance(subject, int):
             chunk = self._store.chunks[ChunkId(Role.PARAM, subject)]
             if call.asked is Asked.PIN:
-                self._pager.pin(chunk, Tier.DEVICE, reader=call.reader)
+                self._pager.pin(chunk, chunk.compute_tier, reader=call.reader)
             else:
-                self._pager.unpin(chunk, Tier.DEVICE)
+                self._pager.unpin(chunk, chunk.compute_tier)
         elif isinstance(subject, Unit):
             if self._sharding.reduction is not None:  # alone, there are no units
                 by_name = {Asked.ENTER: self.units.enter, Asked.LEAVE: self.units.leave}

@@ -159,4 +159,4 @@ def counted_memory(device: Ledger, host: Ledger, *, make_pager: Callable[[ChunkS
     """Return chunks that are only counted, on two tiers; where HOST has no room, the two are one."""
     pager = make_pager(WeightlessStore([device, host]))
     caps = TierCaps(device.cap_nbytes, host.cap_nbytes, shared=host.limit_nbytes == 0)
-    return Memory(ComputeDevice(_CPU), caps, pager, lambda dtype: cast(BoundChunk, RehearsedChunk()))
+    return Memory(ComputeDevice(_CPU), caps, pager, lambda dtype, tier: cast(BoundChunk, RehearsedChunk()))

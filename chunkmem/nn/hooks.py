@@ -20,6 +20,7 @@ from chunkmem.nn.guard import AccessGuard
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import tensors_in
 from chunkmem.shard.units import Unit, Units
+from chunkmem.types import Tier
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class FittedModule:
     is_leaf: bool
     unit: Unit | None
     """The unit of exchange it belongs to; None with one rank."""
+    tier: Tier
+    """Where it computes."""
 
 
 class RootCalls(Protocol):
@@ -88,14 +91,16 @@ class ModuleHooks:
         raise not_copyable()
 
     def fit(
-        self, root: nn.Module, by_id: Mapping[int, ManagedParameter]
+        self, root: nn.Module, by_id: Mapping[int, ManagedParameter], *, on_host: Collection[nn.Module] = ()
     ) -> dict[nn.Module, dict[str, ManagedParameter]]:
         """Fit every module under the root that is not fitted yet; return the managed parameters of each by name.
 
-        `by_id` maps the identities of Parameters to what is known of them.
+        `by_id` maps the identities of Parameters to what is known of them; `on_host` are modules that compute there.
         """
         owned: dict[nn.Module, dict[str, ManagedParameter]] = {}
-        units = self._units.of(root, {key: managed.group for key, managed in by_id.items()})
+        chunks = self._access.chunks
+        exchanged = {k: m.group for k, m in by_id.items() if chunks[m.group].compute_tier is Tier.DEVICE}
+        units = self._units.of(root, exchanged)
         self._roots.add(root)
         for name, module in root.named_modules():
             if module in self._fitted:
@@ -108,6 +113,7 @@ class ModuleHooks:
                 tuple(_held_elsewhere(module, by_id)),
                 not any(True for _ in module.children()),
                 units.get(module),
+                Tier.HOST if module in on_host else Tier.DEVICE,
             )
             if own:
                 vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.look_up)
@@ -131,6 +137,7 @@ class ModuleHooks:
                 self._turn.give_back()
                 raise
         frame = Frame(fitted.name, module, recomputing=recomputing)
+        frame.tier = fitted.tier
         frame.took_turn = took_turn or is_stale  # what is left over has not given it back
         if fitted.is_leaf and any(not managed.requires_grad for managed in fitted.own):
             frame.inputs = [(t, t._version) for t in tensors_in((args, kwargs)) if t.requires_grad]

@@ -72,7 +72,7 @@ class StepController(KnownSteps):
         """Training steps are like those to come."""
         self._trainable = trainable
         self._iteration_end = IterationEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
-        self.timelines = LastTimelines(tiers)
+        self.timelines = LastTimelines(tiers, pager.store)
 
     # Iterations.
 
