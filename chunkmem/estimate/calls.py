@@ -89,6 +89,8 @@ class StepCalls:
     """All that have weights; none if the step is that of one process alone."""
     parameters: tuple[RehearsedParameter, ...]
     """All that are managed."""
+    host_Bps: float
+    """Of HOST's memory."""
 
 
 class CallLog:

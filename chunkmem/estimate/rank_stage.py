@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -46,6 +46,8 @@ class Step:
 
     trace: Trace
     exchanged: Exchanged = Exchanged()
+    on_host_nbytes: Mapping[Role, int] = field(default_factory=dict)
+    """Of modules that compute on HOST, and so in no trace."""
 
 
 class _Meter:
@@ -60,6 +62,10 @@ class _Meter:
         self._duration_s += measured.duration_s
         self._now_nbytes = measured.now_nbytes
         self._peak_nbytes = max(self._peak_nbytes, measured.peak_nbytes + self._buffered_nbytes)
+
+    def wait(self, duration_s: float) -> None:
+        """HOST does something that everything waits for."""
+        self._duration_s += duration_s
 
     def buffer(self, nbytes: int) -> None:
         """Exchanges take `nbytes` more, or fewer."""
@@ -115,6 +121,7 @@ class RankStage:
             CapacityError: there is no room for the weights, or for what training adds to them.
         """
         self._calls = step.calls
+        self._host_Bps = step.host_Bps
         self._pager, self._store = memory.pager, memory.store
         self._parameters = cast(list[ManagedParameter], list(step.parameters))
         self._meter = _Meter()
@@ -185,7 +192,8 @@ class RankStage:
         self._pager.policy = OnDemand()
         self.units.end_step()
         sent, received = traffic.sent_nbytes - before.sent_nbytes, traffic.received_nbytes - before.received_nbytes
-        return Step(trace, Exchanged(sent, received, traffic.peak_buffered_nbytes))
+        exchanged = Exchanged(sent, received, traffic.peak_buffered_nbytes)
+        return Step(trace, exchanged, self._store.on_host_nbytes())
 
     def _serve(self, call: Call) -> None:
         subject = call.subject
@@ -219,6 +227,9 @@ class RankStage:
                 updater.make_states([managed], {spec.role for spec in AdamRule.all_states})
         for group in in_order_of_update(groups, landing=groups):
             updater.update(group, (), self._rule)  # of no parameter: nothing is computed
+            if updater.is_on_host(group):
+                moved_nbytes = 2 * sum(chunk.nbytes for chunk in updater.claims.chunks(group))
+                self._meter.wait(moved_nbytes / self._host_Bps)
             slots.forget(set(slots.landed[group]))
         slots.forget(self._parameters)  # as `zero_grad` does: frozen ones have zeros, which were reduced with others
 
