@@ -75,6 +75,7 @@ class EntryPoints:
         self._autocast.switch_off()
         modules.access.reset(step=False)
         modules.backward.reset(step=False)
+        modules.turn.end_hooks()
         units.reset()
         grad_enabled = torch.is_grad_enabled()
         units.begin_root(grad_enabled=grad_enabled)

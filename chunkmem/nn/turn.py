@@ -30,7 +30,7 @@ class Turn:
         self._given_back = threading.Condition()
         self._in_hooks = threading.RLock()
         self._taken = threading.local()
-        """Of each thread: whether what it has taken, and not given back, was taken in a hook, in this order."""
+        """Of each thread: what it has taken and not given back, in this order; None is the turn itself."""
         self._owner_id: int | None = None
         self._waiting: deque[int] = deque()
         """In the order they came: one that asks again and again would keep all others out."""
@@ -47,14 +47,14 @@ class Turn:
             if self._owner_id is not None or self._waiting:
                 self._wait()
             self._owner_id = threading.get_ident()
-        self._note(in_hook=False)
+        self._taken_here().append(None)
         return True
 
     def give_back(self) -> None:
         """Let others have it, if this thread does; what was taken last goes first."""
-        taken = getattr(self._taken, "in_hooks", None)
-        if taken and taken.pop():
-            self._in_hooks.release()
+        taken = self._taken_here().pop() if self._taken_here() else None
+        if taken is not None:
+            taken.release()
         elif self._owner_id == threading.get_ident():
             with self._given_back:
                 self._owner_id = None
@@ -65,15 +65,22 @@ class Turn:
         """The same in one of autograd's hooks, which may act for a thread that has the turn."""
         if self._with_hooks:
             return self.take()
-        if not self._in_hooks.acquire(timeout=self._timeout_s):
+        lock = self._in_hooks
+        if not lock.acquire(timeout=self._timeout_s):
             raise self._late()
-        self._note(in_hook=True)
+        self._taken_here().append(lock)
         return True
 
-    def _note(self, *, in_hook: bool) -> None:
-        if not hasattr(self._taken, "in_hooks"):
-            self._taken.in_hooks = []
-        self._taken.in_hooks.append(in_hook)
+    def end_hooks(self) -> None:
+        """No backward runs: a hook that was torn down keeps others out no longer."""
+        self._in_hooks = threading.RLock()
+
+    def _taken_here(self) -> list[threading.RLock | None]:
+        """Return what this thread has taken."""
+        if not hasattr(self._taken, "order"):
+            self._taken.order = []
+        found: list[threading.RLock | None] = self._taken.order
+        return found
 
     @contextmanager
     def taken(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -668,6 +669,25 @@ def test_hooks_of_two_threads_take_turns_where_autograd_has_several() -> None:
         turn.give_back()
         other.join()  # though this thread has the turn: the other one acts for it
         assert inside == ["other"]
+
+
+def test_a_hook_that_was_torn_down_keeps_nobody_out() -> None:
+    turn = Turn(timeout_s=0.01, with_hooks=False)
+    assert turn.take_in_hook()
+
+    def late() -> None:
+        with pytest.raises(StateError, match="has waited"):
+            turn.take_in_hook()
+
+    def in_time() -> None:
+        assert turn.take_in_hook()
+        turn.give_back()
+
+    for hook in (late, in_time):
+        with ThreadPoolExecutor(1) as other:
+            other.submit(hook).result()
+        turn.end_hooks()
+    in_time()
 
 
 def test_a_copy_of_the_model_is_refused_as_elsewhere() -> None:
