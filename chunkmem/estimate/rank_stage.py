@@ -231,6 +231,9 @@ class RankStage:
                 moved_nbytes = 2 * sum(chunk.nbytes for chunk in updater.claims.chunks(group))
                 self._meter.wait(moved_nbytes / self._host_Bps)
             slots.forget(set(slots.landed[group]))
+        if self._sharding.shards is not None:
+            trained = {managed.group for managed in self._parameters if managed.requires_grad}
+            self._sharding.shards.send_on_host(trained, reader="updated weights on HOST")
         slots.forget(self._parameters)  # as `zero_grad` does: frozen ones have zeros, which were reduced with others
 
 

@@ -440,3 +440,5 @@ def test_the_cap_that_is_predicted_for_an_embedding_on_host_is_enough(world: int
     assert need.nbytes < TABLE_NBYTES // 5
     assert fits(replace(asked_about, device_nbytes=need.nbytes), rehearsal)
     assert not fits(replace(asked_about, device_nbytes=need.nbytes - 1), rehearsal)
+    exchanged = find(asked_about, rehearsal).exchanged  # the gradient of the table to its owner, and its weights to all
+    assert (exchanged.sent_nbytes + exchanged.received_nbytes >= 2 * TABLE_NBYTES) is (world > 1)
