@@ -24,7 +24,7 @@ from chunkmem.nn.turn import Turn
 from chunkmem.plan.model import Plan
 from chunkmem.trace.model import Trace
 from chunkmem.types import Role, Tier
-from tests.helpers.audit import assert_as_predicted
+from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import adversarial
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import Task, serial, train
@@ -248,6 +248,20 @@ def test_host_has_to_hold_all_of_it() -> None:
         "memory.host to at least 63.00 KiB (64512 bytes), or leave them on DEVICE"
     )
     assert training(errors[0].enough_nbytes) is None
+
+
+@cpu_only
+def test_no_want_of_room_makes_it_leave_host() -> None:
+    with chunkmem.ChunkManager(config(1 << 20, **ON_HOST)) as manager:
+        ours, plain = Twin(manager, Worded), Twin(None, Worded)
+        assert ours.steps(0, 1) == plain.steps(0, 1)
+        pager = manager.runtime.memory.pager
+        pager.policy.before_demand()
+        there = pager.store.resident[Tier.HOST].values()
+        for wanted_nbytes in (1, sum(chunk.nbytes for chunk in there) - 3 * TABLE_NBYTES):
+            pager.shrink(Tier.HOST, wanted_nbytes)
+            audit(manager)
+        assert ours.steps(2, 3, 4) == plain.steps(2, 3, 4)
 
 
 def test_where_both_tiers_are_one_nothing_changes() -> None:
