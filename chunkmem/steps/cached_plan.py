@@ -175,7 +175,9 @@ class CachedPlan:
         if plan_executor is None:
             return Outcome.FOLLOWED
         if plan_executor.step_log.plan_misses or not plan_executor.is_at_end:
-            if not plan_executor.was_followed and not self._has_warned:
+            # Without a miss nothing was served on demand: the step was that of modules on HOST alone.
+            was_missed = bool(plan_executor.step_log.plan_misses) and not plan_executor.was_followed
+            if was_missed and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
                     f"a {self.mode.value} step could not follow its plan, and every access was served on demand, which "

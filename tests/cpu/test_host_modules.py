@@ -545,6 +545,23 @@ def test_users_call_it_as_any_other_module() -> None:
     same(Scenes, scenario, keys=ON_HOST)
 
 
+@cpu_only
+@pytest.mark.filterwarnings("error")
+def test_a_step_of_nothing_else_is_no_miss_of_the_plan() -> None:
+    with chunkmem.ChunkManager(config(8 << 10, **ON_HOST)) as manager:
+        ours, plain = Twin(manager, Worded), Twin(None, Worded)
+        for twin in (ours, plain):
+            twin.steps(0, 1, 2, 3)
+            for step in (4, 5):
+                twin.model.words(ids_of(features(step))).square().mean().backward()
+                twin.update()
+                with torch.no_grad():
+                    for evaluated in range(3):
+                        twin.model.words(ids_of(features(evaluated)))
+        assert ours.steps(6, 7) == plain.steps(6, 7)
+        assert_as_predicted(manager)
+
+
 class Recurrent(nn.Module):
     """A module with a flat list of its weights, and more than one output."""
 
