@@ -79,6 +79,8 @@ class Chunk:
     """The float32 chunk that this one is rounded from: what is lost of this one can be made again."""
     is_remote: bool = False
     """Another rank owns it: here it has content only while it is pinned on DEVICE."""
+    is_copy: bool = False
+    """Another rank owns it, and sends its content to this one's HOST, where modules compute with it."""
     version: int = NO_CONTENT
     is_written_past: bool = False
     """Modules write to it in a way that autograd's version counters do not tell of (`self.weight.data.clamp_()`)."""

@@ -88,8 +88,9 @@ class ShardStore:
             if not self.owns(group):
                 for role in _KEPT_ROLES:
                     chunk = self._store.chunks.get(ChunkId(role, group))
-                    is_here = chunk is not None and role is Role.PARAM and chunk.compute_tier is Tier.HOST
-                    if chunk is not None and not is_here:
+                    if chunk is not None and role is Role.PARAM and chunk.compute_tier is Tier.HOST:
+                        chunk.is_copy = True
+                    elif chunk is not None:
                         chunk.is_remote = True
                         for tier in list(chunk.replicas):
                             self._store.drop(chunk, tier)

@@ -251,6 +251,20 @@ def test_host_has_to_hold_all_of_it() -> None:
 
 
 @cpu_only
+@pytest.mark.parametrize(("device_slabs", "host_slabs"), [(4, 28), (8, 24), (12, 22), (20, 14)])
+def test_plans_leave_host_what_is_computed_with_there(device_slabs: int, host_slabs: int) -> None:
+    """HOST has so many chunks more than the table takes; of those that pass through DEVICE, some stay on DEVICE."""
+    keys = {"memory": {"device": device_slabs << 10, "host": (4 * 63 + host_slabs) << 10}, "default_chunk_size": 256}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict({**keys, **ON_HOST})) as manager:
+        ours, plain = Twin(manager, Worded), Twin(None, Worded)
+        assert ours.steps(*range(5)) == plain.steps(*range(5))
+        assert_as_predicted(manager)
+        assert manager.plan is not None
+        num_on_device = sum(tier is Tier.DEVICE for tier in manager.plan.update_tiers.values())
+        assert num_on_device == max(0, device_slabs // 4 - 1)
+
+
+@cpu_only
 def test_no_want_of_room_makes_it_leave_host() -> None:
     with chunkmem.ChunkManager(config(1 << 20, **ON_HOST)) as manager:
         ours, plain = Twin(manager, Worded), Twin(None, Worded)
