@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from chunkmem.manager import ChunkManager
     from chunkmem.memory import MemoryReport
+    from chunkmem.nn.tiled import TiledLinear
     from chunkmem.optim.adam import Adam, AdamW
     from chunkmem.optim.sgd import SGD
 
@@ -49,6 +50,7 @@ __all__ = [
     "RankError",
     "StateError",
     "TierIOError",
+    "TiledLinear",
     "TraceError",
     "__version__",
     "initialize_engine",
@@ -63,6 +65,7 @@ _HOMES = MappingProxyType(
         "ExchangeMethod": "chunkmem.comm.methods",
         "MemoryReport": "chunkmem.memory",
         "SGD": "chunkmem.optim.sgd",
+        "TiledLinear": "chunkmem.nn.tiled",
         "initialize_engine": "chunkmem.engine",
     }
 )
@@ -70,6 +73,8 @@ _HOMES = MappingProxyType(
 
 
 def __getattr__(name: str) -> object:
+    if name == "nn":  # not in `__all__`: `import *` would replace torch's
+        return import_module("chunkmem.nn")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOMES.get(name, "chunkmem.errors")), name)

@@ -234,6 +234,12 @@ class Config(Section):
         False,
         about="Each nn.Embedding and nn.EmbeddingBag computes on HOST, where its weights stay; see `manager.on_host`.",
     )
+    with_tiling_linear: bool | int = option(
+        either(BOOL, integer(1)),
+        False,
+        about="Split `nn.Linear` weights with more elements than this into `TiledLinear`s; true: than a quarter of the "
+        "widest.",
+    )
     memory: MemoryConfig = option(subsection(MemoryConfig), MemoryConfig())
     distributed: DistributedConfig = option(subsection(DistributedConfig), DistributedConfig())
     client: ClientConfig = option(subsection(ClientConfig), ClientConfig())

@@ -50,6 +50,8 @@ class Question:
     is_accumulating: bool = False
     """`manager.accumulate(1)` is called, so that the first step knows that its backward is the last one, too."""
     chunk_numel: int | None = None
+    tile_numel: int | None = None
+    """Linear layers with a larger weight are tiled; None: none is."""
     options: PlanOptions = field(default_factory=PlanOptions)
 
     def rehearse(self) -> Rehearsal:
@@ -63,6 +65,7 @@ class Question:
                 cpu_embedding=self.cpu_embedding,
                 host_Bps=self.hardware.host_memory_Bps,
                 chunk_numel=self.chunk_numel,
+                tile_numel=self.tile_numel,
                 device_nbytes=self.device_nbytes,
                 num_ranks=self.world,
                 flop_per_s=self.hardware.eager_share * self.hardware.flop_rate(self.dtype),
@@ -76,8 +79,9 @@ class Change:
     """One thing to change so that it fits."""
 
     what: str
-    """"device", "host", "batch", "checkpointing", "cpu embedding", "precision", "accumulate" or "world"; several joined
-    by " + "."""
+    """"device", "host", "batch", "checkpointing", "cpu embedding", "precision", "tile", "accumulate" or "world";
+    several are joined by " + ".
+    """
     options: tuple[str, ...]
     """Of the command line, to add or to replace: ``("--batch", "2")``."""
     question: Question

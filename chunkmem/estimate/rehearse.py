@@ -43,6 +43,7 @@ from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.built import Built
 from chunkmem.nn.guard import only_makes_a_view
+from chunkmem.nn.tiling import tile_linears
 from chunkmem.optim.places import StatePlaces
 from chunkmem.parts import DTYPES, Sharding, make_modules, make_updater
 from chunkmem.runtime.lanes import BlockingLanes
@@ -72,6 +73,8 @@ class Setting:
     """Recompute each block in backward."""
     chunk_numel: int | None = None
     """`default_chunk_size`, in elements; None searches the size that wastes least."""
+    tile_numel: int | None = None
+    """`with_tiling_linear`, in elements; None tiles nothing."""
     device_nbytes: int = 2**40
     """Cap on DEVICE; the search for a chunk size looks at it."""
     cpu_embedding: bool = False
@@ -205,6 +208,8 @@ def rehearse(model: Model, setting: Setting) -> Rehearsal:
 def _build(model: Model, setting: Setting) -> nn.Module:
     module = model.build()
     module.train()
+    if setting.tile_numel is not None:
+        tile_linears(module, max_numel=setting.tile_numel)
     if setting.checkpointing and not checkpointed(module):
         raise LayoutError(
             f"{model.name} has no nn.ModuleList or nn.Sequential, whose children could be recomputed; leave out "
