@@ -56,6 +56,8 @@ class EntryPoints:
         self._stepping = False
         self._has_given_up = False
         """Gradients were discarded since the last step."""
+        self._updated: frozenset[int] = frozenset()
+        """Groups that the step updates, on whichever rank."""
 
     @property
     def phase(self) -> str:
@@ -73,6 +75,7 @@ class EntryPoints:
         self._autocast.switch_off()
         modules.access.reset(step=False)
         modules.backward.reset(step=False)
+        modules.turn.end_hooks()
         units.reset()
         grad_enabled = torch.is_grad_enabled()
         units.begin_root(grad_enabled=grad_enabled)
@@ -174,8 +177,11 @@ class EntryPoints:
             self._sharding.units.replay_without_batch(label)
             reduction.reduce(parameters)
             reduction.reduce_excluded(self.averaged)
+            self._updated = frozenset(managed.group for managed in gradients.anywhere)
 
     def _end_step(self) -> None:
+        if self._sharding.shards is not None:
+            self._sharding.shards.send_on_host(self._updated, reader="updated weights on HOST")
         self.ordinary.follow()
         self._controller.end_step()
         self._sharding.units.end_step()

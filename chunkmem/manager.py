@@ -196,6 +196,20 @@ class ChunkManager:
         self.runtime.modules.regions.mark(module, policy)
         return module
 
+    def on_host(self, module: nn.Module) -> nn.Module:
+        """Have a module compute on HOST, where weights, gradients and optimizer states stay. Returns the same object.
+
+        For a wide embedding: ids go to HOST and rows come back, and DEVICE never holds it. Call it before the module is
+        packed. Where DEVICE and HOST are one piece of RAM, nothing changes.
+
+        Raises:
+            LayoutError: it has no parameters.
+            StateError: it is packed already.
+        """
+        self.runtime.require_open()
+        self.runtime.modules.host.mark(module)
+        return module
+
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:
         """Run `loss.backward(**kwargs)`; in fp16, of the loss times the loss scale.
 
@@ -309,6 +323,8 @@ class ChunkManager:
         with self.runtime.together("manager.load_state_dict()"):
             check_fits(state_dict, self.runtime.modules.surface.expected_state(root), strict=strict)
             keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
+            if self.runtime.sharding.shards is not None:
+                self.runtime.sharding.shards.send_on_host(reader="manager.load_state_dict()")
         return keys
 
     def memory(self) -> MemoryReport:

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=DTYPES, default="fp32", help="of weights and gradients (default: fp32)")
     add("--no-master-weights", action="store_true", help="update weights in the low precision: master_weights false")
     add("--checkpointing", action="store_true", help="recompute each block in backward")
+    add("--cpu-embedding", action="store_true", help="embeddings compute on HOST: use_cpu_embedding")
     add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
     add("--accumulate", action="store_true", help="manager.accumulate(1) is called: the first step needs less of HOST")
     add("--chunk-size", type=count, metavar="NUMEL", help="default_chunk_size, in elements; default: searched")
@@ -139,6 +140,7 @@ def _question(options: argparse.Namespace) -> Question:
         dtype=getattr(torch, DTYPES[options.precision]),
         master_weights=not options.no_master_weights,
         checkpointing=options.checkpointing,
+        cpu_embedding=options.cpu_embedding,
         world=options.world,
         is_accumulating=options.accumulate,
         chunk_numel=options.chunk_size,

@@ -36,6 +36,7 @@ def yes(
     from chunkmem.estimate.question import step_range
 
     peaks = {tier: finding.timeline.peak_nbytes.get(tier, 0) for tier in (Tier.DEVICE, Tier.HOST)}
+    peaks[Tier.HOST] += finding.on_host_nbytes
     with_activations = max(
         chunks + moment.non_model_peak_nbytes
         for chunks, moment in zip(finding.timeline.device_nbytes, finding.trace.moments, strict=True)
@@ -157,6 +158,7 @@ def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, 
         "tokens": rehearsal.tokens,
         "precision": next(name for name, dtype in DTYPES.items() if str(question.dtype) == f"torch.{dtype}"),
         "checkpointing": question.checkpointing,
+        "cpu_embedding": question.cpu_embedding,
         "tile_numel": question.tile_numel,
         "world": question.world,
         "role_nbytes": {role.value: nbytes for role, nbytes in rehearsal.role_nbytes.items()},
@@ -201,10 +203,11 @@ def _subject_line(question: Question, rehearsal: Rehearsal) -> str:
     batch = f"{rehearsal.tokens:,} tokens" if rehearsal.tokens else f"a batch of {question.batch}"
     ranks = f", {question.world} ranks" if question.world > 1 else ""
     recomputing = ", recomputing blocks" if question.checkpointing else ""
+    embedding = ", embeddings on HOST" if question.cpu_embedding else ""
     tiled = "" if question.tile_numel is None else f", tiles of at most {question.tile_numel:,} elements"
     return (
         f"{name}: {billions(rehearsal.num_params)} parameters in {len(rehearsal.layout.groups)} chunk groups, {batch} "
-        f"a step{ranks}, {str(question.dtype).removeprefix('torch.')}{recomputing}{tiled}"
+        f"a step{ranks}, {str(question.dtype).removeprefix('torch.')}{recomputing}{embedding}{tiled}"
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from chunkmem.errors import LayoutError
+from chunkmem.errors import LayoutError, StateError
 from chunkmem.estimate.question import Change, Question, device_need, fits, host_need
 from chunkmem.estimate.rehearse import Rehearsal
 from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
@@ -15,6 +15,8 @@ from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
 _NEAR = 1.1
 """A cap that is short by less than this factor is the first thing to change."""
 
+_IMPOSSIBLE = LayoutError, StateError
+"""There are no blocks to recompute, or the head has the weight of an embedding that is to compute on HOST."""
 _QUARTERINGS = 3
 """How often tiles are quartered in search of those that fit."""
 
@@ -77,6 +79,8 @@ def _alone(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iter
     yield from _tiled(question, rehearsal, rehearse)
     if not question.checkpointing:
         yield from _tried(replace(question, checkpointing=True), "checkpointing", ("--checkpointing",), rehearse)
+    if not question.cpu_embedding:
+        yield from _tried(replace(question, cpu_embedding=True), "cpu embedding", ("--cpu-embedding",), rehearse)
     yield from _smaller_batch(question, rehearse)
     if question.dtype is torch.float32:
         yield from _tried(replace(question, dtype=torch.bfloat16), "precision", ("--precision", "bf16"), rehearse)
@@ -107,23 +111,25 @@ def _tiled(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iter
 
 
 def _together(question: Question, rehearse: Rehearse) -> Iterator[Change]:
-    both = replace(question, checkpointing=True, dtype=torch.bfloat16)
-    for change in _smaller_batch(both, rehearse, and_same=True):
-        parts = {
-            "checkpointing": () if question.checkpointing else ("--checkpointing",),
-            "precision": ("--precision", "bf16") if question.dtype is torch.float32 else (),
-            "batch": change.options if change.question.batch != question.batch else (),
-        }
-        used = {what: options for what, options in parts.items() if options}
-        if len(used) > 1:
-            yield _joined(used, change.question)
-        return
+    for cpu_embedding in dict.fromkeys((question.cpu_embedding, True)):
+        all_of_them = replace(question, checkpointing=True, dtype=torch.bfloat16, cpu_embedding=cpu_embedding)
+        for change in _smaller_batch(all_of_them, rehearse, and_same=True):
+            parts = {
+                "checkpointing": () if question.checkpointing else ("--checkpointing",),
+                "cpu embedding": () if question.cpu_embedding is cpu_embedding else ("--cpu-embedding",),
+                "precision": ("--precision", "bf16") if question.dtype is torch.float32 else (),
+                "batch": change.options if change.question.batch != question.batch else (),
+            }
+            used = {what: options for what, options in parts.items() if options}
+            if len(used) > 1:
+                yield _joined(used, change.question)
+            return
 
 
 def _tried(changed: Question, what: str, options: tuple[str, ...], rehearse: Rehearse) -> Iterator[Change]:
     try:
         rehearsal = rehearse(changed)
-    except LayoutError:  # there are no blocks to recompute
+    except _IMPOSSIBLE:
         return
     if fits(changed, rehearsal):
         yield Change(what, options, changed)
@@ -145,7 +151,7 @@ def _smaller_batch(question: Question, rehearse: Rehearse, *, and_same: bool = F
     try:
         if high <= low or not enough(low):
             return
-    except LayoutError:  # there are no blocks to recompute
+    except _IMPOSSIBLE:
         return
     # Each sample adds about the same bytes, so a straight line soon finds the place.
     low_need, high_need = need(low), need(high - 1 if and_same else high)

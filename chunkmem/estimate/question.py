@@ -44,6 +44,8 @@ class Question:
     dtype: torch.dtype = torch.float32
     master_weights: bool = True
     checkpointing: bool = False
+    cpu_embedding: bool = False
+    """`use_cpu_embedding`: embeddings compute on HOST."""
     world: int = 1
     is_accumulating: bool = False
     """`manager.accumulate(1)` is called, so that the first step knows that its backward is the last one, too."""
@@ -60,6 +62,8 @@ class Question:
                 dtype=self.dtype,
                 master_weights=self.master_weights,
                 checkpointing=self.checkpointing,
+                cpu_embedding=self.cpu_embedding,
+                host_Bps=self.hardware.host_memory_Bps,
                 chunk_numel=self.chunk_numel,
                 tile_numel=self.tile_numel,
                 device_nbytes=self.device_nbytes,
@@ -75,9 +79,8 @@ class Change:
     """One thing to change so that it fits."""
 
     what: str
-    """"device", "host", "batch", "checkpointing", "precision", "tile", "accumulate" or "world"; several joined by
-    " + ".
-
+    """"device", "host", "batch", "checkpointing", "cpu embedding", "precision", "tile", "accumulate" or "world";
+    several are joined by " + ".
     """
     options: tuple[str, ...]
     """Of the command line, to add or to replace: ``("--batch", "2")``."""
@@ -103,6 +106,8 @@ class Finding:
     timeline: Timeline
     lower_bounds: LowerBounds
     exchanged: Exchanged
+    on_host_nbytes: int
+    """What modules that compute on HOST take there."""
     first_host_nbytes: int
     """What the first step needs on HOST, where gradients may wait for the optimizer's step."""
 
@@ -144,7 +149,8 @@ def find(question: Question, rehearsal: Rehearsal) -> Finding:
     most_nbytes = max(step.exchanged.sent_nbytes, step.exchanged.received_nbytes)
     exchange_s = most_nbytes / question.hardware.exchange_Bps(question.world)
     lower_bounds = lower_bounds_of(plan, step.trace, question.hardware, exchange_s=exchange_s)
-    return Finding(step.trace, plan, timeline, lower_bounds, step.exchanged, _least_on_host(question, steps))
+    least, taken = _least_on_host(question, steps), _on_host_nbytes(step)
+    return Finding(step.trace, plan, timeline, lower_bounds, step.exchanged, taken, least)
 
 
 def step_range(question: Question, finding: Finding) -> StepRange:
@@ -183,7 +189,12 @@ def _steps(question: Question, rehearsal: Rehearsal) -> RankSteps:
 
 def _least_on_host(question: Question, steps: RankSteps) -> int:
     charges = question.hardware.is_accelerator
-    return least_on_host(steps.first.trace, device_nbytes=question.device_nbytes, charges_non_model=charges).nbytes
+    need = least_on_host(steps.first.trace, device_nbytes=question.device_nbytes, charges_non_model=charges)
+    return need.nbytes + _on_host_nbytes(steps.first)
+
+
+def _on_host_nbytes(step: Step) -> int:
+    return sum(step.on_host_nbytes.values())
 
 
 def _host_nbytes(question: Question) -> int:
@@ -245,10 +256,18 @@ def trains_on_demand(question: Question, rehearsal: Rehearsal) -> bool:
 
 def _faster(question: Question, steps: RankSteps) -> tuple[Step, Plan, Timeline]:
     """Plan the way that ranks keep: gathering ahead if there is a plan for it, unless computing stalls longer."""
-    machine = question.hardware.machine(question.device_nbytes, _host_nbytes(question), world=question.world)
 
     def planned(step: Step) -> tuple[Step, Plan, Timeline]:
-        plan = make_plan(step.trace, machine, options=question.options)
+        taken_nbytes = _on_host_nbytes(step)
+        host_nbytes = max(0, _host_nbytes(question) - taken_nbytes)
+        machine = question.hardware.machine(question.device_nbytes, host_nbytes, world=question.world)
+        try:
+            plan = make_plan(step.trace, machine, options=question.options)
+        except CapacityError as error:
+            if error.on_host:
+                error.needed_nbytes += taken_nbytes
+                error.cap_nbytes += taken_nbytes
+            raise
         return step, plan, simulate(plan, step.trace)
 
     lazy = planned(steps.lazy)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ from chunkmem.config import Config
 from chunkmem.errors import ChunkmemError, LayoutError, TraceError
 from chunkmem.estimate.calls import Asked, CallLog, LoggedGradients, LoggedPager, LoggedUnits, Measured, StepCalls
 from chunkmem.estimate.clock import OperatorClock
+from chunkmem.estimate.host_operators import HostOperators
 from chunkmem.estimate.model import Model, checkpointed
 from chunkmem.estimate.peers import UnisonRanks
 from chunkmem.estimate.rank_steps import RankSteps, replay
-from chunkmem.estimate.weightless import NO_CAP_NBYTES, counted_memory, one_tier
+from chunkmem.estimate.weightless import NO_CAP_NBYTES, counted_memory, one_tier, two_tiers
 from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.built import Built
@@ -79,6 +81,10 @@ class Setting:
     """`with_tiling_linear`, in elements; None tiles nothing."""
     device_nbytes: int = 2**40
     """Cap on DEVICE; the search for a chunk size looks at it."""
+    cpu_embedding: bool = False
+    """`use_cpu_embedding` of the configuration."""
+    host_Bps: float = 1e10
+    """Of HOST's memory, for operators and updates of modules that compute there."""
     num_ranks: int = 1
     """Ranks that train together. With several, the model has units; the search for a chunk size looks at them, too."""
     flop_per_s: float = 1e12
@@ -88,7 +94,11 @@ class Setting:
     def config(self) -> Config:
         """Return the configuration of such a training."""
         precision = next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
-        values: dict[str, Any] = {"precision": precision, "master_weights": self.master_weights}
+        values: dict[str, Any] = {
+            "precision": precision,
+            "master_weights": self.master_weights,
+            "use_cpu_embedding": self.cpu_embedding,
+        }
         values |= {"default_chunk_size": self.chunk_numel or "auto", "activations": {"policy": self.activations}}
         return Config.from_dict(values)
 
@@ -150,6 +160,8 @@ class Rehearsal:
         owned = Counter({0: 0})
         for chunk, nbytes in self.trace.chunk_nbytes.items():
             owned[chunk.group % world] += nbytes
+        for group in self.layout.groups:
+            owned[group.id % world] += group.nbytes if group.is_on_host else 0
         return sorted(owned, key=lambda rank: (-owned[rank], rank))
 
     @property
@@ -160,7 +172,7 @@ class Rehearsal:
     @property
     def role_nbytes(self) -> Mapping[Role, int]:
         """Bytes of the chunks in each role, pads included."""
-        found = Counter[Role]()
+        found = Counter(self.over(1).first.on_host_nbytes)
         for chunk, nbytes in self.trace.chunk_nbytes.items():
             found[chunk.role] += nbytes
         return {role: found[role] for role in sorted(found, key=lambda role: role.order)}
@@ -238,9 +250,12 @@ class _Stage:
 
     def __init__(self, module: nn.Module, setting: Setting, clock: OperatorClock) -> None:
         self._clock = clock
+        self._host_clock = OperatorClock(flop_per_s=inf, memory_Bps=setting.host_Bps)
+        self._host_Bps = setting.host_Bps
         self.log = CallLog(self._measure)
         config = setting.config()
-        memory = counted_memory(*one_tier(setting.device_nbytes), make_pager=partial(LoggedPager, log=self.log))
+        tiers = two_tiers if setting.cpu_embedding else one_tier
+        memory = counted_memory(*tiers(setting.device_nbytes), make_pager=partial(LoggedPager, log=self.log))
         places = StatePlaces(memory.store, memory.caps, margin_use_ratio=0.0)
         self._gradients = LoggedGradients(memory.pager, self.log, settles=places.updates_on_host)
         self._units = LoggedUnits(self.log, is_alone=setting.num_ranks == 1)
@@ -252,6 +267,7 @@ class _Stage:
             raise LayoutError("the model has no parameters, so there is nothing to train")
         self._hooks = self._modules.hooks(self)
         self._modules.fit([module], added, self._hooks, dtype=setting.dtype)
+        self._on_host = HostOperators(self._modules.registry.on_host)
         (packed,) = added
         self.layout = packed.layout
         self._probe = LiveStorageProbe({managed.storage_id for managed in packed.parameters}.__contains__)
@@ -261,7 +277,8 @@ class _Stage:
     def watching(self) -> AbstractContextManager[object]:
         """Return what has to be around the step: it counts the memory and the time of operators."""
         stack = self._modules.access.stack
-        return _RehearsalMode(self._probe, self._clock, lambda: str(stack[-1]) if stack else "")
+        where = lambda: str(stack[-1]) if stack else ""  # noqa: E731
+        return _RehearsalMode(self._probe, self._clock, where, on_host=self._on_host, host_clock=self._host_clock)
 
     def step(self) -> StepCalls:
         """Drop leftovers, as `optimizer.step()` does first, and return what the whole step has asked for."""
@@ -273,6 +290,7 @@ class _Stage:
             tuple(self.log.calls),
             self._units.found,
             tuple(self._gradients.parameters.values()),
+            self._host_Bps,
             self.log.activations,
             self._modules.regions.recorded(),
         )
@@ -289,7 +307,8 @@ class _Stage:
         """There are no other ranks to be told."""
 
     def _measure(self) -> Measured:
-        return Measured(self._clock.take_s(), self._probe.take_peak_nbytes(), self._probe.take_peak_nbytes())
+        passed_s = self._clock.take_s() + self._host_clock.take_s()
+        return Measured(passed_s, self._probe.take_peak_nbytes(), self._probe.take_peak_nbytes())
 
 
 class _RehearsalMode(TorchDispatchMode):
@@ -302,8 +321,18 @@ class _RehearsalMode(TorchDispatchMode):
         """Spare every operator a wrapper that keeps torch's compiler out, which never comes here."""
         return False
 
-    def __init__(self, probe: LiveStorageProbe, clock: OperatorClock, where: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        probe: LiveStorageProbe,
+        clock: OperatorClock,
+        where: Callable[[], str],
+        *,
+        on_host: HostOperators,
+        host_clock: OperatorClock,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._on_host = on_host
+        self._host_clock = host_clock
         self._probe = probe
         self._clock = clock
         self._where = where
@@ -312,6 +341,10 @@ class _RehearsalMode(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # three of four calls, all from torch itself
             return args[0].fake_device
         kwargs = kwargs or {}
+        if self._on_host.is_running:
+            result = func(*args, **kwargs)
+            self._host_clock.count(func, args, kwargs, result)
+            return result
         if only_makes_a_view(func):
             return func(*args, **kwargs)
         try:

@@ -340,7 +340,14 @@ class RegionActivations(OwnHooks):
     """What regions save: chunks from the end of their forward to the end of their backward."""
 
     def __init__(
-        self, pager: Pager, turn: Turn, saved: ChunkHooks, *, policy: str | None, is_rehearsal: bool = False
+        self,
+        pager: Pager,
+        turn: Turn,
+        saved: ChunkHooks,
+        *,
+        policy: str | None,
+        device: torch.device,
+        is_rehearsal: bool = False,
     ) -> None:
         """Begin with none.
 
@@ -349,10 +356,12 @@ class RegionActivations(OwnHooks):
             turn: of this thread.
             saved: keeps tensors in the memory of parameters' chunks.
             policy: for regions, of the configuration; None: nothing is managed.
+            device: that is DEVICE; what is saved elsewhere stays there.
             is_rehearsal: under fake tensors.
         """
         self._pager = pager
         self._is_rehearsal = is_rehearsal
+        self._device = device
         self._turn = turn
         self._saved = saved
         self._hooks = (self._pack, self._unpack)
@@ -560,7 +569,7 @@ class RegionActivations(OwnHooks):
             return reference
         kept = SavedTensor(tensor, call)
         key = storage_id(tensor)
-        if key is not None:
+        if key is not None and (self._is_rehearsal or tensor.device.type == self._device.type):
             entry = call.storages.get(key)
             if entry is None:
                 entry = call.storages[key] = _SavedStorage(tensor.untyped_storage())

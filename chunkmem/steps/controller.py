@@ -105,7 +105,7 @@ class StepController(KnownSteps):
         self._regions = regions
         self._choices = RegionChoices(maker.machine, options)
         self._iteration_end = IterationEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
-        self.timelines = LastTimelines(tiers)
+        self.timelines = LastTimelines(tiers, pager.store)
 
     def adopt_trace(self, trace: Trace) -> None:
         """Use a trace of an earlier run: the same calls are recomputed as in it.

@@ -27,12 +27,13 @@ def audit(manager: ChunkManager) -> None:
     audit_leaving(manager.runtime.memory.pager)
     manager.runtime.memory.pager.policy.drain()  # what a plan has prefetched may be under way
     for chunk in manager.runtime.memory.store.chunks.values():
+        assert chunk.compute_tier is Tier.DEVICE or Tier.DEVICE not in chunk.replicas, f"{chunk.label} is on DEVICE"
         for replica in chunk.replicas.values():
             if replica.version == chunk.version != NO_CONTENT:
                 for start, stop in chunk.group.pads:
                     assert not replica.flat[start:stop].any(), f"{chunk.label}: pads are not 0"
         if isinstance(chunk.home, BoundChunk):
-            audit_binding(chunk.home, present=Tier.DEVICE in chunk.replicas, nbytes=chunk.nbytes)
+            audit_binding(chunk.home, present=chunk.compute_tier in chunk.replicas, nbytes=chunk.nbytes)
 
 
 def audit_pins(manager: ChunkManager) -> None:
