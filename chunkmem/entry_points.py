@@ -77,12 +77,15 @@ class EntryPoints:
         grad_enabled = torch.is_grad_enabled()
         units.begin_root(grad_enabled=grad_enabled)
         self._state_frozen()
-        self._controller.begin_root(
-            id(root), grad_enabled=grad_enabled, before_iteration=modules.gradients.discard_unset
-        )
+        self._controller.begin_root(id(root), grad_enabled=grad_enabled, before_iteration=self._leave_to_autograd)
         modules.registry.check()
         modules.surface.check_copies()
         modules.gradient_hooks.watch(modules.registry.parameters)
+
+    def _leave_to_autograd(self) -> None:
+        """Another step begins: what the one before has left is no part of it."""
+        self._modules.regions.give_up()
+        self._modules.gradients.discard_unset()
 
     def make_guard(self) -> AccessGuard | None:
         """Steps that are recorded run under a check; it would cost too much in every one."""

@@ -92,13 +92,15 @@ class _SavedStorage:
     def take(self) -> bool:
         """Make it ours if nobody but autograd holds it: then no tensor of others can see that it is emptied."""
         tensors = self._live()
-        if (
-            not tensors
-            or not self.storage.resizable()
-            or (self.storage.device.type == "cpu" and self.storage.is_shared())
+        storage = self.storage
+        if not tensors or not storage.nbytes() or not storage.resizable():
+            return False
+        if (storage.device.type == "cpu" and storage.is_shared()) or not all(
+            _is_plain(kept.tensor) for kept in tensors
         ):
             return False
-        if not all(_is_plain(kept.tensor) for kept in tensors) or not self._has_only([kept.tensor for kept in tensors]):
+        del storage
+        if not self._has_only([kept.tensor for kept in tensors]):
             return False
         for kept in tensors:
             kept.move(self.storage)
@@ -123,14 +125,18 @@ class _SavedStorage:
         bases = [tensor._base for tensor in saved]
         objects |= {id(base): base for base in bases if base is not None}
         bases.clear()
-        # This object refers to the storage, too, and to what Python has of it, which a user can have as well.
-        if torch._C._storage_Use_Count(self.storage._cdata) != len(objects) + 1 or sys.getrefcount(self.storage) > 2:
+        # What refers, in this very place, to a storage that nobody else has in Python; this object does, too.
+        alone = torch.empty(0) if objects else None
+        storage = torch.UntypedStorage(0) if alone is None else alone.untyped_storage()
+        if torch._C._storage_Use_Count(self.storage._cdata) != len(objects) + 1:
+            return False
+        if sys.getrefcount(self.storage) != sys.getrefcount(storage):
             return False
         num_saved = Counter(map(id, saved))
         num_views = Counter(id(tensor._base) for tensor in objects.values() if tensor._base is not None)
         # What refers, in this very place, to a tensor that nobody else has, and to one that a view is of.
-        view = torch.empty(1)[:]
-        listed = [torch.empty(0), view._base, *objects.values()]
+        view = torch.empty(1)[:]  # below autograd, it is a view of nothing; then none of ours has a base either
+        listed = [torch.empty(0), torch.empty(1) if view._base is None else view._base, *objects.values()]
         objects.clear()
         in_python, in_cpp = [sys.getrefcount(tensor) for tensor in listed], [_use_count(tensor) for tensor in listed]
         return all(
@@ -139,13 +145,14 @@ class _SavedStorage:
         )
 
 
-def _use_count(tensor: torch.Tensor | None) -> int:
-    count: int = tensor._use_count()  # type: ignore[union-attr]
+def _use_count(tensor: torch.Tensor) -> int:
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
     return count
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and not tensor.is_conj() and not tensor.is_neg()
+    is_odd = tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
+    return type(tensor) is torch.Tensor and not is_odd
 
 
 class SavedStorages:
@@ -300,6 +307,8 @@ class RegionActivations(OwnHooks):
         self._marked: list[nn.Module] = []
         self._around: Generator[None, None, None] | None = None
         """Surrounds the call that runs, if it is going to be recomputed."""
+        self.on_shortage: Callable[[], None] = lambda: None
+        """Called when what a call has saved does not fit: the step is not like others."""
         self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
         """Called with each storage that becomes part of a chunk."""
 
@@ -322,7 +331,7 @@ class RegionActivations(OwnHooks):
         if self._depth > 1 or not torch.is_grad_enabled():
             return
         self.settle()
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return  # as in transforms of torch.func
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return  # the user's own decide what is saved
@@ -378,6 +387,7 @@ class RegionActivations(OwnHooks):
 
     def _begin(self, call: RegionCall, saved: SavedStorages, nbytes: int, *, reader: str) -> Chunk:
         """Return a chunk whose content is what a call has saved."""
+        num_chunks = self._num_chunks
         chunk = self._chunk_for(call.name, nbytes)
         if Tier.DEVICE in chunk.replicas:  # of a call that is over; a plan was to free it
             self._pager.store.drop(chunk, Tier.DEVICE)
@@ -389,15 +399,18 @@ class RegionActivations(OwnHooks):
         except BaseException:
             del self._live[chunk.id]
             saved.let_go()
+            if num_chunks < self._num_chunks:
+                self._chunks[call.name].remove(chunk)  # it is too large: what fits takes another one
+            self.on_shortage()
             raise
         return chunk
 
     def _chunk_for(self, name: str, nbytes: int) -> Chunk:
-        """Return a chunk of a region that has no content, and is large enough."""
+        """Return the smallest chunk of a region that has no content, and is large enough."""
         known = self._chunks.setdefault(name, [])
-        for chunk in known:
-            if chunk.id not in self._live and chunk.nbytes >= nbytes:
-                return chunk
+        fitting = [chunk for chunk in known if chunk.id not in self._live and chunk.nbytes >= nbytes]
+        if fitting:
+            return min(fitting, key=lambda chunk: chunk.nbytes)
         group = FIRST_GROUP + self._num_chunks
         self._num_chunks += 1
         spec = Group(group, "uint8", 1, 1, nbytes, (Slot(0, group, 0, nbytes),))
@@ -520,7 +533,13 @@ class RegionActivations(OwnHooks):
         self.settle()
         for key in list(self._pinned):
             self._unpin(key)
-        for sight in list(self._live.values()) if step else ():
+        if step:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """The step is over: leave to autograd what it has not let go of."""
+        self._look_after_gone()
+        for sight in list(self._live.values()):
             call = sight()
             if call is not None:
                 self._give_up(sight.chunk, call)
