@@ -53,7 +53,8 @@ def audit_ledgers(store: ChunkStore, *, log_nbytes: int = 0) -> None:
         live: Counter[str] = Counter()
         for chunk in store.chunks.values():
             if tier in chunk.replicas:
-                assert chunk.replicas[tier].flat.untyped_storage().nbytes() >= chunk.nbytes
+                replica = chunk.replicas[tier]  # pieces: activations, whose memory a user may have got hold of
+                assert replica.pieces is not None or replica.flat.untyped_storage().nbytes() >= chunk.nbytes
                 live[chunk.id.role.value] += chunk.nbytes
         live[CACHE] += sum(slab.nbytes for slab in getattr(pool, "_kept", ()))
         if tier is Tier.HOST:
