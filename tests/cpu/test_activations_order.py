@@ -31,10 +31,10 @@ VARIANT = {variant.name: variant for variant in VARIANTS}
 def train(model: str, way: str, *, spare: float = 0.0) -> tuple[HappensBefore, int]:
     """Train as plain PyTorch does, to the bit; return what was seen, and the activations moved in the last step."""
     case, variant = CASES[model], VARIANT[way]
-    least = smallest_nbytes(case, variant)
+    least = smallest_nbytes(case, variant, "offload")
     expected = train_plain(case, variant, STEPS)
     with HappensBefore() as checker:
-        settings = config(case, int(least * (1 + spare)))
+        settings = config(case, int(least * (1 + spare)), "offload")
         with chunkmem.ChunkManager(settings, make_lanes=checker.lanes) as manager:
             trainer = Trainer(case, variant, Undisturbed(manager))
             outcome = trainer.run(STEPS)
