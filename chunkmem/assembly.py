@@ -248,7 +248,7 @@ def make_controller(
     tracer, registry = config.client.mem_tracer, modules.registry
     static_nbytes = int(tiers.caps.device_nbytes * tracer.warmup_gpu_chunk_mem_ratio)
     where = "" if sharding.shards is None else f" on rank {sharding.ranks.shard.rank} of {sharding.ranks.shard.size}"
-    return StepController(
+    controller = StepController(
         memory.pager,
         tiers,
         lanes,
@@ -261,8 +261,16 @@ def make_controller(
         is_lone=sharding.shards is None,
         trainable=lambda: bytes(managed.requires_grad for managed in registry.parameters),
         num_backwards=lambda: modules.backward.num_ended,
+        regions=modules.regions,
         watch=lambda: Watch(tiers, is_chunk=modules.declared.is_chunk, sample=tracer.use_async_mem_monitor),
     )
+
+    def leave_out(storage: torch.UntypedStorage) -> None:
+        if controller.watch is not None:
+            controller.watch.leave_out(storage)
+
+    modules.regions.on_taken = leave_out
+    return controller
 
 
 def _machine_for(tiers: Tiers, links: Links, machine: Machine | None, *, shadow_nbytes: int) -> Machine:

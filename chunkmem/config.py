@@ -128,15 +128,18 @@ class MemoryConfig(Section, at="memory"):
     disk: DiskConfig | None = option(either(NULL, subsection(DiskConfig)), None, about="Not available yet.")
 
 
+REGION_POLICIES: Final = ("auto", "keep", "offload", "recompute")
+
+
 @dataclass(frozen=True)
 class ActivationsConfig(Section, at="activations"):
     """What becomes of activations between forward and backward."""
 
-    policy: Literal["offload", "recompute"] | None = option(
-        either(NULL, one_of("offload", "recompute")),
+    policy: Literal["auto", "keep", "offload", "recompute"] | None = option(
+        either(NULL, one_of(*REGION_POLICIES)),
         None,
-        about="Of each block: offload: kept on DEVICE as far as there is room, and moved to HOST and back otherwise; "
-        "recompute: only its inputs are; null: left to the model.",
+        about="Of each block: keep: on DEVICE; offload: on DEVICE as far as there is room, or to HOST and back; "
+        "recompute: only its inputs are kept; auto: what makes the step fastest; null: left to the model.",
     )
 
 
@@ -242,6 +245,12 @@ class Config(Section):
         "module is attached, so that no rank ever holds the whole model.",
     )
     use_cpu_embedding: bool = option(BOOL, False, about="Not available yet.")
+    with_tiling_linear: bool | int = option(
+        either(BOOL, integer(1)),
+        False,
+        about="Split `nn.Linear` weights with more elements than this into `TiledLinear`s; true: than a quarter of the "
+        "widest.",
+    )
     memory: MemoryConfig = option(subsection(MemoryConfig), MemoryConfig())
     activations: ActivationsConfig = option(subsection(ActivationsConfig), ActivationsConfig())
     distributed: DistributedConfig = option(subsection(DistributedConfig), DistributedConfig())
@@ -273,6 +282,7 @@ class Config(Section):
         check_not_deepspeed(values)
         given = dict(values)
         fake_dist = BOOL("use_fake_dist", given.pop("use_fake_dist", False))
+        given = _with_policy(given)
         config = super().from_dict(given)
         # Both keys have defaults, so only here is it known that both were given.
         fp16 = given.get("fp16")
@@ -299,6 +309,23 @@ class Config(Section):
         # PatrickStar's examples hard-code false in client.mem_tracer and switch it on at the top level.
         tracer = dataclasses.replace(self.client.mem_tracer, use_fake_dist=True)
         return dataclasses.replace(self, client=dataclasses.replace(self.client, mem_tracer=tracer))
+
+
+def _with_policy(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values in which PatrickStar's options for activations are ours.
+
+    What it recomputes from is kept on DEVICE as far as there is room, with either of its options.
+    """
+    recomputes = BOOL("use_ckp", values.pop("use_ckp", False))
+    offloads = BOOL("with_activation_offload", values.pop("with_activation_offload", False))
+    if not (recomputes or offloads):
+        return values
+    policy = "recompute" if recomputes else "offload"
+    section = values.get("activations", {})
+    if not isinstance(section, Mapping) or section.get("policy", policy) != policy:
+        name = "use_ckp" if recomputes else "with_activation_offload"
+        raise ConfigError(f'{name} is true, which is activations.policy "{policy}"; leave one of them out')
+    return {**values, "activations": {**section, "policy": policy}}
 
 
 AVAILABLE: Final = MappingProxyType(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,20 +15,22 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from chunkmem.assembly import Runtime
 from chunkmem.comm.methods import ExchangeMethod
-from chunkmem.config import Config
-from chunkmem.errors import LayoutError, StateError
+from chunkmem.config import REGION_POLICIES, Config
+from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.memory import MemoryReport
 from chunkmem.nn.built import HERE
 from chunkmem.nn.collect import Collector
 from chunkmem.nn.gather import gathered, parameters_in
 from chunkmem.nn.registry import check_fits
 from chunkmem.nn.released import BuiltOverRanks
+from chunkmem.nn.tiling import tile_linears
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.report import memory_report
+from chunkmem.sizes import shown
 from chunkmem.trace.model import Trace
 
 
@@ -104,6 +107,8 @@ class ChunkManager:
         try:
             with self.runtime.random_numbers(), collector.watching(), built.watching():
                 yield
+                for root in collector.roots() if self.config.with_tiling_linear else ():
+                    self._tile(root, self._configured_numel)
         finally:
             self.runtime.collector = None
         self.runtime.add(collector.roots(), collector.excluded(), kept=collector.not_reduced(), built=built)
@@ -113,8 +118,43 @@ class ChunkManager:
         self.runtime.require_open()
         if not isinstance(model, nn.Module):
             raise LayoutError(f"manager.wrap() takes a torch.nn.Module, not a {type(model).__name__}")
+        if self.config.with_tiling_linear:
+            self._tile(model, self._configured_numel)
         self.runtime.add([model], [])
         return model
+
+    def tile(self, model: nn.Module, *, max_numel: int | None = None) -> nn.Module:
+        """Split wide linear layers of a model into tiles, before it is packed. Returns the same object.
+
+        Use it inside `init()`, when the model is built, or before `wrap()`. The layers become `TiledLinear`s, with the
+        values that they have. Those that cannot, since their weight is tied or they are more than an `nn.Linear`, stay
+        as they are, and a warning names them.
+
+        Args:
+            model: what is going to be packed.
+            max_numel: elements of a tile at most; None: a quarter of the widest layer's weight.
+
+        Raises:
+            LayoutError: `model` is no module, or `max_numel` no number of elements, or too small.
+            StateError: the model is managed already.
+        """
+        self.runtime.require_open()
+        if not isinstance(model, nn.Module):
+            raise LayoutError(f"manager.tile() takes a torch.nn.Module, not a {type(model).__name__}")
+        self._tile(model, max_numel)
+        return model
+
+    @property
+    def _configured_numel(self) -> int | None:
+        configured = self.config.with_tiling_linear
+        return None if isinstance(configured, bool) else configured
+
+    def _tile(self, model: nn.Module, max_numel: int | None) -> None:
+        collector = self.runtime.collector
+        left = tile_linears(model, max_numel=max_numel, excluded=collector.excluded() if collector else ())
+        if left and self.runtime.ranks.rank == 0:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in left.items())
+            warnings.warn(f"linear layers left untiled, whose chunks stay as large: {reasons}", stacklevel=3)
 
     @contextlib.contextmanager
     def exclude(self, reduce: bool = True) -> Iterator[None]:
@@ -136,6 +176,24 @@ class ChunkManager:
         if not isinstance(module, nn.Module):
             raise LayoutError(f"manager.unit() takes a torch.nn.Module, not a {type(module).__name__}")
         self.runtime.sharding.units.mark(module)
+        return module
+
+    def region(self, module: nn.Module, *, policy: str = "auto") -> nn.Module:
+        """Manage what autograd saves in calls of a module, before that is packed. Returns the same object.
+
+        Args:
+            module: whose calls are managed as a whole, those of modules inside of it included.
+            policy: as `activations.policy` of the configuration, for this module.
+
+        Raises:
+            ConfigError: there is no such policy.
+        """
+        self.runtime.require_open()
+        if not isinstance(module, nn.Module):
+            raise LayoutError(f"manager.region() takes a torch.nn.Module, not a {type(module).__name__}")
+        if policy not in REGION_POLICIES:
+            raise ConfigError(f"policy is {shown(policy)}; give one of {', '.join(REGION_POLICIES)}")
+        self.runtime.modules.regions.mark(module, policy)
         return module
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:

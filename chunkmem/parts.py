@@ -227,7 +227,7 @@ def make_modules(
     access = AccessTracker(pager)
     declared = DeclaredReads()
     saved = ChunkHooks(declared, pager, turn)
-    regions = RegionActivations(pager, turn, saved, policy=config.activations.policy)
+    regions = RegionActivations(pager, turn, saved, policy=config.activations.policy, is_rehearsal=is_rehearsal)
     backward = BackwardTracker(pager, access, sharding.units, turn, regions=regions, is_rehearsal=is_rehearsal)
     server = ParameterServer(pager, access, backward, turn, saved=saved, is_shared=sharding.shards is not None)
     return Modules(

@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, folder: Path, saved: Callable[[], objec
         show(progress.begun, folder)
     if not (progress.is_over or status):
         status = LEFT
-        print("rows are left, run it again to go on", file=sys.stderr)
+        print("rows are left, run it again to continue", file=sys.stderr)
     return status or (FAILED if progress.has_failed else 0)
 
 

@@ -20,7 +20,7 @@ Interval = tuple[float, float]
 
 
 def of_trace(events: Sequence[Event]) -> dict[str, Any] | None:
-    """Return how launches, waits and copies lie beside what was computed; None if no kernel ran on a device.
+    """Return how launches, waits and copies overlapped with computing; None if no kernel ran on a device.
 
     COMPUTE is the stream with most kernels. Whenever it idles, either the host had not launched the next kernel yet,
     or that kernel was there and waited for something, such as a copy.

@@ -159,12 +159,12 @@ class Store:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a file that takes the place of `path` when the block ends: a reader or a kill never sees half of one."""
-    beside = path.with_name(path.name + ".new")
-    with open(beside, "wb") as file:
+    new = path.with_name(path.name + ".new")
+    with open(new, "wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
+    os.replace(new, path)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ BATCH = 4
 LIMIT_S = 300.0
 """Of a row: tens of GiB are drawn, packed and pinned."""
 HEADER = ("trainer / cap / model", "predicted", "completed 3 steps", "device, reserved GiB", "device-wide GiB",
-          "host GiB", "bytes a parameter", "s a step", "beside the estimate")  # fmt: skip
+          "host GiB", "bytes a parameter", "s a step", "estimated, s")  # fmt: skip
 GIB_CAPS = (24, 8, 80)
 
 

@@ -22,14 +22,15 @@ SUMMARY = "tokens/s and TFLOP/s at 1-13 B parameters, beside lower bounds, no of
 MODELS, LARGE_MODELS = ("2.7b", "1.3b", "6.7b", "13b"), ("6.7b", "2.7b", "1.3b", "13b")
 """Those first that plain PyTorch has room for on the card, to compare with; `Setting.is_large` tells which."""
 SMALL = ("1.3b", 4096, 8)
-"""A small step under a small cap, where what a step costs beside arithmetic shows."""
+"""A small step under a small cap, where what a step costs in addition to arithmetic shows."""
 TOKENS = (16384, 4096, 65536)
 GIB_CAPS = (24, 80)
 NO_OFFLOAD, CLIPPING = "plain", "chunkmem, clipping"
 LOGIT_NBYTES = 8
 """Of each token and each entry of the vocabulary: bf16 logits, what their loss keeps, and their gradient."""
 HEADER = ("trainer / model / tokens a step / cap", "tokens/s", "TFLOP/s", "of no offload", "step, s",
-          "fastest – slowest", "beside the estimate", "beside its plan", "stalls, s", "floor, s", "× floor", "bound by",
+          "fastest – slowest", "estimated, s", "planned, s", "stalls, s", "lower bound, s", "× lower bound",
+          "bound by",
           "device, reserved GiB", "retries", "plan misses", "rolled back", "micro-batches")  # fmt: skip
 COUNTS = ("num_alloc_retries", "plan_misses", "rolled_back", "num_micro_batches")
 Combination = tuple[str, int, Cap]
@@ -117,10 +118,10 @@ def table(content: Mapping[str, Any]) -> str:
     note = (
         "Model FLOP are 6 × parameters × tokens: what is recomputed is not counted. All recompute their blocks. “Of no "
         "offload” divides by the row of plain PyTorch with as many tokens, which may use the whole card; where that "
-        "has no room, there is nothing to divide by. “Beside” tells the predicted time of a step and how much more was "
-        "measured: by `chunkmem estimate` of assumed hardware, and by the plan at this machine's measured rates. "
-        "“Rolled back” counts steps whose speculative updates were thrown away. The floor is max(compute, link, host) "
-        "+ tail of chunkmem's own plan, from the rates of `probe`."
+        "has no room, there is nothing to divide by. “Estimated” and “planned” give a predicted time of a step and how "
+        "much more was measured: by `chunkmem estimate` for assumed hardware, and by the plan at measured rates. "
+        "“Rolled back” counts steps whose speculative updates were thrown away. The lower bound is max(compute, link, "
+        "host) + tail of chunkmem's own plan, from the rates of `probe`."
     )
     return f"{page(content, HEADER, cells)}\n\n{note}{_assumed(content['rows'])}"
 

@@ -106,7 +106,7 @@ def run_stages(
         asks = {Pause.NEVER: False, Pause.FAILED: bool(failed), Pause.MEASURED: bool(new)}[stage.pause]
         if asks and number + 1 < len(stages):
             progress.is_over = False
-            progress.lines.append("paused: look at the above, mend what needs it, and call again to go on")
+            progress.lines.append("paused: look at the above, mend what needs it, and call again to continue")
             return
 
 

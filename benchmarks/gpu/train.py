@@ -157,8 +157,9 @@ def batches_of(work: Work, device: torch.device) -> list[list[Tensor]]:
 
 
 def measure(work: Mapping[str, Any], speeds: Mapping[str, Any]) -> dict[str, Any]:
-    """Train as a `Work` says; return its figures, for chunkmem beside their lower bounds and what was expected. What a
-    row's process calls.
+    """Train as a `Work` says; return its figures, for chunkmem with their lower bounds and what was expected.
+
+    A row's process calls it.
 
     Raises:
         ValueError: a loss is not finite.

@@ -13,9 +13,9 @@ from benchmarks.gpu.model import Size
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MAX_NORM, CLIPPING_NORM = 1e3, 1.0
-"""The norm that gradients are clipped to: never reached, and reached in each step, as these models' is 1.4 to 4.2."""
+"""The norm that gradients are clipped to: never reached, and reached in each step."""
 ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""Of all that trains, whoever does: slabs and activations then share all that the cap allows."""
+"""Of every trainer: slabs and activations then share all that the cap allows."""
 NUM_BATCHES = 2
 DEVICE_SHARE = 0.95
 """Of the cap on torch's allocator, what chunkmem is told it may use: the rest is for the allocator's own gaps."""

@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
     add("--accumulate", action="store_true", help="manager.accumulate(1) is called: the first step needs less of HOST")
     add("--chunk-size", type=count, metavar="NUMEL", help="default_chunk_size, in elements; default: searched")
+    add("--tile", type=count, metavar="NUMEL", help="with_tiling_linear: split larger weights of linear layers")
     add("--hardware", choices=_HARDWARE, default="h100", help="whose speeds to assume (default: h100)")
     add("--link", metavar="SIZE", help="bytes a second between HOST and DEVICE, each way, such as 25GB")
     add("--host-memory", metavar="SIZE", help="bytes a second of HOST's memory, such as 100GB")
@@ -141,6 +142,7 @@ def _question(options: argparse.Namespace) -> Question:
         world=options.world,
         is_accumulating=options.accumulate,
         chunk_numel=options.chunk_size,
+        tile_numel=options.tile,
     )
 
 

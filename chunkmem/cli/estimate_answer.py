@@ -157,6 +157,7 @@ def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, 
         "tokens": rehearsal.tokens,
         "precision": next(name for name, dtype in DTYPES.items() if str(question.dtype) == f"torch.{dtype}"),
         "checkpointing": question.checkpointing,
+        "tile_numel": question.tile_numel,
         "world": question.world,
         "role_nbytes": {role.value: nbytes for role, nbytes in rehearsal.role_nbytes.items()},
         "parameter_nbytes": rehearsal.layout.payload_nbytes,
@@ -200,9 +201,10 @@ def _subject_line(question: Question, rehearsal: Rehearsal) -> str:
     batch = f"{rehearsal.tokens:,} tokens" if rehearsal.tokens else f"a batch of {question.batch}"
     ranks = f", {question.world} ranks" if question.world > 1 else ""
     recomputing = ", recomputing blocks" if question.checkpointing else ""
+    tiled = "" if question.tile_numel is None else f", tiles of at most {question.tile_numel:,} elements"
     return (
         f"{name}: {billions(rehearsal.num_params)} parameters in {len(rehearsal.layout.groups)} chunk groups, {batch} "
-        f"a step{ranks}, {str(question.dtype).removeprefix('torch.')}{recomputing}"
+        f"a step{ranks}, {str(question.dtype).removeprefix('torch.')}{recomputing}{tiled}"
     )
 
 
@@ -217,6 +219,7 @@ def billions(count: int) -> str:
 def _shown(change: Change) -> str:
     """Return the options to add or change, sizes also for people."""
     words = []
-    for word in change.options:
-        words.append(f"{word} ({format_nbytes(int(word))})" if word.isdigit() and int(word) > 2**20 else word)
+    for option, word in zip(("", *change.options), change.options, strict=False):
+        is_size = option in ("--device", "--host") and int(word) > 2**20
+        words.append(f"{word} ({format_nbytes(int(word))})" if is_size else word)
     return " ".join(words)

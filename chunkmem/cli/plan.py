@@ -17,6 +17,8 @@ from chunkmem.plan.model import LANE_LINKS, Lane, Plan
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
+from chunkmem.report.regions import region_policies
+from chunkmem.report.text import REGION_COLUMNS, region_rows
 from chunkmem.sizes import format_nbytes, shown
 from chunkmem.trace.model import Trace
 from chunkmem.types import TIERS, Tier
@@ -203,6 +205,9 @@ class Result:
             ("fetched before they were needed", f"{timeline.prefetched} of {timeline.fetched}"),
         ])  # fmt: skip
         yield ""
+        if regions := region_policies(self.plan, self.trace):
+            yield table(REGION_COLUMNS, region_rows(regions))
+            yield ""
         yield table(("chunks on", "peak", "cap"), [
             (tier.name, format_nbytes(timeline.peak_nbytes[tier]), format_nbytes(timeline.cap_nbytes[tier]))
             for tier in TIERS

@@ -57,7 +57,15 @@ def _printable(text: str) -> str:
 
 
 def _lines(summaries: Sequence[Mapping[str, Any]], files: Sequence[str], notes: Sequence[str]) -> Iterator[str]:
-    from chunkmem.report.text import difference_lines, non_model_lines, role_rows, step_rows
+    from chunkmem.plan.regions import Policy, RegionPolicy
+    from chunkmem.report.text import (
+        REGION_COLUMNS,
+        difference_lines,
+        non_model_lines,
+        region_rows,
+        role_rows,
+        step_rows,
+    )
 
     for summary in summaries:
         chunks = f"{summary['num_moments']} moments, {summary['num_chunks']} chunks"
@@ -67,6 +75,9 @@ def _lines(summaries: Sequence[Mapping[str, Any]], files: Sequence[str], notes: 
         yield ""
         yield table(("peak of each role", "predicted", "happened"), role_rows(summary))
         yield ""
+        if regions := [RegionPolicy(**{**region, "policy": Policy(region["policy"])}) for region in summary["regions"]]:
+            yield table(REGION_COLUMNS, region_rows(regions))
+            yield ""
         yield "predicted against happened"
         yield from (f"  {line}" for line in difference_lines(summary))
         yield ""

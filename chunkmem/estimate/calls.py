@@ -8,8 +8,8 @@ of any number of them (`chunkmem.estimate.rank_steps`).
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -21,15 +21,22 @@ from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk, ChunkStore, Replica
 from chunkmem.shard.shards import ShardStore
 from chunkmem.shard.units import Unit, Units
+from chunkmem.trace.model import Region
 from chunkmem.types import Role, Tier
+
+_LOGGED = (Role.PARAM, Role.ACTIVATION)
 
 
 class Asked(enum.Enum):
     """What a call asks for."""
 
     PIN = "pin"
-    """The weights of a group stay on DEVICE until UNPIN."""
+    """The weights of a group, or a chunk of activations, stay on DEVICE until UNPIN."""
     UNPIN = "unpin"
+    CREATE = "create"
+    """A chunk of activations begins to have content."""
+    CONSUME = "consume"
+    """Its content is used up."""
     LAND = "land"
     """A gradient is final for this backward."""
     ENTER = "enter"
@@ -81,6 +88,14 @@ class Call:
     before: Measured
 
 
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """A chunk of activations."""
+
+    label: str
+    nbytes: int
+
+
 @dataclass(frozen=True, eq=False)
 class StepCalls:
     """All that a step asks for, as plain data."""
@@ -91,6 +106,10 @@ class StepCalls:
     """All that have weights; none if the step is that of one process alone."""
     parameters: tuple[RehearsedParameter, ...]
     """All that are managed."""
+    activations: Mapping[int, Activations] = field(default_factory=dict)
+    """By group, the chunks that are created."""
+    regions: tuple[Region, ...] = ()
+    """Calls of which is decided whether they are recomputed; their moments are those of `calls`."""
 
 
 class CallLog:
@@ -99,6 +118,8 @@ class CallLog:
     def __init__(self, measure: Callable[[], Measured]) -> None:
         """Begin an empty log; `measure` tells of the model since it was last asked."""
         self.calls: list[Call] = []
+        self.activations: dict[int, Activations] = {}
+        """By group, the chunks that were created."""
         self._measure = measure
 
     def add(self, asked: Asked, subject: int | RehearsedParameter | Unit | None = None, *, reader: object = "") -> None:
@@ -107,21 +128,32 @@ class CallLog:
 
 
 class LoggedPager(Pager):
-    """Serves accesses, and logs those to weights on DEVICE."""
+    """Serves accesses, and logs those to weights and activations on DEVICE."""
 
     def __init__(self, store: ChunkStore, *, log: CallLog) -> None:
         super().__init__(store)
         self.log = log
 
     def pin(self, chunk: Chunk, tier: Tier, *, reader: object, elastic: bool = False) -> Replica:
-        if chunk.id.role is Role.PARAM:
+        if chunk.id.role in _LOGGED:
             self.log.add(Asked.PIN, chunk.id.group, reader=reader)
         return super().pin(chunk, tier, reader=reader, elastic=elastic)
 
     def unpin(self, chunk: Chunk, tier: Tier) -> None:
-        if chunk.id.role is Role.PARAM:
+        if chunk.id.role in _LOGGED:
             self.log.add(Asked.UNPIN, chunk.id.group)
         super().unpin(chunk, tier)
+
+    def create(self, chunk: Chunk, tier: Tier, *, reader: object, zero: bool, elastic: bool = False) -> Replica:
+        if chunk.id.role is Role.ACTIVATION:
+            self.log.add(Asked.CREATE, chunk.id.group, reader=reader)
+            self.log.activations[chunk.id.group] = Activations(chunk.label, chunk.nbytes)
+        return super().create(chunk, tier, reader=reader, zero=zero, elastic=elastic)
+
+    def consume(self, chunk: Chunk) -> None:
+        if chunk.id.role is Role.ACTIVATION:
+            self.log.add(Asked.CONSUME, chunk.id.group)
+        super().consume(chunk)
 
 
 class LoggedGradients(GradientBook):

@@ -15,6 +15,9 @@ from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
 _NEAR = 1.1
 """A cap that is short by less than this factor is the first thing to change."""
 
+_QUARTERINGS = 3
+"""How often tiles are quartered in search of those that fit."""
+
 Rehearse = Callable[[Question], Rehearsal]
 
 
@@ -71,12 +74,36 @@ def _alone(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iter
     accumulating = replace(question, is_accumulating=True)
     if question.world > 1 and not question.is_accumulating and fits(accumulating, rehearsal):
         yield Change("accumulate", ("--accumulate",), accumulating)
+    yield from _tiled(question, rehearsal, rehearse)
     if not question.checkpointing:
         yield from _tried(replace(question, checkpointing=True), "checkpointing", ("--checkpointing",), rehearse)
     yield from _smaller_batch(question, rehearse)
     if question.dtype is torch.float32:
         yield from _tried(replace(question, dtype=torch.bfloat16), "precision", ("--precision", "bf16"), rehearse)
     yield from _more_ranks(question, rehearsal, rehearse)
+
+
+def _tiled(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Change]:
+    """Find the largest of quarters, sixteenths and so on of the widest weight as tiles of which it fits."""
+    need_nbytes = device_need(question, rehearsal).nbytes
+    if need_nbytes <= question.device_nbytes:  # HOST is what is too small
+        return
+    widest = max(rehearsal.layout.tensors, key=lambda tensor: tensor.numel)
+    # Gradients on their way to a chunk are among the activations, and shrink with the tiles.
+    least_nbytes = rehearsal.activation_nbytes - 2 * widest.nbytes
+    if question.hardware.is_accelerator and least_nbytes > question.device_nbytes:
+        return
+    numel = min(widest.numel, question.tile_numel or widest.numel)
+    for _ in range(_QUARTERINGS):
+        numel = max(1, numel // 4)
+        tiled = replace(question, tile_numel=numel)
+        rehearsal = rehearse(tiled)
+        if fits(tiled, rehearsal):
+            yield Change("tile", ("--tile", str(numel)), tiled)
+            return
+        before, need_nbytes = need_nbytes, device_need(tiled, rehearsal).nbytes
+        if need_nbytes >= before:  # something else is what needs most
+            return
 
 
 def _together(question: Question, rehearse: Rehearse) -> Iterator[Change]:

@@ -48,6 +48,8 @@ class Question:
     is_accumulating: bool = False
     """`manager.accumulate(1)` is called, so that the first step knows that its backward is the last one, too."""
     chunk_numel: int | None = None
+    tile_numel: int | None = None
+    """Linear layers with a larger weight are tiled; None: none is."""
     options: PlanOptions = field(default_factory=PlanOptions)
 
     def rehearse(self) -> Rehearsal:
@@ -59,6 +61,7 @@ class Question:
                 master_weights=self.master_weights,
                 checkpointing=self.checkpointing,
                 chunk_numel=self.chunk_numel,
+                tile_numel=self.tile_numel,
                 device_nbytes=self.device_nbytes,
                 num_ranks=self.world,
                 flop_per_s=self.hardware.eager_share * self.hardware.flop_rate(self.dtype),
@@ -72,7 +75,10 @@ class Change:
     """One thing to change so that it fits."""
 
     what: str
-    """"device", "host", "batch", "checkpointing", "precision", "accumulate" or "world"; several joined by " + "."""
+    """"device", "host", "batch", "checkpointing", "precision", "tile", "accumulate" or "world"; several joined by
+    " + ".
+
+    """
     options: tuple[str, ...]
     """Of the command line, to add or to replace: ``("--batch", "2")``."""
     question: Question

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -15,6 +15,7 @@ from chunkmem.layout.spec import digest
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradients import GradientBook
+from chunkmem.nn.regions import activation_chunk
 from chunkmem.optim.adam import AdamRule
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
@@ -25,7 +26,7 @@ from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.store import Chunk
 from chunkmem.runtime.timestamps import HostClock
 from chunkmem.shard.units import Unit, Units
-from chunkmem.trace.model import Kind, Mode, Trace
+from chunkmem.trace.model import Kind, Mode, Moments, Region, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -114,7 +115,7 @@ class RankStage:
         Raises:
             CapacityError: there is no room for the weights, or for what training adds to them.
         """
-        self._calls = step.calls
+        self._calls, self._activations, self._regions = step.calls, step.activations, step.regions
         self._pager, self._store = memory.pager, memory.store
         self._parameters = cast(list[ManagedParameter], list(step.parameters))
         self._meter = _Meter()
@@ -146,6 +147,8 @@ class RankStage:
             packer.make_chunks(group, inside, is_own=shards is None or shards.owns(group.id))
         if shards is not None:
             shards.drop_unowned(group.id for group in step.layout.groups)
+        for number, kept in step.activations.items():
+            self._store.add(activation_chunk(number, kept.label, kept.nbytes))
         self._slots.add(self._parameters)
         self.units.add(step.units)
         wanted = dict.fromkeys(self._parameters, AdamRule.all_states)
@@ -170,7 +173,10 @@ class RankStage:
         traffic = self._exchange.traffic
         before, traffic.peak_buffered_nbytes = replace(traffic), traffic.buffered_nbytes
         self.units.begin_root(grad_enabled=True)
+        places = []
+        """By index of a call: how many moments there are then."""
         for call in self._calls:
+            places.append(recorder.num_moments)
             self._meter.pass_over(call.before)
             with torch.set_grad_enabled(call.with_grad):
                 self._serve(call)
@@ -179,7 +185,8 @@ class RankStage:
         # What passed before the first event is forward's own beginning.
         first_s, *durations_s = durations_s
         durations_s[0] += first_s
-        trace = recorder.trace(self._layout, self._store.chunks)
+        regions = tuple(_moved(region, [*places, recorder.num_moments]) for region in self._regions)
+        trace = recorder.trace(self._layout, self._store.chunks, regions)
         timed = zip(trace.moments, durations_s, strict=True)
         trace = replace(trace, moments=tuple(replace(moment, duration_s=s) for moment, s in timed))
         self._pager.policy = OnDemand()
@@ -190,11 +197,18 @@ class RankStage:
     def _serve(self, call: Call) -> None:
         subject = call.subject
         if isinstance(subject, int):
-            chunk = self._store.chunks[ChunkId(Role.PARAM, subject)]
+            role = Role.ACTIVATION if subject in self._activations else Role.PARAM
+            chunk = self._store.chunks[ChunkId(role, subject)]
             if call.asked is Asked.PIN:
                 self._pager.pin(chunk, Tier.DEVICE, reader=call.reader)
-            else:
+            elif call.asked is Asked.UNPIN:
                 self._pager.unpin(chunk, Tier.DEVICE)
+            elif call.asked is Asked.CREATE:
+                self._pager.create(chunk, Tier.DEVICE, reader=call.reader, zero=False)
+            else:
+                self._pager.consume(chunk)
+                if Tier.DEVICE in chunk.replicas:
+                    self._store.drop(chunk, Tier.DEVICE)
         elif isinstance(subject, Unit):
             if self._sharding.reduction is not None:  # alone, there are no units
                 by_name = {
@@ -225,6 +239,16 @@ class RankStage:
             updater.update(group, (), self._rule)  # of no parameter: nothing is computed
             slots.forget(set(slots.landed[group]))
         slots.forget(self._parameters)  # as `zero_grad` does: frozen ones have zeros, which were reduced with others
+
+
+def _moved(region: Region, places: Sequence[int]) -> Region:
+    """Return a region of calls as one of moments."""
+
+    def moved(span: Moments) -> Moments:
+        return places[span[0]], places[span[1]]
+
+    again = None if region.recomputed is None else moved(region.recomputed)
+    return replace(region, forward=moved(region.forward), backward=moved(region.backward), recomputed=again)
 
 
 def _done_at_once(work: Callable[[], object]) -> float:

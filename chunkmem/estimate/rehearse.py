@@ -41,6 +41,7 @@ from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.built import Built
 from chunkmem.nn.guard import only_makes_a_view
+from chunkmem.nn.tiling import tile_linears
 from chunkmem.optim.places import StatePlaces
 from chunkmem.parts import DTYPES, Sharding, make_modules, make_updater
 from chunkmem.runtime.lanes import BlockingLanes
@@ -67,9 +68,15 @@ class Setting:
     master_weights: bool = True
     """`master_weights` of the configuration: False leaves that copy out."""
     checkpointing: bool = False
-    """Recompute each block in backward."""
+    """Recompute each block in backward, by torch's checkpoint."""
+    activations: str | None = None
+    """`activations.policy` of the configuration."""
+    kept: frozenset[int] = frozenset()
+    """Under the policy "auto", the calls that are not recomputed, by number."""
     chunk_numel: int | None = None
     """`default_chunk_size`, in elements; None searches the size that wastes least."""
+    tile_numel: int | None = None
+    """`with_tiling_linear`, in elements; None tiles nothing."""
     device_nbytes: int = 2**40
     """Cap on DEVICE; the search for a chunk size looks at it."""
     num_ranks: int = 1
@@ -81,8 +88,9 @@ class Setting:
     def config(self) -> Config:
         """Return the configuration of such a training."""
         precision = next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
-        values = {"precision": precision, "master_weights": self.master_weights}
-        return Config.from_dict(values | {"default_chunk_size": self.chunk_numel or "auto"})
+        values: dict[str, Any] = {"precision": precision, "master_weights": self.master_weights}
+        values |= {"default_chunk_size": self.chunk_numel or "auto", "activations": {"policy": self.activations}}
+        return Config.from_dict(values)
 
 
 @dataclass(frozen=True)
@@ -193,6 +201,8 @@ def rehearse(model: Model, setting: Setting) -> Rehearsal:
 def _build(model: Model, setting: Setting) -> nn.Module:
     module = model.build()
     module.train()
+    if setting.tile_numel is not None:
+        tile_linears(module, max_numel=setting.tile_numel)
     if setting.checkpointing and not checkpointed(module):
         raise LayoutError(
             f"{model.name} has no nn.ModuleList or nn.Sequential, whose children could be recomputed; leave out "
@@ -245,6 +255,8 @@ class _Stage:
         (packed,) = added
         self.layout = packed.layout
         self._probe = LiveStorageProbe({managed.storage_id for managed in packed.parameters}.__contains__)
+        self._modules.regions.on_taken = self._probe.leave_out
+        self._modules.regions.begin_iteration(setting.kept, lambda: len(self.log.calls))
 
     def watching(self) -> AbstractContextManager[object]:
         """Return what has to be around the step: it counts the memory and the time of operators."""
@@ -256,8 +268,14 @@ class _Stage:
         self._modules.access.reset(step=True)
         self._modules.backward.reset(step=True)
         self.log.add(Asked.STEP)
-        parameters = tuple(self._gradients.parameters.values())
-        return StepCalls(self.layout, tuple(self.log.calls), self._units.found, parameters)
+        return StepCalls(
+            self.layout,
+            tuple(self.log.calls),
+            self._units.found,
+            tuple(self._gradients.parameters.values()),
+            self.log.activations,
+            self._modules.regions.recorded(),
+        )
 
     def begin_root(self, root: nn.Module) -> None:
         """Drop what an interrupted call left."""

@@ -89,6 +89,11 @@ class WeightlessStore(ChunkStore):
         self.mark_written(chunk, tier)
         return replica
 
+    def _give_slab_back(self, chunk: Chunk, tier: Tier) -> None:
+        slab = chunk.replicas.pop(tier).slab
+        del self.resident[tier][chunk.id]
+        self.pools[tier].free(chunk.id.role.value, slab)
+
     def views(self, chunk: Chunk, tier: Tier) -> tuple[torch.Tensor, ...]:
         # Gradients are written to slots and never read back.
         return cast(tuple[torch.Tensor, ...], _EVERY_SLOT)

@@ -36,8 +36,8 @@ class FittedModule:
     is_leaf: bool
     unit: Unit | None
     """The unit of exchange it belongs to; None with one rank."""
-    is_region: bool
-    """What autograd saves in its calls is managed."""
+    region: str | None
+    """The policy for what autograd saves in its calls; None: it is no region."""
 
 
 class RootCalls(Protocol):
@@ -119,14 +119,14 @@ class ModuleHooks:
                 tuple(_held_elsewhere(module, by_id)),
                 not any(True for _ in module.children()),
                 units.get(module),
-                module in regions,
+                regions.get(module),
             )
             if own:
                 vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.look_up)
                 owned[module] = own
             # Of a region first: others may change what the module is given, and do so again when it is recomputed.
             enter = partial(self._enter, fitted)
-            module.register_forward_pre_hook(enter, with_kwargs=True, prepend=fitted.is_region)
+            module.register_forward_pre_hook(enter, with_kwargs=True, prepend=fitted.region is not None)
             module.register_forward_hook(partial(self._leave, fitted), always_call=True)
         return owned
 
@@ -151,12 +151,13 @@ class ModuleHooks:
         frame.containers = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, dict))]
         if frame.containers:
             frame.given = {id(tensor): tensor for tensor in tensors_in(frame.containers)}
+        start = self._regions.now()
         if fitted.unit is not None:
             self._enter_unit(fitted.unit, frame)
         frame.hooks = self._saved.push()
         access.push(frame, fitted.unseen)
-        if fitted.is_region and not recomputing:
-            self._regions.enter(fitted.name, module, args, kwargs)
+        if fitted.region is not None and not recomputing:
+            self._regions.enter(fitted.name, fitted.region, module, args, kwargs, start=start)
         if is_root:
             frame.guard = self._calls.make_guard()
             if frame.guard is not None:
@@ -190,7 +191,7 @@ class ModuleHooks:
         frame = self._access.pop(module)
         if frame is None:
             return
-        if fitted.is_region and not frame.recomputing:
+        if fitted.region is not None and not frame.recomputing:
             self._regions.leave()
         held: Collection[int] = ()
         try:

@@ -32,8 +32,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import _StopRecomputationError
 
+from chunkmem.errors import TraceError
 from chunkmem.layout.spec import ALIGN_NBYTES, Group, Slot
 from chunkmem.nn.recompute import Recomputation
 from chunkmem.nn.saved_tensors import ChunkHooks, OwnHooks, SavedReference
@@ -42,12 +44,22 @@ from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
+from chunkmem.trace.activations import Content, Contents, activation_contents
+from chunkmem.trace.model import Region, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
 _NO_TASK = -1
 """What torch says where no backward runs."""
+_KEPT = -2
+"""In place of a backward: pinned from the end of forward on."""
 _STALE = -1
 """The version of a tensor that was written to after it was saved."""
+_CONTENTS = {
+    "keep": {Content.ACTIVATIONS},
+    "offload": {Content.ACTIVATIONS},
+    "recompute": {Content.INPUTS, Content.RECOMPUTED},
+}
+"""By policy: what chunks may hold."""
 FIRST_GROUP = 1 << 20
 """Groups of activations are numbered from here on, those of parameters from 0."""
 
@@ -70,7 +82,6 @@ class SavedTensor:
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.tensor = alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         self.version = alias._version if tensor._version == self.version else _STALE
-        self.is_moved = True
 
     def check(self) -> None:
         """Raise what torch does for a tensor that was written to after it was saved."""
@@ -89,21 +100,21 @@ class _SavedStorage:
     storage: torch.UntypedStorage
     saved: list[weakref.ref[SavedTensor]] = field(default_factory=list)
 
-    def take(self) -> bool:
+    def take(self, *, is_rehearsal: bool) -> bool:
         """Make it ours if nobody but autograd holds it: then no tensor of others can see that it is emptied."""
         tensors = self._live()
-        storage = self.storage
-        if not tensors or not storage.nbytes() or not storage.resizable():
+        plain = FakeTensor if is_rehearsal else torch.Tensor
+        is_shared = self.storage.device.type == "cpu" and not is_rehearsal and self.storage.is_shared()
+        if not tensors or is_shared or not self.storage.nbytes() or not self.storage.resizable():
             return False
-        if (storage.device.type == "cpu" and storage.is_shared()) or not all(
-            _is_plain(kept.tensor) for kept in tensors
-        ):
+        if not all(_is_plain(kept.tensor, plain) for kept in tensors):
             return False
-        del storage
         if not self._has_only([kept.tensor for kept in tensors]):
             return False
         for kept in tensors:
-            kept.move(self.storage)
+            kept.is_moved = True
+            if not is_rehearsal:  # else it is never emptied
+                kept.move(self.storage)
         return True
 
     def is_escaped(self) -> bool:
@@ -134,13 +145,15 @@ class _SavedStorage:
             return False
         num_saved = Counter(map(id, saved))
         num_views = Counter(id(tensor._base) for tensor in objects.values() if tensor._base is not None)
+        # A view of a fake tensor has its base twice: for forward, and for backward.
+        per_view = 2 if saved and isinstance(saved[0], FakeTensor) else 1
         # What refers, in this very place, to a tensor that nobody else has, and to one that a view is of.
         view = torch.empty(1)[:]  # below autograd, it is a view of nothing; then none of ours has a base either
         listed = [torch.empty(0), torch.empty(1) if view._base is None else view._base, *objects.values()]
         objects.clear()
         in_python, in_cpp = [sys.getrefcount(tensor) for tensor in listed], [_use_count(tensor) for tensor in listed]
         return all(
-            python == in_python[num_views[key] > 0] + 2 * num_saved[key] and cpp == in_cpp[0] + num_views[key]
+            (python, cpp) == (in_python[num_views[key] > 0] + 2 * num_saved[key], in_cpp[0] + per_view * num_views[key])
             for key, python, cpp in zip(map(id, listed[2:]), in_python[2:], in_cpp[2:], strict=True)
         )
 
@@ -150,9 +163,9 @@ def _use_count(tensor: torch.Tensor) -> int:
     return count
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor, plain: type[torch.Tensor]) -> bool:
     is_odd = tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
-    return type(tensor) is torch.Tensor and not is_odd
+    return type(tensor) is plain and not is_odd
 
 
 class SavedStorages:
@@ -190,13 +203,48 @@ class SavedStorages:
             each.storage.resize_(0)
 
 
+@dataclass(slots=True)
+class CallRecord:
+    """When a call of a region did what, in moments of the step; None: it has not yet, or nobody records."""
+
+    name: str
+    policy: str
+    is_recomputed: bool
+    forward: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
+    chunk: Chunk | None = None
+    inputs: Chunk | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether it is recomputed is decided for each kind of step."""
+        return self.policy == "auto"
+
+    def region(self, number: int) -> Region | None:
+        """Return it for a trace, as the call of that number; None if its backward has not run, or it saved nothing."""
+        if self.chunk is None or not (len(self.forward) == len(self.backward) == 2):
+            return None
+        return Region(
+            self.name,
+            self.chunk.id,
+            self.chunk.nbytes,
+            (self.forward[0], self.forward[1]),
+            (self.backward[0], self.backward[1]),
+            (self.again[0], self.again[-1]) if self.is_recomputed else None,
+            None if self.inputs is None else self.inputs.id,
+            number,
+        )
+
+
 class RegionCall:
     """One call of a region. Lives as long as autograd keeps something that it saved in it."""
 
-    __slots__ = ("__weakref__", "chunk", "given", "name", "storages")
+    __slots__ = ("__weakref__", "chunk", "given", "name", "record", "storages")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, record: CallRecord) -> None:
         self.name = name
+        self.record = record
         self.storages: dict[int, _SavedStorage] = {}
         """What was saved in it, by identity, until it is looked over."""
         self.given: frozenset[int] = frozenset()
@@ -215,13 +263,16 @@ class _Count(OwnHooks):
 
     def __init__(self, counts: Callable[[int], bool], pack: Callable[[torch.Tensor], object]) -> None:
         self.nbytes: dict[int, int] = {}
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
         self._counts = counts
         self._pack = pack
 
     def pack(self, tensor: torch.Tensor) -> object:
         key = storage_id(tensor)
         if key is not None and key not in self.nbytes and self._counts(key):
-            self.nbytes[key] = aligned(tensor.untyped_storage().nbytes())
+            storage = tensor.untyped_storage()
+            self.nbytes[key] = aligned(storage.nbytes())
+            self.storages.append(weakref.ref(storage))
         return self._pack(tensor)
 
 
@@ -235,6 +286,7 @@ class _Recomputing(contextlib.AbstractContextManager[None]):
         """Those under way."""
 
     def __enter__(self) -> None:
+        self._regions.begin_recomputation(self._call)
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         assert hooks is not None, "torch's checkpoint takes what is saved"
         count = _Count(partial(self._regions.counts, self._call), hooks[0])
@@ -243,9 +295,23 @@ class _Recomputing(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        nbytes = sum(self._runs.pop().nbytes.values())
+        count = self._runs.pop()
+        nbytes = sum(count.nbytes.values())
         if nbytes and (kind is None or kind is _StopRecomputationError):
+            for storage in count.storages:
+                if (alive := storage()) is not None:
+                    self._regions.on_taken(alive)
             self._regions.recomputed(self._call, nbytes)
+
+
+def _of_all(contents: Mapping[ChunkId, Contents]) -> set[Content]:
+    return {held.content for held in contents.values()}
+
+
+def activation_chunk(group: int, label: str, nbytes: int) -> Chunk:
+    """Return a chunk of activations, without content."""
+    spec = Group(group, "uint8", 1, 1, nbytes, (Slot(0, group, 0, nbytes),))
+    return Chunk(ChunkId(Role.ACTIVATION, group), spec, torch.uint8, label, ())
 
 
 def aligned(nbytes: int) -> int:
@@ -253,27 +319,29 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
 
 
-def _regions_in(module: nn.Module, marked: Collection[int]) -> Iterator[nn.Module]:
-    """Yield the outermost marked modules and children of lists."""
+def _regions_in(module: nn.Module, marked: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the outermost children of lists, and marked modules."""
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    found: list[nn.Module] = []
     for child in module.children():
-        if is_list or id(child) in marked:
-            yield child
-        else:
-            yield from _regions_in(child, marked)
+        found += [child] if is_list or child in marked else _regions_in(child, marked)
+    return found
 
 
 class _Sight(weakref.ref[RegionCall]):
     """A call that is a chunk. When autograd lets go of it, only C code runs: the chunk is looked after later."""
 
-    __slots__ = ("chunk",)
+    __slots__ = ("chunk", "record")
     chunk: Chunk
+    record: CallRecord
 
 
 class RegionActivations(OwnHooks):
     """What regions save: chunks from the end of their forward to the end of their backward."""
 
-    def __init__(self, pager: Pager, turn: Turn, saved: ChunkHooks, *, policy: str | None) -> None:
+    def __init__(
+        self, pager: Pager, turn: Turn, saved: ChunkHooks, *, policy: str | None, is_rehearsal: bool = False
+    ) -> None:
         """Begin with none.
 
         Args:
@@ -281,8 +349,10 @@ class RegionActivations(OwnHooks):
             turn: of this thread.
             saved: keeps tensors in the memory of parameters' chunks.
             policy: for regions, of the configuration; None: nothing is managed.
+            is_rehearsal: under fake tensors.
         """
         self._pager = pager
+        self._is_rehearsal = is_rehearsal
         self._turn = turn
         self._saved = saved
         self._hooks = (self._pack, self._unpack)
@@ -297,36 +367,86 @@ class RegionActivations(OwnHooks):
         self._gone: deque[weakref.ref[RegionCall]] = deque()
         """Calls that autograd has let go of."""
         self._pinned: dict[ChunkId, int] = {}
-        """Chunks that a backward uses: the backward, as torch numbers it."""
+        """Chunks that a backward uses, with its number, or that are kept."""
         self._recomputed: set[ChunkId] = set()
         """Chunks of what has been recomputed, which nobody needs when that backward is over."""
         self._chunks: dict[str, list[Chunk]] = {}
-        """By the name of a region."""
-        self._num_chunks = 0
+        """By what they hold; those used last come last."""
+        self._next_group = FIRST_GROUP
         self._policy = policy
-        self._marked: list[nn.Module] = []
+        self._kept: Collection[int] = ()
+        """Calls of the iteration, by their numbers, that are not recomputed although they may be."""
+        self.now: Callable[[], int] = lambda: 0
+        """Tells the number of moments so far."""
+        self.records: list[CallRecord] = []
+        """Of the calls of the iteration."""
+        self._marked: list[tuple[nn.Module, str]] = []
+        self._has_marked = False
+        """Some regions have policies of their own."""
         self._around: Generator[None, None, None] | None = None
         """Surrounds the call that runs, if it is going to be recomputed."""
         self.on_shortage: Callable[[], None] = lambda: None
         """Called when what a call has saved does not fit: the step is not like others."""
         self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
-        """Called with each storage that becomes part of a chunk."""
+        """Called with each storage that is about to become part of a chunk."""
 
-    def mark(self, module: nn.Module) -> None:
-        """Make a module a region when it is packed."""
-        self._marked.append(module)
+    @property
+    def is_auto(self) -> bool:
+        """Which regions are recomputed is decided for each kind of step."""
+        return any(record.is_auto for record in self.records)
 
-    def of(self, root: nn.Module) -> set[nn.Module]:
-        """Return the regions under `root`, a model that was packed."""
+    def begin_iteration(self, kept: Collection[int] | None, now: Callable[[], int]) -> None:
+        """A training step begins; see `chunkmem.steps.controller.Regions`."""
+        self.now = now
+        self.records = []
+        self._kept = () if kept is None else kept
+
+    def recorded(self) -> tuple[Region, ...]:
+        """Return the regions of the iteration that may be recomputed or not, in the order of their forward."""
+        found = (record.region(number) for number, record in enumerate(self.records) if record.is_auto)
+        return tuple(region for region in found if region is not None)
+
+    def adopt(self, trace: Trace) -> None:
+        """Have the chunks that a training step of an earlier run names, before there are others.
+
+        Raises:
+            TraceError: other regions were managed in it, or others have been here.
+        """
+        contents = activation_contents(trace)
+        wanted = _CONTENTS.get(self._policy or "", set(Content))
+        if not self._has_marked and (bool(contents) is (self._policy is None) or not _of_all(contents) <= wanted):
+            raise TraceError(
+                f"the trace is of a run with another activations.policy, and here it is {self._policy or 'null'}: "
+                "set it as it was, or leave the trace out"
+            )
+        chunks = self._pager.store.chunks
+        for key, held in contents.items():
+            if key in chunks and (chunks[key].label, chunks[key].nbytes) != (str(held), trace.chunk_nbytes[key]):
+                raise TraceError(
+                    f"{key} has {chunks[key].label} here, and in the trace {held}; set the trace before training"
+                )
+            if key not in chunks:
+                chunk = self._make_chunk(key.group, str(held), trace.chunk_nbytes[key])
+                chunk.saved = SavedStorages()
+
+    def mark(self, module: nn.Module, policy: str) -> None:
+        """Make a module a region of a policy when it is packed."""
+        self._marked.append((module, policy))
+        self._has_marked = True
+
+    def of(self, root: nn.Module) -> dict[nn.Module, str]:
+        """Return the policies of the regions under `root`, a model that was packed."""
+        marked, self._marked = dict(self._marked), []
         if self._policy is None:
-            return set()
-        marked, self._marked = {id(module) for module in self._marked}, []
-        return set(_regions_in(root, marked)) or set(root.children())
+            return marked
+        return dict.fromkeys(_regions_in(root, marked) or root.children(), self._policy) | marked
 
     # Forward.
 
-    def enter(self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A call of a region begins."""
+    def enter(
+        self, name: str, policy: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, start: int
+    ) -> None:
+        """A call of a region begins, of which torch gives the arguments; `start` moments came before its weights."""
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled():
             return
@@ -335,9 +455,13 @@ class RegionActivations(OwnHooks):
             return  # as in transforms of torch.func
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return  # the user's own decide what is saved
-        self._open = RegionCall(name)
+        record = CallRecord(name, policy, policy == "recompute", [start])
+        if record.is_auto:
+            record.is_recomputed = len(self.records) not in self._kept
+        self.records.append(record)
+        self._open = RegionCall(name, record)
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
-        if self._policy == "recompute":
+        if record.is_recomputed:
             again = _Recomputing(self, self._open)
             recomputation = Recomputation(context_fn=lambda: (contextlib.nullcontext(), again))
             around = recomputation.around(module, args, kwargs, name=name)
@@ -362,7 +486,9 @@ class RegionActivations(OwnHooks):
             if top is not None and top[0] is self._hooks[0]:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
             call, self._open = self._open, None
-            self._pending = None if is_interrupted else call
+            if call is not None and not is_interrupted:
+                call.record.forward.append(self.now())
+                self._pending = call
 
     def settle(self) -> None:
         """Make a chunk of what the last region has saved, if that is not done yet.
@@ -377,46 +503,57 @@ class RegionActivations(OwnHooks):
         storages, call.storages = call.storages, {}
         call.given = frozenset(storages)
         with runtime_mode():
-            taken = [each for each in storages.values() if each.take()]
+            taken = [each for each in storages.values() if each.take(is_rehearsal=self._is_rehearsal)]
         del storages
         if taken:
-            saved = SavedStorages()
-            call.chunk = self._begin(call, saved, saved.hold(taken), reader=f"{call.name} forward")
             for each in taken:
                 self.on_taken(each.storage)
+            saved = SavedStorages()
+            what = "inputs" if call.record.is_recomputed else "activations"
+            call.chunk = self._begin(call, saved, saved.hold(taken), reader=f"{call.name} forward", what=what)
+            if call.record.is_recomputed:
+                call.record.inputs = call.chunk
+            else:
+                call.record.chunk = call.chunk
+            if call.record.policy == "keep":
+                self._pinned[call.chunk.id] = _KEPT
+                self._pager.pin(call.chunk, Tier.DEVICE, reader=call)
 
-    def _begin(self, call: RegionCall, saved: SavedStorages, nbytes: int, *, reader: str) -> Chunk:
-        """Return a chunk whose content is what a call has saved."""
-        num_chunks = self._num_chunks
-        chunk = self._chunk_for(call.name, nbytes)
+    def _begin(self, call: RegionCall, saved: SavedStorages, nbytes: int, *, reader: str, what: str) -> Chunk:
+        """Return a chunk whose content is what a call has saved, or its inputs, or what was recomputed."""
+        label, next_group = f"{what} of {call.name}", self._next_group
+        chunk = self._chunk_for(label, nbytes)
         if Tier.DEVICE in chunk.replicas:  # of a call that is over; a plan was to free it
             self._pager.store.drop(chunk, Tier.DEVICE)
         chunk.saved = saved
         sight = self._live[chunk.id] = _Sight(call, self._gone.append)
-        sight.chunk = chunk
+        sight.chunk, sight.record = chunk, call.record
         try:
             self._pager.create(chunk, Tier.DEVICE, reader=reader, zero=False)
         except BaseException:
             del self._live[chunk.id]
             saved.let_go()
-            if num_chunks < self._num_chunks:
-                self._chunks[call.name].remove(chunk)  # it is too large: what fits takes another one
+            if next_group < self._next_group:
+                self._chunks[label].remove(chunk)  # it is too large: what fits takes another one
             self.on_shortage()
             raise
         return chunk
 
-    def _chunk_for(self, name: str, nbytes: int) -> Chunk:
-        """Return the smallest chunk of a region that has no content, and is large enough."""
-        known = self._chunks.setdefault(name, [])
-        fitting = [chunk for chunk in known if chunk.id not in self._live and chunk.nbytes >= nbytes]
-        if fitting:
-            return min(fitting, key=lambda chunk: chunk.nbytes)
-        group = FIRST_GROUP + self._num_chunks
-        self._num_chunks += 1
-        spec = Group(group, "uint8", 1, 1, nbytes, (Slot(0, group, 0, nbytes),))
-        chunk = Chunk(ChunkId(Role.ACTIVATION, group), spec, torch.uint8, f"activations of {name}", ())
+    def _chunk_for(self, label: str, nbytes: int) -> Chunk:
+        """Return a chunk that has no content and is large enough: plans know the one that was used last."""
+        known = self._chunks.setdefault(label, [])
+        for chunk in reversed(known):
+            if chunk.id not in self._live and chunk.nbytes >= nbytes:
+                known.remove(chunk)
+                known.append(chunk)
+                return chunk
+        return self._make_chunk(self._next_group, label, nbytes)
+
+    def _make_chunk(self, group: int, label: str, nbytes: int) -> Chunk:
+        self._next_group = max(self._next_group, group + 1)
+        chunk = activation_chunk(group, label, nbytes)
         self._pager.store.add(chunk)
-        known.append(chunk)
+        self._chunks.setdefault(label, []).append(chunk)
         return chunk
 
     # What autograd asks.
@@ -454,16 +591,29 @@ class RegionActivations(OwnHooks):
 
     def _bring(self, call: RegionCall) -> None:
         """Have the content of a call's chunk on DEVICE until the running backward is over, or done with it."""
-        if call.chunk is None or call.chunk.id in self._pinned:
+        if call.chunk is None:
             return
         self.settle()
+        self.begin_backward(call)
+        if call.chunk.id in self._pinned:
+            return
         self._pin(call.chunk, call)
+
+    def begin_backward(self, call: RegionCall) -> None:
+        """Backward comes to a call, or to its recomputation."""
+        if not call.record.backward:
+            call.record.backward.append(self.now())
 
     def _pin(self, chunk: Chunk, call: RegionCall) -> None:
         self._pager.pin(chunk, Tier.DEVICE, reader=call)
         task = self._pinned[chunk.id] = torch._C._current_graph_task_id()
         if task != _NO_TASK and list(self._pinned.values()).count(task) == 1:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+
+    def begin_recomputation(self, call: RegionCall) -> None:
+        """A call is about to be recomputed."""
+        self.begin_backward(call)
+        call.record.again.append(self.now())
 
     def recomputed(self, call: RegionCall, nbytes: int) -> None:
         """A call has been recomputed: that many bytes are saved until its backward is over.
@@ -474,7 +624,10 @@ class RegionActivations(OwnHooks):
         took_turn = self._turn.take_in_hook()
         try:
             self._look_after_gone()
-            chunk = self._begin(call, SavedStorages(), nbytes, reader=str(call))
+            call.record.again.append(self.now())
+            chunk = call.record.chunk = self._begin(
+                call, SavedStorages(), nbytes, reader=str(call), what="recomputed activations"
+            )
             self._recomputed.add(chunk.id)
             self._pin(chunk, call)
         finally:
@@ -504,6 +657,8 @@ class RegionActivations(OwnHooks):
             sight = self._gone.popleft()
             assert isinstance(sight, _Sight)
             if self._live.get(sight.chunk.id) is sight:
+                if len(sight.record.backward) == 1:
+                    sight.record.backward.append(self.now())
                 self._unpin(sight.chunk.id)
                 self._use_up(sight.chunk)
 

@@ -17,7 +17,8 @@ from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import UpdateItem, UpdateRule, fill, slot_tensors
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.pager import Pager, lost_error
+from chunkmem.runtime.failed import lost_error
+from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.types import TIERS, ChunkId, Role, Tier
 
@@ -147,7 +148,7 @@ class GroupUpdater:
         param, master = chunks[0], chunks[0].master
         views = {chunk.id.role: self._store.views(chunk, tier) for chunk in chunks}
         items = [replace(item, steps=[step.clone() for step in item.steps]) for item in items]
-        # Parameters that are not updated have to be there, too: a plan that is gone on with has dropped them only now.
+        # Parameters that are not updated have to be there: a plan that is followed again has only now dropped them.
         low = param.replicas[tier].flat
         high = None if param.ready(tier) or master is None else master.replicas[tier].flat
 

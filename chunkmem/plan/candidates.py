@@ -5,7 +5,7 @@ Each is simulated. The work on them is counted in units, see `chunkmem.plan.plan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -63,6 +63,7 @@ class Candidate:
 
     plan: Plan
     timeline: Timeline
+    placement: Placement
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +86,7 @@ def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Itera
 class _Placed:
     """One way to place the updates, and the candidates tried for it."""
 
+    placement: Placement
     problem: Problem
     room: list[int]
     """Bytes that the chunks in use leave free, by moment."""
@@ -101,13 +103,26 @@ class _Placed:
 class Candidates:
     """Makes candidates one after the other."""
 
-    def __init__(self, trace: Trace, machine: Machine, options: PlanOptions, known: Searched) -> None:
+    def __init__(
+        self, trace: Trace, machine: Machine, options: PlanOptions, known: Searched, *, is_quick: bool = False
+    ) -> None:
+        """Begin.
+
+        Args:
+            trace: of the step.
+            machine: caps and speeds to plan for.
+            options: of a user's configuration.
+            known: what was searched for before.
+            is_quick: make one candidate for each placement, to compare traces rather than to follow the plan.
+        """
         self.given = trace
         self.trace = _repeating(trace)
         self.machine = machine
         self.options = options
         self.known = known
-        self.is_small = len(trace.moments) <= _LARGE
+        self.is_small = len(trace.moments) <= _LARGE and not is_quick
+        self.brief_reserves = (0,) if is_quick else (0, 2)
+        self.placed: list[Placement] = []
         self.budget = budgets(self.trace, machine, static_nbytes=options.static_nbytes)
         self.slab_nbytes = max(trace.chunk_nbytes.values(), default=0)
         self.shortage: CapacityError | None = None
@@ -151,6 +166,8 @@ class Candidates:
             yield from self._by_residents(full, ways)
         ratio = self.options.margin_use_ratio
         for tiers in placements(self.trace, self.machine, self.budget, ratio, with_half=self.is_small):
+            if not self.is_small and Placement(tiers) in self.placed:
+                continue
             if (way := self._placed(Placement(tiers))) is not None:
                 ways.append(way)
                 yield from self._by_rule(way, is_brief=not self.is_small)
@@ -177,6 +194,7 @@ class Candidates:
 
     def _placed(self, where: Placement) -> _Placed | None:
         """Return what there is to decide for a placement; None if a moment of it does not fit DEVICE."""
+        self.placed.append(where)
         is_one_tier = self.machine.host_nbytes == 0
         problem = find_gaps(self.trace, where.update_tiers, one_tier=is_one_tier, resident_groups=where.resident_groups)
         try:
@@ -185,11 +203,11 @@ class Candidates:
             if self.shortage is None or error.needed_nbytes < self.shortage.needed_nbytes:
                 self.shortage = error
             return None
-        return _Placed(problem, [have - need for have, need in zip(self.budget, problem.required, strict=True)])
+        return _Placed(where, problem, [have - need for have, need in zip(self.budget, problem.required, strict=True)])
 
     def _by_rule(self, way: _Placed, *, is_brief: bool) -> Iterator[tuple[int, Candidate | None]]:
         everything = frozenset(free_to_choose(way.problem))
-        for reserve in (0, 2) if is_brief else (0, 1, 2, 3, 4):
+        for reserve in self.brief_reserves if is_brief else (0, 1, 2, 3, 4):
             if way.quiet is not None and reserve > way.quiet:
                 return
             left = self._left(way, reserve)
@@ -228,7 +246,7 @@ class Candidates:
         if kept in way.tried:
             return work // 10, None
         way.tried.add(kept)
-        machine, update_tiers = self.machine, way.problem.update_tiers
+        machine = self.machine
         program = _program(way.problem, kept, self.budget, machine, lead=_LEAD)
         if program.below_peak_nbytes > machine.host_nbytes:
             if self.least_host_nbytes is None or program.below_peak_nbytes < self.least_host_nbytes:
@@ -237,12 +255,12 @@ class Candidates:
         log = min(machine.shadow_nbytes, machine.host_nbytes - program.below_peak_nbytes)
         actions = advance_updates(self.trace, program.actions, limit_nbytes=log)
         name = f"{name}, {reserve} set aside"
-        candidate = self._candidate(program, actions, update_tiers, name)
+        candidate = self._candidate(program, actions, way.placement, name)
         if not machine.one_processor:  # else it is the same cores that forward, backward and updates wait for
             in_time = advance_updates(self.trace, program.actions, limit_nbytes=log, in_time_on=machine)
             if in_time != actions:
                 work *= 2
-                other = self._candidate(program, in_time, update_tiers, f"{name}, updates in time")
+                other = self._candidate(program, in_time, way.placement, f"{name}, updates in time")
                 candidate = min(candidate, other, key=lambda tried: tried.timeline.step_s)
         way.step_s = min(way.step_s, candidate.timeline.step_s)
         if candidate.timeline.stall_s <= _QUIET * candidate.timeline.step_s:
@@ -250,11 +268,11 @@ class Candidates:
         return work, candidate
 
     def _candidate(
-        self, program: Program, actions: Sequence[Sequence[Action]], update_tiers: Mapping[int, Tier], name: str
+        self, program: Program, actions: Sequence[Sequence[Action]], placement: Placement, name: str
     ) -> Candidate:
         waiting = add_waits(self.trace, program.start, actions)
-        plan = Plan(self.given.digest, self.machine, program.start, waiting, update_tiers, name)
-        return Candidate(plan, simulate(plan, self.given, iterations=3 if self.is_small else 2))
+        plan = Plan(self.given.digest, self.machine, program.start, waiting, placement.update_tiers, name)
+        return Candidate(plan, simulate(plan, self.given, iterations=3 if self.is_small else 2), placement)
 
     def _nothing_fits(self) -> CapacityError:
         if self.least_host_nbytes is None:

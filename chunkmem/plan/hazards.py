@@ -292,7 +292,7 @@ class SimulatedLanes:
             end_s = ends[lane][number[lane]]
             ready_s = ends[COMPUTE][number[COMPUTE]] if operation.settles else before_s
             ready_s = max(ready_s, host_s)
-            if operation.settles:  # the host goes on when its own update is over
+            if operation.settles:  # the host continues when its own update is over
                 start_s = end_s = free_s(host_after)
             if lane == COMPUTE and (seen := self._seen_at[COMPUTE][number[COMPUTE]][FETCHES]) > arrived:
                 iteration.late += sum(arrival_s > ready_s for arrival_s in ends[FETCHES][arrived + 1 : seen + 1])

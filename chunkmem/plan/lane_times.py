@@ -149,7 +149,7 @@ def _follow(lane: int, queue: Queue, ends: Sequence[list[float]], sharing: dict[
 
 
 def _first_end(sharing: Mapping[int, _Sharing], now_s: float, bandwidth: Bandwidth) -> tuple[int, float]:
-    """Go on from `now_s` until one of the operations ends; return its lane, and that time."""
+    """Continue from `now_s` until one of the operations ends; return its lane, and that time."""
     while True:
         asked_Bps = {}
         next_s = inf

@@ -7,8 +7,11 @@ from itertools import groupby
 from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Timeline
 from chunkmem.trace.model import Kind, Moment, Trace
+from chunkmem.types import Role
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
+AGAIN = "forward again"
+"""Recomputation, within a backward."""
 
 
 def moment_starts_s(timeline: Timeline, num_moments: int) -> list[float]:
@@ -49,11 +52,26 @@ def phases(trace: Trace) -> list[tuple[str, int, int]]:
     return found
 
 
+def recomputations(trace: Trace) -> list[tuple[int, int]]:
+    """Return (first moment, one past the last) of what is computed again in backward."""
+    found: list[tuple[int, int]] = []
+    is_again = False
+    for index, moment in enumerate(trace.moments):
+        was_again, words = is_again, moment.label.split()
+        is_again = "recomputation" in words if words or moment.kind is not Kind.RELEASE else was_again
+        if is_again:
+            found.append((found.pop()[0] if was_again else index, index + 1))
+    return found
+
+
 def _phase(moment: Moment, trace: Trace) -> str:
     """Return the phase that a moment shows it is in; empty if it shows nothing, as most releases do not."""
+    is_activation = moment.chunk.role is Role.ACTIVATION
     if moment.kind in (Kind.UPDATE, Kind.CONSUME):
-        return "" if trace.is_remote(moment.chunk) else STEP  # of others' gradients, when they have been reduced
+        # Of others' gradients, when they have been reduced.
+        return "" if is_activation or trace.is_remote(moment.chunk) else STEP
     words = moment.label.split()
-    if moment.kind in (Kind.CREATE, Kind.WRITE) or "backward" in words or "recomputation" in words:
+    is_gradient = moment.kind in (Kind.CREATE, Kind.WRITE) and not is_activation
+    if is_gradient or "backward" in words or "recomputation" in words:
         return BACKWARD
     return FORWARD if "forward" in words else ""

@@ -9,7 +9,8 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from chunkmem.plan.timeline import Timeline
-from chunkmem.report.clock import BACKWARD, FORWARD, STEP, phases
+from chunkmem.report.clock import AGAIN, BACKWARD, FORWARD, STEP, phases
+from chunkmem.report.regions import chunk_names
 from chunkmem.report.replay import ChunkHistory, replay
 from chunkmem.report.run import Run, measured_nbytes
 from chunkmem.report.summary import PlainPyTorch, summarize
@@ -64,6 +65,7 @@ STYLES = {
     STEP: Style("#E69F00"),
     f"{FORWARD} {LAYER}": Style("#B5E3D5"),
     f"{BACKWARD} {LAYER}": Style("#F0D3E2"),
+    AGAIN: Style("#009E73", "#fff", height=0.4, pattern="hatched"),
     STALL: Style("#D55E00", "#fff", least=2, pattern="hatched"),
     "device": Style("#0072B2", "#fff"),
     BOTH: Style("#56B4E9"),
@@ -77,7 +79,13 @@ STYLES = {
     "plain PyTorch": Style("#1A1F26", pattern="dashed"),
 }
 _LEGEND: Mapping[str, Mapping[str, str]] = {
-    "computing": {FORWARD: "forward", BACKWARD: "backward", STEP: "optimizer step", STALL: "stall: waits for a copy"},
+    "computing": {
+        FORWARD: "forward",
+        BACKWARD: "backward",
+        AGAIN: "forward again, in backward",
+        STEP: "optimizer step",
+        STALL: "stall: waits for a copy",
+    },
     "newest version on, copies to": {
         "device": "DEVICE",
         BOTH: "both",
@@ -192,9 +200,11 @@ def _notes(summary: Mapping[str, Any], plain: PlainPyTorch) -> Iterator[str]:
         )
     as_predicted = "Bytes on each link and the peak of each tier are as predicted."
     yield " \u00b7 ".join(map(_html, summary["differences"])) or as_predicted
+    more = f" {format_nbytes(plain.activation_nbytes)} of activations," if plain.activation_nbytes else ""
     yield (
         f" Plain PyTorch would hold {format_nbytes(plain.nbytes)}: {format_nbytes(plain.model_nbytes)} of weights, "
-        f"gradients and optimizer states, and {format_nbytes(plain.non_model_nbytes)} of non-model data at its highest."
+        f"gradients and optimizer states,{more} and {format_nbytes(plain.non_model_nbytes)} of "
+        f"{'other ' if more else ''}non-model data at its highest."
     )
 
 
@@ -247,7 +257,7 @@ def _view(
     histories: Mapping[ChunkId, ChunkHistory],
     tables: _Tables,
 ) -> dict[str, Any]:
-    trace = run.trace
+    trace, names = run.trace, chunk_names(run.plan, run.trace)
     starts = starts_ns(timeline, len(trace.moments))
     lanes = lane_tracks(run, timeline)
     ends = [(piece.start_ns, piece.end_ns) for track in lanes for piece in (*track.slices, *track.over)]
@@ -257,7 +267,10 @@ def _view(
         "moments": _moments(trace, moment_tips(run, nbytes), tables),
         "graphs": [_graph(graph, tables) for graph in memory_graphs(run, nbytes, PlainPyTorch.of(trace))],
         "lanes": [_track(track, tables) for track in (*module_tracks(trace, starts), *lanes)],
-        "chunks": [_track(chunk_track(*item, trace, starts), tables) for item in histories.items()],
+        "chunks": [
+            _track(chunk_track(chunk, history, trace, starts, name=names.get(chunk, "")), tables)
+            for chunk, history in histories.items()
+        ],
     }
 
 

@@ -9,9 +9,10 @@ from functools import cached_property
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from chunkmem.report.clock import phases
+from chunkmem.report.clock import AGAIN, phases, recomputations
 from chunkmem.report.replay import replay, role_nbytes
 from chunkmem.report.run import Run, measured_nbytes
+from chunkmem.report.summary import PlainPyTorch
 from chunkmem.report.text import plan_misses
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import TIERS, Role, Tier
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's colours keep apart for colour-blind eyes; neighbours in the stack also differ in lightness, for print.
-_COLORS = {Role.PARAM: "#0072B2", Role.MASTER: "#F0E442", Role.GRAD: "#E69F00", Role.ACTIVATION: "#000000"}
+_COLORS = {Role.PARAM: "#0072B2", Role.MASTER: "#F0E442", Role.GRAD: "#E69F00", Role.ACTIVATION: "#8C510A"}
 _STATE_COLORS = ("#56B4E9", "#009E73")
 _NON_MODEL_COLOR = "#DDDDDD"
 _CAP_COLOR = "#D55E00"
 _MEASURED_COLOR = "#CC79A7"
+_AGAIN_COLOR = "#999999"
 _NAMES = {Role.PARAM: "weights", Role.MASTER: "master weights", Role.GRAD: "gradients", Role.ACTIVATION: "activations"}
 _NON_MODEL = "non-model data"
 _PREDICTED, _MEASURED, _SAMPLED = "chunks, as planned", "chunks, as measured", "non-model data, as sampled"
@@ -91,10 +93,7 @@ def memory_picture(run: Run) -> bytes:
     heights = [3.6, *([2.4] if columns.roles[Tier.HOST] else []), *([1.2] if is_apart else [])]
     figure = Figure(figsize=(11, 1.4 + sum(heights)), layout="constrained")
     panels = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
-    whole = format_nbytes(sum(run.trace.chunk_nbytes.values()))
-    peak = format_nbytes(max(timeline.peak_nbytes[Tier.DEVICE] for timeline in (run.predicted, run.happened)))
-    title = f"{_plain(run.name)}: one step over {whole} of model data, at most {peak} of it on DEVICE at a time"
-    figure.suptitle(title, fontsize=13)
+    figure.suptitle(_title(run), fontsize=13)
     rest = iter(panels)
     _draw_device(next(rest), columns, is_apart=is_apart)
     if columns.roles[Tier.HOST]:
@@ -110,7 +109,14 @@ def memory_picture(run: Run) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
     # One entry each, in the order they are stacked; a panel may lack some.
     patches = {text: patch for axes in panels for patch, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    order = [*(_NAMES.get(role, role.value) for role in columns.colors), _NON_MODEL, _PREDICTED, _MEASURED, _SAMPLED]
+    order = [
+        *(_NAMES.get(role, role.value) for role in columns.colors),
+        _NON_MODEL,
+        _PREDICTED,
+        _MEASURED,
+        _SAMPLED,
+        AGAIN,
+    ]
     texts = [text for text in order if text in patches]
     figure.legend([patches[text] for text in texts], texts, loc="outside lower center", ncols=4, frameon=False)
     content = io.BytesIO()
@@ -118,8 +124,19 @@ def memory_picture(run: Run) -> bytes:
     return content.getvalue()
 
 
+def _title(run: Run) -> str:
+    plain = PlainPyTorch.of(run.trace)
+    whole = f"{format_nbytes(sum(run.trace.chunk_nbytes.values()) - plain.activation_nbytes)} of model data"
+    more = f" and {format_nbytes(plain.activation_nbytes)} of activations" if plain.activation_nbytes else ""
+    peak = format_nbytes(max(timeline.peak_nbytes[Tier.DEVICE] for timeline in (run.predicted, run.happened)))
+    on_device = f"at most {peak} of {'them' if more else 'it'} on DEVICE at a time"
+    return f"{_plain(run.name)}: one step over {whole}{more},{chr(10) if more else ' '}{on_device}"
+
+
 def _draw_phases(panels: Sequence[Axes], run: Run) -> None:
     num_moments, above = len(run.trace.moments), panels[0].get_xaxis_transform()
+    for start, stop in recomputations(run.trace):
+        panels[0].axvspan(start, stop, ymin=0.98, color=_AGAIN_COLOR, linewidth=0, label=AGAIN)
     for phase, start, stop in phases(run.trace):
         for axes in panels:
             axes.axvline(start, color="black", linewidth=0.8, linestyle=":")

@@ -9,6 +9,7 @@ from typing import Any
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.plan.timeline import Timeline, differences
+from chunkmem.report.regions import region_policies
 from chunkmem.report.run import Run
 from chunkmem.trace.model import Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
@@ -25,15 +26,18 @@ class PlainPyTorch:
     for the groups of other ranks optimizer states are added, in proportion to those that this rank has."""
     non_model_nbytes: int
     """The highest of the trace's moments."""
+    activation_nbytes: int = 0
+    """What chunks have of activations."""
 
     @property
     def nbytes(self) -> int:
-        return self.model_nbytes + self.non_model_nbytes
+        return self.model_nbytes + self.activation_nbytes + self.non_model_nbytes
 
     @classmethod
     def of(cls, trace: Trace) -> PlainPyTorch:
         sizes = trace.chunk_nbytes
-        total = sum(sizes.values())
+        activation_nbytes = sum(n for chunk, n in sizes.items() if chunk.role is Role.ACTIVATION)
+        total = sum(sizes.values()) - activation_nbytes
         trained = [chunk for chunk in sizes if chunk.role is Role.PARAM and ChunkId(Role.GRAD, chunk.group) in sizes]
         remote_nbytes = sum(sizes[chunk] for chunk in trained if trace.is_remote(chunk))
         owned_nbytes = sum(sizes[chunk] for chunk in trained if not trace.is_remote(chunk))
@@ -42,7 +46,8 @@ class PlainPyTorch:
                 n for chunk, n in sizes.items() if chunk.role not in (Role.PARAM, Role.GRAD, Role.ACTIVATION)
             )
             total += states_nbytes * remote_nbytes // owned_nbytes
-        return cls(total, max((moment.non_model_peak_nbytes for moment in trace.moments), default=0))
+        non_model_nbytes = max((moment.non_model_peak_nbytes for moment in trace.moments), default=0)
+        return cls(total, non_model_nbytes, activation_nbytes)
 
 
 def summarize(run: Run) -> dict[str, Any]:
@@ -60,6 +65,10 @@ def summarize(run: Run) -> dict[str, Any]:
         "differences": differences(run.predicted, run.happened),
         "non_model": _non_model(run),
         "plain_pytorch_nbytes": PlainPyTorch.of(run.trace).nbytes,
+        "regions": [
+            {"name": region.name, "policy": region.policy.value, "nbytes": region.nbytes, "seconds": region.seconds}
+            for region in region_policies(run.plan, run.trace)
+        ],
     }
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from chunkmem.plan.model import LANE_LINKS
+from chunkmem.plan.regions import RegionPolicy
+from chunkmem.report.regions import DONE, alike
 from chunkmem.sizes import format_nbytes
 
 Row = tuple[str, ...]
+REGION_COLUMNS = ("activations", "", "bytes", "to recompute or copy")
 _LINKS = {lane.value: f"moved to {target.name}" for lane, (_, target) in LANE_LINKS.items()}
 
 
@@ -52,6 +55,13 @@ def role_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
             peaks = [view.get(tier, {}).get(role, 0) for view in views]
             if any(peaks):
                 yield (f"{tier.upper()} {role}", *map(format_nbytes, peaks))
+
+
+def region_rows(regions: Sequence[RegionPolicy]) -> Iterator[Row]:
+    """Yield (regions, what becomes of their activations, bytes, seconds of that); those that are alike as one."""
+    for name, region in alike(regions):
+        took = format_s(region.seconds) if region.seconds else ""
+        yield (name, DONE[region.policy], format_nbytes(region.nbytes), took)
 
 
 def difference_lines(summary: Mapping[str, Any]) -> Iterator[str]:

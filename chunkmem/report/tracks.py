@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST
 from chunkmem.plan.timeline import Span, Timeline
-from chunkmem.report.clock import STEP, moment_starts_s, phases
+from chunkmem.report.clock import AGAIN, STEP, moment_starts_s, phases, recomputations
 from chunkmem.report.modules import ModuleRun, layer_runs, submodule_runs
+from chunkmem.report.regions import region_names
 from chunkmem.report.replay import ChunkHistory, States
 from chunkmem.report.run import LANE_NAMES, Run, label_of, lane_of
 from chunkmem.report.summary import PlainPyTorch
@@ -95,9 +96,14 @@ def module_tracks(trace: Trace, starts: Sequence[int]) -> list[Track]:
         for name, first, stop in phases(trace)
         if starts[stop] > starts[first]
     )
+    again = tuple(
+        Slice(starts[first], starts[stop], AGAIN, Tip(AGAIN))
+        for first, stop in recomputations(trace)
+        if starts[stop] > starts[first]
+    )
     runs = {"layers": layer_runs(trace), "modules": submodule_runs(trace)}
     tracks = [Track(name, tuple(_module_slices(found, starts))) for name, found in runs.items() if found]
-    return [Track("phase", parts), *tracks]
+    return [Track("phase", parts, again), *tracks]
 
 
 def _module_slices(runs: Iterable[ModuleRun], starts: Sequence[int]) -> Iterator[Slice]:
@@ -111,6 +117,7 @@ def lane_tracks(run: Run, timeline: Timeline) -> list[Track]:
     """Return what ran on each lane that either timeline of the run uses, stalls over computing."""
     used = {lane_of(span, run) for either in (run.happened, run.predicted) for span in either.spans}
     phase_of = [name for name, first, stop in phases(run.trace) for _ in range(first, stop)]
+    names = region_names(run.trace)
     slices: dict[Lane, list[Slice]] = {lane: [] for lane in LANE_NAMES if lane in used or lane is Lane.COMPUTE}
     stalls = []
     for span in sorted(timeline.spans, key=lambda span: (span.start_s, span.end_s)):
@@ -118,14 +125,15 @@ def lane_tracks(run: Run, timeline: Timeline) -> list[Track]:
             stalls.append(_stall(span, run.trace))
         else:
             lane = lane_of(span, run)
-            slices[lane].append(_span(span, lane, run.trace, phase_of))
+            name = "" if span.chunk is None else names.get(span.chunk, f"{span.chunk.role.value} {span.chunk.group}")
+            slices[lane].append(_span(span, lane, run.trace, phase_of, name=name))
     return [
         Track(LANE_NAMES[lane], tuple(found), tuple(stalls) if lane is Lane.COMPUTE else ())
         for lane, found in slices.items()
     ]
 
 
-def _span(span: Span, lane: Lane, trace: Trace, phase_of: Sequence[str]) -> Slice:
+def _span(span: Span, lane: Lane, trace: Trace, phase_of: Sequence[str], *, name: str) -> Slice:
     start, end, moment = _ns(span.start_s), _ns(span.end_s), trace.moments[max(0, span.moment)]
     label = label_of(span, moment)
     lines = [moment_line(trace, span.moment)]
@@ -136,8 +144,8 @@ def _span(span: Span, lane: Lane, trace: Trace, phase_of: Sequence[str]) -> Slic
         lines.insert(0, f"{span.chunk}, {format_nbytes(trace.chunk_nbytes[span.chunk])}")
     phase = phase_of[max(0, span.moment)]
     text = ""
-    if span.nbytes and span.chunk is not None:
-        text = f"{span.chunk.role.value} {span.chunk.group}"
+    if span.nbytes and name:
+        text = name
     elif phase == STEP:  # else the tracks of modules have the names
         text = label
     style = _COPY_STYLES.get(lane, phase)
@@ -161,21 +169,22 @@ def moment_line(trace: Trace, index: int) -> str:
 # Where chunks are.
 
 
-def chunk_track(chunk: ChunkId, history: ChunkHistory, trace: Trace, starts: Sequence[int]) -> Track:
-    """Return the states of a chunk over a step; those that last no time are left out."""
+def chunk_track(chunk: ChunkId, history: ChunkHistory, trace: Trace, starts: Sequence[int], *, name: str = "") -> Track:
+    """Return the states of a chunk over a step, by its own name or another; those that last no time are left out."""
+    title = f"{chunk} ({name})" if name else str(chunk)
     size, last = _exact(trace.chunk_nbytes[chunk]), len(starts) - 1
     ends = [*(moment for moment, _ in history.changes[1:]), last]
     states = tuple(
-        Slice(starts[first], starts[stop], state_style(states), Tip(str(chunk), f"{where(states)}: ", size))
+        Slice(starts[first], starts[stop], state_style(states), Tip(title, f"{where(states)}: ", size))
         for (first, states), stop in zip(history.changes, ends, strict=True)
         if starts[stop] > starts[first]
     )
     uses = tuple(
-        Slice(starts[first], starts[stop], HELD, Tip(str(chunk), "in use: "))
+        Slice(starts[first], starts[stop], HELD, Tip(title, "in use: "))
         for first, stop in history.held
         if starts[stop] > starts[first]
     )
-    return Track(str(chunk), states, uses)
+    return Track(name or str(chunk), states, uses)
 
 
 def state_style(states: States) -> str:

@@ -10,7 +10,16 @@ from chunkmem.errors import TierIOError
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.pool import Slab
-from chunkmem.runtime.store import NO_CONTENT, ChunkStore
+from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore
+from chunkmem.types import Role
+
+
+def lost_error(reader: object, chunk: Chunk) -> TierIOError:
+    """Return the error for `reader`, which needs a chunk that has no content any more."""
+    cause, advice = "copy or update", "load what was saved last into a new manager"
+    if chunk.id.role in (Role.GRAD, Role.ACTIVATION):
+        cause, advice = "copy", "call optimizer.zero_grad(), and repeat the step"
+    return TierIOError(f"{reader}: {chunk.label} is lost, as the {cause} that was to save it has failed; {advice}")
 
 
 def drain(lanes: Lanes, store: ChunkStore) -> None:

@@ -10,49 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
-from chunkmem.errors import CapacityError, StateError, TierIOError
-from chunkmem.plan.ahead import SHADOW
-from chunkmem.plan.demand import RoomPlan, Shortage, TierRoom, make_room
+from chunkmem.errors import CapacityError, StateError
 from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.eviction import Evictor, Holder, NoHolder
+from chunkmem.runtime.failed import lost_error
 from chunkmem.runtime.leaving import Leaving
-from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.policy import NoSpeculativeUpdates, OnDemand, SpeculativeUpdates, StepPolicy
-from chunkmem.runtime.shortage import shortage_error
 from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
 from chunkmem.runtime.timestamps import Interval, Timestamp
+from chunkmem.runtime.writes import notice_writes
 from chunkmem.trace.model import Kind
-from chunkmem.types import TIERS, Role, Tier, neighbor
-
-
-def lost_error(reader: object, chunk: Chunk) -> TierIOError:
-    """Return the error of who reads a chunk that has no content any more."""
-    cause, advice = "copy or update", "load what was saved last into a new manager"
-    if chunk.id.role in (Role.GRAD, Role.ACTIVATION):
-        cause, advice = "copy", "call optimizer.zero_grad(), and repeat the step"
-    return TierIOError(f"{reader}: {chunk.label} is lost, as the {cause} that was to save it has failed; {advice}")
-
-
-class Holder(Protocol):
-    """Keeps chunks pinned on DEVICE for those who use their memory in ways that no event tells of."""
-
-    def relieve(self) -> bool:
-        """Release what nobody uses any more; False if there is nothing."""
-        ...
-
-    def holders(self) -> tuple[str, ...]:
-        """Return the names of the parameters whose memory somebody has."""
-        ...
-
-
-class _NoHolder:
-    def relieve(self) -> bool:
-        return False
-
-    def holders(self) -> tuple[str, ...]:
-        return ()
+from chunkmem.types import TIERS, Tier
 
 
 class Pager:
@@ -61,14 +31,14 @@ class Pager:
     def __init__(self, store: ChunkStore, *, meter: NonModelMeter | None = None) -> None:
         """Serve the chunks of `store`; `meter` says what else takes room under the cap on DEVICE, None: nothing."""
         self.store = store
-        self._meter = meter
         self._leaving = Leaving(store)
+        self._evictor = Evictor(store, self._leaving, notice_writes=self.notice_writes, meter=meter)
         self.pinned_nbytes = dict.fromkeys(store.pools, 0)
         self.required_nbytes = dict.fromkeys(store.pools, 0)
         """The largest sum of pinned and requested bytes so far: the smallest cap known to be needed."""
         self._closed: str | None = None
         self._pid = os.getpid()
-        self.holder: Holder = _NoHolder()
+        self.holder: Holder = NoHolder()
         """Asked when room is short."""
         self.held: set[Chunk] = set()
         """Chunks whose memory on DEVICE somebody outside may write to at any time, past autograd's version counters."""
@@ -132,12 +102,7 @@ class Pager:
 
         Raises: what `pin` does.
         """
-        if tier not in chunk.replicas:
-            self._require_open(reader)
-            self.policy.before_demand()
-            self._make_room(chunk, tier, reader, elastic=True)
-            self.store.take_slab(chunk, tier)
-        self._pin(chunk, tier, elastic=True)
+        self._hold_uninitialized(chunk, tier, reader, elastic=True)
 
     def pin_remote(self, chunk: Chunk, *, reader: object) -> None:
         """Like `pin`, for a chunk of another rank, which an exchange is about to bring to DEVICE.
@@ -147,12 +112,14 @@ class Pager:
         replica = chunk.replicas.get(Tier.DEVICE)
         if replica is None or replica.pins == 0:
             self.policy.event(Kind.HOLD, chunk, reader)
-        if Tier.DEVICE not in chunk.replicas:
+        self._hold_uninitialized(chunk, Tier.DEVICE, reader, elastic=False)
+
+    def _hold_uninitialized(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> None:
+        if tier not in chunk.replicas:
             self._require_open(reader)
             self.policy.before_demand()
-            self._make_room(chunk, Tier.DEVICE, reader, elastic=False)
-            self.store.take_slab(chunk, Tier.DEVICE)
-        self._pin(chunk, Tier.DEVICE, elastic=False)
+            self._take_slab(chunk, tier, reader, elastic)
+        self._pin(chunk, tier, elastic=elastic)
 
     def exchange(self, chunks: Sequence[Chunk], *, reader: object) -> None:
         """Announce that chunks, which are pinned on DEVICE, begin to be exchanged with other ranks."""
@@ -292,32 +259,7 @@ class Pager:
 
     def notice_writes(self, chunk: Chunk) -> None:
         """Count what a user wrote to parameters as a new version; their master copy follows."""
-        if chunk.home is None or not chunk.ready(Tier.DEVICE):
-            return
-        is_open = chunk in self.held or chunk.is_written_past
-        written = chunk.home.take_written() or (is_open and self.store.may_differ(chunk, Tier.DEVICE))
-        if written:
-            self.policy.drain()
-            with self._where_it_was(chunk):
-                self.store.mark_written(chunk, Tier.DEVICE)
-                self.store.follow(chunk, Tier.DEVICE)
-
-    @contextmanager
-    def _where_it_was(self, chunk: Chunk) -> Iterator[None]:
-        """If a plan is followed, let a chunk and its master copy have the replicas again that the plan has of them.
-
-        A write inside of a step, such as that of `nn.Embedding(max_norm=...)`, comes in each one: without its copy in
-        HOST the plan could not be followed on. Copies have to be over.
-        """
-        chunks = [each for each in (chunk, chunk.master) if each is not None]
-        before = [(each, tier, each.ready(tier)) for each in chunks for tier in each.replicas] * self.policy.is_planned
-        yield
-        for each, tier, was_ready in before:
-            source = each.newest_tier()
-            if tier not in each.replicas:
-                self.store.take_slab(each, tier)
-            if was_ready and source is not None and not each.ready(tier):
-                self.store.copy(each, source, tier)
+        notice_writes(chunk, self.store, self.policy, is_held=chunk in self.held)
 
     def _touch(self, replica: Replica) -> None:
         self._clock += 1
@@ -345,19 +287,17 @@ class Pager:
             # The source must survive the making of room: it may look like a copy that the tier below can do without.
             chunk.replicas[source].pins += 1
             try:
-                self._make_room(chunk, tier, reader, elastic)
+                self._take_slab(chunk, tier, reader, elastic)
             finally:
                 chunk.replicas[source].pins -= 1
                 self._leaving.announce(chunk, source)
-            self.store.take_slab(chunk, tier)
         self.store.copy(chunk, source, tier)
         return chunk.replicas[tier]
 
     def _make_again(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
         """Bring a chunk of which no replica is left: it is rounded from its master copy."""
         if tier not in chunk.replicas:
-            self._make_room(chunk, tier, reader, elastic)
-            self.store.take_slab(chunk, tier)
+            self._take_slab(chunk, tier, reader, elastic)
         self.store.round(chunk, tier)
         return chunk.replicas[tier]
 
@@ -365,89 +305,20 @@ class Pager:
         if self.closed is not None:
             raise StateError(f"{reader}: {self.closed}")
 
+    def _take_slab(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> None:
+        self._make_room(chunk, tier, reader, elastic)
+        self.store.take_slab(chunk, tier)
+
     def _make_room(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> None:
-        below = neighbor(tier)
         if not elastic:
             self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
-        outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
-        if self.store.pools[Tier.HOST].ledger.now.get(SHADOW) and self._takes_from_host(outcome, tier):
-            self.speculative.reserve({})  # speculative updates are a gain: no replica goes, and nothing stops, for them
-            outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
-        while isinstance(outcome, RoomPlan) and self._were_written(outcome):
-            outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
-        if isinstance(outcome, Shortage):
-            # A write that nobody has noticed yet makes a copy on the other tier stale, and its bytes free.
-            for place in {Tier.DEVICE, tier}:
-                for resident in list(self.store.resident[place].values()):
-                    self.notice_writes(resident)
-            outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
-        ledger = self.store.pools[tier].ledger
-        if isinstance(outcome, Shortage) and ledger.cap_nbytes < ledger.limit_nbytes:
-            # The warm-up share is a wish; the largest moment has to fit all the same.
-            ledger.cap_nbytes = min(ledger.limit_nbytes, ledger.cap_nbytes + outcome.here_nbytes)
-            outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
-        while isinstance(outcome, Shortage) and self.holder.relieve():
-            outcome = make_room(chunk.nbytes, self._room(tier), self._room(below))
-        if isinstance(outcome, Shortage):
-            raise shortage_error(
-                chunk,
-                tier,
-                reader,
-                outcome,
-                below=below,
-                pools=self.store.pools,
-                chunks=self.store.chunks.values(),
-                pinned_nbytes=self.pinned_nbytes[tier],
-                meter=self._meter if tier is Tier.DEVICE else None,
-                holders=self.holder.holders(),
-            )
-        self._evict(outcome, tier, below)
+        self._evictor.make_room(chunk, tier, reader=reader, holder=self.holder, speculative=self.speculative)
 
     def shrink(self, tier: Tier, nbytes: int) -> None:
         """Have so many bytes leave a tier, if that is possible: something else is going to need them."""
-        below = neighbor(tier)
-        need_nbytes = nbytes + self._room(tier).free_nbytes
-        outcome = make_room(need_nbytes, self._room(tier), self._room(below))
-        while isinstance(outcome, RoomPlan) and self._were_written(outcome):
-            outcome = make_room(need_nbytes, self._room(tier), self._room(below))
-        if isinstance(outcome, RoomPlan):
-            self._evict(outcome, tier, below)
-
-    def _takes_from_host(self, outcome: RoomPlan | Shortage, tier: Tier) -> bool:
-        """Tell whether there is too little room, or HOST would lose a replica, for room on `tier`."""
-        return isinstance(outcome, Shortage) or bool(
-            outcome.drops_below or (tier is Tier.HOST and outcome.evictions_here)
-        )
-
-    def _were_written(self, plan: RoomPlan) -> bool:
-        """Notice writes to what is about to leave; tell whether there were any, so that it has to be decided again."""
-        leaving = (*plan.drops_below, *(eviction.chunk for eviction in plan.evictions_here))
-        chunks = [self.store.chunks[key] for key in leaving]
-        before = [chunk.version for chunk in chunks]
-        for chunk in chunks:
-            self.notice_writes(chunk)
-        return [chunk.version for chunk in chunks] != before
-
-    def _evict(self, plan: RoomPlan, tier: Tier, below: Tier) -> None:
-        store = self.store
-        for drop in plan.drops_below:
-            store.drop(store.chunks[drop], below)
-        for eviction in plan.evictions_here:
-            victim = store.chunks[eviction.chunk]
-            if eviction.spill:
-                if below not in victim.replicas:
-                    store.take_slab(victim, below)
-                store.copy(victim, tier, below)
-            store.drop(victim, tier)
+        self._evictor.shrink(tier, nbytes)
 
     def _tier_with_room(self, chunk: Chunk) -> Tier:
         """Return the first tier below DEVICE that a chunk fits as it is, else DEVICE, which can make room."""
         fitting = (tier for tier in TIERS[1:] if self.store.pools[tier].ledger.spare_nbytes >= chunk.nbytes)
         return next(fitting, Tier.DEVICE)
-
-    def _free_nbytes(self, tier: Tier) -> int:
-        ledger = self.store.pools[tier].ledger
-        return ledger.free_nbytes + ledger.now.get(CACHE, 0)
-
-    def _room(self, tier: Tier) -> TierRoom:
-        return self._leaving.room(tier, self._free_nbytes(tier))

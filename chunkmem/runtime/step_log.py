@@ -78,7 +78,7 @@ class StepLog:
         self.updates.append((moment, self._moment, chunk, event))
 
     def left_to_lane(self, chunk: Chunk, event: Event) -> None:
-        """The update of this moment runs on its lane while the step goes on; `chunk` is its group's PARAM."""
+        """The update of this moment runs on its lane while the step continues; `chunk` is its group's PARAM."""
         self.updates.append((self._moment, self._moment, chunk, event))
 
     def exchanged(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:

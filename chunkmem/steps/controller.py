@@ -7,7 +7,8 @@ call of a model without gradients, between steps). Between iterations nothing is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Protocol
 
 from chunkmem.errors import TraceError
 from chunkmem.plan.candidates import PlanOptions
@@ -24,11 +25,39 @@ from chunkmem.steps.factory import CachedPlanFactory
 from chunkmem.steps.iteration_end import IterationEnd
 from chunkmem.steps.known import KnownSteps
 from chunkmem.steps.plan_cache import Key
+from chunkmem.steps.region_choice import RegionChoices
 from chunkmem.steps.timelines import LastTimelines
-from chunkmem.trace.model import Kind, Mode, Trace
+from chunkmem.trace.model import Kind, Mode, Region, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.tracing.watch import Watch
 from chunkmem.types import ChunkId, Role, Tier
+
+
+class Regions(Protocol):
+    """Blocks whose activations are kept, offloaded or recomputed."""
+
+    @property
+    def is_auto(self) -> bool:
+        """Which of them are recomputed is decided for each kind of step."""
+        ...
+
+    def begin_iteration(self, kept: Collection[int] | None, now: Callable[[], int]) -> None:
+        """A training step begins.
+
+        Args:
+            kept: where that is decided for each kind of step, the numbers of the calls that are not recomputed; None:
+                there are none.
+            now: tells the number of moments so far.
+        """
+        ...
+
+    def adopt(self, trace: Trace) -> None:
+        """Have the chunks of a training step of an earlier run; raise a TraceError if other regions are managed."""
+        ...
+
+    def recorded(self) -> tuple[Region, ...]:
+        """Return the calls of the step that was recorded."""
+        ...
 
 
 class StepController(KnownSteps):
@@ -46,6 +75,7 @@ class StepController(KnownSteps):
         watch: Callable[[], Watch],
         trainable: Callable[[], bytes],
         num_backwards: Callable[[], int],
+        regions: Regions,
         is_lone: bool = True,
     ) -> None:
         """Begin with nothing known.
@@ -60,6 +90,7 @@ class StepController(KnownSteps):
             watch: begins to watch memory, for a step that is recorded.
             trainable: returns which parameters require gradients.
             num_backwards: returns how many backwards there have been.
+            regions: what is saved in them is managed.
             is_lone: there is one rank. Else steps are recorded from when `may_record` says so, since the exchanges of
                 the first ones are not those of the others.
         """
@@ -71,8 +102,22 @@ class StepController(KnownSteps):
         self.may_record = is_lone
         """Training steps are like those to come."""
         self._trainable = trainable
+        self._regions = regions
+        self._choices = RegionChoices(maker.machine, options)
         self._iteration_end = IterationEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
         self.timelines = LastTimelines(tiers)
+
+    def adopt_trace(self, trace: Trace) -> None:
+        """Use a trace of an earlier run: the same calls are recomputed as in it.
+
+        Raises:
+            TraceError: it is of another model, layout or policy for activations.
+        """
+        self._check_trace(trace)
+        if trace.mode is Mode.TRAIN:
+            self._regions.adopt(trace)
+            self._choices.adopt(trace)
+        super().adopt_trace(trace)
 
     # Iterations.
 
@@ -167,6 +212,8 @@ class StepController(KnownSteps):
         self.now.mode, self.now.is_running = mode, True
         self._iteration_end.begin()
         self.timelines.begin()
+        if mode is Mode.TRAIN:
+            self._regions.begin_iteration(self._choices.kept(key), self._num_moments)
         if entry is not None and plan_executor is not None:
             plan_executor.begin_iteration(times_moments=entry.wants_durations)
             self._follow(entry, plan_executor)
@@ -180,6 +227,9 @@ class StepController(KnownSteps):
         mode, recorder, entry = self.now.mode, self.now.recorder, self.now.entry
         if mode is Mode.EVAL:
             self._keep_timeline()
+        is_recorded = mode is Mode.TRAIN and recorder is not None and not self.now.is_excused
+        if self._is_lone and is_recorded and self.is_choosing_regions:
+            self.keep_regions(self.choose_regions())
         is_excused, self.now.is_excused = self.now.is_excused, False
         self.now.mode, self.now.recorder, self.now.is_running = None, None, False
         if recorder is not None:
@@ -201,13 +251,39 @@ class StepController(KnownSteps):
         def trace() -> Trace:
             if not is_even:
                 raise TraceError("other gradients wait for their step at its end than did at its beginning")
-            return recorder.trace(self._layout(), self._pager.store.chunks)
+            return self._trace_of(recorder)
 
         kinds = self.kinds[recorder.mode]
         kinds.recorded(self.now.key, trace)
         if self._is_first_of_two and recorder.mode is Mode.TRAIN:
             self._is_first_of_two, self._aside = False, kinds.trace
             kinds.forget()
+
+    @property
+    def is_choosing_regions(self) -> bool:
+        """Which regions this kind of step recomputes is not decided yet."""
+        return self._regions.is_auto and self._choices.kept(self.now.key) is None
+
+    def choose_regions(self) -> frozenset[int]:
+        """Return the calls of regions that steps like the one just recorded had better not recompute."""
+        recorder = self.now.recorder
+        try:
+            trace = None if recorder is None else self._trace_of(recorder)
+        except TraceError:
+            trace = None  # it was torn down in the middle
+        return frozenset() if trace is None or not trace.regions else self._choices.choose(trace)
+
+    def keep_regions(self, kept: frozenset[int]) -> None:
+        """Have steps of this kind recompute all calls of regions but these; what was recorded is of another kind."""
+        self._choices.keep(self.now.key, kept)
+        self.now.is_excused = self.now.is_excused or bool(kept)
+
+    def _trace_of(self, recorder: Recorder) -> Trace:
+        regions = self._regions.recorded() if recorder.mode is Mode.TRAIN else ()
+        return recorder.trace(self._layout(), self._pager.store.chunks, regions)
+
+    def _num_moments(self) -> int:
+        return 0 if self.now.recorder is None else self.now.recorder.num_moments
 
     def _keep_timeline(self) -> None:
         trace = None if self.now.plan_executor is None else self.now.plan_executor.trace

@@ -63,6 +63,12 @@ class KnownSteps:
         Raises:
             TraceError: it is of another model or layout.
         """
+        self._check_trace(trace)
+        self.kinds[trace.mode].adopt(trace)
+        if trace.mode is self.now.mode:
+            self.now.entry = None  # forgotten: nothing is to be learnt for it
+
+    def _check_trace(self, trace: Trace) -> None:
         if not self._is_lone:
             raise TraceError(
                 "several ranks train together, and have to agree on how far ahead they gather: leave the trace out, it "
@@ -74,9 +80,6 @@ class KnownSteps:
                 f"the trace is of a model with layout {trace.layout}, and this manager's is {own}; build the same "
                 "model with the same default_chunk_size, or train one step to record a trace"
             )
-        self.kinds[trace.mode].adopt(trace)
-        if trace.mode is self.now.mode:
-            self.now.entry = None  # forgotten: nothing is to be learnt for it
 
     def adopt_plan(self, plan: Plan) -> None:
         """Use a plan of an earlier run. Its trace has to be there: adopt or record that first.

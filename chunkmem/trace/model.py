@@ -99,13 +99,17 @@ class Region:
     name: Label
     """Of the block."""
     chunk: ChunkId
-    """Of role ACTIVATION. Where the region is recomputed, the one that it would have otherwise."""
+    """Of role ACTIVATION. Where the region is recomputed, it has content from then on."""
     nbytes: int
     """Saved by the call."""
     forward: Moments
     backward: Moments
     recomputed: Moments | None = None
     """Those within backward in which the block's forward runs again; None: it does not."""
+    inputs: ChunkId | None = None
+    """Of one that is recomputed: what is kept for that, if it is a chunk."""
+    number: int = 0
+    """Of the call, among those of all regions in the step."""
 
 
 @dataclass(frozen=True)

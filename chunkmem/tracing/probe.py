@@ -92,6 +92,13 @@ class LiveStorageProbe:
         self._live.clear()
         self._dead.clear()
 
+    def leave_out(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage no more: it is part of a chunk."""
+        sighting = self._live.get(int(storage._cdata))
+        if sighting is not None and sighting() is storage:
+            self._now_nbytes -= sighting.nbytes
+            sighting.nbytes = 0
+
     def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operator and count the storages it has made."""
         result = operator(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from chunkmem.runtime.plan_executor import label_of
 from chunkmem.runtime.policy import OnDemand
@@ -10,7 +10,7 @@ from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
 from chunkmem.trace.loop import as_loop
-from chunkmem.trace.model import Kind, Mode, Moment, Trace
+from chunkmem.trace.model import Kind, Mode, Moment, Region, Trace
 from chunkmem.types import ChunkId, Tier
 
 
@@ -74,8 +74,13 @@ class Recorder(OnDemand):
         if len(self._peaks) < len(self._events):
             self._peaks.append(peaks)
 
-    def trace(self, layout: str, chunks: Mapping[ChunkId, Chunk]) -> Trace:
-        """Return the trace, as the step repeats.
+    @property
+    def num_moments(self) -> int:
+        """Moments so far."""
+        return len(self._events)
+
+    def trace(self, layout: str, chunks: Mapping[ChunkId, Chunk], regions: Sequence[Region] = ()) -> Trace:
+        """Return the trace, as the step repeats; `regions` are the calls of regions in it.
 
         A training trace has every chunk with content, used or not, so that a plan knows where all of them are. An
         evaluation has what it touches: the rest may stay where the training left it.
@@ -100,5 +105,6 @@ class Recorder(OnDemand):
             moments,
             self._sampling_interval_s,
             frozenset(chunk.id.group for chunk in chunks.values() if chunk.is_remote),
+            tuple(regions),
         )
         return as_loop(trace)

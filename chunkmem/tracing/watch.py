@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.tracing.probe import AllocatorProbe, LiveStorageProbe, NonModelProbe
 from chunkmem.tracing.sampler import SamplingThread, reader_for
@@ -44,6 +46,11 @@ class Watch:
     def run_operator(self) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None:
         """Calls an operator and counts its memory; None where the allocator counts by itself."""
         return self._probe.run if isinstance(self._probe, LiveStorageProbe) else None
+
+    def leave_out(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage no more that becomes part of a chunk; the allocator's count is less what chunks have."""
+        if isinstance(self._probe, LiveStorageProbe):
+            self._probe.leave_out(storage)
 
     @property
     def sampling_interval_s(self) -> float:

@@ -28,13 +28,13 @@ STEPS = 6
 VARIANT = {variant.name: variant for variant in VARIANTS}
 
 
-def train(model: str, way: str, *, spare: float = 0.0) -> tuple[HappensBefore, int]:
+def train(model: str, way: str, *, spare: float = 0.0, policy: str = "offload") -> tuple[HappensBefore, int]:
     """Train as plain PyTorch does, to the bit; return what was seen, and the activations moved in the last step."""
     case, variant = CASES[model], VARIANT[way]
-    least = smallest_nbytes(case, variant, "offload")
+    least = smallest_nbytes(case, variant, policy)
     expected = train_plain(case, variant, STEPS)
     with HappensBefore() as checker:
-        settings = config(case, int(least * (1 + spare)), "offload")
+        settings = config(case, int(least * (1 + spare)), policy)
         with chunkmem.ChunkManager(settings, make_lanes=checker.lanes) as manager:
             trainer = Trainer(case, variant, Undisturbed(manager))
             outcome = trainer.run(STEPS)
@@ -55,6 +55,13 @@ def test_no_race(model: str, way: str, spare: float) -> None:
     checker, moved = train(model, way, spare=spare)
     checker.assert_ordered()
     assert moved > 0 or spare
+
+
+@pytest.mark.parametrize("policy", ["recompute", "auto"])
+@pytest.mark.parametrize("model", ["gpt", "cnn"])
+def test_no_race_where_blocks_are_recomputed(model: str, policy: str) -> None:
+    checker, _ = train(model, "plain", policy=policy)
+    checker.assert_ordered()
 
 
 def nothing(*_: object, **__: object) -> None:

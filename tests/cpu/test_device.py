@@ -90,6 +90,7 @@ def test_a_capacity_that_torch_cannot_tell_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, seen: Callable[[str], None]
 ) -> None:
     def lacks(device: torch.device) -> tuple[int, int]:
+        # As torch does for a backend that has no such query; of its lines only the first is told.
         raise NotImplementedError("getMemoryInfo is not implemented yet\nC++ frames")
 
     seen("mtia")

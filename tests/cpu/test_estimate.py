@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -28,16 +27,9 @@ from chunkmem.estimate.question import (
     trains_on_demand,
 )
 from chunkmem.types import Tier
+from tests.helpers.estimate_command import asked, assert_refused
 
 MLP = "tests.helpers.estimated:mlp"
-
-
-def asked(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> Any:
-    """Ask on the command line; return the JSON object."""
-    assert main(["estimate", *words, "--json"]) == status
-    out, err = capsys.readouterr()
-    assert err == ""
-    return json.loads(out)
 
 
 def question(name: str = MLP, **changes: Any) -> Question:
@@ -255,6 +247,30 @@ def test_the_options_that_are_printed_work(capsys: pytest.CaptureFixture[str]) -
         assert asked(capsys, MLP, *words, *change["options"])["fits"] is True
 
 
+def test_tiles_are_offered_where_a_wide_layer_is_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tests.helpers.estimated:wide", "--batch", "2", "--chunk-size", "4096", "--device"]
+    said = asked(capsys, *words, "256KiB", status=1)
+    assert said["change"] == {"what": "tile", "options": ["--tile", str(64 * 1024 // 4)]}
+    tiled = asked(capsys, *words, "256KiB", *said["change"]["options"])
+    assert tiled["fits"] is True
+    assert tiled["tile_numel"] == 64 * 1024 // 4
+    assert tiled["parameters"] == said["parameters"]
+    assert main(["estimate", *words, "256KiB"]) == 1
+    assert "smallest change that fits: --tile 16384\n" in capsys.readouterr().out
+    (sixteenth,) = (c for c in asked(capsys, *words, "128KiB", status=1)["changes"] if c["what"] == "tile")
+    assert sixteenth["options"] == ["--tile", str(64 * 1024 // 16)]
+
+
+def test_tiles_are_not_offered_where_activations_or_host_are_what_does_not_fit() -> None:
+    wide = question("wide", batch=4096, chunk_numel=4096)
+    rehearsals = {wide: wide.rehearse()}
+    activations = replace(wide, device_nbytes=rehearsals[wide].activation_nbytes - 1)
+    host = question("wide", batch=2, chunk_numel=4096, device_nbytes=2 << 20, host_nbytes=1 << 20)
+    for each in (activations, host):
+        changes = smallest_changes(each, each.rehearse(), rehearse=Question.rehearse)
+        assert "tile" not in {change.what for change in changes}
+
+
 # Several ranks.
 
 
@@ -343,12 +359,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_one_line(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     words, message = WRONG[case]
-    assert main(["estimate", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("chunkmem: ")
-    assert err.count("\n") == 1
-    assert re.search(message, err), err
+    assert_refused(capsys, *words, message=message)
 
 
 @pytest.mark.parametrize("case", REFUSED)

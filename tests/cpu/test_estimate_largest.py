@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,11 @@ from chunkmem.estimate.hardware import HARDWARE
 from chunkmem.estimate.largest import MOST_LAYERS, largest
 from chunkmem.estimate.models import resolve_model
 from chunkmem.estimate.question import Question, fits
+from tests.helpers.estimate_command import asked, assert_refused
 
 TOWER = "tests.helpers.estimated:tower"
 BLOCK_NBYTES = (64 * 64 + 64) * 4
 """Of one block's chunk in each of four roles."""
-
-
-def asked(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> Any:
-    assert main(["estimate", *words, "--largest", "--json"]) == status
-    out, err = capsys.readouterr()
-    assert err == ""
-    return json.loads(out)
 
 
 def question(**changes: Any) -> Question:
@@ -46,7 +39,7 @@ def test_one_layer_more_does_not_fit(
     # Activations grow by the batch with each block, so with ample HOST it is DEVICE that binds.
     device_nbytes, host_nbytes = int(4 * BLOCK_NBYTES * blocks_on_device), 4 * BLOCK_NBYTES * blocks_on_host
     words = ("--device", str(device_nbytes), "--host", str(host_nbytes), "--batch", "8", "--chunk-size", "4160")
-    said = asked(capsys, TOWER, *words)
+    said = asked(capsys, TOWER, *words, "--largest")
     layers = said["largest"]["layers"]
     assert said["fits"] is True
     assert said["parameters"] == said["largest"]["parameters"] == layers * (64 * 64 + 64)
@@ -82,16 +75,16 @@ def test_few_tries_are_needed() -> None:
 
 def test_a_width_is_chosen_of_which_a_layer_fits(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--seq", "64", "--precision", "bf16", "--checkpointing")
-    ample = asked(capsys, "gpt", "--device", "600MiB", "--host", "420MiB", *words)
+    ample = asked(capsys, "gpt", "--device", "600MiB", "--host", "420MiB", *words, "--largest")
     width, layers = ample["largest"]["width"], ample["largest"]["layers"]
     assert ample["model"] == f"gpt:{width}x{layers}"
     # Its embedding is one chunk: where DEVICE is small, it binds, and the model gets narrower.
-    narrow = asked(capsys, "gpt", "--device", "110MiB", "--host", "420MiB", *words)
+    narrow = asked(capsys, "gpt", "--device", "110MiB", "--host", "420MiB", *words, "--largest")
     assert narrow["largest"]["width"] < width
 
 
 def test_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    said = asked(capsys, "gpt", "--device", "4MiB", "--host", "1GiB", "--seq", "8", status=1)
+    said = asked(capsys, "gpt", "--device", "4MiB", "--host", "1GiB", "--seq", "8", "--largest", status=1)
     assert (said["fits"], said["largest"]) == (False, None)
     assert said["limit"]["tier"] == "device"
     assert main(["estimate", TOWER, "--largest", "--device", "20KB", "--host", "1MB"]) == 1
@@ -115,7 +108,7 @@ def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureF
     )
     path = tmp_path / "config.json"
     path.write_text(config.to_json_string())
-    said = asked(capsys, str(path), "--seq", "8", "--device", "2MiB", "--host", "8MiB")
+    said = asked(capsys, str(path), "--seq", "8", "--device", "2MiB", "--host", "8MiB", "--largest")
     config.num_hidden_layers = said["largest"]["layers"]
     assert config.num_hidden_layers > 3
     plain = transformers.LlamaForCausalLM(config)
@@ -168,12 +161,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_one_line(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     words, message = WRONG[case]
-    assert main(["estimate", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("chunkmem: ")
-    assert err.count("\n") == 1
-    assert re.search(message, err), err
+    assert_refused(capsys, *words, message=message)
 
 
 def test_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:

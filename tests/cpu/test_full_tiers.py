@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -141,78 +142,72 @@ def test_what_would_end_in_the_first_update_is_refused_before(
     assert asked[0] < 1.2 * host_nbytes
 
 
-def train_beside_another(
-    precision: str,
-    device_nbytes: int,
-    host_nbytes: int,
-    *,
-    numel: int,
-    blocks: int,
-    others: int,
-    script: str,
-    log_ratio: float | None = 0.5,
-) -> tuple[list[float], int]:
-    """Train one of two models: ``t`` is a step, ``e`` evaluates the other one, ``g`` leaves gradients of it.
+@dataclass(frozen=True)
+class TwoModels:
+    """Two models on two tiers, of which one is trained."""
 
-    Returns the losses, and how often the last step missed its plan.
-    """
-    values = {"precision": precision, "default_chunk_size": numel}
-    values["memory"] = {"device": device_nbytes, "host": host_nbytes}
-    values["client"] = {"opts": {"overlap_optimizer": True, "undo_log_ratio": log_ratio}}
-    losses = []
-    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
-        torch.manual_seed(0)
-        with manager.init():
-            model = nn.Sequential(*(Block(WIDTH) for _ in range(blocks)))
-            other = nn.Sequential(*(Block(WIDTH) for _ in range(others)))
-        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-3)
-        for seed, what in enumerate(script):
-            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
-            if what == "e":
-                with torch.no_grad():
-                    losses.append(other(x).sum().item())
-            elif what == "g":
-                other(x).sum().backward()
-            else:
-                loss = model(x).square().mean()
-                losses.append(loss.item())
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                audit(manager)
-        timeline = manager.timeline()
-        assert timeline is not None
-        return losses, timeline.plan_misses
+    precision: str
+    device_nbytes: int
+    host_nbytes: int
+    numel: int
+    """Of a chunk."""
+    blocks: int
+    """Of the model that is trained."""
+    others: int
+    """Blocks of the other one."""
+    script: str
+    """``t`` is a step, ``e`` evaluates the other model, ``g`` leaves gradients of it."""
+
+    def train(self, *, log_ratio: float | None) -> tuple[list[float], int]:
+        """Follow the script; return the losses, and how often the last step missed its plan."""
+        values = {"precision": self.precision, "default_chunk_size": self.numel}
+        values["memory"] = {"device": self.device_nbytes, "host": self.host_nbytes}
+        values["client"] = {"opts": {"overlap_optimizer": True, "undo_log_ratio": log_ratio}}
+        losses = []
+        with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
+            torch.manual_seed(0)
+            with manager.init():
+                model = nn.Sequential(*(Block(WIDTH) for _ in range(self.blocks)))
+                other = nn.Sequential(*(Block(WIDTH) for _ in range(self.others)))
+            optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-3)
+            for seed, what in enumerate(self.script):
+                x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
+                if what == "e":
+                    with torch.no_grad():
+                        losses.append(other(x).sum().item())
+                elif what == "g":
+                    other(x).sum().backward()
+                else:
+                    loss = model(x).square().mean()
+                    losses.append(loss.item())
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    audit(manager)
+            timeline = manager.timeline()
+            assert timeline is not None
+            return losses, timeline.plan_misses
 
 
 @cpu_only
 @pytest.mark.parametrize("log_ratio", [0.5, None])
 @pytest.mark.parametrize(
-    ("precision", "device_nbytes", "host_nbytes", "numel", "blocks", "others", "script"),
+    "models",
     [
-        ("fp32", 50_603, 346_500, 5000, 4, 1, "ttgtett"),
-        ("fp32", 36_442, 283_805, 2100, 3, 1, "tttetgtttt"),
-        ("bf16", 33_282, 342_018, 2100, 4, 1, "tttgtttt"),
-        ("bf16", 63_004, 382_109, 5000, 3, 5, "tttetgtttt"),
-        ("fp32", 97_566, 350_458, 5000, 3, 4, "tttgtttt"),
+        TwoModels("fp32", 50_603, 346_500, 5000, 4, 1, "ttgtett"),
+        TwoModels("fp32", 36_442, 283_805, 2100, 3, 1, "tttetgtttt"),
+        TwoModels("bf16", 33_282, 342_018, 2100, 4, 1, "tttgtttt"),
+        TwoModels("bf16", 63_004, 382_109, 5000, 3, 5, "tttetgtttt"),
+        TwoModels("fp32", 97_566, 350_458, 5000, 3, 4, "tttgtttt"),
     ],
+    ids=lambda models: f"{models.precision}-{models.script}",
 )
-def test_what_a_plan_does_not_know_may_take_room_on_host(
-    precision: str,
-    device_nbytes: int,
-    host_nbytes: int,
-    numel: int,
-    blocks: int,
-    others: int,
-    script: str,
-    log_ratio: float | None,
-) -> None:
+def test_what_a_plan_does_not_know_may_take_room_on_host(models: TwoModels, log_ratio: float | None) -> None:
     """Gradients that nobody steps came after the plan was made; with its shadow buffers they were more than HOST may
     hold:
     AssertionError: host over its cap, out of backward."""
-    caps = {"numel": numel, "blocks": blocks, "others": others, "script": script, "log_ratio": log_ratio}
-    tight, _ = train_beside_another(precision, device_nbytes, host_nbytes, **caps)
-    ample, plan_misses = train_beside_another(precision, 8 << 20, 8 << 20, **caps)
+    tight, _ = models.train(log_ratio=log_ratio)
+    ample, plan_misses = replace(models, device_nbytes=8 << 20, host_nbytes=8 << 20).train(log_ratio=log_ratio)
     assert tight == ample
     assert plan_misses == 0
 

@@ -111,7 +111,7 @@ def test_a_dry_speed_trains_a_toy_beside_plain_pytorch(tmp_path: Path) -> None:
     assert ours["h2d_nbytes"] > 0
     assert ours["lower_bounds"]["floor_s"] > 0
     assert (plain["max_norm"], ours["max_norm"], clipped["max_norm"]) == (1e3, 1e3, 1.0)
-    # What was expected, beside what was measured.
+    # What was expected, in addition to what was measured.
     assert ours["estimate"]["fits"]
     assert ours["estimate"]["step_s"] > 0
     assert ours["planned_step_s"] > 0
@@ -150,9 +150,9 @@ def test_the_half_hour_is_rehearsed_with_commands_and_rows_that_are_killed(tmp_p
     seen: dict[str, Any] = {}
     for index in range(6):
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(draw.uniform(4, 14))
+        time.sleep(draw.uniform(4, 14))  # the moment of the kill is what is drawn: no event stands for it
         begun = psutil.Process(process.pid).children(recursive=True)
-        if index % 2:  # A row alone: the command goes on with the next, and has its time cut a little later.
+        if index % 2:  # A row alone: the command continues with the next, and has its time cut a little later.
             for child in begun:
                 child.kill()
             time.sleep(draw.uniform(2, 6))
@@ -374,7 +374,7 @@ def training(**figures: Any) -> dict[str, Any]:
     return {"figures": {**base, **figures}, "wall_s": 1.0, "at": "2030-01-02 03:04"}
 
 
-def test_speed_is_told_beside_no_offload_and_the_floor() -> None:
+def test_speed_is_compared_with_no_offload_and_the_lower_bound() -> None:
     plain = training(tokens_per_s=4000.0)
     rows = {"plain / 7b / 4096 / whole card": plain, "chunkmem / 7b / 4096 / 24 GiB": training()}
     assert speed.cells("chunkmem / 7b / 4096 / 24 GiB", rows["chunkmem / 7b / 4096 / 24 GiB"]["figures"], rows) == [

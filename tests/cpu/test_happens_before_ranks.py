@@ -58,7 +58,7 @@ def train(
 
 
 def forget_to_wait(patch: pytest.MonkeyPatch) -> None:
-    """An exchange is waited for by nobody: computing goes on at once."""
+    """An exchange is waited for by nobody: computing continues at once."""
     patch.setattr(ordered_exchange._OrderedWork, "wait", lambda self: self.inner.wait())
 
 

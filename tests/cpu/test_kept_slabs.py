@@ -58,24 +58,29 @@ def trace_with_activations() -> Trace:
 
 @pytest.fixture
 def moments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return, for each planned moment, the bytes of its chunks and of the slabs kept beside them, once it is served.
+    """Return, for each planned moment, the bytes of its chunks and of the slabs kept in addition, once it is served.
 
     Slabs and activations are within the cap at its end, and whenever memory is allocated.
     """
     perform, allocate = PlanExecutor._perform, DevicePool._allocate
     seen: list[tuple[int, int]] = []
     activations = [0]
+    room: list[int] = []
+    """Of the moment whose actions run."""
 
     def checked(self: PlanExecutor, cue: object) -> None:
         now_nbytes = self.trace.moments[self._cursor].non_model_peak_nbytes
         activations[0] = min(activations[0], now_nbytes)  # where two moments meet
+        room.append(CAP_NBYTES - now_nbytes)
         perform(self, cue)  # type: ignore[arg-type]
+        room.clear()
         ledger, activations[0] = self._tiers.device, now_nbytes
         assert ledger.total_nbytes + now_nbytes <= CAP_NBYTES, "kept slabs take what activations need"
         seen.append((ledger.chunk_nbytes, ledger.total_nbytes - ledger.chunk_nbytes))
 
     def allocated(self: DevicePool, nbytes: int) -> object:
         assert self.ledger.total_nbytes + nbytes + activations[0] <= CAP_NBYTES, "a slab is one too many"
+        assert not room or self.room_nbytes == room[0], "the room is another moment's"
         return allocate(self, nbytes)
 
     monkeypatch.setattr(PlanExecutor, "_perform", checked)

@@ -77,6 +77,25 @@ def test_the_cache_keeps_no_more_than_its_capacity_and_lets_go_of_the_oldest() -
     assert {pool.alloc(PARAM, SLAB), pool.alloc(PARAM, SLAB)} == {slabs[2], slabs[3]}
 
 
+@pytest.mark.parametrize("capacity", [0, 1])
+def test_while_a_plan_is_followed_kept_slabs_take_what_a_moment_leaves(capacity: int) -> None:
+    """Its room is 3 of the 9 slabs of the cap: a new size is allocated in the place of the one freed first."""
+    pool = device_pool(slabs=9, capacity=capacity)
+    pool.room_nbytes = 3 * SLAB
+    slabs = [pool.alloc(PARAM, SLAB) for _ in range(3)]
+    for slab in slabs[:2]:
+        pool.free(PARAM, slab)
+    assert by_role(pool) == {PARAM: 1, CACHE: 2}, "no capacity counts"
+    pool.alloc(GRAD, SLAB // 2)
+    assert pool.ledger.now == {PARAM: SLAB, CACHE: SLAB, GRAD: SLAB // 2}
+    assert pool.alloc(PARAM, SLAB) is slabs[1]
+    pool.room_nbytes = 2 * SLAB
+    pool.free(PARAM, slabs[1])
+    assert pool.ledger.now[CACHE] == SLAB, "what a moment's actions have freed may serve the next of them"
+    pool.trim()
+    assert pool.ledger.now == {PARAM: SLAB, CACHE: 0, GRAD: SLAB // 2}
+
+
 def test_of_the_kept_slabs_the_one_freed_last_is_served_first() -> None:
     """Its bytes are the likeliest to be in a processor's cache still."""
     pool = device_pool(slabs=2)

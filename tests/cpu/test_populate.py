@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
+import os
 import threading
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +20,7 @@ from chunkmem.runtime import populate as populate_module
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import Ledger
-from chunkmem.runtime.populate import populate
+from chunkmem.runtime.populate import num_cores, populate
 from chunkmem.types import Tier
 
 NBYTES = (16 << 20) + mmap.PAGESIZE
@@ -55,26 +57,53 @@ class Libc:
 def test_every_page_is_there_afterwards(region: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(populate_module, "_SPAN_NBYTES", 2 << 20)
     monkeypatch.setattr(populate_module, "num_cores", lambda: 4)
-    threads: set[int] = set()
+    together, numbers = threading.Barrier(4, timeout=60), itertools.count()
     toucher = populate_module._toucher
 
-    def noting() -> object:
+    def meeting() -> object:
+        """The first four spans are begun before any of them is done, or the barrier breaks."""
         touch = toucher()
-        return lambda *span: (threads.add(threading.get_ident()), touch(*span))
+        return lambda *span: (next(numbers) < 4 and together.wait(), touch(*span))
 
-    monkeypatch.setattr(populate_module, "_toucher", noting)
+    monkeypatch.setattr(populate_module, "_toucher", meeting)
     assert num_present(region.data_ptr(), NBYTES) == 0
     populate(region.data_ptr(), NBYTES)
     assert num_present(region.data_ptr(), NBYTES) == NBYTES // mmap.PAGESIZE
-    assert threading.get_ident() not in threads
+    assert next(numbers) == 9
     assert not region.any()
 
 
-def test_an_older_system_is_made_to_by_writing(region: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("libc", [Libc(errno.EINVAL), object()], ids=["unknown advice", "no madvise"])
+def test_an_older_system_is_made_to_by_writing(
+    region: torch.Tensor, monkeypatch: pytest.MonkeyPatch, libc: object
+) -> None:
     """Linux before 5.14 does not know the advice."""
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Libc(errno.EINVAL))
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: libc)
     populate(region.data_ptr(), NBYTES)
     assert num_present(region.data_ptr(), NBYTES) == NBYTES // mmap.PAGESIZE
+    assert not region.any()
+
+
+def test_pages_are_advised_of_before_they_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MADV_POPULATE_WRITE of Linux's mman-common.h, and not the advice to read."""
+    advised: list[tuple[int, int, int]] = []
+
+    class Noting:
+        def madvise(self, address: ctypes.c_void_p, nbytes: ctypes.c_size_t, advice: int) -> int:
+            advised.append((address.value or 0, nbytes.value, advice))
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Noting())
+    monkeypatch.setattr(populate_module, "_SPAN_NBYTES", 4096)
+    populate(1 << 20, 10_000)
+    assert sorted(advised) == [(1 << 20, 4096, 23), ((1 << 20) + 4096, 4096, 23), ((1 << 20) + 8192, 1808, 23)]
+
+
+def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 5}, raising=False)
+    assert num_cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert num_cores() == os.cpu_count()
 
 
 def test_what_the_system_refuses_is_not_forced(region: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,12 @@ KEYS: Mapping[str, Key] = {
     ),
     "release_after_init": Key(False, *BOOLEAN),
     "use_cpu_embedding": Key(False, *BOOLEAN),
+    "with_tiling_linear": Key(
+        False,
+        same(True, False, 1, 4096),
+        (0, -1, 2**63, 1.0, "true", None, []),
+        "true or false, or an integer from 1 to 2**63 - 1",
+    ),
     "memory.device": Key(None, *CAP),
     "memory.host": Key(None, *CAP),
     "memory.disk": Key(

@@ -87,3 +87,9 @@ def misfit(batch: int = 8) -> tuple[nn.Module, Any]:
 
 
 NOT_A_FUNCTION = 3
+
+
+def wide(batch: int = 2) -> tuple[nn.Module, Any]:
+    """Feed-forward blocks whose weights are all of it, and a narrow head."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, 16 * WIDTH), nn.Tanh(), nn.Linear(16 * WIDTH, WIDTH)) for _ in range(2)]
+    return nn.Sequential(*layers), lambda m: m(torch.randn(batch, WIDTH)).square().mean()

@@ -38,9 +38,9 @@ def be_killed() -> dict[str, Any]:
 def hang(*, path: str) -> dict[str, Any]:
     """Start a process, write down its number, and never end."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    beside = Path(path + ".new")
-    beside.write_text(str(child.pid))
-    beside.replace(path)
+    new = Path(path + ".new")
+    new.write_text(str(child.pid))
+    new.replace(path)
     time.sleep(600)
     return {}
 
@@ -69,7 +69,7 @@ def count(*, path: str, seconds: float) -> dict[str, Any]:
     with open(path, "a") as file:
         file.write(f"{os.getpid()}\n")
     print("half way there", flush=True)
-    time.sleep(seconds)
+    time.sleep(seconds)  # the row's work, which commands are killed during
     return {"began": path}
 
 

@@ -1,4 +1,4 @@
-"""Calls of the GPU suite that are killed, cut and paused lose no row, and go on where they were."""
+"""Calls of the GPU suite that are killed, cut and paused lose no row, and continue where they were."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from benchmarks.gpu.rows import Store, StoreError
 from benchmarks.gpu.setting import GIB, Card, Setting
 from benchmarks.gpu.stages import Pause, Progress, Stage, digest, run_stages
 from tests.helpers.gpu_half_hour import KEYS, MACHINE, TOLD, plain_table
+from tests.helpers.processes import assert_end
 
 ROOT = Path(__file__).parents[2]
 
@@ -196,15 +197,14 @@ def test_commands_that_are_killed_lose_no_row(tmp_path: Path, seed: int) -> None
     for _ in range(6):
         before = begun(notes)
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
-        time.sleep(draw.uniform(0.1, 1.2))
+        time.sleep(draw.uniform(0.1, 1.2))  # the moment of the kill is what is drawn: no event stands for it
         process.send_signal(signal.SIGKILL)
         process.wait()
         now = found(archive)
         assert seen.items() <= now.items()
         assert all(begun(notes)[key] == before[key] for key in seen)
         seen = now
-    for path in notes.iterdir():
-        assert_end(map(int, path.read_text().splitlines()))
+    assert_end(*(int(process) for path in notes.iterdir() for process in path.read_text().splitlines()))
     statuses = []
     for _ in range(4):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -219,15 +219,6 @@ def test_commands_that_are_killed_lose_no_row(tmp_path: Path, seed: int) -> None
     # A row that two commands were killed over is left to --retry.
     assert all_rows(archive).keys() == set(KEYS)
     assert {row["reason"] for key, row in all_rows(archive).items() if key not in found(archive)} <= {"cut"}
-
-
-def assert_end(processes: Any) -> None:
-    deadline_s = time.monotonic() + 10
-    for process in processes:
-        status = Path(f"/proc/{process}/stat")
-        while status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX":
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
 
 
 # What a card is taken for.

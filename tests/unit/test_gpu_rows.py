@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from benchmarks.gpu import harness
 from benchmarks.gpu.harness import Choice, Task, carry_out, log_of
 from benchmarks.gpu.rows import Reason, Row, Store, StoreError, read
 from benchmarks.gpu.setting import Card, Setting
+from tests.helpers.processes import assert_end, wait_for
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {"gpu": "none", "torch": "2.x"}
@@ -252,17 +253,18 @@ def test_a_process_returns_figures_or_why_not(tmp_path: Path) -> None:
 def test_all_that_a_row_tries_is_within_its_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     store = open_store(tmp_path / "probe.json")
     limits = []
+    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
 
     def without_room(_task: Task, arguments: dict[str, Any], _setting: Setting, limit_s: float) -> Any:
         limits.append(limit_s)
-        time.sleep(0.3)
+        clock.now_s += 30
         return dict(NO_ROOM)
 
+    monkeypatch.setattr(harness, "time", clock)
     monkeypatch.setattr(harness, "_in_a_process", without_room)
-    task = Task("a", "f", {"n": 4}, alternatives=[{"n": 2}, {"n": 1}], limit_s=0.5)
+    task = Task("a", "f", {"n": 4}, alternatives=[{"n": 2}, {"n": 1}], limit_s=50)
     carry_out([task], store, Setting(CARD, 2**34, 4, tmp_path), Choice(600))
-    assert len(limits) == 2
-    assert limits[1] < 0.25
+    assert limits == [50, 20]
     row = store.get("a")
     assert row is not None
     assert row.reason is Reason.NO_ROOM
@@ -289,32 +291,15 @@ def test_a_row_ends_with_the_call_that_began_it(tmp_path: Path) -> None:
     wait_for(started, process)
     process.kill()
     process.wait()
-    assert_ends(int(started.read_text()))
+    assert_end(int(started.read_text()))
     assert read(tmp_path / "probe.json")["rows"]["hang"]["reason"] == "cut"
-
-
-def wait_for(path: Path, process: subprocess.Popen[Any]) -> None:
-    """Wait until a process has written a file."""
-    deadline_s = time.monotonic() + 60
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < deadline_s
-        assert process.poll() is None
-        time.sleep(0.05)
 
 
 def test_a_row_is_ended_at_its_limit_with_all_that_it_started(tmp_path: Path) -> None:
     started = tmp_path / "pid"
     store = real(tmp_path, task_of("hang", arguments={"path": str(started)}, limit_s=5))
     assert [(row.reason, row.why_not) for row in store] == [(Reason.TIME, "not done after 5 s")]
-    assert_ends(int(started.read_text()))
-
-
-def assert_ends(process: int) -> None:
-    """A process that was sent a signal is gone, or dead and not yet waited for by whoever inherited it, soon after."""
-    status = Path(f"/proc/{process}/stat")
-    deadline_s = time.monotonic() + 10
-    while status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX":
-        assert time.monotonic() < deadline_s
+    assert_end(int(started.read_text()))
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
@@ -329,4 +314,4 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert process.returncode == 130, said
     assert list(read(tmp_path / "probe.json")["rows"]) == ["give"]
     assert os.path.exists(tmp_path / "probe.json.new") is False
-    assert_ends(int(started.read_text()))
+    assert_end(int(started.read_text()))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkmem.errors import CapacityError
-from chunkmem.plan.candidates import PlanOptions, candidates
+from chunkmem.plan.candidates import Candidates, PlanOptions, candidates
 from chunkmem.plan.choose import free_to_choose
 from chunkmem.plan.gaps import After, budgets, find_gaps
 from chunkmem.plan.intervals import find_stays
@@ -21,13 +21,14 @@ from chunkmem.plan.placement import (
     GroupBytes,
     GroupNeed,
     first_residents,
+    has_idle_states,
     most_resident,
     place_states,
     placements,
 )
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
-from chunkmem.trace.model import Kind, Mode
+from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.cpu_time import cpu_s
 from tests.helpers.traces import random_trace, training_trace, with_masters
@@ -133,6 +134,47 @@ def test_fewest_groups_leave_what_fits_host(host_nbytes: int, fewest: int) -> No
     assert full(10, 690, host_nbytes, ratio=1.0).fewest == fewest
 
 
+@pytest.mark.parametrize(("host_nbytes", "fewest"), [(400, 0), (399, 1), (360, 1), (359, 2)])
+def test_gradients_in_fp32_take_room_next_to_weights(host_nbytes: int, fewest: int) -> None:
+    """There is no master to round weights from, so HOST has all four chunks of a group."""
+    trace = training_trace(10, NBYTES)
+    found = FullPlacements(trace, [690] * len(trace.moments), host_nbytes=host_nbytes, margin_use_ratio=1.0)
+    assert found.fewest == fewest
+
+
+def with_frozen(trace: Trace, groups: range) -> Trace:
+    """The same step if nothing updates some groups."""
+    moments = tuple(
+        moment
+        for moment in trace.moments
+        if moment.chunk.group not in groups or moment.kind in (Kind.HOLD, Kind.RELEASE)
+    )
+    sizes = {c: n for c, n in trace.chunk_nbytes.items() if c.group not in groups or c.role is Role.PARAM}
+    return replace(trace, moments=moments, chunk_nbytes=sizes)
+
+
+def test_frozen_weights_are_resident_last() -> None:
+    """Of 10 groups the first four are frozen: 40 bytes; a group that is updated has 40."""
+    trace = with_frozen(training_trace(10, NBYTES), range(4))
+
+    def found(device_nbytes: int, host_nbytes: int, ratio: float = 1.0, trace: Trace = trace) -> FullPlacements:
+        budget = [device_nbytes] * len(trace.moments)
+        return FullPlacements(trace, budget, host_nbytes=host_nbytes, margin_use_ratio=ratio)
+
+    ample = found(1000, 1000)
+    assert ample.placement(7).resident_groups == {4, 5, 6, 7, 8, 9, 0}
+    assert ample.placement(10).resident_groups == set(range(10))
+    assert set(ample.placement(10).update_tiers) == set(range(4, 10))
+    # HOST has room for two of them. Where all that is updated fits DEVICE, next to one that passes, the ratio has no
+    # meaning; else the others may be resident if it allows all states.
+    assert [found(250, 20, ratio).fewest for ratio in (1.0, 0.1)] == [8, 8]
+    assert [found(249, 20, ratio).fewest for ratio in (1.0, 0.5)] == [8, 5]
+    assert most_resident([20] * 6, left_nbytes=229, margin_use_ratio=0.5) == 5
+    # Another rank's weights are not of this one's tiers.
+    remote = replace(trace, remote_groups=frozenset({0, 1}))
+    assert found(1000, 1000, trace=remote).placement(10).resident_groups == set(range(2, 10))
+
+
 @pytest.mark.parametrize(("ratio", "most"), [(1.0, 5), (0.8, 5), (0.5, 4), (0.3, 2), (0.1, 0)])
 def test_states_of_resident_groups_take_no_more_than_the_ratio(ratio: float, most: int) -> None:
     """Of 400 bytes 20 are in use at the peak: 380 are left, and a group has 40 of moments; its master is a weight."""
@@ -142,7 +184,13 @@ def test_states_of_resident_groups_take_no_more_than_the_ratio(ratio: float, mos
 
 
 def test_everything_is_resident_if_it_fits_whatever_the_ratio() -> None:
-    assert full(10, 10 * GROUP_NBYTES + 10, 700, ratio=0.1).most == 10
+    found = full(10, 10 * GROUP_NBYTES + 10, GROUP_NBYTES - 1, ratio=0.1)
+    assert (found.fewest, found.most) == (10, 10)
+
+
+def test_a_ratio_of_zero_keeps_groups_without_states_on_host_too() -> None:
+    assert most_resident([0, 0, 0], left_nbytes=100, margin_use_ratio=0.0) == 0
+    assert most_resident([0, 0, 0], left_nbytes=100, margin_use_ratio=0.1) == 3
 
 
 def test_a_ratio_of_zero_updates_everything_on_host() -> None:
@@ -159,10 +207,11 @@ def test_weights_that_nothing_updates_are_resident_where_host_is_too_small_for_t
     assert simulate(plan, trace).peak_nbytes[Tier.HOST] <= 60
 
 
+@pytest.mark.parametrize("host_groups", [40, 38])
 @pytest.mark.parametrize("fastest", range(3, 40, 3))
-def test_the_fastest_number_is_found_where_times_fall_and_rise_again(fastest: int) -> None:
+def test_the_fastest_number_is_found_where_times_fall_and_rise_again(fastest: int, host_groups: int) -> None:
     """Up to ten of 37 are tried; what is found is at most three groups off."""
-    found = full(40, 36 * GROUP_NBYTES + 50, 40 * GROUP_NBYTES, ratio=1.0)
+    found = full(40, 36 * GROUP_NBYTES + 50, host_groups * GROUP_NBYTES, ratio=1.0)
     step_s: dict[int, float] = {}
     while (count := found.next_count(step_s)) is not None:
         assert count not in step_s
@@ -171,6 +220,65 @@ def test_the_fastest_number_is_found_where_times_fall_and_rise_again(fastest: in
     assert len(step_s) <= 10
     best = min(step_s, key=lambda count: step_s[count])
     assert abs(best - min(fastest, found.most)) <= 3
+
+
+def test_of_many_groups_as_close_a_number_is_found() -> None:
+    """A stride is a thirty-second of the range, and the number that is found half of one off."""
+    found = full(200, 192 * GROUP_NBYTES + 50, 200 * GROUP_NBYTES, ratio=1.0)
+    assert (found.fewest, found.most) == (0, 192)
+    step_s: dict[int, float] = {}
+    while (count := found.next_count(step_s)) is not None:
+        step_s[count] = float(abs(count - 101))
+    assert min(step_s.values()) <= 3
+
+
+def test_of_equal_times_the_one_with_more_on_device_is_looked_around() -> None:
+    """HOST has less to do, and what may be better lies below the most."""
+    found = full(40, 36 * GROUP_NBYTES + 50, 40 * GROUP_NBYTES, ratio=1.0)
+    assert found.most == 36
+    assert found.next_count({36: 1.0, 20: 1.0}) == 28
+
+
+def test_numbers_close_to_the_most_are_the_closest_first() -> None:
+    found = full(10, 5 * GROUP_NBYTES + 5 * NBYTES, 10 * GROUP_NBYTES, ratio=1.0)
+    assert found.most == 5
+    assert found.close_to_most() == [5, 4, 6, 3, 7, 2, 8, 1, 9, 0]
+    limited = full(10, 5 * GROUP_NBYTES + 5 * NBYTES, 10 * GROUP_NBYTES)
+    assert limited.close_to_most() == [5, 4, 6, 3, 7, 2, 1, 0]  # the ratio allows seven
+
+
+def test_states_that_the_step_does_not_update_are_of_another_kind_of_step() -> None:
+    """They would take turns on DEVICE, so such a step has no residents."""
+    trace = training_trace(6, NBYTES)
+    machine = replace(FAST, device_nbytes=150, host_nbytes=1000)
+    idle = replace(trace, chunk_nbytes={**trace.chunk_nbytes, ChunkId(Role("exp_avg"), 6): NBYTES})
+    assert (has_idle_states(trace), has_idle_states(idle)) == (False, True)
+
+    def names(of: Trace, *, with_residents: bool) -> list[object]:
+        options = PlanOptions(with_residents=with_residents)
+        return [candidate.plan.actions for candidate in candidates(of, machine, options=options)]
+
+    assert names(idle, with_residents=True) == names(idle, with_residents=False)
+    assert names(trace, with_residents=True) != names(trace, with_residents=False)
+
+
+def test_the_number_that_a_plan_has_is_close_to_the_best_of_all() -> None:
+    """Here one resident group is best: fewer leave HOST too much to update, more leave too little room to fetch."""
+    trace = with_masters(training_trace(16, 1000, duration_s=2e-3, activation_nbytes=50))
+    links = host_links(h2d_Bps=1e6, d2h_Bps=1e6)
+    machine = Machine(37_500, 127_500, links, 3e6, host_update_Bps=4e6, charges_non_model=True)
+    every = Candidates(trace, machine, PlanOptions(), {})
+    full = FullPlacements(every.trace, every.budget, host_nbytes=machine.host_nbytes, margin_use_ratio=0.8)
+    step_s = {}
+    for count in range(full.fewest, full.most + 1):
+        way = every._placed(full.placement(count))
+        assert way is not None
+        list(every._by_rule(way, is_brief=True))
+        step_s[count] = way.step_s
+    best = min(step_s, key=lambda count: step_s[count])
+    assert full.fewest < best < full.most
+    assert simulate(make_plan(trace, machine), trace).step_s <= 1.01 * step_s[best]
+    assert step_s[full.most] > 1.01 * step_s[best]
 
 
 FAST = Machine(10 * GROUP_NBYTES // 2, 10 * GROUP_NBYTES, host_links(h2d_Bps=1e6, d2h_Bps=1e6), host_update_Bps=1e5)
@@ -239,6 +347,13 @@ def test_the_first_step_places_as_a_plan_does(activation_nbytes: int, device_nby
     first = first_residents(needs, cap_nbytes=min(budget), margin_use_ratio=0.8)
     assert first in (planned, planned + 1)
     assert first_residents(needs, cap_nbytes=device_nbytes, margin_use_ratio=0.0) == 0
+
+
+def test_the_first_step_leaves_room_for_three_chunks_of_the_usual_size() -> None:
+    needs = [GroupNeed(GROUP_NBYTES, weights, 40) for weights in (10, 10, 10, 5, 30)]
+    caps = (2 * GROUP_NBYTES + 30, 2 * GROUP_NBYTES + 29, 5 * GROUP_NBYTES)
+    assert [first_residents(needs, cap_nbytes=cap, margin_use_ratio=1.0) for cap in caps] == [2, 1, 5]
+    assert first_residents(needs, cap_nbytes=5 * GROUP_NBYTES, margin_use_ratio=0.0) == 0
 
 
 def test_no_groups_are_placed_nowhere() -> None:

@@ -13,7 +13,7 @@ from chunkmem.plan.model import Alloc, Copy, Free, Lane, Placed, Plan, Update
 from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST, TIERS, ReplicaState
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.report import page
-from chunkmem.report.clock import BACKWARD, FORWARD, STEP
+from chunkmem.report.clock import AGAIN, BACKWARD, FORWARD, STEP
 from chunkmem.report.modules import ModuleRun, layer_runs, submodule_runs
 from chunkmem.report.page import STYLES
 from chunkmem.report.replay import ChunkHistory, States, replay
@@ -298,7 +298,7 @@ def test_what_is_told_of_a_moment_s_bytes() -> None:
 
 def test_all_that_can_be_drawn_has_a_style_and_every_style_a_use() -> None:
     states = {state_style(states) for states in product((ABSENT, EMPTY, NEWEST), repeat=len(TIERS))}
-    phases = {FORWARD, BACKWARD, STEP, f"{FORWARD} {LAYER}", f"{BACKWARD} {LAYER}"}
+    phases = {FORWARD, BACKWARD, AGAIN, STEP, f"{FORWARD} {LAYER}", f"{BACKWARD} {LAYER}"}
     graphs = {"chunks", "non-model data", "cap", "plain PyTorch"}
     assert set(STYLES) == states | phases | graphs | {HELD, STALL}
 

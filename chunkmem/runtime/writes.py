@@ -1,0 +1,47 @@
+"""Notice what a user wrote to parameters on DEVICE, which no event tells of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from chunkmem.runtime.policy import StepPolicy
+from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.types import Tier
+
+
+def notice_writes(chunk: Chunk, store: ChunkStore, policy: StepPolicy, *, is_held: bool) -> None:
+    """Count what a user wrote to the parameters of `chunk` as a new version; their master copy follows.
+
+    Args:
+        chunk: of any role; only PARAM has what a user writes to.
+        store: of the chunk.
+        policy: of the step that runs; copies are over before the new version counts.
+        is_held: somebody may write to its memory past autograd's version counters.
+    """
+    if chunk.home is None or not chunk.ready(Tier.DEVICE):
+        return
+    is_open = is_held or chunk.is_written_past
+    if chunk.home.take_written() or (is_open and store.may_differ(chunk, Tier.DEVICE)):
+        policy.drain()
+        with _residency_kept(chunk, store) if policy.is_planned else nullcontext():
+            store.mark_written(chunk, Tier.DEVICE)
+            store.follow(chunk, Tier.DEVICE)
+
+
+@contextmanager
+def _residency_kept(chunk: Chunk, store: ChunkStore) -> Iterator[None]:
+    """Let a chunk and its master copy have the replicas again that the plan in progress has of them.
+
+    A write inside of a step, such as that of `nn.Embedding(max_norm=...)`, comes in each one: without its copy in HOST
+    the plan could not be followed any further. Copies have to be over.
+    """
+    chunks = [each for each in (chunk, chunk.master) if each is not None]
+    before = [(each, tier, each.ready(tier)) for each in chunks for tier in each.replicas]
+    yield
+    for each, tier, was_ready in before:
+        source = each.newest_tier()
+        if tier not in each.replicas:
+            store.take_slab(each, tier)
+        if was_ready and source is not None and not each.ready(tier):
+            store.copy(each, source, tier)
