@@ -105,7 +105,7 @@ class _SavedStorage:
         tensors = self._live()
         plain = FakeTensor if is_rehearsal else torch.Tensor
         is_shared = self.storage.device.type == "cpu" and not is_rehearsal and self.storage.is_shared()
-        if not tensors or is_shared or not self.storage.resizable():
+        if not tensors or is_shared or not self.storage.nbytes() or not self.storage.resizable():
             return False
         if not all(_is_plain(kept.tensor, plain) for kept in tensors):
             return False
@@ -394,6 +394,8 @@ class RegionActivations(OwnHooks):
         """Some regions have policies of their own."""
         self._around: Generator[None, None, None] | None = None
         """Surrounds the call that runs, if it is going to be recomputed."""
+        self.on_shortage: Callable[[], None] = lambda: None
+        """Called when what a call has saved does not fit: the step is not like others."""
         self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
         """Called with each storage that is about to become part of a chunk."""
 
@@ -528,7 +530,8 @@ class RegionActivations(OwnHooks):
 
     def _begin(self, call: RegionCall, saved: SavedStorages, nbytes: int, *, reader: str, what: str) -> Chunk:
         """Return a chunk whose content is what a call has saved, or its inputs, or what was recomputed."""
-        chunk = self._chunk_for(f"{what} of {call.name}", nbytes)
+        label, next_group = f"{what} of {call.name}", self._next_group
+        chunk = self._chunk_for(label, nbytes)
         if Tier.DEVICE in chunk.replicas:  # of a call that is over; a plan was to free it
             self._pager.store.drop(chunk, Tier.DEVICE)
         chunk.saved = saved
@@ -539,6 +542,9 @@ class RegionActivations(OwnHooks):
         except BaseException:
             del self._live[chunk.id]
             saved.let_go()
+            if next_group < self._next_group:
+                self._chunks[label].remove(chunk)  # it is too large: what fits takes another one
+            self.on_shortage()
             raise
         return chunk
 
