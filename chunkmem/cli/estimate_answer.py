@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.estimate_times import assumption_lines, time_data, time_lines
+from chunkmem.report.text import REGION_COLUMNS, region_rows
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import Role, Tier
 
@@ -24,7 +26,6 @@ _ROLES = MappingProxyType(
         Role.PARAM: "weights",
         Role.GRAD: "gradients",
         Role.MASTER: "master weights",
-        Role.ACTIVATION: "activations",
     }
 )
 
@@ -55,6 +56,7 @@ def yes(
                       "buffered_nbytes": finding.exchanged.buffered_nbytes},
         "updated_on_device": sum(tier is Tier.DEVICE for tier in finding.plan.update_tiers.values()),
         "updated_on_host": sum(tier is Tier.HOST for tier in finding.plan.update_tiers.values()),
+        "regions": [asdict(region) | {"policy": region.policy.value} for region in finding.regions],
     }  # fmt: skip
     host_cap = "" if question.host_nbytes is None else f" of {format_nbytes(question.host_nbytes)}"
     lines = [
@@ -73,6 +75,8 @@ def yes(
         is_sparing = question.is_accumulating or question.world == 1
         hint = "" if is_sparing else ": gradients wait for optimizer.step(), unless manager.accumulate(1) precedes it"
         lines.append(f"the first step needs {format_nbytes(finding.first_host_nbytes)} on HOST{hint}")
+    if finding.regions:
+        lines += ["", table(REGION_COLUMNS, region_rows(finding.regions))]
     return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other), "", *lines]))
 
 
@@ -157,6 +161,7 @@ def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, 
         "tokens": rehearsal.tokens,
         "precision": next(name for name, dtype in DTYPES.items() if str(question.dtype) == f"torch.{dtype}"),
         "checkpointing": question.checkpointing,
+        "activations": question.activations,
         "world": question.world,
         "role_nbytes": {role.value: nbytes for role, nbytes in rehearsal.role_nbytes.items()},
         "parameter_nbytes": rehearsal.layout.payload_nbytes,
@@ -183,10 +188,14 @@ def _subject_text(question: Question, rehearsal: Rehearsal, other: Rehearsal | N
     rows = [
         (_ROLES.get(role, role.value), format_nbytes(nbytes), f"{nbytes / params:.2f}")
         for role, nbytes in rehearsal.role_nbytes.items()
+        if role is not Role.ACTIVATION
     ]
-    total = sum(rehearsal.role_nbytes.values())
+    in_chunks = rehearsal.role_nbytes.get(Role.ACTIVATION, 0)
+    total = sum(rehearsal.role_nbytes.values()) - in_chunks
     rows.append(("model data", format_nbytes(total), f"{total / params:.2f}"))
-    rows.append(("activations", format_nbytes(rehearsal.activation_nbytes), ""))
+    if in_chunks:
+        rows.append(("activations in chunks", format_nbytes(in_chunks), ""))
+    rows.append(("other activations" if in_chunks else "activations", format_nbytes(rehearsal.activation_nbytes), ""))
     if other is not None:
         way = "without" if question.checkpointing else "with"
         rows.append((f"  {way} checkpointing", format_nbytes(other.activation_nbytes), ""))
@@ -200,6 +209,8 @@ def _subject_line(question: Question, rehearsal: Rehearsal) -> str:
     batch = f"{rehearsal.tokens:,} tokens" if rehearsal.tokens else f"a batch of {question.batch}"
     ranks = f", {question.world} ranks" if question.world > 1 else ""
     recomputing = ", recomputing blocks" if question.checkpointing else ""
+    if question.activations is not None:
+        recomputing = f", activations: {question.activations}"
     return (
         f"{name}: {billions(rehearsal.num_params)} parameters in {len(rehearsal.layout.groups)} chunk groups, {batch} "
         f"a step{ranks}, {str(question.dtype).removeprefix('torch.')}{recomputing}"

@@ -24,7 +24,6 @@ from chunkmem.shard.units import Unit, Units
 from chunkmem.trace.model import Region
 from chunkmem.types import Role, Tier
 
-
 _LOGGED = (Role.PARAM, Role.ACTIVATION)
 
 

@@ -73,6 +73,9 @@ def _alone(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iter
         yield Change("accumulate", ("--accumulate",), accumulating)
     if not question.checkpointing:
         yield from _tried(replace(question, checkpointing=True), "checkpointing", ("--checkpointing",), rehearse)
+        if question.activations is None:
+            options = ("--activations", "auto")
+            yield from _tried(replace(question, activations="auto"), "activations", options, rehearse)
     yield from _smaller_batch(question, rehearse)
     if question.dtype is torch.float32:
         yield from _tried(replace(question, dtype=torch.bfloat16), "precision", ("--precision", "bf16"), rehearse)

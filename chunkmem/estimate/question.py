@@ -18,10 +18,13 @@ from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import make_plan
+from chunkmem.plan.regions import RegionPolicy, choose_regions
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
+from chunkmem.report.regions import region_policies
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.trace.model import Trace
+from chunkmem.trace.uncharged import uncharged
 from chunkmem.types import Tier
 
 UNLIMITED_NBYTES = 2**60
@@ -44,6 +47,8 @@ class Question:
     dtype: torch.dtype = torch.float32
     master_weights: bool = True
     checkpointing: bool = False
+    activations: str | None = None
+    """`activations.policy` of the configuration."""
     world: int = 1
     is_accumulating: bool = False
     """`manager.accumulate(1)` is called, so that the first step knows that its backward is the last one, too."""
@@ -51,13 +56,21 @@ class Question:
     options: PlanOptions = field(default_factory=PlanOptions)
 
     def rehearse(self) -> Rehearsal:
-        """Return the step of one rank, of whatever number of them."""
+        """Return the step of one rank, of whatever number of them; once it is decided what is recomputed, if it is."""
+        found = self._rehearse(frozenset())
+        if not found.step.regions or not (kept := _kept(self, found)):
+            return found
+        return self._rehearse(kept)
+
+    def _rehearse(self, kept: frozenset[int]) -> Rehearsal:
         return rehearse(
             self.model(self.batch),
             Setting(
                 dtype=self.dtype,
                 master_weights=self.master_weights,
                 checkpointing=self.checkpointing,
+                activations=self.activations,
+                kept=kept,
                 chunk_numel=self.chunk_numel,
                 device_nbytes=self.device_nbytes,
                 num_ranks=self.world,
@@ -72,7 +85,8 @@ class Change:
     """One thing to change so that it fits."""
 
     what: str
-    """"device", "host", "batch", "checkpointing", "precision", "accumulate" or "world"; several joined by " + "."""
+    """"device", "host", "batch", "checkpointing", "activations", "precision", "accumulate" or "world"; several are
+    joined by " + "."""
     options: tuple[str, ...]
     """Of the command line, to add or to replace: ``("--batch", "2")``."""
     question: Question
@@ -99,6 +113,11 @@ class Finding:
     exchanged: Exchanged
     first_host_nbytes: int
     """What the first step needs on HOST, where gradients may wait for the optimizer's step."""
+
+    @property
+    def regions(self) -> tuple[RegionPolicy, ...]:
+        """What becomes of activations that are managed."""
+        return region_policies(self.plan, self.trace)
 
 
 def device_need(question: Question, rehearsal: Rehearsal) -> DeviceNeed:
@@ -163,6 +182,18 @@ def fits(question: Question, rehearsal: Rehearsal) -> bool:
     except CapacityError:
         return False
     return True
+
+
+def _kept(question: Question, rehearsal: Rehearsal) -> frozenset[int]:
+    """Return the calls that are not recomputed, by number, chosen as in training: by a step that recomputes all."""
+    trace = _steps(question, rehearsal).lazy.trace
+    machine = question.hardware.machine(question.device_nbytes, _host_nbytes(question), world=question.world)
+    step = uncharged(trace, charges_non_model=machine.charges_non_model)
+    try:
+        choice = choose_regions(step, replace(machine, charges_non_model=True), options=question.options)
+    except CapacityError:
+        return frozenset()
+    return frozenset(region.number for at, region in enumerate(trace.regions) if at not in choice.recomputed)
 
 
 def _steps(question: Question, rehearsal: Rehearsal) -> RankSteps:

@@ -146,7 +146,8 @@ class Rehearsal:
         """Return those of `world` ranks that own something, the one with most bytes first."""
         owned = Counter({0: 0})
         for chunk, nbytes in self.trace.chunk_nbytes.items():
-            owned[chunk.group % world] += nbytes
+            if chunk.role is not Role.ACTIVATION:
+                owned[chunk.group % world] += nbytes
         return sorted(owned, key=lambda rank: (-owned[rank], rank))
 
     @property
