@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from chunkmem.cli.answer import CommandResult
 from chunkmem.cli.estimate_answer import DTYPES
 from chunkmem.cli.machine import count, parse_size, parse_speed
+from chunkmem.config import REGION_POLICIES
 from chunkmem.errors import CapacityError, ConfigError, LayoutError
 from chunkmem.runtime.quiet import silenced
 
@@ -26,7 +27,7 @@ the smallest change that makes it fit, and how long a step will take.
 
   chunkmem estimate gpt:7b --device 24GiB --host 128GiB --precision bf16 --batch 4
   chunkmem estimate path/to/config.json --hardware h200 --checkpointing
-  chunkmem estimate mypackage.train:make --device 8GiB
+  chunkmem estimate mypackage.train:make --device 8GiB --activations auto
   chunkmem estimate gpt --largest --device 24GiB --host 120GiB --precision bf16 --checkpointing
 
 MODEL is a GPT (gpt:7b, gpt:9.4b, or width x layers: gpt:4096x45), a config.json of transformers, or module:function: a
@@ -53,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seq", type=count, metavar="N", help="positions a sample (default: 2048)")
     add("--precision", choices=DTYPES, default="fp32", help="of weights and gradients (default: fp32)")
     add("--no-master-weights", action="store_true", help="update weights in the low precision: master_weights false")
-    add("--checkpointing", action="store_true", help="recompute each block in backward")
+    add("--checkpointing", action="store_true", help="recompute each block in backward, by torch's checkpoint")
+    add("--activations", choices=REGION_POLICIES, help="activations.policy: what becomes of each block's activations")
     add("--cpu-embedding", action="store_true", help="embeddings compute on HOST: use_cpu_embedding")
     add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
     add("--accumulate", action="store_true", help="manager.accumulate(1) is called: the first step needs less of HOST")
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace) -> CommandResult:
     if options.largest:
         return _largest(options)
     question = _question(options)
-    other = replace(question, checkpointing=not question.checkpointing)
+    other = replace(question, checkpointing=not question.checkpointing, activations=None)
     known: dict[Question, Rehearsal] = {}
     # What has been imported stays: looking through all of it again and again takes a sixth of a rehearsal.
     gc.freeze()
@@ -118,6 +120,8 @@ def _question(options: argparse.Namespace) -> Question:
     from chunkmem.estimate.models import resolve_model
     from chunkmem.estimate.question import Question
 
+    if options.activations and options.checkpointing:
+        raise ConfigError("--checkpointing and --activations are two ways to recompute blocks; leave one of them out")
     hardware = HARDWARE[options.hardware]
     if options.link is not None:
         link_Bps = parse_speed("--link", options.link)
@@ -141,6 +145,7 @@ def _question(options: argparse.Namespace) -> Question:
         master_weights=not options.no_master_weights,
         checkpointing=options.checkpointing,
         cpu_embedding=options.cpu_embedding,
+        activations=options.activations,
         world=options.world,
         is_accumulating=options.accumulate,
         chunk_numel=options.chunk_size,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.estimate_times import assumption_lines, time_data, time_lines
+from chunkmem.report.text import REGION_COLUMNS, region_rows
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import Role, Tier
 
@@ -24,7 +26,6 @@ _ROLES = MappingProxyType(
         Role.PARAM: "weights",
         Role.GRAD: "gradients",
         Role.MASTER: "master weights",
-        Role.ACTIVATION: "activations",
     }
 )
 
@@ -56,6 +57,7 @@ def yes(
                       "buffered_nbytes": finding.exchanged.buffered_nbytes},
         "updated_on_device": sum(tier is Tier.DEVICE for tier in finding.plan.update_tiers.values()),
         "updated_on_host": sum(tier is Tier.HOST for tier in finding.plan.update_tiers.values()),
+        "regions": [asdict(region) | {"policy": region.policy.value} for region in finding.regions],
     }  # fmt: skip
     host_cap = "" if question.host_nbytes is None else f" of {format_nbytes(question.host_nbytes)}"
     lines = [
@@ -74,6 +76,8 @@ def yes(
         is_sparing = question.is_accumulating or question.world == 1
         hint = "" if is_sparing else ": gradients wait for optimizer.step(), unless manager.accumulate(1) precedes it"
         lines.append(f"the first step needs {format_nbytes(finding.first_host_nbytes)} on HOST{hint}")
+    if finding.regions:
+        lines += ["", table(REGION_COLUMNS, region_rows(finding.regions))]
     return CommandResult(data, "\n".join([_subject_text(question, rehearsal, other), "", *lines]))
 
 
@@ -160,6 +164,7 @@ def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, 
         "checkpointing": question.checkpointing,
         "cpu_embedding": question.cpu_embedding,
         "tile_numel": question.tile_numel,
+        "activations": question.activations,
         "world": question.world,
         "role_nbytes": {role.value: nbytes for role, nbytes in rehearsal.role_nbytes.items()},
         "parameter_nbytes": rehearsal.layout.payload_nbytes,
@@ -186,10 +191,14 @@ def _subject_text(question: Question, rehearsal: Rehearsal, other: Rehearsal | N
     rows = [
         (_ROLES.get(role, role.value), format_nbytes(nbytes), f"{nbytes / params:.2f}")
         for role, nbytes in rehearsal.role_nbytes.items()
+        if role is not Role.ACTIVATION
     ]
-    total = sum(rehearsal.role_nbytes.values())
+    in_chunks = rehearsal.role_nbytes.get(Role.ACTIVATION, 0)
+    total = sum(rehearsal.role_nbytes.values()) - in_chunks
     rows.append(("model data", format_nbytes(total), f"{total / params:.2f}"))
-    rows.append(("activations", format_nbytes(rehearsal.activation_nbytes), ""))
+    if in_chunks:
+        rows.append(("activations in chunks", format_nbytes(in_chunks), ""))
+    rows.append(("other activations" if in_chunks else "activations", format_nbytes(rehearsal.activation_nbytes), ""))
     if other is not None:
         way = "without" if question.checkpointing else "with"
         rows.append((f"  {way} checkpointing", format_nbytes(other.activation_nbytes), ""))
@@ -203,6 +212,8 @@ def _subject_line(question: Question, rehearsal: Rehearsal) -> str:
     batch = f"{rehearsal.tokens:,} tokens" if rehearsal.tokens else f"a batch of {question.batch}"
     ranks = f", {question.world} ranks" if question.world > 1 else ""
     recomputing = ", recomputing blocks" if question.checkpointing else ""
+    if question.activations is not None:
+        recomputing = f", activations: {question.activations}"
     embedding = ", embeddings on HOST" if question.cpu_embedding else ""
     tiled = "" if question.tile_numel is None else f", tiles of at most {question.tile_numel:,} elements"
     return (

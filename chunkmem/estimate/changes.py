@@ -79,6 +79,9 @@ def _alone(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iter
     yield from _tiled(question, rehearsal, rehearse)
     if not question.checkpointing:
         yield from _tried(replace(question, checkpointing=True), "checkpointing", ("--checkpointing",), rehearse)
+        if question.activations is None:
+            options = ("--activations", "auto")
+            yield from _tried(replace(question, activations="auto"), "activations", options, rehearse)
     if not question.cpu_embedding:
         yield from _tried(replace(question, cpu_embedding=True), "cpu embedding", ("--cpu-embedding",), rehearse)
     yield from _smaller_batch(question, rehearse)

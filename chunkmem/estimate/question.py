@@ -18,10 +18,13 @@ from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import make_plan
+from chunkmem.plan.regions import RegionPolicy, choose_regions
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
+from chunkmem.report.regions import region_policies
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.trace.model import Trace
+from chunkmem.trace.uncharged import uncharged
 from chunkmem.types import Tier
 
 UNLIMITED_NBYTES = 2**60
@@ -46,6 +49,8 @@ class Question:
     checkpointing: bool = False
     cpu_embedding: bool = False
     """`use_cpu_embedding`: embeddings compute on HOST."""
+    activations: str | None = None
+    """`activations.policy` of the configuration."""
     world: int = 1
     is_accumulating: bool = False
     """`manager.accumulate(1)` is called, so that the first step knows that its backward is the last one, too."""
@@ -55,7 +60,13 @@ class Question:
     options: PlanOptions = field(default_factory=PlanOptions)
 
     def rehearse(self) -> Rehearsal:
-        """Return the step of one rank, of whatever number of them."""
+        """Return the step of one rank, of whatever number of them; once it is decided what is recomputed, if it is."""
+        found = self._rehearse(frozenset())
+        if not found.step.regions or not (kept := _kept(self, found)):
+            return found
+        return self._rehearse(kept)
+
+    def _rehearse(self, kept: frozenset[int]) -> Rehearsal:
         return rehearse(
             self.model(self.batch),
             Setting(
@@ -64,6 +75,8 @@ class Question:
                 checkpointing=self.checkpointing,
                 cpu_embedding=self.cpu_embedding,
                 host_Bps=self.hardware.host_memory_Bps,
+                activations=self.activations,
+                kept=kept,
                 chunk_numel=self.chunk_numel,
                 tile_numel=self.tile_numel,
                 device_nbytes=self.device_nbytes,
@@ -79,8 +92,8 @@ class Change:
     """One thing to change so that it fits."""
 
     what: str
-    """"device", "host", "batch", "checkpointing", "cpu embedding", "precision", "tile", "accumulate" or "world";
-    several are joined by " + ".
+    """"device", "host", "batch", "checkpointing", "activations", "cpu embedding", "precision", "tile", "accumulate" or
+    "world"; several are joined by " + ".
     """
     options: tuple[str, ...]
     """Of the command line, to add or to replace: ``("--batch", "2")``."""
@@ -110,6 +123,11 @@ class Finding:
     """What modules that compute on HOST take there."""
     first_host_nbytes: int
     """What the first step needs on HOST, where gradients may wait for the optimizer's step."""
+
+    @property
+    def regions(self) -> tuple[RegionPolicy, ...]:
+        """What becomes of activations that are managed."""
+        return region_policies(self.plan, self.trace)
 
 
 def device_need(question: Question, rehearsal: Rehearsal) -> DeviceNeed:
@@ -175,6 +193,18 @@ def fits(question: Question, rehearsal: Rehearsal) -> bool:
     except CapacityError:
         return False
     return True
+
+
+def _kept(question: Question, rehearsal: Rehearsal) -> frozenset[int]:
+    """Return the calls that are not recomputed, by number, chosen as in training: by a step that recomputes all."""
+    trace = _steps(question, rehearsal).lazy.trace
+    machine = question.hardware.machine(question.device_nbytes, _host_nbytes(question), world=question.world)
+    step = uncharged(trace, charges_non_model=machine.charges_non_model)
+    try:
+        choice = choose_regions(step, replace(machine, charges_non_model=True), options=question.options)
+    except CapacityError:
+        return frozenset()
+    return frozenset(region.number for at, region in enumerate(trace.regions) if at not in choice.recomputed)
 
 
 def _steps(question: Question, rehearsal: Rehearsal) -> RankSteps:

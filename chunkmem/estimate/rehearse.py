@@ -159,7 +159,8 @@ class Rehearsal:
         """Return those of `world` ranks that own something, the one with most bytes first."""
         owned = Counter({0: 0})
         for chunk, nbytes in self.trace.chunk_nbytes.items():
-            owned[chunk.group % world] += nbytes
+            if chunk.role is not Role.ACTIVATION:
+                owned[chunk.group % world] += nbytes
         for group in self.layout.groups:
             owned[group.id % world] += group.nbytes if group.is_on_host else 0
         return sorted(owned, key=lambda rank: (-owned[rank], rank))

@@ -135,25 +135,26 @@ class _SavedStorage:
         objects = {id(tensor): tensor for tensor in saved}
         bases = [tensor._base for tensor in saved]
         objects |= {id(base): base for base in bases if base is not None}
+        # A view of a fake tensor keeps, in C++, all that it was made of: then only what Python refers to is looked at.
+        counts_cpp = not saved or not isinstance(saved[0], FakeTensor) or all(base is None for base in bases)
         bases.clear()
         # What refers, in this very place, to a storage that nobody else has in Python; this object does, too.
         alone = torch.empty(0) if objects else None
         storage = torch.UntypedStorage(0) if alone is None else alone.untyped_storage()
-        if torch._C._storage_Use_Count(self.storage._cdata) != len(objects) + 1:
+        if counts_cpp and torch._C._storage_Use_Count(self.storage._cdata) != len(objects) + 1:
             return False
         if sys.getrefcount(self.storage) != sys.getrefcount(storage):
             return False
         num_saved = Counter(map(id, saved))
         num_views = Counter(id(tensor._base) for tensor in objects.values() if tensor._base is not None)
-        # A view of a fake tensor has its base twice: for forward, and for backward.
-        per_view = 2 if saved and isinstance(saved[0], FakeTensor) else 1
         # What refers, in this very place, to a tensor that nobody else has, and to one that a view is of.
         view = torch.empty(1)[:]  # below autograd, it is a view of nothing; then none of ours has a base either
         listed = [torch.empty(0), torch.empty(1) if view._base is None else view._base, *objects.values()]
         objects.clear()
         in_python, in_cpp = [sys.getrefcount(tensor) for tensor in listed], [_use_count(tensor) for tensor in listed]
         return all(
-            (python, cpp) == (in_python[num_views[key] > 0] + 2 * num_saved[key], in_cpp[0] + per_view * num_views[key])
+            python == in_python[num_views[key] > 0] + 2 * num_saved[key]
+            and (cpp == in_cpp[0] + num_views[key] or not counts_cpp)
             for key, python, cpp in zip(map(id, listed[2:]), in_python[2:], in_cpp[2:], strict=True)
         )
 
