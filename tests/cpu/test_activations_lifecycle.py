@@ -568,7 +568,7 @@ def test_two_hundred_steps_leave_nothing_behind() -> None:
 
 def test_what_the_ledger_has_freed_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """In ordinary training nobody gets hold of a region's memory: all of it is emptied."""
-    from chunkmem.nn.regions import SavedStorages
+    from chunkmem.nn.saved_storages import SavedStorages
 
     empty, sizes = SavedStorages.empty, []
 
