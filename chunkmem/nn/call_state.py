@@ -39,6 +39,10 @@ _OBJECT_DEPTH = 2
 """Objects of other people's classes are looked into so deep."""
 _OPAQUE = (type, ModuleType, str, bytes, int, float, complex, torch.dtype, torch.device)
 _OPAQUE_PACKAGES = frozenset({"torch", "chunkmem"})
+_PLAIN = frozenset({type(None), bool, int, float, str})
+"""Most attributes are of these types, and lead nowhere."""
+_NOT_CALLED = frozenset({"_apply", "_save_to_state_dict", "extra_repr", "__prepare_scriptable__"})
+"""Methods that no forward calls; managed modules have their own as attributes."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,8 @@ class CallState:
     def _visit_items(self, value: Any, name: str, *, depth: int, are_attributes: bool = False) -> None:
         if isinstance(value, (tuple, frozenset)):
             for index, item in enumerate(value):
-                self._visit(item, f"{name}[{index}]", depth=depth)
+                if type(item) not in _PLAIN:
+                    self._visit(item, f"{name}[{index}]", depth=depth)
             return
         if not isinstance(value, Slots) and len(value) > _MAX_ITEMS:
             self._lengths.append(_Container(value, name, len(value)))
@@ -179,7 +184,8 @@ class CallState:
         self._containers.append(_Container(value, name, content))
         items = content.items() if isinstance(content, dict) else enumerate(content)
         for key, item in items:
-            self._visit_item(item, f"{name}.{key}" if are_attributes else f"{name}[{key!r}]", depth=depth)
+            if type(item) not in _PLAIN:
+                self._visit_item(item, f"{name}.{key}" if are_attributes else f"{name}[{key!r}]", depth=depth)
 
     def _visit_item(self, value: object, name: str, *, depth: int) -> None:
         """Visit what is in something whose content can be replaced."""
@@ -205,7 +211,7 @@ class CallState:
                     if buffer is not None:
                         self._add_buffer(buffer, f"{prefix}.{key}")
             for key, value in attributes.items():
-                if key not in MODULE_FIELDS:
+                if type(value) not in _PLAIN and key not in MODULE_FIELDS and key not in _NOT_CALLED:
                     self._visit_item(value, f"{prefix}.{key}", depth=_OBJECT_DEPTH)
 
     def _add_buffer(self, buffer: torch.Tensor, name: str) -> None:

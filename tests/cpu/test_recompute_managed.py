@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import chunkmem
+from chunkmem.nn.call_state import CallState
 from chunkmem.types import Tier
 from tests.helpers.audit import assert_as_predicted, audit
 
@@ -309,3 +310,13 @@ def test_the_smallest_cap_holds_and_steps_are_as_predicted() -> None:
         losses_of("gpt", model, optimizer, after_backward=lambda: None)
         assert manager.runtime.memory.store.pools[Tier.DEVICE].ledger.peak_nbytes <= required
         assert_as_predicted(manager)
+
+
+def test_what_a_managed_module_has_in_place_of_methods_is_no_state_of_a_call() -> None:
+    plain = CNN().blocks[0]
+    with chunkmem.ChunkManager() as manager:
+        model = CNN()
+        manager.wrap(model)
+        managed = model.blocks[0]
+        reached = [len(CallState(block, ())._containers) for block in (plain, managed)]
+    assert reached[0] == reached[1]
