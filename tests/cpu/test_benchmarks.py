@@ -44,3 +44,18 @@ def test_rows_of_traffic_are_written(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["rows"]
     assert rows
     assert all(row["machine"]["links"] for row in rows)
+
+
+@pytest.mark.full
+def test_policies_for_activations_are_compared(tmp_path: Path) -> None:
+    """All ways to train that fit compute the same bits, or the run fails."""
+    out = tmp_path / "results.json"
+    options = ["--quick", "--models", "cnn", "--caps", "2", "--steps", "2", "--out", str(out), "--pictures", "."]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.activations.run", *options]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert (tmp_path / "activations-cnn.png").stat().st_size
+    links = json.loads(out.read_text())["models"]["cnn"]["links"]
+    assert [len(link["caps"]) for link in links.values()] == [2, 2]
+    for link in links.values():
+        assert {"auto", "recompute", "checkpoint"} <= set(link["caps"][0]["variants"])
