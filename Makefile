@@ -46,6 +46,7 @@ bench: $(VENV)/.test
 	$(RUN) -m benchmarks.knobs.run
 	$(RUN) -m benchmarks.estimate.run
 	$(RUN) -m benchmarks.adam.run
+	$(RUN) -m benchmarks.tiled.run
 	$(RUN) -m benchmarks.overlap.run
 	$(RUN) -m benchmarks.distributed.run
 

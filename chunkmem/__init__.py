@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from chunkmem.manager import ChunkManager
     from chunkmem.memory import MemoryReport
     from chunkmem.nn.recompute import checkpoint, checkpoint_sequential
+    from chunkmem.nn.tiled import TiledLinear
     from chunkmem.optim.adam import Adam, AdamW
     from chunkmem.optim.sgd import SGD
 
@@ -50,6 +51,7 @@ __all__ = [
     "RankError",
     "StateError",
     "TierIOError",
+    "TiledLinear",
     "TraceError",
     "__version__",
     "checkpoint",
@@ -68,6 +70,7 @@ _HOMES = MappingProxyType(
         "SGD": "chunkmem.optim.sgd",
         "checkpoint": "chunkmem.nn.recompute",
         "checkpoint_sequential": "chunkmem.nn.recompute",
+        "TiledLinear": "chunkmem.nn.tiled",
         "initialize_engine": "chunkmem.engine",
     }
 )
@@ -75,6 +78,8 @@ _HOMES = MappingProxyType(
 
 
 def __getattr__(name: str) -> object:
+    if name == "nn":  # not in `__all__`: `import *` would replace torch's
+        return import_module("chunkmem.nn")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOMES.get(name, "chunkmem.errors")), name)

@@ -50,7 +50,7 @@ from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.lanes import open_lanes
 from chunkmem.runtime.measure import cached_machine
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.storage import ChunkStorage, StorageBackend, default_backend
+from chunkmem.runtime.storage import ChunkStorage, HostStorage, StorageBackend, default_backend
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers, shadow_nbytes, warn_of_fragmentation
 from chunkmem.steps.controller import StepController
@@ -145,10 +145,11 @@ class Runtime:
             self.ranks.agree("the layout of the chunks", digest(packed.layout for packed in added))
             for packed in added:
                 self.sharding.shards.drop_unowned(group.id for group in packed.layout.groups)
+            self.sharding.shards.send_on_host(reader="packing")
             self.entry_points.ordinary.add(roots, excluded, kept=kept)
         self.modules.fit(roots, added, self.hooks, dtype=DTYPES[self.config.precision])
         for module in (*roots, *excluded):
-            move_ordinary_tensors(module, excluded, self.device)
+            move_ordinary_tensors(module, excluded, self.device, on_host=self.registry.on_host)
 
     def random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Surround the building of a model."""
@@ -227,7 +228,10 @@ def open_memory(tiers: Tiers, backend: StorageBackend) -> Memory:
     tiers.device_pool.maps_slabs = backend.moves_contents
     device = tiers.compute.device
 
-    def make_home(dtype: torch.dtype) -> BoundChunk:
+    def make_home(dtype: torch.dtype, tier: Tier) -> BoundChunk:
+        if tier is Tier.HOST:
+            in_ram = torch.device("cpu")
+            return BoundChunk(HostStorage(backend, device=in_ram, dtype=dtype), device=in_ram)
         return BoundChunk(ChunkStorage(backend, device=device, dtype=dtype), device=device)
 
     store = ChunkStore({Tier.DEVICE: tiers.device_pool, Tier.HOST: tiers.host_pool}, tiers.compute.clock)

@@ -244,7 +244,17 @@ class Config(Section):
         about="With several ranks, free the weights that other ranks own when the model is built; false: whenever a "
         "module is attached, so that no rank ever holds the whole model.",
     )
-    use_cpu_embedding: bool = option(BOOL, False, about="Not available yet.")
+    use_cpu_embedding: bool = option(
+        BOOL,
+        False,
+        about="Each nn.Embedding and nn.EmbeddingBag computes on HOST, where its weights stay; see `manager.on_host`.",
+    )
+    with_tiling_linear: bool | int = option(
+        either(BOOL, integer(1)),
+        False,
+        about="Split `nn.Linear` weights with more elements than this into `TiledLinear`s; true: than a quarter of the "
+        "widest.",
+    )
     memory: MemoryConfig = option(subsection(MemoryConfig), MemoryConfig())
     activations: ActivationsConfig = option(subsection(ActivationsConfig), ActivationsConfig())
     distributed: DistributedConfig = option(subsection(DistributedConfig), DistributedConfig())
@@ -324,7 +334,6 @@ def _with_policy(values: dict[str, Any]) -> dict[str, Any]:
 
 AVAILABLE: Final = MappingProxyType(
     {
-        "use_cpu_embedding": (False,),
         "memory.disk": (None,),
     }
 )

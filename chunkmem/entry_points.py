@@ -56,6 +56,8 @@ class EntryPoints:
         self._stepping = False
         self._has_given_up = False
         """Gradients were discarded since the last step."""
+        self._updated: frozenset[int] = frozenset()
+        """Groups that the step updates, on whichever rank."""
 
     @property
     def phase(self) -> str:
@@ -73,16 +75,20 @@ class EntryPoints:
         self._autocast.switch_off()
         modules.access.reset(step=False)
         modules.backward.reset(step=False)
+        modules.turn.end_hooks()
         units.reset()
         grad_enabled = torch.is_grad_enabled()
         units.begin_root(grad_enabled=grad_enabled)
         self._state_frozen()
-        self._controller.begin_root(
-            id(root), grad_enabled=grad_enabled, before_iteration=modules.gradients.discard_unset
-        )
+        self._controller.begin_root(id(root), grad_enabled=grad_enabled, before_iteration=self._leave_to_autograd)
         modules.registry.check()
         modules.surface.check_copies()
         modules.gradient_hooks.watch(modules.registry.parameters)
+
+    def _leave_to_autograd(self) -> None:
+        """Another step begins: what the one before has left is no part of it."""
+        self._modules.regions.give_up()
+        self._modules.gradients.discard_unset()
 
     def make_guard(self) -> AccessGuard | None:
         """Steps that are recorded run under a check; it would cost too much in every one."""
@@ -171,8 +177,11 @@ class EntryPoints:
             self._sharding.units.replay_without_batch(label)
             reduction.reduce(parameters)
             reduction.reduce_excluded(self.averaged)
+            self._updated = frozenset(managed.group for managed in gradients.anywhere)
 
     def _end_step(self) -> None:
+        if self._sharding.shards is not None:
+            self._sharding.shards.send_on_host(self._updated, reader="updated weights on HOST")
         self.ordinary.follow()
         self._controller.end_step()
         self._sharding.units.end_step()

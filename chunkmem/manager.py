@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +23,7 @@ from chunkmem.nn.collect import Collector
 from chunkmem.nn.gather import gathered, parameters_in
 from chunkmem.nn.registry import check_fits
 from chunkmem.nn.released import BuiltOverRanks
+from chunkmem.nn.tiling import tile_linears
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.timeline import Timeline
@@ -105,6 +107,8 @@ class ChunkManager:
         try:
             with self.runtime.random_numbers(), collector.watching(), built.watching():
                 yield
+                for root in collector.roots() if self.config.with_tiling_linear else ():
+                    self._tile(root, self._configured_numel)
         finally:
             self.runtime.collector = None
         self.runtime.add(collector.roots(), collector.excluded(), kept=collector.not_reduced(), built=built)
@@ -114,8 +118,43 @@ class ChunkManager:
         self.runtime.require_open()
         if not isinstance(model, nn.Module):
             raise LayoutError(f"manager.wrap() takes a torch.nn.Module, not a {type(model).__name__}")
+        if self.config.with_tiling_linear:
+            self._tile(model, self._configured_numel)
         self.runtime.add([model], [])
         return model
+
+    def tile(self, model: nn.Module, *, max_numel: int | None = None) -> nn.Module:
+        """Split wide linear layers of a model into tiles, before it is packed. Returns the same object.
+
+        Use it inside `init()`, when the model is built, or before `wrap()`. The layers become `TiledLinear`s, with the
+        values that they have. Those that cannot, since their weight is tied or they are more than an `nn.Linear`, stay
+        as they are, and a warning names them.
+
+        Args:
+            model: what is going to be packed.
+            max_numel: elements of a tile at most; None: a quarter of the widest layer's weight.
+
+        Raises:
+            LayoutError: `model` is no module, or `max_numel` no number of elements, or too small.
+            StateError: the model is managed already.
+        """
+        self.runtime.require_open()
+        if not isinstance(model, nn.Module):
+            raise LayoutError(f"manager.tile() takes a torch.nn.Module, not a {type(model).__name__}")
+        self._tile(model, max_numel)
+        return model
+
+    @property
+    def _configured_numel(self) -> int | None:
+        configured = self.config.with_tiling_linear
+        return None if isinstance(configured, bool) else configured
+
+    def _tile(self, model: nn.Module, max_numel: int | None) -> None:
+        collector = self.runtime.collector
+        left = tile_linears(model, max_numel=max_numel, excluded=collector.excluded() if collector else ())
+        if left and self.runtime.ranks.rank == 0:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in left.items())
+            warnings.warn(f"linear layers left untiled, whose chunks stay as large: {reasons}", stacklevel=3)
 
     @contextlib.contextmanager
     def exclude(self, reduce: bool = True) -> Iterator[None]:
@@ -155,6 +194,20 @@ class ChunkManager:
         if policy not in REGION_POLICIES:
             raise ConfigError(f"policy is {shown(policy)}; give one of {', '.join(REGION_POLICIES)}")
         self.runtime.modules.regions.mark(module, policy)
+        return module
+
+    def on_host(self, module: nn.Module) -> nn.Module:
+        """Have a module compute on HOST, where weights, gradients and optimizer states stay. Returns the same object.
+
+        For a wide embedding: ids go to HOST and rows come back, and DEVICE never holds it. Call it before the module is
+        packed. Where DEVICE and HOST are one piece of RAM, nothing changes.
+
+        Raises:
+            LayoutError: it has no parameters.
+            StateError: it is packed already.
+        """
+        self.runtime.require_open()
+        self.runtime.modules.host.mark(module)
         return module
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:
@@ -270,6 +323,8 @@ class ChunkManager:
         with self.runtime.together("manager.load_state_dict()"):
             check_fits(state_dict, self.runtime.modules.surface.expected_state(root), strict=strict)
             keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
+            if self.runtime.sharding.shards is not None:
+                self.runtime.sharding.shards.send_on_host(reader="manager.load_state_dict()")
         return keys
 
     def memory(self) -> MemoryReport:

@@ -38,6 +38,7 @@ from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks, RootCalls
+from chunkmem.nn.host_modules import HostModules
 from chunkmem.nn.packing import PackedModel, Packer
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.regions import RegionActivations
@@ -74,8 +75,8 @@ class Memory:
     compute: ComputeDevice
     caps: TierCaps
     pager: Pager
-    make_home: Callable[[torch.dtype], BoundChunk]
-    """Makes the DEVICE side of a PARAM chunk."""
+    make_home: Callable[[torch.dtype, Tier], BoundChunk]
+    """Makes the side of a PARAM chunk that parameters are views of, on the tier where modules compute with it."""
 
     @property
     def store(self) -> ChunkStore:
@@ -127,6 +128,7 @@ class Modules:
     server: ParameterServer
     surface: ModuleSurface
     borders: Borders
+    host: HostModules
     declared: DeclaredReads
     saved: ChunkHooks
     units: Units
@@ -150,14 +152,16 @@ class Modules:
         """Fit the modules under `roots`, of which those in `added` have been packed, to compute in `dtype`."""
         for root in roots if dtype is not torch.float32 else ():
             self.borders.fit(root, self.registry.precision.modules, dtype)
+        on_host = self.registry.on_host
         for packed in added:
             self.access.add(packed.parameters)
             self.gradients.add(packed.parameters)
             self.declared.add(packed.parameters, self.access.chunks)
-            owned = hooks.fit(packed.root, self.registry.managed_under(packed.root))
+            owned = hooks.fit(packed.root, self.registry.managed_under(packed.root), on_host=on_host)
             self.surface.fit(packed.root, owned)
             self.gradient_hooks.watch(self.registry.parameters)
             self.server.add(packed.parameters)
+        self.host.fit(on_host)
 
 
 def margin_use_ratio(config: Config) -> float:
@@ -215,8 +219,17 @@ def make_modules(
 ) -> Modules:
     """Return what models are packed and served by; `is_rehearsal` is as for `BackwardTracker`."""
     pager, size = memory.pager, config.default_chunk_size
+    access = AccessTracker(pager)
+    host = HostModules(
+        access,
+        memory.compute.device,
+        every_embedding=config.use_cpu_embedding,
+        is_one_tier=memory.caps.shared,
+        always_copies=is_rehearsal,
+    )
     registry = ModelRegistry(
         memory.packer(shows_progress=sharding.ranks.rank == 0),
+        choose_on_host=host.among,
         chunk_numel=None if size == "auto" else size,
         device_cap_nbytes=memory.caps.device_nbytes,
         dtype=DTYPES[config.precision],
@@ -224,10 +237,10 @@ def make_modules(
         num_ranks=sharding.ranks.shard.size,
     )
     turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
-    access = AccessTracker(pager)
     declared = DeclaredReads()
     saved = ChunkHooks(declared, pager, turn)
-    regions = RegionActivations(pager, turn, saved, policy=config.activations.policy, is_rehearsal=is_rehearsal)
+    policy, device = config.activations.policy, memory.compute.device
+    regions = RegionActivations(pager, turn, saved, policy=policy, device=device, is_rehearsal=is_rehearsal)
     backward = BackwardTracker(pager, access, sharding.units, turn, regions=regions, is_rehearsal=is_rehearsal)
     server = ParameterServer(pager, access, backward, turn, saved=saved, is_shared=sharding.shards is not None)
     return Modules(
@@ -244,6 +257,7 @@ def make_modules(
             saving=server.saving,
         ),
         Borders(is_outermost=access.is_outermost),
+        host,
         declared,
         saved,
         sharding.units,
@@ -266,5 +280,5 @@ def _write(
     pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter, value: torch.Tensor
 ) -> None:
     require_open(pager)
-    if sharding.owns(managed):
+    if sharding.owns(managed) or updater.is_on_host(managed.group):
         updater.write_weight(managed, value)

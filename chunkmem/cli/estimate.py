@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -56,9 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-master-weights", action="store_true", help="update weights in the low precision: master_weights false")
     add("--checkpointing", action="store_true", help="recompute each block in backward, by torch's checkpoint")
     add("--activations", choices=REGION_POLICIES, help="activations.policy: what becomes of each block's activations")
+    add("--cpu-embedding", action="store_true", help="embeddings compute on HOST: use_cpu_embedding")
     add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
     add("--accumulate", action="store_true", help="manager.accumulate(1) is called: the first step needs less of HOST")
     add("--chunk-size", type=count, metavar="NUMEL", help="default_chunk_size, in elements; default: searched")
+    add("--tile", type=count, metavar="NUMEL", help="with_tiling_linear: split larger weights of linear layers")
     add("--hardware", choices=_HARDWARE, default="h100", help="whose speeds to assume (default: h100)")
     add("--link", metavar="SIZE", help="bytes a second between HOST and DEVICE, each way, such as 25GB")
     add("--host-memory", metavar="SIZE", help="bytes a second of HOST's memory, such as 100GB")
@@ -108,6 +111,11 @@ def run(options: argparse.Namespace) -> CommandResult:
                 known[other] = of_other
             changes = smallest_changes(question, rehearsal, rehearse=rehearse)
             return no(question, rehearsal, of_other, need, error, changes)
+        chosen = question.rehearse_chosen(rehearsal)
+        if chosen is not rehearsal:
+            with contextlib.suppress(CapacityError):
+                finding = find(question, chosen)
+                rehearsal = chosen
         return yes(question, rehearsal, rehearse_other(), need, finding)
 
 
@@ -143,9 +151,11 @@ def _question(options: argparse.Namespace) -> Question:
         master_weights=not options.no_master_weights,
         checkpointing=options.checkpointing,
         activations=options.activations,
+        cpu_embedding=options.cpu_embedding,
         world=options.world,
         is_accumulating=options.accumulate,
         chunk_numel=options.chunk_size,
+        tile_numel=options.tile,
     )
 
 

@@ -37,6 +37,7 @@ def yes(
     from chunkmem.estimate.question import step_range
 
     peaks = {tier: finding.timeline.peak_nbytes.get(tier, 0) for tier in (Tier.DEVICE, Tier.HOST)}
+    peaks[Tier.HOST] += finding.on_host_nbytes
     with_activations = max(
         chunks + moment.non_model_peak_nbytes
         for chunks, moment in zip(finding.timeline.device_nbytes, finding.trace.moments, strict=True)
@@ -162,6 +163,8 @@ def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, 
         "precision": next(name for name, dtype in DTYPES.items() if str(question.dtype) == f"torch.{dtype}"),
         "checkpointing": question.checkpointing,
         "activations": question.activations,
+        "cpu_embedding": question.cpu_embedding,
+        "tile_numel": question.tile_numel,
         "world": question.world,
         "role_nbytes": {role.value: nbytes for role, nbytes in rehearsal.role_nbytes.items()},
         "parameter_nbytes": rehearsal.layout.payload_nbytes,
@@ -211,9 +214,11 @@ def _subject_line(question: Question, rehearsal: Rehearsal) -> str:
     recomputing = ", recomputing blocks" if question.checkpointing else ""
     if question.activations is not None:
         recomputing = f", activations: {question.activations}"
+    embedding = ", embeddings on HOST" if question.cpu_embedding else ""
+    tiled = "" if question.tile_numel is None else f", tiles of at most {question.tile_numel:,} elements"
     return (
         f"{name}: {billions(rehearsal.num_params)} parameters in {len(rehearsal.layout.groups)} chunk groups, {batch} "
-        f"a step{ranks}, {str(question.dtype).removeprefix('torch.')}{recomputing}"
+        f"a step{ranks}, {str(question.dtype).removeprefix('torch.')}{recomputing}{embedding}{tiled}"
     )
 
 
@@ -228,6 +233,7 @@ def billions(count: int) -> str:
 def _shown(change: Change) -> str:
     """Return the options to add or change, sizes also for people."""
     words = []
-    for word in change.options:
-        words.append(f"{word} ({format_nbytes(int(word))})" if word.isdigit() and int(word) > 2**20 else word)
+    for option, word in zip(("", *change.options), change.options, strict=False):
+        is_size = option in ("--device", "--host") and int(word) > 2**20
+        words.append(f"{word} ({format_nbytes(int(word))})" if is_size else word)
     return " ".join(words)

@@ -106,6 +106,8 @@ class StepCalls:
     """All that have weights; none if the step is that of one process alone."""
     parameters: tuple[RehearsedParameter, ...]
     """All that are managed."""
+    host_Bps: float
+    """Of HOST's memory."""
     activations: Mapping[int, Activations] = field(default_factory=dict)
     """By group, the chunks that are created."""
     regions: tuple[Region, ...] = ()

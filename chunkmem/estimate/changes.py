@@ -7,13 +7,18 @@ from dataclasses import replace
 
 import torch
 
-from chunkmem.errors import LayoutError
+from chunkmem.errors import LayoutError, StateError
 from chunkmem.estimate.question import Change, Question, device_need, fits, host_need
 from chunkmem.estimate.rehearse import Rehearsal
 from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
 
 _NEAR = 1.1
 """A cap that is short by less than this factor is the first thing to change."""
+
+_IMPOSSIBLE = LayoutError, StateError
+"""There are no blocks to recompute, or the head has the weight of an embedding that is to compute on HOST."""
+_QUARTERINGS = 3
+"""How often tiles are quartered in search of those that fit."""
 
 Rehearse = Callable[[Question], Rehearsal]
 
@@ -71,35 +76,63 @@ def _alone(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iter
     accumulating = replace(question, is_accumulating=True)
     if question.world > 1 and not question.is_accumulating and fits(accumulating, rehearsal):
         yield Change("accumulate", ("--accumulate",), accumulating)
+    yield from _tiled(question, rehearsal, rehearse)
     if not question.checkpointing:
         yield from _tried(replace(question, checkpointing=True), "checkpointing", ("--checkpointing",), rehearse)
         if question.activations is None:
             options = ("--activations", "auto")
             yield from _tried(replace(question, activations="auto"), "activations", options, rehearse)
+    if not question.cpu_embedding:
+        yield from _tried(replace(question, cpu_embedding=True), "cpu embedding", ("--cpu-embedding",), rehearse)
     yield from _smaller_batch(question, rehearse)
     if question.dtype is torch.float32:
         yield from _tried(replace(question, dtype=torch.bfloat16), "precision", ("--precision", "bf16"), rehearse)
     yield from _more_ranks(question, rehearsal, rehearse)
 
 
-def _together(question: Question, rehearse: Rehearse) -> Iterator[Change]:
-    both = replace(question, checkpointing=True, dtype=torch.bfloat16)
-    for change in _smaller_batch(both, rehearse, and_same=True):
-        parts = {
-            "checkpointing": () if question.checkpointing else ("--checkpointing",),
-            "precision": ("--precision", "bf16") if question.dtype is torch.float32 else (),
-            "batch": change.options if change.question.batch != question.batch else (),
-        }
-        used = {what: options for what, options in parts.items() if options}
-        if len(used) > 1:
-            yield _joined(used, change.question)
+def _tiled(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Change]:
+    """Find the largest of quarters, sixteenths and so on of the widest weight as tiles of which it fits."""
+    need_nbytes = device_need(question, rehearsal).nbytes
+    if need_nbytes <= question.device_nbytes:  # HOST is what is too small
         return
+    widest = max(rehearsal.layout.tensors, key=lambda tensor: tensor.numel)
+    # Gradients on their way to a chunk are among the activations, and shrink with the tiles.
+    least_nbytes = rehearsal.activation_nbytes - 2 * widest.nbytes
+    if question.hardware.is_accelerator and least_nbytes > question.device_nbytes:
+        return
+    numel = min(widest.numel, question.tile_numel or widest.numel)
+    for _ in range(_QUARTERINGS):
+        numel = max(1, numel // 4)
+        tiled = replace(question, tile_numel=numel)
+        rehearsal = rehearse(tiled)
+        if fits(tiled, rehearsal):
+            yield Change("tile", ("--tile", str(numel)), tiled)
+            return
+        before, need_nbytes = need_nbytes, device_need(tiled, rehearsal).nbytes
+        if need_nbytes >= before:  # something else is what needs most
+            return
+
+
+def _together(question: Question, rehearse: Rehearse) -> Iterator[Change]:
+    for cpu_embedding in dict.fromkeys((question.cpu_embedding, True)):
+        all_of_them = replace(question, checkpointing=True, dtype=torch.bfloat16, cpu_embedding=cpu_embedding)
+        for change in _smaller_batch(all_of_them, rehearse, and_same=True):
+            parts = {
+                "checkpointing": () if question.checkpointing else ("--checkpointing",),
+                "cpu embedding": () if question.cpu_embedding is cpu_embedding else ("--cpu-embedding",),
+                "precision": ("--precision", "bf16") if question.dtype is torch.float32 else (),
+                "batch": change.options if change.question.batch != question.batch else (),
+            }
+            used = {what: options for what, options in parts.items() if options}
+            if len(used) > 1:
+                yield _joined(used, change.question)
+            return
 
 
 def _tried(changed: Question, what: str, options: tuple[str, ...], rehearse: Rehearse) -> Iterator[Change]:
     try:
         rehearsal = rehearse(changed)
-    except LayoutError:  # there are no blocks to recompute
+    except _IMPOSSIBLE:
         return
     if fits(changed, rehearsal):
         yield Change(what, options, changed)
@@ -121,7 +154,7 @@ def _smaller_batch(question: Question, rehearse: Rehearse, *, and_same: bool = F
     try:
         if high <= low or not enough(low):
             return
-    except LayoutError:  # there are no blocks to recompute
+    except _IMPOSSIBLE:
         return
     # Each sample adds about the same bytes, so a straight line soon finds the place.
     low_need, high_need = need(low), need(high - 1 if and_same else high)

@@ -49,18 +49,24 @@ class Question:
     checkpointing: bool = False
     activations: str | None = None
     """`activations.policy` of the configuration."""
+    cpu_embedding: bool = False
+    """`use_cpu_embedding`: embeddings compute on HOST."""
     world: int = 1
     is_accumulating: bool = False
     """`manager.accumulate(1)` is called, so that the first step knows that its backward is the last one, too."""
     chunk_numel: int | None = None
+    tile_numel: int | None = None
+    """Linear layers with a larger weight are tiled; None: none is."""
     options: PlanOptions = field(default_factory=PlanOptions)
 
     def rehearse(self) -> Rehearsal:
-        """Return the step of one rank, of whatever number of them; once it is decided what is recomputed, if it is."""
-        found = self._rehearse(frozenset())
-        if not found.step.regions or not (kept := _kept(self, found)):
-            return found
-        return self._rehearse(kept)
+        """Return the step of one rank, of whatever number of them; under `activations` "auto", one that recomputes all."""
+        return self._rehearse(frozenset())
+
+    def rehearse_chosen(self, rehearsal: Rehearsal) -> Rehearsal:
+        """Return the step with those regions recomputed that training would choose, given one that recomputes all."""
+        kept = _kept(self, rehearsal) if rehearsal.step.regions else frozenset[int]()
+        return self._rehearse(kept) if kept else rehearsal
 
     def _rehearse(self, kept: frozenset[int]) -> Rehearsal:
         return rehearse(
@@ -71,7 +77,10 @@ class Question:
                 checkpointing=self.checkpointing,
                 activations=self.activations,
                 kept=kept,
+                cpu_embedding=self.cpu_embedding,
+                host_Bps=self.hardware.host_memory_Bps,
                 chunk_numel=self.chunk_numel,
+                tile_numel=self.tile_numel,
                 device_nbytes=self.device_nbytes,
                 num_ranks=self.world,
                 flop_per_s=self.hardware.eager_share * self.hardware.flop_rate(self.dtype),
@@ -85,8 +94,9 @@ class Change:
     """One thing to change so that it fits."""
 
     what: str
-    """"device", "host", "batch", "checkpointing", "activations", "precision", "accumulate" or "world"; several are
-    joined by " + "."""
+    """"device", "host", "batch", "checkpointing", "activations", "cpu embedding", "precision", "tile", "accumulate" or
+    "world"; several are joined by " + ".
+    """
     options: tuple[str, ...]
     """Of the command line, to add or to replace: ``("--batch", "2")``."""
     question: Question
@@ -111,6 +121,8 @@ class Finding:
     timeline: Timeline
     lower_bounds: LowerBounds
     exchanged: Exchanged
+    on_host_nbytes: int
+    """What modules that compute on HOST take there."""
     first_host_nbytes: int
     """What the first step needs on HOST, where gradients may wait for the optimizer's step."""
 
@@ -157,7 +169,8 @@ def find(question: Question, rehearsal: Rehearsal) -> Finding:
     most_nbytes = max(step.exchanged.sent_nbytes, step.exchanged.received_nbytes)
     exchange_s = most_nbytes / question.hardware.exchange_Bps(question.world)
     lower_bounds = lower_bounds_of(plan, step.trace, question.hardware, exchange_s=exchange_s)
-    return Finding(step.trace, plan, timeline, lower_bounds, step.exchanged, _least_on_host(question, steps))
+    least, taken = _least_on_host(question, steps), _on_host_nbytes(step)
+    return Finding(step.trace, plan, timeline, lower_bounds, step.exchanged, taken, least)
 
 
 def step_range(question: Question, finding: Finding) -> StepRange:
@@ -208,7 +221,12 @@ def _steps(question: Question, rehearsal: Rehearsal) -> RankSteps:
 
 def _least_on_host(question: Question, steps: RankSteps) -> int:
     charges = question.hardware.is_accelerator
-    return least_on_host(steps.first.trace, device_nbytes=question.device_nbytes, charges_non_model=charges).nbytes
+    need = least_on_host(steps.first.trace, device_nbytes=question.device_nbytes, charges_non_model=charges)
+    return need.nbytes + _on_host_nbytes(steps.first)
+
+
+def _on_host_nbytes(step: Step) -> int:
+    return sum(step.on_host_nbytes.values())
 
 
 def _host_nbytes(question: Question) -> int:
@@ -270,10 +288,18 @@ def trains_on_demand(question: Question, rehearsal: Rehearsal) -> bool:
 
 def _faster(question: Question, steps: RankSteps) -> tuple[Step, Plan, Timeline]:
     """Plan the way that ranks keep: gathering ahead if there is a plan for it, unless computing stalls longer."""
-    machine = question.hardware.machine(question.device_nbytes, _host_nbytes(question), world=question.world)
 
     def planned(step: Step) -> tuple[Step, Plan, Timeline]:
-        plan = make_plan(step.trace, machine, options=question.options)
+        taken_nbytes = _on_host_nbytes(step)
+        host_nbytes = max(0, _host_nbytes(question) - taken_nbytes)
+        machine = question.hardware.machine(question.device_nbytes, host_nbytes, world=question.world)
+        try:
+            plan = make_plan(step.trace, machine, options=question.options)
+        except CapacityError as error:
+            if error.on_host:
+                error.needed_nbytes += taken_nbytes
+                error.cap_nbytes += taken_nbytes
+            raise
         return step, plan, simulate(plan, step.trace)
 
     lazy = planned(steps.lazy)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -47,6 +47,8 @@ class Step:
 
     trace: Trace
     exchanged: Exchanged = Exchanged()
+    on_host_nbytes: Mapping[Role, int] = field(default_factory=dict)
+    """Of modules that compute on HOST, and so in no trace."""
 
 
 class _Meter:
@@ -61,6 +63,10 @@ class _Meter:
         self._duration_s += measured.duration_s
         self._now_nbytes = measured.now_nbytes
         self._peak_nbytes = max(self._peak_nbytes, measured.peak_nbytes + self._buffered_nbytes)
+
+    def wait(self, duration_s: float) -> None:
+        """HOST does something that everything waits for."""
+        self._duration_s += duration_s
 
     def buffer(self, nbytes: int) -> None:
         """Exchanges take `nbytes` more, or fewer."""
@@ -116,6 +122,8 @@ class RankStage:
             CapacityError: there is no room for the weights, or for what training adds to them.
         """
         self._calls, self._activations, self._regions = step.calls, step.activations, step.regions
+        self._calls = step.calls
+        self._host_Bps = step.host_Bps
         self._pager, self._store = memory.pager, memory.store
         self._parameters = cast(list[ManagedParameter], list(step.parameters))
         self._meter = _Meter()
@@ -147,8 +155,8 @@ class RankStage:
             packer.make_chunks(group, inside, is_own=shards is None or shards.owns(group.id))
         if shards is not None:
             shards.drop_unowned(group.id for group in step.layout.groups)
-        for group, kept in step.activations.items():
-            self._store.add(activation_chunk(group, kept.label, kept.nbytes))
+        for number, kept in step.activations.items():
+            self._store.add(activation_chunk(number, kept.label, kept.nbytes))
         self._slots.add(self._parameters)
         self.units.add(step.units)
         wanted = dict.fromkeys(self._parameters, AdamRule.all_states)
@@ -192,7 +200,8 @@ class RankStage:
         self._pager.policy = OnDemand()
         self.units.end_step()
         sent, received = traffic.sent_nbytes - before.sent_nbytes, traffic.received_nbytes - before.received_nbytes
-        return Step(trace, Exchanged(sent, received, traffic.peak_buffered_nbytes))
+        exchanged = Exchanged(sent, received, traffic.peak_buffered_nbytes)
+        return Step(trace, exchanged, self._store.on_host_nbytes())
 
     def _serve(self, call: Call) -> None:
         subject = call.subject
@@ -200,9 +209,9 @@ class RankStage:
             role = Role.ACTIVATION if subject in self._activations else Role.PARAM
             chunk = self._store.chunks[ChunkId(role, subject)]
             if call.asked is Asked.PIN:
-                self._pager.pin(chunk, Tier.DEVICE, reader=call.reader)
+                self._pager.pin(chunk, chunk.compute_tier, reader=call.reader)
             elif call.asked is Asked.UNPIN:
-                self._pager.unpin(chunk, Tier.DEVICE)
+                self._pager.unpin(chunk, chunk.compute_tier)
             elif call.asked is Asked.CREATE:
                 self._pager.create(chunk, Tier.DEVICE, reader=call.reader, zero=False)
             else:
@@ -237,7 +246,13 @@ class RankStage:
                 updater.make_states([managed], {spec.role for spec in AdamRule.all_states})
         for group in in_order_of_update(groups, landing=groups):
             updater.update(group, (), self._rule)  # of no parameter: nothing is computed
+            if updater.is_on_host(group):
+                moved_nbytes = 2 * sum(chunk.nbytes for chunk in updater.claims.chunks(group))
+                self._meter.wait(moved_nbytes / self._host_Bps)
             slots.forget(set(slots.landed[group]))
+        if self._sharding.shards is not None:
+            trained = {managed.group for managed in self._parameters if managed.requires_grad}
+            self._sharding.shards.send_on_host(trained, reader="updated weights on HOST")
         slots.forget(self._parameters)  # as `zero_grad` does: frozen ones have zeros, which were reduced with others
 
 

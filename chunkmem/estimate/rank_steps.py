@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from chunkmem.estimate.calls import StepCalls
 from chunkmem.estimate.peers import UnisonRanks
 from chunkmem.estimate.rank_stage import RankStage, Step
-from chunkmem.estimate.weightless import NO_CAP_NBYTES, counted_memory, one_tier
+from chunkmem.estimate.weightless import NO_CAP_NBYTES, counted_memory, one_tier, two_tiers
 from chunkmem.runtime.ledger import Ledger
 
 
@@ -46,7 +46,8 @@ def replay(
         is_accumulating: `manager.accumulate(1)` was called: the first backward is known to be the last one, too.
         device_nbytes: cap on DEVICE, which decides whether gathering ahead is tried.
     """
-    memory = counted_memory(*one_tier(device_nbytes))
+    tiers = two_tiers if any(group.is_on_host for group in step.layout.groups) else one_tier
+    memory = counted_memory(*tiers(device_nbytes))
     stage = RankStage(step, UnisonRanks(rank, world), memory, is_accelerator=is_accelerator)
     if is_accumulating:
         stage.units.accumulate(1)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,16 @@ from chunkmem.config import Config
 from chunkmem.errors import ChunkmemError, LayoutError, TraceError
 from chunkmem.estimate.calls import Asked, CallLog, LoggedGradients, LoggedPager, LoggedUnits, Measured, StepCalls
 from chunkmem.estimate.clock import OperatorClock
+from chunkmem.estimate.host_operators import HostOperators
 from chunkmem.estimate.model import Model, checkpointed
 from chunkmem.estimate.peers import UnisonRanks
 from chunkmem.estimate.rank_steps import RankSteps, replay
-from chunkmem.estimate.weightless import NO_CAP_NBYTES, counted_memory, one_tier
+from chunkmem.estimate.weightless import NO_CAP_NBYTES, counted_memory, one_tier, two_tiers
 from chunkmem.estimate.workspace import with_workspace
 from chunkmem.layout.spec import Layout
 from chunkmem.nn.built import Built
 from chunkmem.nn.guard import only_makes_a_view
+from chunkmem.nn.tiling import tile_linears
 from chunkmem.optim.places import StatePlaces
 from chunkmem.parts import DTYPES, Sharding, make_modules, make_updater
 from chunkmem.runtime.lanes import BlockingLanes
@@ -74,8 +77,14 @@ class Setting:
     """Under the policy "auto", the calls that are not recomputed, by number."""
     chunk_numel: int | None = None
     """`default_chunk_size`, in elements; None searches the size that wastes least."""
+    tile_numel: int | None = None
+    """`with_tiling_linear`, in elements; None tiles nothing."""
     device_nbytes: int = 2**40
     """Cap on DEVICE; the search for a chunk size looks at it."""
+    cpu_embedding: bool = False
+    """`use_cpu_embedding` of the configuration."""
+    host_Bps: float = 1e10
+    """Of HOST's memory, for operators and updates of modules that compute there."""
     num_ranks: int = 1
     """Ranks that train together. With several, the model has units; the search for a chunk size looks at them, too."""
     flop_per_s: float = 1e12
@@ -85,7 +94,11 @@ class Setting:
     def config(self) -> Config:
         """Return the configuration of such a training."""
         precision = next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
-        values: dict[str, Any] = {"precision": precision, "master_weights": self.master_weights}
+        values: dict[str, Any] = {
+            "precision": precision,
+            "master_weights": self.master_weights,
+            "use_cpu_embedding": self.cpu_embedding,
+        }
         values |= {"default_chunk_size": self.chunk_numel or "auto", "activations": {"policy": self.activations}}
         return Config.from_dict(values)
 
@@ -148,6 +161,8 @@ class Rehearsal:
         for chunk, nbytes in self.trace.chunk_nbytes.items():
             if chunk.role is not Role.ACTIVATION:
                 owned[chunk.group % world] += nbytes
+        for group in self.layout.groups:
+            owned[group.id % world] += group.nbytes if group.is_on_host else 0
         return sorted(owned, key=lambda rank: (-owned[rank], rank))
 
     @property
@@ -158,7 +173,7 @@ class Rehearsal:
     @property
     def role_nbytes(self) -> Mapping[Role, int]:
         """Bytes of the chunks in each role, pads included."""
-        found = Counter[Role]()
+        found = Counter(self.over(1).first.on_host_nbytes)
         for chunk, nbytes in self.trace.chunk_nbytes.items():
             found[chunk.role] += nbytes
         return {role: found[role] for role in sorted(found, key=lambda role: role.order)}
@@ -199,6 +214,8 @@ def rehearse(model: Model, setting: Setting) -> Rehearsal:
 def _build(model: Model, setting: Setting) -> nn.Module:
     module = model.build()
     module.train()
+    if setting.tile_numel is not None:
+        tile_linears(module, max_numel=setting.tile_numel)
     if setting.checkpointing and not checkpointed(module):
         raise LayoutError(
             f"{model.name} has no nn.ModuleList or nn.Sequential, whose children could be recomputed; leave out "
@@ -234,9 +251,12 @@ class _Stage:
 
     def __init__(self, module: nn.Module, setting: Setting, clock: OperatorClock) -> None:
         self._clock = clock
+        self._host_clock = OperatorClock(flop_per_s=inf, memory_Bps=setting.host_Bps)
+        self._host_Bps = setting.host_Bps
         self.log = CallLog(self._measure)
         config = setting.config()
-        memory = counted_memory(*one_tier(setting.device_nbytes), make_pager=partial(LoggedPager, log=self.log))
+        tiers = two_tiers if setting.cpu_embedding else one_tier
+        memory = counted_memory(*tiers(setting.device_nbytes), make_pager=partial(LoggedPager, log=self.log))
         places = StatePlaces(memory.store, memory.caps, margin_use_ratio=0.0)
         self._gradients = LoggedGradients(memory.pager, self.log, settles=places.updates_on_host)
         self._units = LoggedUnits(self.log, is_alone=setting.num_ranks == 1)
@@ -248,6 +268,7 @@ class _Stage:
             raise LayoutError("the model has no parameters, so there is nothing to train")
         self._hooks = self._modules.hooks(self)
         self._modules.fit([module], added, self._hooks, dtype=setting.dtype)
+        self._on_host = HostOperators(self._modules.registry.on_host)
         (packed,) = added
         self.layout = packed.layout
         self._probe = LiveStorageProbe({managed.storage_id for managed in packed.parameters}.__contains__)
@@ -257,7 +278,8 @@ class _Stage:
     def watching(self) -> AbstractContextManager[object]:
         """Return what has to be around the step: it counts the memory and the time of operators."""
         stack = self._modules.access.stack
-        return _RehearsalMode(self._probe, self._clock, lambda: str(stack[-1]) if stack else "")
+        where = lambda: str(stack[-1]) if stack else ""  # noqa: E731
+        return _RehearsalMode(self._probe, self._clock, where, on_host=self._on_host, host_clock=self._host_clock)
 
     def step(self) -> StepCalls:
         """Drop leftovers, as `optimizer.step()` does first, and return what the whole step has asked for."""
@@ -269,6 +291,7 @@ class _Stage:
             tuple(self.log.calls),
             self._units.found,
             tuple(self._gradients.parameters.values()),
+            self._host_Bps,
             self.log.activations,
             self._modules.regions.recorded(),
         )
@@ -285,7 +308,8 @@ class _Stage:
         """There are no other ranks to be told."""
 
     def _measure(self) -> Measured:
-        return Measured(self._clock.take_s(), self._probe.take_peak_nbytes(), self._probe.take_peak_nbytes())
+        passed_s = self._clock.take_s() + self._host_clock.take_s()
+        return Measured(passed_s, self._probe.take_peak_nbytes(), self._probe.take_peak_nbytes())
 
 
 class _RehearsalMode(TorchDispatchMode):
@@ -298,8 +322,18 @@ class _RehearsalMode(TorchDispatchMode):
         """Spare every operator a wrapper that keeps torch's compiler out, which never comes here."""
         return False
 
-    def __init__(self, probe: LiveStorageProbe, clock: OperatorClock, where: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        probe: LiveStorageProbe,
+        clock: OperatorClock,
+        where: Callable[[], str],
+        *,
+        on_host: HostOperators,
+        host_clock: OperatorClock,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._on_host = on_host
+        self._host_clock = host_clock
         self._probe = probe
         self._clock = clock
         self._where = where
@@ -308,6 +342,10 @@ class _RehearsalMode(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # three of four calls, all from torch itself
             return args[0].fake_device
         kwargs = kwargs or {}
+        if self._on_host.is_running:
+            result = func(*args, **kwargs)
+            self._host_clock.count(func, args, kwargs, result)
+            return result
         if only_makes_a_view(func):
             return func(*args, **kwargs)
         try:

@@ -160,8 +160,13 @@ def one_tier(device_nbytes: int = NO_CAP_NBYTES) -> tuple[Ledger, Ledger]:
     return open_ledger(Tier.DEVICE, device_nbytes), Ledger(Tier.HOST, 0, 0)
 
 
+def two_tiers(device_nbytes: int = NO_CAP_NBYTES) -> tuple[Ledger, Ledger]:
+    """Return the ledgers of a DEVICE and a HOST that refuse nothing, whatever the cap on DEVICE says."""
+    return open_ledger(Tier.DEVICE, device_nbytes), open_ledger(Tier.HOST)
+
+
 def counted_memory(device: Ledger, host: Ledger, *, make_pager: Callable[[ChunkStore], Pager] = Pager) -> Memory:
     """Return chunks that are only counted, on two tiers; where HOST has no room, the two are one."""
     pager = make_pager(WeightlessStore([device, host]))
     caps = TierCaps(device.cap_nbytes, host.cap_nbytes, shared=host.limit_nbytes == 0)
-    return Memory(ComputeDevice(_CPU), caps, pager, lambda dtype: cast(BoundChunk, RehearsedChunk()))
+    return Memory(ComputeDevice(_CPU), caps, pager, lambda dtype, tier: cast(BoundChunk, RehearsedChunk()))

@@ -86,7 +86,16 @@ def pack(tensors: Sequence[TensorSpec], *, slab_nbytes: int, first_group: int = 
         numel = num_slabs[group] * slab_nbytes // first.itemsize
         at = first_group + group
         groups.append(
-            Group(at, first.dtype, first.itemsize, num_slabs[group], numel, tuple(members), master=first.master)
+            Group(
+                at,
+                first.dtype,
+                first.itemsize,
+                num_slabs[group],
+                numel,
+                tuple(members),
+                master=first.master,
+                is_on_host=first.is_on_host,
+            )
         )
     return Layout(slab_nbytes, tuple(tensors), tuple(groups))
 

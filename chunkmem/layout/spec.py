@@ -39,12 +39,15 @@ class TensorSpec:
     is_frozen: bool = field(default=False, repr=False)
     """And this: a group with a single trainable tensor has gradients and optimizer states for all. Not in the `digest`,
     as the groups show it."""
+    is_on_host: bool = field(default=False, repr=False)
+    """And this: their modules compute on HOST. In the `digest` by the groups."""
 
     @property
     def kind(self) -> str:
         """What the tensors of a group have in common."""
         kind = self.dtype if self.master is MasterCopy.NONE else f"{self.dtype}, master copy {self.master.value}"
-        return f"{kind}, frozen" if self.is_frozen else kind
+        kind = f"{kind}, frozen" if self.is_frozen else kind
+        return f"{kind}, on HOST" if self.is_on_host else kind
 
     @property
     def numel(self) -> int:
@@ -84,6 +87,8 @@ class Group:
     slots: tuple[Slot, ...]
     """In ascending offset, disjoint, each aligned to `ALIGN_NBYTES`."""
     master: MasterCopy = MasterCopy.NONE
+    is_on_host: bool = field(default=False, repr=False)
+    """Modules compute with it on HOST: its chunks are never anywhere else, and no plan knows of them."""
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +114,10 @@ class Group:
 
 def digest(layouts: Iterable[Layout]) -> str:
     """Return the identity of layouts: names, shapes and dtypes of tensors, and where each is."""
+    layouts = list(layouts)
     text = repr([(layout.slab_nbytes, layout.tensors, layout.groups) for layout in layouts])
+    if on_host := [group.id for layout in layouts for group in layout.groups if group.is_on_host]:
+        text += f" on HOST: {on_host}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

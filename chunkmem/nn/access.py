@@ -127,7 +127,7 @@ class Frame:
 
     __slots__ = (
         "before", "containers", "first_node", "given", "groups", "guard", "hooks", "inputs", "inside", "left_inside",
-        "module", "name", "opened", "reads", "recomputing", "thread", "took_turn", "unit",
+        "module", "name", "opened", "reads", "recomputing", "thread", "tier", "took_turn", "unit",
     )  # fmt: skip
 
     def __init__(self, name: str, module: nn.Module | None = None, *, recomputing: bool = False) -> None:
@@ -137,6 +137,8 @@ class Frame:
         self.thread = threading.get_ident()
         self.took_turn = False
         """This call is to give the turn back; see `chunkmem.nn.turn`."""
+        self.tier = Tier.DEVICE
+        """Where a module computes."""
         self.reads: dict[ManagedParameter, int] = {}
         """With the references to each when it was first read here."""
         self.groups: dict[int, None] = {}
@@ -211,7 +213,8 @@ class AccessTracker:
 
         Raises:
             CapacityError: the chunk does not fit together with what else is being read.
-            StateError: the manager is closed, or a transform of `torch.func` runs that cannot follow.
+            StateError: the manager is closed, or a transform of `torch.func` runs that cannot follow; or it is computed
+                with on HOST, and the module that reads it computes on DEVICE, or the other way round.
         """
         if managed in frame.reads:
             return
@@ -220,7 +223,14 @@ class AccessTracker:
         check_transforms(managed.name)
         group = managed.group
         if group not in frame.groups:
-            self._pager.pin(self.chunks[group], Tier.DEVICE, reader=frame)
+            chunk = self.chunks[group]
+            if frame.module is not None and frame.tier is not chunk.compute_tier:
+                raise StateError(
+                    f"{frame} reads parameter {managed}, which is on {chunk.compute_tier.name} for good, and computes "
+                    f"on {frame.tier.name}; call the module that owns it, or have both compute on one tier (see "
+                    "manager.on_host and use_cpu_embedding)"
+                )
+            self._pager.pin(chunk, chunk.compute_tier, reader=frame)
             frame.groups[group] = None
             frame.before[group] = managed.bound, managed.bound.num_references()
             frame.left_inside.pop(group, None)
@@ -318,7 +328,7 @@ class AccessTracker:
                     self._held[group] = None
                     self._pager.held.add(self.chunks[group])
                 else:
-                    self._pager.unpin(self.chunks[group], Tier.DEVICE)
+                    self._pager.unpin(self.chunks[group], self.chunks[group].compute_tier)
 
     def is_stale(self, module: nn.Module) -> bool:
         """Tell whether the stack is left over from a call that was torn down without its hooks (KeyboardInterrupt).
@@ -359,7 +369,7 @@ class AccessTracker:
         """Hold those of these groups, which the caller has pinned, that somebody keeps references to."""
         for group in groups:
             if group not in self._held and self._is_kept(group):
-                self._pager.pin(self.chunks[group], Tier.DEVICE, reader="held")
+                self._pager.pin(self.chunks[group], self.chunks[group].compute_tier, reader="held")
                 self._held[group] = None
                 self._pager.held.add(self.chunks[group])
 
@@ -371,8 +381,8 @@ class AccessTracker:
     def refresh_held(self) -> None:
         """Bring the newest values to where somebody outside looks: an update may have been made elsewhere."""
         for group in self._held:
-            self._pager.pin(self.chunks[group], Tier.DEVICE, reader="held")
-            self._pager.unpin(self.chunks[group], Tier.DEVICE)
+            self._pager.pin(self.chunks[group], self.chunks[group].compute_tier, reader="held")
+            self._pager.unpin(self.chunks[group], self.chunks[group].compute_tier)
 
     def reset(self, *, step: bool) -> None:
         """Drop what an interrupted call left; at a step, also what graphs of before it are waited for."""
@@ -395,7 +405,7 @@ class AccessTracker:
         if group in self._addressed:
             return True
         chunk = self.chunks[group]
-        views = chunk.replicas[Tier.DEVICE].views or ()
+        views = chunk.replicas[chunk.compute_tier].views or ()
         return cast(BoundChunk, chunk.home).num_foreign_references(besides=len(views)) > self.awaited.get(group, 0)
 
     def _let_go(self, group: int) -> None:
@@ -403,4 +413,4 @@ class AccessTracker:
         self._pager.notice_writes(chunk)
         del self._held[group]
         self._pager.held.discard(chunk)
-        self._pager.unpin(chunk, Tier.DEVICE)
+        self._pager.unpin(chunk, chunk.compute_tier)

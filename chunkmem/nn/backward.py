@@ -32,7 +32,6 @@ from chunkmem.nn.values import kept_tensors, tensors_in
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
 from chunkmem.shard.units import Unit, Units
-from chunkmem.types import Tier
 
 _NOTHING = Findings({}, frozenset())
 _BEFORE = 0
@@ -245,7 +244,7 @@ class BackwardTracker:
         self._waiting.clear()
         if step:
             for chunk in self._held:
-                self._pager.unpin(chunk, Tier.DEVICE)
+                self._pager.unpin(chunk, chunk.compute_tier)
             self._held.clear()
 
     def _announce(self, call: BackwardCall) -> None:
@@ -280,13 +279,14 @@ class BackwardTracker:
         for managed in call.reads:
             group = managed.group
             if group not in call.open:
-                self._pager.pin(self._chunks[group], Tier.DEVICE, reader=call)
+                chunk = self._chunks[group]
+                self._pager.pin(chunk, chunk.compute_tier, reader=call)
                 call.open[group] = set()
                 if group in self._counted:
                     self._lower_level(task, group, by=call.references.get(group, 0))
                 if holding:
-                    self._pager.pin(self._chunks[group], Tier.DEVICE, reader=call)
-                    self._held.append(self._chunks[group])
+                    self._pager.pin(chunk, chunk.compute_tier, reader=call)
+                    self._held.append(chunk)
             if managed.requires_grad:
                 call.open[group].add(managed)
                 self._waiting.setdefault(managed, []).append(call)
@@ -325,7 +325,7 @@ class BackwardTracker:
         del call.open[group]
         if call.references and not torch._C._autograd._get_current_graph_task_keep_graph():
             call.used_up(group)
-        self._pager.unpin(self._chunks[group], Tier.DEVICE)
+        self._pager.unpin(self._chunks[group], self._chunks[group].compute_tier)
 
     def _settle_left(self) -> None:
         """Look again at calls that wait for references to go."""
@@ -403,7 +403,7 @@ class BackwardTracker:
             for group in call.open:
                 if is_through:
                     call.used_up(group)
-                self._pager.unpin(self._chunks[group], Tier.DEVICE)
+                self._pager.unpin(self._chunks[group], self._chunks[group].compute_tier)
             call.open.clear()
 
 

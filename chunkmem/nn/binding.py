@@ -270,7 +270,7 @@ class BoundChunk:
 
     def attach(self, slab: Slab) -> torch.Tensor:
         """Take the slab's memory; see `ChunkHome`."""
-        self._storage.attach(slab.bytes.untyped_storage())
+        self._storage.take(slab.bytes)
         self._slab = slab
         return self._storage.flat
 

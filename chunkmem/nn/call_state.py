@@ -7,25 +7,29 @@ Python's references is written down, shallowly: attributes and buffers of module
 contents, and with copies of buffers as they were, and everything gets back afterwards what it had before.
 
 torch counts most writes to a tensor, but not those of BatchNorm's kernels. So a small buffer is always taken for a
-written one, a large one if its version says so. Tensors of other kinds (an input, what is in a cache) are not copied:
-a write to one is an error.
+written one, a large one if its version says so; and so are small tensors without gradient in attributes, containers and
+cells. Others (an input, what is in a cache) are not copied: a write to one is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from chunkmem.errors import StateError
-from chunkmem.nn.values import MODULE_FIELDS
+from chunkmem.nn.contents import Slots, content_of, fill, is_same, replaced, slots_of
+from chunkmem.nn.random_sources import Generator
+from chunkmem.nn.values import MODULE_FIELDS, storage_id
 
 _SMALL_NBYTES = 64 * 1024
 """Buffers up to this size are kept as they were, whatever their version says."""
@@ -33,22 +37,17 @@ _MAX_ITEMS = 1024
 """Of longer containers only the length is compared: a vocabulary is not a cache."""
 _OBJECT_DEPTH = 2
 """Objects of other people's classes are looked into so deep."""
-_EMPTY = object()
-"""Stands for what an empty cell has."""
-_OPAQUE = (type, ModuleType, str, bytes, int, float, complex, torch.dtype, torch.device, torch.Generator)
+_OPAQUE = (type, ModuleType, str, bytes, int, float, complex, torch.dtype, torch.device)
 _OPAQUE_PACKAGES = frozenset({"torch", "chunkmem"})
 
 
 @dataclass(frozen=True)
 class _Container:
-    """Something mutable, and what was in it: a list, deque or set as a list, a dict as a dict, a cell as one item."""
+    """Something mutable, and what was in it: a dict or an object with slots as a dict, others as a list."""
 
     value: Any
     name: str
     content: Any
-
-    def is_as_before(self) -> bool:
-        return _is_same(_content(self.value), self.content)
 
 
 @dataclass(frozen=True)
@@ -71,14 +70,15 @@ class CallState:
         """Long containers; their content is a length."""
         self._tensors: dict[int, _Known] = {}
         """Those that must not be written to."""
+        self.generators: dict[int, Generator] = {}
+        """Generators of random numbers that the call reaches, by identity."""
         self._inputs: dict[int, _Known] = {}
         """The same; whoever recomputes has them, and compares their versions from now on."""
         self._buffers: dict[int, _Known] = {}
-        self._copies: dict[int, torch.Tensor] = {}
-        """Of buffers as they were, by their identity."""
         for name, value in args:
             self._add_input(value, name)
         self._visit(function, "", depth=_OBJECT_DEPTH)
+        self._copies = copies_of({key: known.tensor for key, known in self._buffers.items()})
 
     def settle(self, name: str) -> None:
         """The call called `name` is over: forget copies of what it has not written to.
@@ -102,7 +102,7 @@ class CallState:
                     "steps, turn off the cache (use_cache=False), or do not recompute this module"
                 )
         for key, known in list(self._buffers.items()):
-            if known.tensor.nbytes > _SMALL_NBYTES and _version(known.tensor) == known.version:
+            if not is_small(known.tensor) and _version(known.tensor) == known.version:
                 del self._copies[key]
 
     @contextlib.contextmanager
@@ -118,19 +118,18 @@ class CallState:
                     f"{name} cannot be recomputed: {known.name} ({_shape(known.tensor)}) was written to in place after "
                     "the forward that read it; give it a copy"
                 )
-        now = [_content(container.value) for container in self._containers]
-        with torch.no_grad():
-            scratch = {key: copy.clone().requires_grad_(copy.requires_grad) for key, copy in self._copies.items()}
+        now = [content_of(container.value) for container in self._containers]
+        scratch = copies_of(self._copies)
         try:
             for container, content in zip(self._containers, now, strict=True):
-                wanted = _replaced(container.content, scratch)
-                if not _is_same(content, wanted):
-                    _fill(container.value, wanted)
+                wanted = replaced(container.content, scratch)
+                if not is_same(content, wanted):
+                    fill(container.value, wanted)
             yield
         finally:
             for container, content in zip(self._containers, now, strict=True):
-                if not _is_same(_content(container.value), content):
-                    _fill(container.value, content)
+                if not is_same(content_of(container.value), content):
+                    fill(container.value, content)
 
     def _add_input(self, value: object, name: str) -> None:
         """Visit an argument. Tensors in tuples are inputs, as those on their own."""
@@ -149,6 +148,11 @@ class CallState:
         if isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
                 self._tensors[id(value)] = _Known(value, _version(value), name)
+        elif isinstance(value, Generator):
+            self.generators[id(value)] = value
+        elif isinstance(value, np.ndarray):
+            if value.nbytes <= _SMALL_NBYTES and not value.dtype.hasobject:
+                self._containers.append(_Container(value, name, value.copy()))
         elif isinstance(value, nn.Module):
             self._visit_module(value, name)
         elif isinstance(value, (FunctionType, MethodType, partial)):
@@ -157,21 +161,32 @@ class CallState:
             self._visit_items(value, name, depth=depth)
             if depth and isinstance(value, dict) and hasattr(value, "__dict__"):
                 self._visit_items(vars(value), name, depth=depth - 1, are_attributes=True)
-        elif depth and hasattr(value, "__dict__") and _package(type(value)) not in _OPAQUE_PACKAGES:
-            self._visit_items(vars(value), name, depth=depth - 1, are_attributes=True)
+        elif depth and _package(type(value)) not in _OPAQUE_PACKAGES:
+            if hasattr(value, "__dict__"):
+                self._visit_items(vars(value), name, depth=depth - 1, are_attributes=True)
+            if slots := slots_of(type(value)):
+                self._visit_items(Slots(value, slots), name, depth=depth - 1, are_attributes=True)
 
     def _visit_items(self, value: Any, name: str, *, depth: int, are_attributes: bool = False) -> None:
-        if not isinstance(value, (tuple, frozenset)):
-            if len(value) > _MAX_ITEMS:
-                self._lengths.append(_Container(value, name, len(value)))
-                return
-            self._containers.append(_Container(value, name, _content(value)))
-        if isinstance(value, dict):
-            for key, item in value.items():
-                self._visit(item, f"{name}.{key}" if are_attributes else f"{name}[{key!r}]", depth=depth)
-        else:
+        if isinstance(value, (tuple, frozenset)):
             for index, item in enumerate(value):
                 self._visit(item, f"{name}[{index}]", depth=depth)
+            return
+        if not isinstance(value, Slots) and len(value) > _MAX_ITEMS:
+            self._lengths.append(_Container(value, name, len(value)))
+            return
+        content = content_of(value)
+        self._containers.append(_Container(value, name, content))
+        items = content.items() if isinstance(content, dict) else enumerate(content)
+        for key, item in items:
+            self._visit_item(item, f"{name}.{key}" if are_attributes else f"{name}[{key!r}]", depth=depth)
+
+    def _visit_item(self, value: object, name: str, *, depth: int) -> None:
+        """Visit what is in something whose content can be replaced."""
+        if is_state(value):
+            self._add_buffer(value, name)
+        else:
+            self._visit(value, name, depth=depth)
 
     def _visit_module(self, root: nn.Module, name: str) -> None:
         root_name = name or type(root).__name__
@@ -182,25 +197,22 @@ class CallState:
             prefix = f"{root_name}.{path}" if path else root_name
             attributes = vars(module)
             self._containers.append(_Container(attributes, prefix, dict(attributes)))
+            if module._buffers and not isinstance(module._buffers, dict):
+                raise StateError(f"{prefix} has buffers and is scripted by torch.jit, which cannot be run twice alike")
             if module._buffers:
                 self._containers.append(_Container(module._buffers, prefix, dict(module._buffers)))
                 for key, buffer in module._buffers.items():
                     if buffer is not None:
                         self._add_buffer(buffer, f"{prefix}.{key}")
             for key, value in attributes.items():
-                if key in MODULE_FIELDS:
-                    continue
-                is_state = isinstance(value, torch.Tensor) and value.is_leaf and not value.requires_grad
-                if is_state and value.nbytes <= _SMALL_NBYTES:
-                    self._add_buffer(value, f"{prefix}.{key}")
-                else:
-                    self._visit(value, f"{prefix}.{key}", depth=_OBJECT_DEPTH)
+                if key not in MODULE_FIELDS:
+                    self._visit_item(value, f"{prefix}.{key}", depth=_OBJECT_DEPTH)
 
     def _add_buffer(self, buffer: torch.Tensor, name: str) -> None:
+        if is_lazy(buffer):
+            raise StateError(f"{name} has no values yet (a lazy module): call the module once before it is recomputed")
         if id(buffer) not in self._buffers:
             self._buffers[id(buffer)] = _Known(buffer, _version(buffer), name)
-            with torch.no_grad():
-                self._copies[id(buffer)] = buffer.detach().clone().requires_grad_(buffer.requires_grad)
 
     def _visit_callable(self, value: Any, name: str, *, depth: int) -> None:
         if isinstance(value, partial):
@@ -212,15 +224,46 @@ class CallState:
             self._visit(value.__func__, name, depth=depth)
         elif value.__module__ is None or value.__module__.partition(".")[0] not in _OPAQUE_PACKAGES:
             for free, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                content = _content(cell)
+                content = content_of(cell)
                 self._containers.append(_Container(cell, free, content))
-                self._visit(content[0], free, depth=depth)
+                self._visit_item(content[0], free, depth=depth)
             self._visit(value.__defaults__, "default", depth=depth)
             self._visit(value.__kwdefaults__, "default", depth=depth)
             for key in _global_names(value.__code__):
                 found = value.__globals__.get(key)
                 if isinstance(found, (nn.Module, list, tuple, dict)) or (depth and isinstance(found, FunctionType)):
                     self._visit(found, key, depth=depth - isinstance(found, FunctionType))
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Tell whether a copy of a tensor costs next to nothing."""
+    return tensor.layout is torch.strided and tensor.nbytes <= _SMALL_NBYTES
+
+
+def is_state(value: object) -> TypeGuard[torch.Tensor]:
+    """Tell whether something is a small tensor without gradient, which may be written to where torch does not count."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or not value.is_leaf:
+        return False
+    return not value.requires_grad and not value.is_inference() and is_small(value)
+
+
+def copies_of(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Copy tensors; those that share memory share that of their copies."""
+    by_memory: dict[int, dict[int, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        memory = storage_id(tensor)
+        by_memory.setdefault(-key if memory is None else memory, {})[key] = tensor
+    found: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for alike in by_memory.values():
+            if len(alike) == 1:
+                found |= {key: tensor.detach().clone() for key, tensor in alike.items()}
+                continue
+            memory_copy = next(iter(alike.values())).untyped_storage().clone()
+            for key, tensor in alike.items():
+                place = tensor.storage_offset(), tensor.shape, tensor.stride()
+                found[key] = tensor.new_empty(0).set_(memory_copy, *place)
+    return {key: copy.requires_grad_(tensors[key].requires_grad) for key, copy in found.items()}
 
 
 def _global_names(code: CodeType) -> Iterator[str]:
@@ -241,42 +284,3 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-
-
-def _content(container: Any) -> Any:
-    if isinstance(container, CellType):
-        try:
-            return [container.cell_contents]
-        except ValueError:
-            return [_EMPTY]
-    return dict(container) if isinstance(container, dict) else list(container)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Compare contents by identity; values such as tensors have no equality of their own."""
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return all(a is b and x is y for (a, x), (b, y) in zip(one.items(), other.items(), strict=True))
-    return all(x is y for x, y in zip(one, other, strict=True))
-
-
-def _replaced(content: Any, scratch: dict[int, torch.Tensor]) -> Any:
-    if not scratch:
-        return content
-    if isinstance(content, dict):
-        return {key: scratch.get(id(value), value) for key, value in content.items()}
-    return [scratch.get(id(value), value) for value in content]
-
-
-def _fill(container: Any, content: Any) -> None:
-    if isinstance(container, CellType):
-        if content[0] is _EMPTY:
-            del container.cell_contents
-        else:
-            container.cell_contents = content[0]
-    elif isinstance(container, list):
-        container[:] = content
-    else:  # a dict, a set or a deque
-        container.clear()
-        container.extend(content) if isinstance(container, deque) else container.update(content)

@@ -49,10 +49,12 @@ def gathered(
         landed = reduction.reduce_early(exposed)
     weights = [pager.store.chunks[group] for group in dict.fromkeys(ChunkId(Role.PARAM, m.group) for m in wanted)]
     grad_chunks = [gradients.chunks[group] for group in dict.fromkeys(m.group for m in landed)]
-    _require_room([*weights, *grad_chunks], pager)
+    _require_room([chunk for chunk in (*weights, *grad_chunks) if chunk.compute_tier is Tier.DEVICE], pager)
     with ExitStack() as stack:
         if shards is not None:
-            stack.enter_context(_shared([chunk.id.group for chunk in weights], shards, pager))
+            on_device = [chunk.id.group for chunk in weights if chunk.compute_tier is Tier.DEVICE]
+            stack.enter_context(_shared(on_device, shards, pager))
+            stack.callback(_send, {chunk.id.group for chunk in weights}, shards, pager)
         own = [chunk for chunk in weights if not chunk.is_remote]
         stack.enter_context(_pinned(own, pager))
         stack.callback(_hold_kept, own, pager, access)
@@ -66,6 +68,11 @@ def gathered(
             shards.gather_chunks(grad_chunks, reader="gather")
         with gradients.exposing([m for m in exposed if m not in lent], [m for m in landed if m not in lent]):
             yield
+
+
+def _send(groups: set[int], shards: ShardStore, pager: Pager) -> None:
+    if pager.closed is None:
+        shards.send_on_host(groups, reader="gather")
 
 
 def _hold_kept(own: list[Chunk], pager: Pager, access: AccessTracker) -> None:
@@ -106,7 +113,7 @@ def _take_writes(own: list[Chunk], pager: Pager, sync_masters: Callable[[Iterabl
             # What was written through `.data` or numpy passed autograd's version counter by.
             assert chunk.home is not None
             chunk.home.take_written()
-            pager.store.mark_written(chunk, Tier.DEVICE)
+            pager.store.mark_written(chunk, chunk.compute_tier)
         sync_masters(chunk.id.group for chunk in own)
 
 
@@ -115,12 +122,12 @@ def _pinned(chunks: Iterable[Chunk], pager: Pager) -> Iterator[None]:
     pinned: list[Chunk] = []
     try:
         for chunk in chunks:
-            pager.pin(chunk, Tier.DEVICE, reader="gather", elastic=True)
+            pager.pin(chunk, chunk.compute_tier, reader="gather", elastic=True)
             pinned.append(chunk)
         yield
     finally:
         for chunk in pinned if pager.closed is None else ():
-            pager.unpin(chunk, Tier.DEVICE)
+            pager.unpin(chunk, chunk.compute_tier)
 
 
 def _require_room(chunks: list[Chunk], pager: Pager) -> None:

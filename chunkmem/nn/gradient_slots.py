@@ -11,7 +11,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import NO_CONTENT, Chunk
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import ChunkId, Role
 
 
 class GradientSlots:
@@ -81,11 +81,11 @@ class GradientSlots:
             self.given.discard(managed)
             self._clear_carried(managed)
         if chunk.version == NO_CONTENT:
-            self._pager.create(chunk, Tier.DEVICE, reader=reader, zero=False)
+            self._pager.create(chunk, chunk.compute_tier, reader=reader, zero=False)
             self._landed[managed.group] = set()
             self._expected[managed.group] = sum(m.requires_grad for m in self.members[managed.group])
         else:
-            self._pager.use(chunk, Tier.DEVICE, reader=reader)
+            self._pager.use(chunk, chunk.compute_tier, reader=reader)
         landed = self._landed[managed.group] = self._landed.pop(managed.group)
         slot = self._slot(managed)
         with runtime_mode():
@@ -95,7 +95,7 @@ class GradientSlots:
                 slot.copy_(grad)
                 landed.add(managed)
         if len(chunk.replicas) > 1:
-            self._pager.store.mark_written(chunk, Tier.DEVICE)
+            self._pager.store.mark_written(chunk, chunk.compute_tier)
         is_settled = len(landed) >= self._expected[managed.group] and self._settles(managed.group)
         self._pager.store.settle(chunk, is_settled=is_settled)
 
@@ -107,27 +107,28 @@ class GradientSlots:
         if group in self._reduced:
             self._carry(group, reader)
         if chunk.version == NO_CONTENT:
-            self._pager.create(chunk, Tier.DEVICE, reader=reader, zero=True)
+            self._pager.create(chunk, chunk.compute_tier, reader=reader, zero=True)
             self._landed[group] = set()
         else:
-            self._pager.use(chunk, Tier.DEVICE, reader=reader)
+            self._pager.use(chunk, chunk.compute_tier, reader=reader)
         missing = set(wanted) - self._landed[group]
         with runtime_mode():
             for managed in missing:
                 self._slot(managed).zero_()
         if len(chunk.replicas) > 1:
-            self._pager.store.mark_written(chunk, Tier.DEVICE)
+            self._pager.store.mark_written(chunk, chunk.compute_tier)
 
     def reduced(self, group: int) -> None:
-        """A group's gradient, on DEVICE, is the mean over ranks now."""
+        """A group's gradient, where it has landed, is the mean over ranks now."""
         self.given |= self._landed[group]
         chunk = self.chunks[group]
         carried = self._carried.pop(group, None)
         if carried is not None:
             with runtime_mode():
-                chunk.replicas[Tier.DEVICE].flat.add_(carried.to(chunk.replicas[Tier.DEVICE].flat.device))
+                flat = chunk.replicas[chunk.compute_tier].flat
+                flat.add_(carried.to(flat.device))
         self._reduced.add(group)
-        self._pager.store.mark_written(chunk, Tier.DEVICE)
+        self._pager.store.mark_written(chunk, chunk.compute_tier)
         self._pager.store.settle(chunk, is_settled=self._settles(group))
 
     def show_reduced(self, managed: ManagedParameter) -> None:
@@ -144,13 +145,13 @@ class GradientSlots:
     def _carry(self, group: int, reader: str) -> None:
         """More comes after a mean was formed: set that aside, and accumulate from zero."""
         chunk = self.chunks[group]
-        replica = self._pager.use(chunk, Tier.DEVICE, reader=reader)
+        replica = self._pager.use(chunk, chunk.compute_tier, reader=reader)
         with runtime_mode():
             self._carried[group] = replica.flat.to("cpu", copy=True)
             replica.flat.zero_()
         for managed in set(self.members[group]) - self._landed[group]:
             self._clear_carried(managed)  # discarded since the mean was formed
-        self._pager.store.mark_written(chunk, Tier.DEVICE)
+        self._pager.store.mark_written(chunk, chunk.compute_tier)
         self._reduced.discard(group)
 
     def _clear_carried(self, managed: ManagedParameter) -> None:
@@ -172,7 +173,8 @@ class GradientSlots:
                     self._pager.store.views(chunk, tier)[managed.position].zero_()
 
     def _slot(self, managed: ManagedParameter) -> torch.Tensor:
-        return self._pager.store.views(self.chunks[managed.group], Tier.DEVICE)[managed.position]
+        chunk = self.chunks[managed.group]
+        return self._pager.store.views(chunk, chunk.compute_tier)[managed.position]
 
     def forget(self, params: Collection[ManagedParameter]) -> None:
         """Give up what has landed of `params`; a group without any gradient has no content any more."""

@@ -21,7 +21,6 @@ from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
-from chunkmem.types import Tier
 
 
 class GradientBook(GradientValues):
@@ -152,8 +151,9 @@ class GradientBook(GradientValues):
         before: dict[ManagedParameter, torch.Tensor | None] = {}
         try:
             for group in dict.fromkeys(managed.group for managed in lent):
-                self._pager.create(self.chunks[group], Tier.DEVICE, reader=reader, zero=True, elastic=True)
-                self._pager.pin(self.chunks[group], Tier.DEVICE, reader=reader, elastic=True)
+                chunk = self.chunks[group]
+                self._pager.create(chunk, chunk.compute_tier, reader=reader, zero=True, elastic=True)
+                self._pager.pin(chunk, chunk.compute_tier, reader=reader, elastic=True)
                 made.append(group)
             for managed in lent:
                 before[managed] = managed.grad
@@ -165,7 +165,7 @@ class GradientBook(GradientValues):
             for managed, grad in before.items():
                 managed.grad = grad
             for group in made if self._pager.closed is None else ():
-                self._pager.unpin(self.chunks[group], Tier.DEVICE)
+                self._pager.unpin(self.chunks[group], self.chunks[group].compute_tier)
                 self.give_up(group)
 
     def _take_exposed(self, managed: ManagedParameter, before: torch.Tensor | None) -> None:
@@ -173,7 +173,7 @@ class GradientBook(GradientValues):
         grad = managed.grad
         chunk = self.chunks[managed.group]
         landed = managed in self._landed.get(managed.group, ())
-        if landed and grad is not None and chunk.ready(Tier.DEVICE):
+        if landed and grad is not None and chunk.ready(chunk.compute_tier):
             slot = self._slot(managed)
             is_slot = not isinstance(grad, LazyGradient) and stands_at(grad, slot)
             if not is_slot and managed.group in self._reduced:  # what takes the place of a mean is one
@@ -181,7 +181,7 @@ class GradientBook(GradientValues):
                     slot.copy_(grad.whole() if isinstance(grad, LazyGradient) else grad)
                 is_slot = True
             if is_slot:
-                self._pager.store.mark_written(chunk, Tier.DEVICE)
+                self._pager.store.mark_written(chunk, chunk.compute_tier)
                 if before is None:
                     self._show(managed)
                     return

@@ -12,7 +12,6 @@ from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.store import Chunk
-from chunkmem.types import Tier
 
 
 class DeclaredReads:
@@ -41,7 +40,7 @@ class DeclaredReads:
         chunk = self._chunks.get(storage_id)
         if chunk is None:
             return self._away.get(storage_id)
-        replica = chunk.replicas.get(Tier.DEVICE)
+        replica = chunk.replicas.get(chunk.compute_tier)
         return None if replica is not None and replica.pins > 0 else chunk.label
 
     def note_write(self, storage_id: int) -> None:

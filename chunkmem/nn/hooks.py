@@ -22,6 +22,7 @@ from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import tensors_in
 from chunkmem.shard.units import Unit, Units
+from chunkmem.types import Tier
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class FittedModule:
     """The unit of exchange it belongs to; None with one rank."""
     region: str | None
     """The policy for what autograd saves in its calls; None: it is no region."""
+    tier: Tier
+    """Where it computes."""
 
 
 class RootCalls(Protocol):
@@ -98,14 +101,16 @@ class ModuleHooks:
         raise not_copyable()
 
     def fit(
-        self, root: nn.Module, by_id: Mapping[int, ManagedParameter]
+        self, root: nn.Module, by_id: Mapping[int, ManagedParameter], *, on_host: Collection[nn.Module] = ()
     ) -> dict[nn.Module, dict[str, ManagedParameter]]:
         """Fit every module under the root that is not fitted yet; return the managed parameters of each by name.
 
-        `by_id` maps the identities of Parameters to what is known of them.
+        `by_id` maps the identities of Parameters to what is known of them; `on_host` are modules that compute there.
         """
         owned: dict[nn.Module, dict[str, ManagedParameter]] = {}
-        units = self._units.of(root, {key: managed.group for key, managed in by_id.items()})
+        chunks = self._access.chunks
+        exchanged = {k: m.group for k, m in by_id.items() if chunks[m.group].compute_tier is Tier.DEVICE}
+        units = self._units.of(root, exchanged)
         regions = self._regions.of(root)
         self._roots.add(root)
         for name, module in root.named_modules():
@@ -120,6 +125,7 @@ class ModuleHooks:
                 not any(True for _ in module.children()),
                 units.get(module),
                 regions.get(module),
+                Tier.HOST if module in on_host else Tier.DEVICE,
             )
             if own:
                 vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.look_up)
@@ -145,18 +151,20 @@ class ModuleHooks:
                 self._turn.give_back()
                 raise
         frame = Frame(fitted.name, module, recomputing=recomputing)
+        frame.tier = fitted.tier
         frame.took_turn = took_turn or is_stale  # what is left over has not given it back
         if fitted.is_leaf and any(not managed.requires_grad for managed in fitted.own):
             frame.inputs = [(t, t._version) for t in tensors_in((args, kwargs)) if t.requires_grad]
         frame.containers = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, dict))]
         if frame.containers:
             frame.given = {id(tensor): tensor for tensor in tensors_in(frame.containers)}
+        start = self._regions.now()
         if fitted.unit is not None:
             self._enter_unit(fitted.unit, frame)
         frame.hooks = self._saved.push()
         access.push(frame, fitted.unseen)
         if fitted.region is not None and not recomputing:
-            self._regions.enter(fitted.name, fitted.region, module, args, kwargs)
+            self._regions.enter(fitted.name, fitted.region, module, args, kwargs, start=start)
         if is_root:
             frame.guard = self._calls.make_guard()
             if frame.guard is not None:
@@ -207,7 +215,8 @@ class ModuleHooks:
         if frame.opened is not None:
             self._units.leave(frame.opened)
         if not self._access.stack and not frame.recomputing:
-            self._regions.settle()
+            with self._turn.taken():
+                self._regions.settle()
 
 
 def _check_runs_itself(name: str) -> None:

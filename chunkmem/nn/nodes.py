@@ -34,7 +34,6 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.references import GraphSearch, nodes_between
 from chunkmem.nn.turn import Turn
 from chunkmem.runtime.pager import Pager
-from chunkmem.types import Tier
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,8 @@ class NodePins:
                         self._access.read(run.frame, managed)
                 return
             for group in run.groups:
-                self._pager.pin(self._access.chunks[group], Tier.DEVICE, reader=run.call)
+                chunk = self._access.chunks[group]
+                self._pager.pin(chunk, chunk.compute_tier, reader=run.call)
                 run.pinned.append(group)
         finally:
             if took_turn:
@@ -190,4 +190,5 @@ class NodePins:
             self._access.release(frame, held=held)
         pinned, run.pinned = run.pinned, []
         for group in pinned:
-            self._pager.unpin(self._access.chunks[group], Tier.DEVICE)
+            chunk = self._access.chunks[group]
+            self._pager.unpin(chunk, chunk.compute_tier)

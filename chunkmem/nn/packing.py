@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -36,15 +36,25 @@ class PackedModel:
     parameters: tuple[ManagedParameter, ...]
 
 
-def tensor_specs(named: Sequence[tuple[str, nn.Parameter]], precision: Precision = AS_BUILT) -> list[TensorSpec]:
-    """Describe parameters to the packer."""
+def tensor_specs(
+    named: Sequence[tuple[str, nn.Parameter]], precision: Precision = AS_BUILT, *, on_host: Collection[int] = ()
+) -> list[TensorSpec]:
+    """Describe parameters to the packer; `on_host` are the identities of those whose modules compute there."""
     specs = []
     for name, param in named:
         dtype = precision.of(param)
         master = precision.master_of(param)
         kind = str(dtype).removeprefix("torch.")
         specs.append(
-            TensorSpec(name, tuple(param.shape), kind, dtype.itemsize, master, is_frozen=not param.requires_grad)
+            TensorSpec(
+                name,
+                tuple(param.shape),
+                kind,
+                dtype.itemsize,
+                master,
+                is_frozen=not param.requires_grad,
+                is_on_host=id(param) in on_host,
+            )
         )
     return specs
 
@@ -66,7 +76,7 @@ class Packer:
     def __init__(
         self,
         pager: Pager,
-        make_home: Callable[[torch.dtype], BoundChunk],
+        make_home: Callable[[torch.dtype, Tier], BoundChunk],
         *,
         states_nbytes: Callable[[Group], int],
         shows_progress: bool = False,
@@ -75,7 +85,7 @@ class Packer:
 
         Args:
             pager: brings chunks to tiers.
-            make_home: makes the DEVICE side of a PARAM chunk.
+            make_home: makes the side of a PARAM chunk that its parameters are views of; see `Memory`.
             states_nbytes: returns what the states of a group's optimizer are likely to take.
             shows_progress: have a bar on a terminal while a large model is packed, and its memory pinned.
         """
@@ -92,9 +102,12 @@ class Packer:
         slab_nbytes: int,
         first_group: int,
         precision: Precision = AS_BUILT,
+        on_host: Collection[int] = (),
         built: Built = HERE,
     ) -> PackedModel:
         """Pack `named` into groups from `first_group` on. The values move chunk by chunk, each source freed on the way.
+
+        `on_host` is as for `tensor_specs`.
 
         Where `built` is that of several ranks, only the chunks of own groups get content.
 
@@ -102,11 +115,15 @@ class Packer:
             CapacityError: the weights do not fit the tiers; the model is as it was.
             ConfigError, RankError: not all ranks pack the same.
         """
-        layout = pack(tensor_specs(named, precision), slab_nbytes=slab_nbytes, first_group=first_group)
+        specs = tensor_specs(named, precision, on_host=on_host)
+        layout = pack(specs, slab_nbytes=slab_nbytes, first_group=first_group)
         built.agree(layout)
         own = [group for group in layout.groups if built.owns(group.id)]
-        nbytes = sum(packed_nbytes(group) for group in own)
+        others = [group for group in layout.groups if group.is_on_host and not built.owns(group.id)]
+        nbytes = sum(packed_nbytes(group) for group in own) + sum(group.nbytes for group in others)
         self._require_room(nbytes, built, in_training=sum(map(self._nbytes_in_training, own)))
+        if on_host:
+            self._require_host(layout, built)
         self._pager.store.pools[Tier.HOST].expect(nbytes)
         managed: dict[int, ManagedParameter] = {}
         freed_nbytes = 0
@@ -179,6 +196,24 @@ class Packer:
                 enough_nbytes=enough,
             )
 
+    def _require_host(self, layout: Layout, built: Built) -> None:
+        """Raise if HOST has no room for the weights that are computed with there."""
+        groups = [group for group in layout.groups if group.is_on_host]
+        nbytes = sum(packed_nbytes(group) if built.owns(group.id) else group.nbytes for group in groups)
+        cap, there = self._pager.store.pools[Tier.HOST].ledger.limit_nbytes, self._pager.store.on_host_nbytes().total()
+        lacking = built.largest(there + nbytes - cap)
+        if lacking > 0:
+            enough = built.largest(there + sum(self._nbytes_in_training(group) for group in layout.groups))
+            raise CapacityError(
+                f"packing: modules that compute on HOST have {format_nbytes(there + nbytes)} of weights, and HOST may "
+                f"hold {format_nbytes(cap)}; raise memory.host to at least {format_nbytes(cap + lacking)} "
+                f"({cap + lacking} bytes), or leave them on DEVICE; training takes gradients and optimizer states, "
+                f"too, for which {format_nbytes(enough)} ({enough} bytes) is certain to do",
+                needed_nbytes=cap + lacking,
+                cap_nbytes=cap,
+                enough_nbytes=enough,
+            )
+
     def _pack_group(
         self, group: Group, named: Sequence[tuple[str, nn.Parameter]], built: Built
     ) -> list[ManagedParameter]:
@@ -192,14 +227,14 @@ class Packer:
         for position, (slot, (name, param)) in enumerate(zip(group.slots, params, strict=True)):
             values = built.take(param, group.id, name=name)
             with runtime_mode():
-                for each in views:
+                for each in views if built.owns(group.id) else ():
                     each[position].copy_(values)
                 parameter = ManagedParameter(
                     param, name, slot, position, home, stride=strides[position], dtype=chunk.dtype
                 )
                 home.add(parameter)
             packed.append(parameter)
-        if chunk.newest_tier() is Tier.DEVICE:
+        if chunk.newest_tier() is chunk.compute_tier:
             with runtime_mode():
                 home.bind()
         return packed
@@ -227,13 +262,17 @@ class Packer:
         what = inside[0] if len(inside) == 1 else f"{inside[0]} .. {inside[-1]}"
         for role, form in groups_by_role(group).items():
             key, dtype = ChunkId(role, group.id), getattr(torch, form.dtype)
-            home = self._make_home(dtype) if role is Role.PARAM else None
-            store.add(Chunk(key, form, dtype, f"{key} ({what})", forms, home))
+            chunk = Chunk(key, form, dtype, f"{key} ({what})", forms)
+            if role is Role.PARAM:
+                chunk.home = self._make_home(dtype, chunk.compute_tier)
+            store.add(chunk)
         chunk = store.chunks[ChunkId(Role.PARAM, group.id)]
         chunk.master = store.chunks.get(ChunkId(Role.MASTER, group.id))
         filled = [chunk]
         if chunk.master is not None and group.master is MasterCopy.PACKED:
             filled.append(chunk.master)
+        if not is_own and chunk.compute_tier is Tier.HOST:  # weights there are sent to all ranks
+            return chunk, [*self._place([chunk]), *_elsewhere(filled[1:])]
         return chunk, self._place(filled) if is_own else _elsewhere(filled)
 
     def _place(self, chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:
@@ -252,9 +291,13 @@ def _elsewhere(chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:
     return []
 
 
-def move_ordinary_tensors(module: nn.Module, excluded: Iterable[nn.Module], device: torch.device) -> None:
-    """Put buffers, and the parameters of excluded modules, on the compute device."""
+def move_ordinary_tensors(
+    module: nn.Module, excluded: Iterable[nn.Module], device: torch.device, *, on_host: Collection[nn.Module] = ()
+) -> None:
+    """Put buffers, but those of modules that compute on HOST, and parameters of excluded modules on the device."""
     for child in module.modules():
+        if child in on_host:
+            continue
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.device != device:
                 child._buffers[name] = buffer.to(device)

@@ -12,7 +12,8 @@ import torch
 
 from chunkmem.errors import ConfigError
 
-RandomSource = Literal["python", "numpy"] | torch.Generator | random.Random | np.random.Generator
+Generator = torch.Generator | random.Random | np.random.Generator
+RandomSource = Literal["python", "numpy"] | Generator
 """A source of random numbers: Python's `random`, numpy's global state, or a generator."""
 
 

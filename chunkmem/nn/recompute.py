@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from chunkmem.errors import ConfigError
-from chunkmem.nn.call_state import CallState
+from chunkmem.nn.call_state import CallState, copies_of, is_state
 from chunkmem.nn.random_sources import RandomSource, RandomStates
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -30,6 +30,34 @@ class _Slot:
     """Stands for the tensor that is argument `index` of what torch recomputes."""
 
     index: int
+
+
+class _Call:
+    """Calls a function with the tensors that it is given in place of slots."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        packed: Any,
+        keys: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        *,
+        is_later: bool,
+    ) -> None:
+        """Call `function`; `is_later`: for a later time, as somebody else makes the first call."""
+        self._function, self._packed, self._keys = function, packed, keys
+        self._inputs = copies_of({index: tensor for index, tensor in enumerate(tensors) if is_state(tensor)})
+        """Running statistics may be arguments, too."""
+        self._num_runs = int(is_later)
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        given = list(tensors)
+        if self._num_runs:
+            for index, copy in copies_of(self._inputs).items():
+                given[index] = copy
+        self._num_runs += 1
+        positional, *values = _unpacked(self._packed, given)
+        return self._function(*positional, **dict(zip(self._keys, values, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +103,7 @@ class Recomputation:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         label = _name_of(function if module is None else module) if name is None else name
-        call, tensors, contexts = self._prepared(function, args, kwargs, module=module, label=label)
+        call, tensors, contexts = self._prepared(function, args, kwargs, module=module, label=label, is_later=False)
         return torch.utils.checkpoint.checkpoint(
             call,
             *tensors,
@@ -93,7 +121,7 @@ class Recomputation:
 
         What the module does from the first `next` to the second is done again in backward, by another call of it.
         """
-        call, tensors, contexts = self._prepared(module, args, kwargs, module=None, label=name)
+        call, tensors, contexts = self._prepared(module, args, kwargs, module=None, label=name, is_later=True)
         generator: Generator[None, None, None] = torch.utils.checkpoint._checkpoint_without_reentrant_generator(
             call, self.preserve_rng_state, contexts, self.determinism_check, False, self.early_stop, *tensors
         )
@@ -107,7 +135,8 @@ class Recomputation:
         *,
         module: nn.Module | None,
         label: str,
-    ) -> tuple[Callable[..., Any], list[torch.Tensor], Callable[[], Contexts]]:
+        is_later: bool,
+    ) -> tuple[_Call, list[torch.Tensor], Callable[[], Contexts]]:
         """Return a function of tensors to call in place of `function`, those tensors, and its contexts."""
         named = [(f"argument {index}", value) for index, value in enumerate(args)]
         named += [(f"argument {key}", value) for key, value in kwargs.items()]
@@ -115,18 +144,14 @@ class Recomputation:
             named.append((type(module).__name__, module))
         tensors: list[torch.Tensor] = []
         packed = _packed((tuple(args), *kwargs.values()), tensors)
-        keys = tuple(kwargs)
-
         # Positional tensors are what torch saves, under the hooks around this call, and compares the versions of.
-        def call(*given: torch.Tensor) -> Any:
-            positional, *values = _unpacked(packed, given)
-            return function(*positional, **dict(zip(keys, values, strict=True)))
-
+        call = _Call(function, packed, tuple(kwargs), tensors, is_later=is_later)
         return call, tensors, partial(self._contexts, function, named, label)
 
     def _contexts(self, function: Callable[..., Any], named: list[tuple[str, object]], label: str) -> Contexts:
         """Return the contexts of the first run and of all others."""
-        state, states = CallState(function, named), RandomStates(self.rng)
+        state = CallState(function, named)
+        states = RandomStates((*self.rng, *state.generators.values()))
         named.clear()  # the arguments are kept by torch alone
         first, again = self.context_fn() if self.context_fn is not None else (None, None)
         return _first_run(state, first, label), _LaterRun(state, states, again, label)
@@ -230,9 +255,7 @@ def checkpoint_sequential(
     """
     functions = tuple(blocks)
     if not 1 <= segments <= max(1, len(functions)):
-        raise ConfigError(
-            f"segments: {segments}, for {len(functions)} blocks; give a number from 1 to {len(functions)}"
-        )
+        raise ConfigError(f"segments: {segments}, for {len(functions)} blocks; give 1 to {len(functions)}")
     shorter, num_longer = divmod(len(functions), segments)
     values: Any = inputs if len(inputs) != 1 else inputs[0]
     recomputation = Recomputation(rng=tuple(rng))

@@ -14,7 +14,6 @@ from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import Chunk
 from chunkmem.shard.shards import ShardStore
-from chunkmem.types import Tier
 
 _READER = "reduction of gradients"
 _BUCKET_NUMEL = 1 << 22
@@ -110,8 +109,9 @@ class Reduction:
             for group in together:
                 trainable = {m for m in gradients.members[group] if m.requires_grad}
                 gradients.complete(group, trainable, reader=_READER)
-                self._pager.pin(gradients.chunks[group], Tier.DEVICE, reader=_READER)
-                held.append(gradients.chunks[group])
+                chunk = gradients.chunks[group]
+                self._pager.pin(chunk, chunk.compute_tier, reader=_READER)
+                held.append(chunk)
             wait = self.shards.begin_reduction(held, reader=_READER)
         except BaseException:
             self._unpin(held)
@@ -121,7 +121,7 @@ class Reduction:
 
     def _unpin(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
-            self._pager.unpin(chunk, Tier.DEVICE)
+            self._pager.unpin(chunk, chunk.compute_tier)
 
     def reduce_excluded(self, params: Sequence[torch.Tensor]) -> None:
         """Let every rank have the means of the gradients of parameters that no chunk holds.

@@ -52,6 +52,8 @@ _NO_TASK = -1
 """What torch says where no backward runs."""
 _KEPT = -2
 """In place of a backward: pinned from the end of forward on."""
+_STALE = -1
+"""The version of a tensor that was written to after it was saved."""
 _CONTENTS = {
     "keep": {Content.ACTIVATIONS},
     "offload": {Content.ACTIVATIONS},
@@ -65,7 +67,7 @@ FIRST_GROUP = 1 << 20
 class SavedTensor:
     """What autograd has in place of a tensor that it saved in a region."""
 
-    __slots__ = ("__weakref__", "call", "is_moved", "is_stale", "tensor", "version")
+    __slots__ = ("__weakref__", "call", "is_moved", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, call: RegionCall) -> None:
         self.tensor = tensor
@@ -73,12 +75,17 @@ class SavedTensor:
         self.call = call
         self.is_moved = False
         """Its storage is part of the call's chunk."""
-        self.is_stale = False
-        """It was written to before it became that."""
+
+    def move(self, storage: torch.UntypedStorage) -> None:
+        """Be another tensor over the same storage, which nobody but autograd knows."""
+        tensor = self.tensor
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.tensor = alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        self.version = alias._version if tensor._version == self.version else _STALE
 
     def check(self) -> None:
         """Raise what torch does for a tensor that was written to after it was saved."""
-        if self.is_stale or (not self.is_moved and self.tensor._version != self.version):
+        if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {list(self.tensor.shape)} that was saved in {self.call.name}; clone it before it is "
@@ -95,21 +102,30 @@ class _SavedStorage:
 
     def take(self, *, is_rehearsal: bool) -> bool:
         """Make it ours if nobody but autograd holds it: then no tensor of others can see that it is emptied."""
-        tensors = [kept for each in self.saved if (kept := each()) is not None]
+        tensors = self._live()
         plain = FakeTensor if is_rehearsal else torch.Tensor
-        if not tensors or not self.storage.resizable() or not all(_is_plain(kept.tensor, plain) for kept in tensors):
+        is_shared = self.storage.device.type == "cpu" and not is_rehearsal and self.storage.is_shared()
+        if not tensors or is_shared or not self.storage.resizable():
+            return False
+        if not all(_is_plain(kept.tensor, plain) for kept in tensors):
             return False
         if not self._has_only([kept.tensor for kept in tensors]):
             return False
         for kept in tensors:
-            tensor = kept.tensor
-            kept.is_stale = tensor._version != kept.version
             kept.is_moved = True
-            if is_rehearsal:
-                continue  # it is never emptied
-            alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            kept.tensor = alias.set_(self.storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+            if not is_rehearsal:  # else it is never emptied
+                kept.move(self.storage)
         return True
+
+    def is_escaped(self) -> bool:
+        """Tell whether somebody has got hold of it since: a backward has handed on a tensor that was saved.
+
+        A user may have kept it, it may be a gradient, or saved again in a backward with `create_graph`.
+        """
+        return not self._has_only([kept.tensor for kept in self._live()])
+
+    def _live(self) -> list[SavedTensor]:
+        return [kept for each in self.saved if (kept := each()) is not None]
 
     def _has_only(self, saved: list[torch.Tensor]) -> bool:
         """Tell whether there are no tensors over the storage but these, with the bases of views, and nobody has them.
@@ -120,16 +136,20 @@ class _SavedStorage:
         bases = [tensor._base for tensor in saved]
         objects |= {id(base): base for base in bases if base is not None}
         # A view of a fake tensor keeps, in C++, all that it was made of: then only what Python refers to is looked at.
-        counts_cpp = not isinstance(saved[0], FakeTensor) or all(base is None for base in bases)
+        counts_cpp = all(base is None for base in bases) or not isinstance(saved[0], FakeTensor)
         bases.clear()
-        # This object refers to the storage, too.
+        # What refers, in this very place, to a storage that nobody else has in Python; this object does, too.
+        alone = torch.empty(0) if objects else None
+        storage = torch.UntypedStorage(0) if alone is None else alone.untyped_storage()
         if counts_cpp and torch._C._storage_Use_Count(self.storage._cdata) != len(objects) + 1:
+            return False
+        if sys.getrefcount(self.storage) != sys.getrefcount(storage):
             return False
         num_saved = Counter(map(id, saved))
         num_views = Counter(id(tensor._base) for tensor in objects.values() if tensor._base is not None)
         # What refers, in this very place, to a tensor that nobody else has, and to one that a view is of.
-        view = torch.empty(1)[:]
-        listed = [torch.empty(0), view._base, *objects.values()]
+        view = torch.empty(1)[:]  # below autograd, it is a view of nothing; then none of ours has a base either
+        listed = [torch.empty(0), torch.empty(1) if view._base is None else view._base, *objects.values()]
         objects.clear()
         in_python, in_cpp = [sys.getrefcount(tensor) for tensor in listed], [_use_count(tensor) for tensor in listed]
         return all(
@@ -139,47 +159,49 @@ class _SavedStorage:
         )
 
 
-def _use_count(tensor: torch.Tensor | None) -> int:
-    count: int = tensor._use_count()  # type: ignore[union-attr]
+def _use_count(tensor: torch.Tensor) -> int:
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
     return count
 
 
 def _is_plain(tensor: torch.Tensor, plain: type[torch.Tensor]) -> bool:
-    return type(tensor) is plain and not tensor.is_conj() and not tensor.is_neg()
+    is_odd = tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
+    return type(tensor) is plain and not is_odd
 
 
 class SavedStorages:
     """The memory of an ACTIVATION chunk on DEVICE; see `SavedMemory`."""
 
     def __init__(self) -> None:
-        self._storages: Sequence[tuple[int, int, torch.UntypedStorage]] = ()
+        self._storages: list[tuple[int, int, _SavedStorage]] = []
         """Offset and bytes of each."""
 
-    def hold(self, storages: Sequence[torch.UntypedStorage]) -> int:
+    def hold(self, taken: Sequence[_SavedStorage]) -> int:
         """Be these storages from now on; return how many bytes they take, each at its offset."""
         at = 0
-        placed = []
-        for storage in storages:
-            placed.append((at, storage.nbytes(), storage))
-            at += aligned(storage.nbytes())
-        self._storages = placed
+        for each in taken:
+            nbytes = each.storage.nbytes()
+            self._storages.append((at, nbytes, each))
+            at += aligned(nbytes)
         return at
 
     def let_go(self) -> None:
         """Leave the storages as they are; there is nothing here any more."""
-        self._storages = ()
+        self._storages = []
 
     def fill(self) -> Sequence[tuple[int, torch.Tensor]]:
         pieces = []
-        for at, nbytes, storage in self._storages:
-            if storage.nbytes() == 0:
-                storage.resize_(nbytes)
-            pieces.append((at, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)))
+        for at, nbytes, each in self._storages:
+            if each.storage.nbytes() == 0:
+                each.storage.resize_(nbytes)
+            pieces.append((at, torch.empty(0, dtype=torch.uint8, device=each.storage.device).set_(each.storage)))
         return pieces
 
     def empty(self) -> None:
-        for _, _, storage in self._storages:
-            storage.resize_(0)
+        # What somebody else has got hold of stays as it is from now on: its content is not ours to take away.
+        self._storages = [item for item in self._storages if not item[2].is_escaped()]
+        for _, _, each in self._storages:
+            each.storage.resize_(0)
 
 
 @dataclass(slots=True)
@@ -319,7 +341,14 @@ class RegionActivations(OwnHooks):
     """What regions save: chunks from the end of their forward to the end of their backward."""
 
     def __init__(
-        self, pager: Pager, turn: Turn, saved: ChunkHooks, *, policy: str | None, is_rehearsal: bool = False
+        self,
+        pager: Pager,
+        turn: Turn,
+        saved: ChunkHooks,
+        *,
+        policy: str | None,
+        device: torch.device,
+        is_rehearsal: bool = False,
     ) -> None:
         """Begin with none.
 
@@ -328,10 +357,12 @@ class RegionActivations(OwnHooks):
             turn: of this thread.
             saved: keeps tensors in the memory of parameters' chunks.
             policy: for regions, of the configuration; None: nothing is managed.
+            device: that is DEVICE; what is saved elsewhere stays there.
             is_rehearsal: under fake tensors.
         """
         self._pager = pager
         self._is_rehearsal = is_rehearsal
+        self._device = device
         self._turn = turn
         self._saved = saved
         self._hooks = (self._pack, self._unpack)
@@ -355,7 +386,7 @@ class RegionActivations(OwnHooks):
         self._policy = policy
         self._kept: Collection[int] = ()
         """Calls of the iteration, by their numbers, that are not recomputed although they may be."""
-        self._now: Callable[[], int] = lambda: 0
+        self.now: Callable[[], int] = lambda: 0
         """Tells the number of moments so far."""
         self.records: list[CallRecord] = []
         """Of the calls of the iteration."""
@@ -374,7 +405,7 @@ class RegionActivations(OwnHooks):
 
     def begin_iteration(self, kept: Collection[int] | None, now: Callable[[], int]) -> None:
         """A training step begins; see `chunkmem.steps.controller.Regions`."""
-        self._now = now
+        self.now = now
         self.records = []
         self._kept = () if kept is None else kept
 
@@ -420,15 +451,19 @@ class RegionActivations(OwnHooks):
 
     # Forward.
 
-    def enter(self, name: str, policy: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A call of a region begins, of which torch gives these."""
+    def enter(
+        self, name: str, policy: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, start: int
+    ) -> None:
+        """A call of a region begins, of which torch gives the arguments; `start` moments came before its weights."""
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled():
             return
         self.settle()
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return  # as in transforms of torch.func
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return  # the user's own decide what is saved
-        record = CallRecord(name, policy, policy == "recompute", [self._now()])
+        record = CallRecord(name, policy, policy == "recompute", [start])
         if record.is_auto:
             record.is_recomputed = len(self.records) not in self._kept
         self.records.append(record)
@@ -460,7 +495,7 @@ class RegionActivations(OwnHooks):
                 torch._C._autograd._pop_saved_tensors_default_hooks()
             call, self._open = self._open, None
             if call is not None and not is_interrupted:
-                call.record.forward.append(self._now())
+                call.record.forward.append(self.now())
                 self._pending = call
 
     def settle(self) -> None:
@@ -476,11 +511,11 @@ class RegionActivations(OwnHooks):
         storages, call.storages = call.storages, {}
         call.given = frozenset(storages)
         with runtime_mode():
-            taken = [each.storage for each in storages.values() if each.take(is_rehearsal=self._is_rehearsal)]
+            taken = [each for each in storages.values() if each.take(is_rehearsal=self._is_rehearsal)]
         del storages
         if taken:
-            for storage in taken:
-                self.on_taken(storage)
+            for each in taken:
+                self.on_taken(each.storage)
             saved = SavedStorages()
             what = "inputs" if call.record.is_recomputed else "activations"
             call.chunk = self._begin(call, saved, saved.hold(taken), reader=f"{call.name} forward", what=what)
@@ -535,7 +570,7 @@ class RegionActivations(OwnHooks):
             return reference
         kept = SavedTensor(tensor, call)
         key = storage_id(tensor)
-        if key is not None:
+        if key is not None and (self._is_rehearsal or tensor.device.type == self._device.type):
             entry = call.storages.get(key)
             if entry is None:
                 entry = call.storages[key] = _SavedStorage(tensor.untyped_storage())
@@ -571,7 +606,7 @@ class RegionActivations(OwnHooks):
     def begin_backward(self, call: RegionCall) -> None:
         """Backward comes to a call, or to its recomputation."""
         if not call.record.backward:
-            call.record.backward.append(self._now())
+            call.record.backward.append(self.now())
 
     def _pin(self, chunk: Chunk, call: RegionCall) -> None:
         self._pager.pin(chunk, Tier.DEVICE, reader=call)
@@ -582,7 +617,7 @@ class RegionActivations(OwnHooks):
     def begin_recomputation(self, call: RegionCall) -> None:
         """A call is about to be recomputed."""
         self.begin_backward(call)
-        call.record.again.append(self._now())
+        call.record.again.append(self.now())
 
     def recomputed(self, call: RegionCall, nbytes: int) -> None:
         """A call has been recomputed: that many bytes are saved until its backward is over.
@@ -593,7 +628,7 @@ class RegionActivations(OwnHooks):
         took_turn = self._turn.take_in_hook()
         try:
             self._look_after_gone()
-            call.record.again.append(self._now())
+            call.record.again.append(self.now())
             chunk = call.record.chunk = self._begin(
                 call, SavedStorages(), nbytes, reader=str(call), what="recomputed activations"
             )
@@ -627,7 +662,7 @@ class RegionActivations(OwnHooks):
             assert isinstance(sight, _Sight)
             if self._live.get(sight.chunk.id) is sight:
                 if len(sight.record.backward) == 1:
-                    sight.record.backward.append(self._now())
+                    sight.record.backward.append(self.now())
                 self._unpin(sight.chunk.id)
                 self._use_up(sight.chunk)
 
@@ -657,7 +692,13 @@ class RegionActivations(OwnHooks):
         self.settle()
         for key in list(self._pinned):
             self._unpin(key)
-        for sight in list(self._live.values()) if step else ():
+        if step:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """The step is over: leave to autograd what it has not let go of."""
+        self._look_after_gone()
+        for sight in list(self._live.values()):
             call = sight()
             if call is not None:
                 self._give_up(sight.chunk, call)

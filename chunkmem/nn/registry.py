@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class ModelRegistry:
         self,
         packer: Packer,
         *,
+        choose_on_host: Callable[[Sequence[nn.Module], Collection[nn.Module]], frozenset[nn.Module]],
         chunk_numel: int | None,
         device_cap_nbytes: int,
         dtype: torch.dtype = torch.float32,
@@ -35,8 +36,10 @@ class ModelRegistry:
         """Make an empty registry; `chunk_numel` None searches the slab size on the first model.
 
         `dtype` is what modules compute in, and `master_weights` whether updates are in float32; see `precision_of`.
-        `num_ranks` share the chunks: slabs are small enough that each rank gets about as many bytes.
+        `num_ranks` share the chunks: slabs are small enough that each rank gets about as many bytes. `choose_on_host`
+        returns the modules under roots, of which some are excluded, that compute on HOST.
         """
+        self._choose_on_host = choose_on_host
         self._num_ranks = num_ranks
         self._dtype = dtype
         self._master_weights = master_weights
@@ -51,6 +54,8 @@ class ModelRegistry:
         self.models: list[PackedModel] = []
         self.precision = AS_BUILT
         """Of what was added last."""
+        self.on_host: frozenset[nn.Module] = frozenset()
+        """Modules that compute on HOST, of what was added last."""
 
     @property
     def parameters(self) -> Iterator[ManagedParameter]:
@@ -68,6 +73,7 @@ class ModelRegistry:
         Raises:
             LayoutError, StateError, CapacityError: see `named_parameters_of` and `Packer.pack`.
         """
+        on_host = self._choose_on_host(roots, excluded)
         built.check(excluded)
         known = set(self._managed)
         named: list[list[tuple[str, nn.Parameter]]] = []
@@ -85,16 +91,19 @@ class ModelRegistry:
         )
         slab_nbytes = self._slab_nbytes
         if any(named) and (slab_nbytes is None or self._chunk_numel is not None):
-            slab_nbytes = self._choose_slab_nbytes([pair for pairs in named for pair in pairs], precision)
+            away = _parameters_of(on_host)
+            pairs = [pair for pairs in named for pair in pairs]
+            on_device = [(name, param) for name, param in pairs if id(param) not in away]
+            slab_nbytes = self._choose_slab_nbytes(on_device or pairs, precision)
         packable = {
             root: pairs
             for root, pairs in zip(roots, named, strict=True)
             if any(id(p) in known for p in root.parameters())
         }
-        added = self._pack(packable, slab_nbytes or ALIGN_NBYTES, precision, built)
+        added = self._pack(packable, slab_nbytes or ALIGN_NBYTES, precision, built, on_host=_parameters_of(on_host))
         self._slab_nbytes = slab_nbytes
         self.models += added
-        self.precision = precision
+        self.precision, self.on_host = precision, on_host
         for packed in added:
             self._managed.update((id(managed.param), managed) for managed in packed.parameters)
         for module in excluded:
@@ -110,6 +119,8 @@ class ModelRegistry:
         slab_nbytes: int,
         precision: Precision,
         built: Built,
+        *,
+        on_host: Collection[int],
     ) -> list[PackedModel]:
         """Pack all roots or, if one cannot be, none."""
         added: list[PackedModel] = []
@@ -117,7 +128,13 @@ class ModelRegistry:
         try:
             for root, pairs in named.items():
                 packed = self._packer.pack(
-                    root, pairs, slab_nbytes=slab_nbytes, first_group=first, precision=precision, built=built
+                    root,
+                    pairs,
+                    slab_nbytes=slab_nbytes,
+                    first_group=first,
+                    precision=precision,
+                    on_host=on_host,
+                    built=built,
                 )
                 first += len(packed.layout.groups)
                 added.append(packed)
@@ -196,6 +213,11 @@ class ModelRegistry:
             device_cap_nbytes=self._device_cap_nbytes,
             num_ranks=self._num_ranks,
         )
+
+
+def _parameters_of(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the identities of the modules' own parameters."""
+    return {id(param) for module in modules for param in module._parameters.values() if param is not None}
 
 
 def check_fits(state: Mapping[str, Any], expected: Mapping[str, Any], *, strict: bool) -> None:

@@ -32,7 +32,6 @@ from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.wrappers import sharding_caller, wrapped
 from chunkmem.runtime.pager import Pager
-from chunkmem.types import Tier
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -278,7 +277,8 @@ class ParameterServer:
         if not in_backward():
             return False
         chunks = [self._access.chunks[managed.group] for managed in parameters]
-        return all(Tier.DEVICE in chunk.replicas and chunk.replicas[Tier.DEVICE].pins > 0 for chunk in chunks)
+        replicas = (chunk.replicas.get(chunk.compute_tier) for chunk in chunks)
+        return all(replica is not None and replica.pins > 0 for replica in replicas)
 
     def _parts(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[Args]:
         """Split an operator over lists of tensors (`torch._foreach_...`) into one for each; empty: it is no such one.

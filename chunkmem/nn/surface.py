@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -54,7 +54,7 @@ class ModuleSurface:
         self._write = write
         self._loaded: dict[nn.Module, list[str]] = {}
         """Keys of a state that have been loaded, of modules whose loading is not over."""
-        self._copies: dict[ManagedParameter, torch.Tensor] | None = None
+        self._copies: MutableMapping[ManagedParameter, torch.Tensor] | None = None
         """Where tied names find the copy made for the first of them, while a whole `state_dict` is being made."""
         self._reading = True
         self._given: list[_Given] = []
@@ -86,7 +86,8 @@ class ModuleSurface:
 
     def state_dict(self, root: nn.Module) -> dict[str, Any]:
         """Return `root.state_dict()` with every tensor copied to the CPU; tied names share one copy."""
-        copies = self._copies = {}
+        # Weak: of tiles that are joined to a layer, only the whole remains.
+        copies = self._copies = weakref.WeakValueDictionary[ManagedParameter, torch.Tensor]()
         try:
             state: dict[str, Any] = root.state_dict()
         finally:
@@ -129,13 +130,17 @@ class ModuleSurface:
         self, own: Mapping[str, ManagedParameter], _module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any
     ) -> None:
         copies = {} if self._copies is None else self._copies
-        for name, managed in own.items() if self._reading else ():
+        for name, managed in own.items():
             if prefix + name in state:
-                if managed not in copies:
-                    copies[managed] = self._read(managed)
-                state[prefix + name] = copies[managed]
+                if not self._reading:
+                    state[prefix + name] = torch.empty(managed.shape, dtype=managed.built_dtype, device="meta")
+                    continue
+                copy = copies.get(managed)
+                if copy is None:
+                    copy = copies[managed] = self._read(managed)
+                state[prefix + name] = copy
                 if self._copies is None:
-                    self._given.append(_Given(prefix + name, copies[managed]))
+                    self._given.append(_Given(prefix + name, copy))
 
     def _before_load(
         self, own: Mapping[str, ManagedParameter], module: nn.Module, state: dict[str, Any], prefix: str, *_args: Any

@@ -22,11 +22,15 @@ class Turn:
         Args:
             timeout_s: how long others wait.
             with_hooks: autograd's hooks run in the thread that called backward, and need the turn. On an accelerator
-                autograd has threads of its own, which act for one that waits for them.
+                autograd has threads of its own, which act for one that waits for them, and which runs the nodes of
+                modules on HOST meanwhile: their hooks take turns among themselves.
         """
         self._timeout_s = timeout_s
         self._with_hooks = with_hooks
         self._given_back = threading.Condition()
+        self._in_hooks = threading.RLock()
+        self._taken = threading.local()
+        """Of each thread: what it has taken and not given back, in this order; None is the turn itself."""
         self._owner_id: int | None = None
         self._waiting: deque[int] = deque()
         """In the order they came: one that asks again and again would keep all others out."""
@@ -43,11 +47,15 @@ class Turn:
             if self._owner_id is not None or self._waiting:
                 self._wait()
             self._owner_id = threading.get_ident()
+        self._taken_here().append(None)
         return True
 
     def give_back(self) -> None:
-        """Let others have it, if this thread does."""
-        if self._owner_id == threading.get_ident():
+        """Let others have it, if this thread does; what was taken last goes first."""
+        taken = self._taken_here().pop() if self._taken_here() else None
+        if taken is not None:
+            taken.release()
+        elif self._owner_id == threading.get_ident():
             with self._given_back:
                 self._owner_id = None
                 if self._waiting:
@@ -55,7 +63,24 @@ class Turn:
 
     def take_in_hook(self) -> bool:
         """The same in one of autograd's hooks, which may act for a thread that has the turn."""
-        return self._with_hooks and self.take()
+        if self._with_hooks:
+            return self.take()
+        lock = self._in_hooks
+        if not lock.acquire(timeout=self._timeout_s):
+            raise self._late()
+        self._taken_here().append(lock)
+        return True
+
+    def end_hooks(self) -> None:
+        """No backward runs: a hook that was torn down keeps others out no longer."""
+        self._in_hooks = threading.RLock()
+
+    def _taken_here(self) -> list[threading.RLock | None]:
+        """Return what this thread has taken."""
+        if not hasattr(self._taken, "order"):
+            self._taken.order = []
+        found: list[threading.RLock | None] = self._taken.order
+        return found
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -74,13 +99,16 @@ class Turn:
         try:
             while self._waiting[0] != me or self._is_taken():
                 if time.monotonic() > deadline_s:
-                    raise StateError(
-                        f"thread {threading.current_thread().name} has waited {self._timeout_s:.0f} s for another one, "
-                        "which uses the models of this manager; let one thread at a time do so, or give each a manager"
-                    )
+                    raise self._late()
                 self._given_back.wait(_POLL_S)
         finally:
             self._waiting.remove(me)
+
+    def _late(self) -> StateError:
+        return StateError(
+            f"thread {threading.current_thread().name} has waited {self._timeout_s:.0f} s for another one, which uses "
+            "the models of this manager; let one thread at a time do so, or give each a manager"
+        )
 
     def _is_taken(self) -> bool:
         """Tell whether a thread that still runs has the turn."""

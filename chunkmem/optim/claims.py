@@ -103,7 +103,7 @@ class Claims:
             if (chunk := store.chunks.get(ChunkId(spec.role, group))) is not None:
                 store.remove(chunk)
         for spec in specs:
-            if not param.is_remote and ChunkId(spec.role, group) not in store.chunks:
+            if not (param.is_remote or param.is_copy) and ChunkId(spec.role, group) not in store.chunks:
                 store.add(spec.chunk(param))
                 self.incomplete.add(group)
         self._specs[group] = specs
@@ -125,6 +125,6 @@ class Claims:
         states_nbytes = {
             group: [spec.form(param.group).nbytes for spec in specs[group]]
             for group, param in params.items()
-            if not param.is_remote
+            if not (param.is_remote or param.is_copy)
         }
         require_room(trained & states_nbytes.keys(), states_nbytes, self._store)

@@ -14,7 +14,6 @@ from chunkmem.optim.checks import check_number
 from chunkmem.optim.chunk_states import FIRST_STEP
 from chunkmem.optim.excluded import update_excluded
 from chunkmem.optim.host import OptimizerHost
-from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.pending import PendingGradients
 from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule
 from chunkmem.optim.saved import StatefulOptimizer
@@ -225,8 +224,7 @@ class RuleOptimizer(StatefulOptimizer):
                             items[index] = UpdateItem(hyper, [], [])
                         items[index].params.append(managed)
                         items[index].steps.append(FIRST_STEP if managed in stateless else steps[managed] + 1)
-        landing = list(self._updater.gradients.landed)
-        for group in self._updater.planned_order(by_group) or in_order_of_update(list(by_group), landing=landing):
+        for group in self._updater.in_order(by_group):
             found = list(by_group[group].values())
             self._updater.update(group, found, self._rule, multiplier=multiplier)
             done = {m: step for item in found for m, step in zip(item.params, item.steps, strict=True)}

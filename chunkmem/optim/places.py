@@ -36,7 +36,7 @@ class StatePlaces:
 
         As a plan is going to: the first ones are resident on DEVICE, [Note: Full placements].
         """
-        order = sorted(groups)
+        order = sorted(group for group, chunks in groups.items() if chunks[0].compute_tier is Tier.DEVICE)
         chosen = set(order if self._is_one_tier else order[: self._num_resident([groups[g] for g in order])])
         self._on_device.update((group, group in chosen) for group in groups)
         # On HOST a group has its gradient and its states, in addition to its weights.
@@ -46,7 +46,8 @@ class StatePlaces:
     def tier_for(self, chunk: Chunk) -> Tier:
         """Return where to make a state: as decided, or on the other tier if a full HOST leaves no choice."""
         is_full = self._store.pools[Tier.HOST].ledger.spare_nbytes < chunk.nbytes
-        return Tier.DEVICE if self._on_device[chunk.id.group] or is_full else Tier.HOST
+        may_leave = chunk.compute_tier is Tier.DEVICE
+        return Tier.DEVICE if self._on_device[chunk.id.group] or (is_full and may_leave) else Tier.HOST
 
     def _num_resident(self, groups: Sequence[Sequence[Chunk]]) -> int:
         """Return how many of `groups`, of which these are the chunks, are resident next to those that are already."""

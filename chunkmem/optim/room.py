@@ -26,22 +26,20 @@ def require_room(groups: Collection[int], states_nbytes: Mapping[int, Collection
     """
     ledgers = {tier: pool.ledger for tier, pool in store.pools.items()}
     sizes = {key: c.nbytes for key, c in store.chunks.items() if not c.is_remote and not key.role.is_state}
-    # Master copies of groups that are frozen so far have no content, and may never have.
-    weights = [
-        nbytes
-        for key, nbytes in sizes.items()
-        if key.role is Role.PARAM
-        or (key.role is Role.MASTER and (key.group in groups or store.chunks[key].version != NO_CONTENT))
-    ]
-    need = sum(weights) + sum(sizes[ChunkId(Role.GRAD, group)] + sum(states_nbytes[group]) for group in groups)
+    on_host = {key: nbytes for key, nbytes in sizes.items() if store.chunks[key].compute_tier is Tier.HOST}
+    sizes = {key: nbytes for key, nbytes in sizes.items() if key not in on_host}
+    need = _in_training(sizes, groups, states_nbytes, store)
     # Gradients take the place of weights that can be rounded again; while a group is updated it has both.
     twice = [sizes[ChunkId(Role.PARAM, group)] for group in groups if ChunkId(Role.MASTER, group) in sizes]
     need -= sum(twice) - max(twice, default=0)
-    need, cap = room_for(
-        need,
-        sizes=[*sizes.values(), *chain(*states_nbytes.values())],
-        limits=[ledger.limit_nbytes for ledger in ledgers.values()],
-    )
+    # What is computed with on HOST never leaves it: it takes room of HOST, and none is needed to move it.
+    on_host_nbytes = _in_training(on_host, groups, states_nbytes, store)
+    limits = {tier: ledger.limit_nbytes for tier, ledger in ledgers.items()}
+    taken_nbytes = min(limits[Tier.HOST], on_host_nbytes)
+    limits[Tier.HOST] -= taken_nbytes
+    states = (states_nbytes[group] for group in states_nbytes if ChunkId(Role.PARAM, group) in sizes)
+    need, cap = room_for(need, sizes=[*sizes.values(), *chain(*states)], limits=limits.values())
+    need, cap = need + on_host_nbytes, cap + taken_nbytes
     if need > cap:
         # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
         host_cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
@@ -53,6 +51,24 @@ def require_room(groups: Collection[int], states_nbytes: Mapping[int, Collection
             needed_nbytes=host_need,
             cap_nbytes=host_cap,
         )
+
+
+def _in_training(
+    sizes: Mapping[ChunkId, int],
+    groups: Collection[int],
+    states_nbytes: Mapping[int, Collection[int]],
+    store: ChunkStore,
+) -> int:
+    """Return the bytes of weights among `sizes`, and of gradients and states of those of them that are trained."""
+    # Master copies of groups that are frozen so far have no content, and may never have.
+    weights = (
+        nbytes
+        for key, nbytes in sizes.items()
+        if key.role is Role.PARAM
+        or (key.role is Role.MASTER and (key.group in groups or store.chunks[key].version != NO_CONTENT))
+    )
+    trained = [group for group in groups if ChunkId(Role.GRAD, group) in sizes]
+    return sum(weights) + sum(sizes[ChunkId(Role.GRAD, group)] + sum(states_nbytes[group]) for group in trained)
 
 
 def room_for(need_nbytes: int, *, sizes: Collection[int], limits: Collection[int]) -> tuple[int, int]:

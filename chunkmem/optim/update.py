@@ -13,6 +13,7 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.optim.claims import Claims, Owner, Wanted
 from chunkmem.optim.native import NativeUpdate
+from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import UpdateItem, UpdateRule, fill, slot_tensors
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
@@ -60,9 +61,17 @@ class GroupUpdater:
         owner = owners.pop() if len(owners) == 1 else None
         return None if owner is None else owner.intent(group)
 
-    def planned_order(self, groups: Iterable[int]) -> Sequence[int]:
-        """Return groups in the order in which a plan has them updated; none: there is no such plan."""
-        return self._pager.policy.update_order(list(groups))
+    def in_order(self, groups: Iterable[int]) -> Sequence[int]:
+        """Return groups in the order of their updates: first those that no plan knows of, as none is overlapped yet."""
+        found = sorted(groups, key=lambda group: not self.is_on_host(group))
+        on_host = [group for group in found if self.is_on_host(group)]
+        others = found[len(on_host) :]
+        planned = self._pager.policy.update_order(others)
+        return [*on_host, *(planned or in_order_of_update(others, landing=list(self.gradients.landed)))]
+
+    def is_on_host(self, group: int) -> bool:
+        """Tell whether modules compute with a group on HOST, for good."""
+        return self._chunk(Role.PARAM, group).compute_tier is Tier.HOST
 
     def place(self, params: Iterable[ManagedParameter]) -> None:
         """Decide where the groups of `params` are updated, once; a decided group keeps its place."""
@@ -212,9 +221,10 @@ class GroupUpdater:
                 self._store.follow(chunk, tier)
 
     def _weights(self, group: int) -> list[Chunk]:
-        """Return the PARAM chunk and, if there is one with content, its MASTER."""
+        """Return the PARAM chunk and, if there is one with content on this rank, its MASTER."""
         param = self._chunk(Role.PARAM, group)
-        return [param] if param.master is None or param.master.version == NO_CONTENT else [param, param.master]
+        master = param.master
+        return [param] if master is None or master.version == NO_CONTENT or master.is_remote else [param, master]
 
     def state(self, role: Role, managed: ManagedParameter) -> Chunk:
         """Return the chunk of `role` that holds the parameter's state."""

@@ -104,14 +104,25 @@ class Candidates:
     """Makes candidates one after the other."""
 
     def __init__(
-        self, trace: Trace, machine: Machine, options: PlanOptions, known: Searched, *, is_brief: bool = False
+        self, trace: Trace, machine: Machine, options: PlanOptions, known: Searched, *, is_quick: bool = False
     ) -> None:
+        """Begin.
+
+        Args:
+            trace: of the step.
+            machine: caps and speeds to plan for.
+            options: of a user's configuration.
+            known: what was searched for before.
+            is_quick: make one candidate for each placement, to compare traces rather than to follow the plan.
+        """
         self.given = trace
         self.trace = _repeating(trace)
         self.machine = machine
         self.options = options
         self.known = known
-        self.is_small = len(trace.moments) <= _LARGE and not is_brief
+        self.is_small = len(trace.moments) <= _LARGE and not is_quick
+        self.brief_reserves = (0,) if is_quick else (0, 2)
+        self.placed: list[Placement] = []
         self.budget = budgets(self.trace, machine, static_nbytes=options.static_nbytes)
         self.slab_nbytes = max(trace.chunk_nbytes.values(), default=0)
         self.shortage: CapacityError | None = None
@@ -140,20 +151,6 @@ class Candidates:
         if not is_found:
             raise self._nothing_fits()
 
-    def pieces_of(self, placement: Placement) -> Iterator[tuple[int, Candidate | None]]:
-        """Yield the same for a few candidates of one placement.
-
-        Raises:
-            CapacityError: none of them fits.
-        """
-        is_found = False
-        way = self._placed(placement)
-        for work, candidate in () if way is None else self._by_rule(way, is_brief=True):
-            is_found = is_found or candidate is not None
-            yield work, candidate
-        if not is_found:
-            raise self._nothing_fits()
-
     def _could_hide_updates(self, candidate: Candidate) -> bool:
         """Tell whether updates on DEVICE take so long that HOST might do some of them meanwhile."""
         if self.machine.one_processor or self.machine.host_nbytes == 0:
@@ -169,6 +166,8 @@ class Candidates:
             yield from self._by_residents(full, ways)
         ratio = self.options.margin_use_ratio
         for tiers in placements(self.trace, self.machine, self.budget, ratio, with_half=self.is_small):
+            if not self.is_small and Placement(tiers) in self.placed:
+                continue
             if (way := self._placed(Placement(tiers))) is not None:
                 ways.append(way)
                 yield from self._by_rule(way, is_brief=not self.is_small)
@@ -195,6 +194,7 @@ class Candidates:
 
     def _placed(self, where: Placement) -> _Placed | None:
         """Return what there is to decide for a placement; None if a moment of it does not fit DEVICE."""
+        self.placed.append(where)
         is_one_tier = self.machine.host_nbytes == 0
         problem = find_gaps(self.trace, where.update_tiers, one_tier=is_one_tier, resident_groups=where.resident_groups)
         try:
@@ -207,7 +207,7 @@ class Candidates:
 
     def _by_rule(self, way: _Placed, *, is_brief: bool) -> Iterator[tuple[int, Candidate | None]]:
         everything = frozenset(free_to_choose(way.problem))
-        for reserve in (0, 2) if is_brief else (0, 1, 2, 3, 4):
+        for reserve in self.brief_reserves if is_brief else (0, 1, 2, 3, 4):
             if way.quiet is not None and reserve > way.quiet:
                 return
             left = self._left(way, reserve)

@@ -211,9 +211,10 @@ def find_gaps(
                     (needed if reads_only else renewed)[index[chunk]].append(at)
         elif moment.kind is Kind.CONSUME:
             # Until then the content is there, on DEVICE where the update was there, else on HOST. Nobody but backward
-            # reads activations.
+            # reads activations: where they are used up as soon as it has, they need not be written back before.
             last = uses[own][-1] if uses[own] else None
-            stays = one_tier or trace.is_remote(moment.chunk) or moment.chunk.role is Role.ACTIVATION
+            is_read_last = last is not None and moment.chunk.role is Role.ACTIVATION and at - last.stop <= 1
+            stays = one_tier or trace.is_remote(moment.chunk) or is_read_last
             if last is not None and (stays or trace.moments[last.start].kind is Kind.UPDATE):
                 last.stop = at + 1
             else:

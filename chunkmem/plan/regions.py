@@ -7,9 +7,11 @@ second of DEVICE:
 
     kept                 # # # # . . . . . . . .      the first ones, for any number of them
     kept and offloaded   # # # # . # . . # . . #      and others in between, evenly, so that copies have time
+    offloaded            # # # # # # # . . . . .      the first ones of forward: their copies have most time
 
 and in the end single regions change sides, or two of them change places. Regions that are alike, as the blocks of a
-transformer, are one class, of which only the first and the last of either side are tried.
+transformer, are one class, of which the first and the last of either side come first. As many choices are judged as
+there are regions, and 30 more; none whose computing alone takes longer than the best step so far.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from chunkmem.errors import CapacityError
 from chunkmem.plan.candidates import Candidate, Candidates, PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import LINK_LANES, Copy, Plan
-from chunkmem.plan.placement import Placement
 from chunkmem.trace.model import Kind, Region, Trace
 from chunkmem.trace.recomputed import with_recomputed
 from chunkmem.types import Tier
@@ -144,12 +145,13 @@ class RegionSearch:
     def pieces(self) -> Iterator[int]:
         """Yield the work done, in the planner's units, until the search is over."""
         judge, every = self._judge, range(len(self._regions))
-        for recomputed in (frozenset[int](), frozenset(every)):
-            yield from judge.seconds(recomputed, with_placements=True)
+        uniform = frozenset[int](), frozenset(every)
+        for recomputed in uniform:
+            yield from judge.seconds(recomputed)
             if judge.is_best_of_all:
                 return
         count = yield from self._scan((), self._order)
-        yield from judge.seconds(judge.best, with_placements=True)
+        yield from self._scan((), every)
         for kept in sorted({count, count // 2, 0}, reverse=True):
             yield from self._scan(self._order[:kept], sorted(self._order[kept:]), is_spread=True)
         before = None
@@ -159,7 +161,8 @@ class RegionSearch:
                 yield from judge.seconds(before ^ changed)
                 if judge.best != before:
                     break
-        yield from judge.seconds(judge.best, with_placements=True)
+        for recomputed in dict.fromkeys((judge.best, *uniform)):
+            yield from judge.seconds(recomputed, is_quick=False)
 
     def _scan(
         self, kept: Sequence[int], others: Sequence[int], *, is_spread: bool = False
@@ -199,15 +202,12 @@ class _Judge:
 
     def __init__(self, trace: Trace, machine: Machine, options: PlanOptions) -> None:
         self._trace, self._machine, self._options = trace, machine, options
-        groups = sorted({moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE})
-        self._placements = [Placement(dict.fromkeys(groups, Tier.HOST))] if machine.host_nbytes else []
-        """All updates on HOST, which leaves most of DEVICE, and the best ones of some choices."""
         self._known: dict[frozenset[int], float] = {}
         self._found: Candidate | None = None
         self._shortage: CapacityError | None = None
         self._kept_s = sum(m.duration_s for m in with_recomputed(trace, ()).moments if m.kind is not Kind.UPDATE)
         self._again_s = [forward_s(trace, region) for region in trace.regions]
-        self._num_left = 2 * len(trace.regions) + 30
+        self._num_left = len(trace.regions) + 30
         """Choices that may still be judged."""
         self.best = frozenset(range(len(trace.regions)))
         """The regions that are recomputed in the fastest choice."""
@@ -226,48 +226,36 @@ class _Judge:
             raise self._shortage
         return RegionChoice(self.best, summary(self._trace, self.best, self._found.plan), self._found)
 
-    def seconds(self, recomputed: frozenset[int], *, with_placements: bool = False) -> Generator[int, None, float]:
+    def seconds(self, recomputed: frozenset[int], *, is_quick: bool = True) -> Generator[int, None, float]:
         """Return how long a step takes, inf if it does not fit or cannot be the fastest; yield the work done.
 
         Args:
             recomputed: the choice.
-            with_placements: look for the best placement of it, instead of taking those known.
+            is_quick: take few candidates, and stop when as many choices have been judged as may be.
         """
-        if recomputed in self._known and not with_placements:
+        if is_quick and recomputed in self._known:
             return self._known[recomputed]
         least_s = self._kept_s + sum(self._again_s[index] for index in recomputed)
         is_hopeless = self._found is not None and least_s >= self._found.timeline.step_s
-        if not with_placements and (is_hopeless or self._num_left <= 0):
+        if is_quick and (is_hopeless or self._num_left <= 0):
             return inf
         self._num_left -= 1
-        candidates = Candidates(
-            with_recomputed(self._trace, recomputed), self._machine, self._options, {}, is_brief=True
-        )
         found: Candidate | None = None
-        for pieces in self._ways(candidates, with_placements):
-            try:
-                for work, candidate in pieces:
-                    yield work
-                    self.num_plans += candidate is not None
-                    if candidate is not None and (found is None or candidate.timeline.step_s < found.timeline.step_s):
-                        found = candidate
-            except CapacityError as error:
-                if self._shortage is None or error.needed_nbytes < self._shortage.needed_nbytes:
-                    self._shortage = error
+        trace = with_recomputed(self._trace, recomputed)
+        try:
+            for work, candidate in Candidates(trace, self._machine, self._options, {}, is_quick=is_quick).pieces():
+                yield work
+                self.num_plans += candidate is not None
+                if candidate is not None and (found is None or candidate.timeline.step_s < found.timeline.step_s):
+                    found = candidate
+        except CapacityError as error:
+            if self._shortage is None or error.needed_nbytes < self._shortage.needed_nbytes:
+                self._shortage = error
         step_s = inf if found is None else found.timeline.step_s
-        self._known[recomputed] = min(step_s, self._known.get(recomputed, inf))
-        if found is not None:
-            if with_placements and found.placement not in self._placements:
-                self._placements.append(found.placement)
-            if self._found is None or step_s < self._found.timeline.step_s:
-                self._found, self.best = found, recomputed
+        self._known[recomputed] = step_s
+        if found is not None and (self._found is None or step_s < self._found.timeline.step_s):
+            self._found, self.best = found, recomputed
         return step_s
-
-    def _ways(self, candidates: Candidates, with_placements: bool) -> Iterator[Iterator[tuple[int, Candidate | None]]]:
-        if with_placements or not self._placements:
-            yield candidates.pieces()
-        else:
-            yield from (candidates.pieces_of(placement) for placement in self._placements)
 
 
 def forward_s(trace: Trace, region: Region) -> float:

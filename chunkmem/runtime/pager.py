@@ -82,7 +82,7 @@ class Pager:
         replica = chunk.replicas.get(tier)
         if replica is None or replica.version != chunk.version:
             replica = self._bring(chunk, tier, reader, elastic)
-        if tier is Tier.DEVICE and chunk.home is not None and not chunk.home.is_bound:
+        if tier is chunk.compute_tier and chunk.home is not None and not chunk.home.is_bound:
             with runtime_mode():
                 chunk.home.bind()
         self._pin(chunk, tier, elastic=elastic)
@@ -122,19 +122,19 @@ class Pager:
         self._pin(chunk, tier, elastic=elastic)
 
     def exchange(self, chunks: Sequence[Chunk], *, reader: object) -> None:
-        """Announce that chunks, which are pinned on DEVICE, begin to be exchanged with other ranks."""
-        for chunk in chunks:
+        """Announce that chunks, which are pinned, begin to be exchanged with other ranks."""
+        for chunk in _on_device(chunks):
             self.policy.event(Kind.EXCHANGE, chunk, reader)
 
     def arrive(self, chunks: Sequence[Chunk], wait: Callable[[], None], *, reader: object, issued: Timestamp) -> None:
         """Announce that an exchange is waited for, wait for it, and say how long that took."""
-        for chunk in chunks:
+        for chunk in _on_device(chunks):
             self.policy.event(Kind.ARRIVE, chunk, reader)
         ready = self.store.clock.timestamp()
         with runtime_mode():
             wait()
         arrived = self.store.clock.timestamp()
-        for chunk in chunks:
+        for chunk in _on_device(chunks):
             self.policy.arrived(chunk, issued, Interval(ready, arrived))
             ready = arrived  # all have been waited for at once
 
@@ -173,8 +173,10 @@ class Pager:
 
         Raises: what `pin` does.
         """
-        self.policy.event(Kind.UPDATE, chunks[0], reader)
-        tier = self.policy.update_tier(chunks[0].id.group)
+        tier: Tier | None = Tier.HOST
+        if chunks[0].compute_tier is Tier.DEVICE:
+            self.policy.event(Kind.UPDATE, chunks[0], reader)
+            tier = self.policy.update_tier(chunks[0].id.group)
         states = chunks[2:]
         if tier is None and states:
             tier = Tier.DEVICE if all(chunk.ready(Tier.DEVICE) for chunk in states) else Tier.HOST
@@ -213,7 +215,8 @@ class Pager:
 
     def consume(self, chunk: Chunk) -> None:
         """The content is used up; see `ChunkStore.consume`."""
-        self.policy.event(Kind.CONSUME, chunk, None)
+        if chunk.compute_tier is Tier.DEVICE:
+            self.policy.event(Kind.CONSUME, chunk, None)
         self.store.consume(chunk)
 
     def use(self, chunk: Chunk, tier: Tier, *, reader: object) -> Replica:
@@ -245,7 +248,8 @@ class Pager:
 
     def place(self, chunk: Chunk, *, reader: object) -> Replica:
         """Begin content on HOST, or on DEVICE where HOST has no room left: how a model is packed."""
-        return self.create(chunk, self._tier_with_room(chunk), reader=reader, zero=False, elastic=True)
+        tier = self._tier_with_room(chunk) if chunk.compute_tier is Tier.DEVICE else Tier.HOST
+        return self.create(chunk, tier, reader=reader, zero=False, elastic=True)
 
     def restore(self, chunk: Chunk) -> bool:
         """Make content that was dropped everywhere again, on HOST if there is room; False if there is none."""
@@ -322,3 +326,8 @@ class Pager:
         """Return the first tier below DEVICE that a chunk fits as it is, else DEVICE, which can make room."""
         fitting = (tier for tier in TIERS[1:] if self.store.pools[tier].ledger.spare_nbytes >= chunk.nbytes)
         return next(fitting, Tier.DEVICE)
+
+
+def _on_device(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Return those that are computed with on DEVICE: of the others, policies hear nothing."""
+    return [chunk for chunk in chunks if chunk.compute_tier is Tier.DEVICE]

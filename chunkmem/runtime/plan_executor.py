@@ -364,7 +364,8 @@ class PlanExecutor(PlanActions):
             if actions is None:
                 self._tiers.plan_is_left()
                 return False
-            self._leave_room(self.trace.moments[moment])
+            if self.trace.moments:  # else it is a step of modules on HOST alone
+                self._leave_room(self.trace.moments[moment])
             go(actions, self._store)
         # Only now: on the way, HOST may hold more than the plan has there, and the log would take that room.
         self._reserve_shadow_buffers(on_host)

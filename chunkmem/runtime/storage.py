@@ -117,10 +117,33 @@ class ChunkStorage:
         if first:
             self.flat.set_(self.storage)
 
+    def take(self, slab: torch.Tensor) -> None:
+        """Take the memory of `slab`, bytes in one dimension, which are all of their storage; see `attach`."""
+        self.attach(slab.untyped_storage())
+
     def detach(self) -> torch.UntypedStorage:
         """Give the memory back to the slab it came with, and return that slab."""
         if self._slab is None:
             raise StateError("no slab is attached to this chunk")
         slab, self._slab = self._slab, None
         self._backend.exchange(slab, self.storage)
+        return slab
+
+
+class HostStorage(ChunkStorage):
+    """The memory of a chunk that is computed with on HOST: its slab, which it has for good, as a storage of its own."""
+
+    def take(self, slab: torch.Tensor) -> None:
+        """Be the memory of `slab`, which is one of many in its storage."""
+        self.storage = torch.from_numpy(slab.numpy()).untyped_storage()
+        self.flat = torch.empty(0, dtype=self.flat.dtype, device="cpu").set_(self.storage)
+        self._slab = slab.untyped_storage()
+
+    def detach(self) -> torch.UntypedStorage:
+        """Have no memory any more; return the storage that the slab is in."""
+        if self._slab is None:
+            raise StateError("no slab is attached to this chunk")
+        slab, self._slab = self._slab, None
+        self.storage = torch.UntypedStorage(0, device="cpu")
+        self.flat = torch.empty(0, dtype=self.flat.dtype, device="cpu")
         return slab

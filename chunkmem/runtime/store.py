@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,7 +16,7 @@ from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Event, copy_error
 from chunkmem.runtime.pool import DevicePool, Slab, SlabPool
 from chunkmem.runtime.timestamps import Clock, Interval
-from chunkmem.types import LINKS, TIERS, ChunkId, Link, Tier
+from chunkmem.types import LINKS, TIERS, ChunkId, Link, Role, Tier
 
 NO_CONTENT = -1
 """The version of a chunk, or of a replica, that holds nothing."""
@@ -77,8 +78,8 @@ class Replica:
 
     def copied_from(self, source: Replica) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """Return what is copied to what when `source` is copied here, one after the other."""
-        if self.pieces is None and source.pieces is None:
-            return [(self.flat, source.flat)]
+        if not self.pieces and not source.pieces:
+            return [(self.flat, source.flat)] if self.pieces is source.pieces else [(self.flat[:0], source.flat[:0])]
         if self.pieces is None:
             return [(self.flat.narrow(0, at, piece.numel()), piece) for at, piece in source.pieces or ()]
         return [(piece, source.flat.narrow(0, at, piece.numel())) for at, piece in self.pieces]
@@ -102,6 +103,8 @@ class Chunk:
     """The float32 chunk that this one is rounded from: what is lost of this one can be made again."""
     is_remote: bool = False
     """Another rank owns it: here it has content only while it is pinned on DEVICE."""
+    is_copy: bool = False
+    """Another rank owns it, and sends its content to this one's HOST, where modules compute with it."""
     version: int = NO_CONTENT
     is_written_past: bool = False
     """Modules write to it in a way that autograd's version counters do not tell of (`self.weight.data.clamp_()`)."""
@@ -112,6 +115,11 @@ class Chunk:
     @property
     def nbytes(self) -> int:
         return self.group.nbytes
+
+    @property
+    def compute_tier(self) -> Tier:
+        """Where modules compute with it, gradients land in it, and `home` is."""
+        return Tier.HOST if self.group.is_on_host else Tier.DEVICE
 
     def on(self, tier: Tier) -> ReplicaState:
         """What there is of it on a tier, as plans see it."""
@@ -239,8 +247,8 @@ class ChunkStore:
     def remove(self, chunk: Chunk) -> None:
         """Give all memory of a chunk back, and forget it; its content is lost."""
         self.consume(chunk)
-        if Tier.DEVICE in chunk.replicas:
-            self.drop(chunk, Tier.DEVICE)
+        if chunk.compute_tier in chunk.replicas:
+            self.drop(chunk, chunk.compute_tier)
         del self.chunks[chunk.id]
 
     def take_slab(self, chunk: Chunk, tier: Tier) -> Replica:
@@ -250,7 +258,7 @@ class ChunkStore:
             return self._enter(chunk, tier, Replica(slab, slab.bytes, pieces=pieces))
         slab = self.pools[tier].alloc(chunk.id.role.value, chunk.nbytes)
         with runtime_mode():
-            if tier is Tier.DEVICE and chunk.home is not None:
+            if tier is chunk.compute_tier and chunk.home is not None:
                 flat = chunk.home.attach(slab)
             else:
                 flat = slab.flat(chunk.dtype)
@@ -391,12 +399,12 @@ class ChunkStore:
             self.on_sooner(chunk, tier)
 
     def consume(self, chunk: Chunk) -> None:
-        """The content is used up. A slab on DEVICE stays for the next content, but is the first to go."""
+        """The content is used up. A slab on the `compute_tier` stays for the next content; on DEVICE it goes first."""
         chunk.version = NO_CONTENT
         chunk.settled = False
         for tier in list(chunk.replicas):
             chunk.replicas[tier].version = NO_CONTENT
-            if tier is Tier.DEVICE:
+            if tier is chunk.compute_tier:
                 self.on_sooner(chunk, tier)
             else:
                 self._give_slab_back(chunk, tier)
@@ -409,6 +417,14 @@ class ChunkStore:
                 replica.views = slot_views(chunk, replica.flat)
         return replica.views
 
+    def on_host_nbytes(self) -> Counter[Role]:
+        """Return the bytes, by role, of chunks that are computed with on HOST: they are there for good."""
+        found = Counter[Role]()
+        for chunk in self.resident[Tier.HOST].values():
+            if chunk.compute_tier is Tier.HOST:
+                found[chunk.id.role] += chunk.nbytes
+        return found
+
     def close(self) -> None:
         """Drop every replica and give all memory back."""
         self.issued.clear()
@@ -419,9 +435,10 @@ class ChunkStore:
             pool.close()
 
     def _give_slab_back(self, chunk: Chunk, tier: Tier) -> None:
-        slab = chunk.replicas.pop(tier).slab  # a replica that lived on would keep the memory with its views
+        replica = chunk.replicas.pop(tier)  # one that lived on would keep the memory with its views
+        slab, replica.pieces = replica.slab, None
         del self.resident[tier][chunk.id]
-        if tier is Tier.DEVICE and chunk.home is not None:
+        if tier is chunk.compute_tier and chunk.home is not None:
             with runtime_mode():
                 chunk.home.detach()
         if tier is Tier.DEVICE and chunk.saved is not None:

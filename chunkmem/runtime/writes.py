@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 
 from chunkmem.runtime.policy import StepPolicy
 from chunkmem.runtime.store import Chunk, ChunkStore
-from chunkmem.types import Tier
 
 
 def notice_writes(chunk: Chunk, store: ChunkStore, policy: StepPolicy, *, is_held: bool) -> None:
@@ -19,14 +18,15 @@ def notice_writes(chunk: Chunk, store: ChunkStore, policy: StepPolicy, *, is_hel
         policy: of the step that runs; copies are over before the new version counts.
         is_held: somebody may write to its memory past autograd's version counters.
     """
-    if chunk.home is None or not chunk.ready(Tier.DEVICE):
+    tier = chunk.compute_tier
+    if chunk.home is None or not chunk.ready(tier):
         return
     is_open = is_held or chunk.is_written_past
-    if chunk.home.take_written() or (is_open and store.may_differ(chunk, Tier.DEVICE)):
+    if chunk.home.take_written() or (is_open and store.may_differ(chunk, tier)):
         policy.drain()
         with _residency_kept(chunk, store) if policy.is_planned else nullcontext():
-            store.mark_written(chunk, Tier.DEVICE)
-            store.follow(chunk, Tier.DEVICE)
+            store.mark_written(chunk, tier)
+            store.follow(chunk, tier)
 
 
 @contextmanager

@@ -68,25 +68,29 @@ class ShardStore:
         return self.owner(group) == self.ranks.shard.rank
 
     def together(self, groups: Iterable[int]) -> list[list[int]]:
-        """Return groups as they are exchanged: each list has at most one of each owner."""
+        """Return groups as they are exchanged: each list has at most one of each owner, all on the same tier."""
         found: list[list[int]] = []
-        owners: set[int] = set()
-        for group in sorted(set(groups)):
-            owner = self.owner(group)
-            if not found or owner in owners:
+        seen: set[int] = set()
+        was_on_host = False
+        for group in sorted(set(groups), key=lambda group: (self._is_on_host(group), group)):
+            owner, is_on_host = self.owner(group), self._is_on_host(group)
+            if not found or owner in seen or is_on_host is not was_on_host:
                 found.append([])
-                owners.clear()
+                seen.clear()
             found[-1].append(group)
-            owners.add(owner)
+            seen.add(owner)
+            was_on_host = is_on_host
         return found
 
     def drop_unowned(self, groups: Iterable[int]) -> None:
-        """Every rank has built all of these groups: keep the own ones only."""
+        """Every rank has built all of these groups: keep the own ones only, and weights computed with on HOST."""
         for group in groups:
             if not self.owns(group):
                 for role in _KEPT_ROLES:
                     chunk = self._store.chunks.get(ChunkId(role, group))
-                    if chunk is not None:
+                    if chunk is not None and role is Role.PARAM and chunk.compute_tier is Tier.HOST:
+                        chunk.is_copy = True
+                    elif chunk is not None:
                         chunk.is_remote = True
                         for tier in list(chunk.replicas):
                             self._store.drop(chunk, tier)
@@ -197,7 +201,7 @@ class ShardStore:
         return is_sent
 
     def gather_chunks(self, chunks: Iterable[Chunk], *, reader: object) -> None:
-        """Have every rank see what the owners have in other chunks than weights, pinned on DEVICE by all ranks.
+        """Have every rank see what the owners have in other chunks than weights on DEVICE; all ranks have pinned them.
 
         Raises what `send` does.
         """
@@ -209,6 +213,20 @@ class ShardStore:
             some = [by_group[group] for group in together]
             with runtime_mode():
                 self.exchange.gather(self._shards(some), label=f"{reader}: {some[0].label}").wait()
+
+    def send_on_host(self, groups: Iterable[int] | None = None, *, reader: object) -> None:
+        """Have every rank's weights that modules compute with on HOST be the owners', of all groups or of these.
+
+        Raises what `send` does.
+        """
+        wanted = None if groups is None else set(groups)
+        weights = (chunk for chunk in self._store.chunks.values() if chunk.id.role is Role.PARAM)
+        on_host = [chunk for chunk in weights if chunk.compute_tier is Tier.HOST]
+        sent = [chunk for chunk in on_host if wanted is None or chunk.id.group in wanted]
+        self.gather_chunks(sent, reader=reader)
+        for chunk in sent:
+            if not self.owns(chunk.id.group):
+                self._store.mark_written(chunk, Tier.HOST)
 
     def renew(self, groups: Iterable[int]) -> None:
         """Owners may have written to their weights: have them sent again by the next `send`, though they are held."""
@@ -305,7 +323,11 @@ class ShardStore:
         return self.ranks.broadcast_object(read() if self.owns(group) else None, label=reader, source=self.owner(group))  # type: ignore[return-value]
 
     def _shards(self, chunks: Iterable[Chunk]) -> list[Shard]:
-        return [Shard(c.id.group, self.owner(c.id.group), c.replicas[Tier.DEVICE].flat) for c in chunks]
+        return [Shard(c.id.group, self.owner(c.id.group), c.replicas[c.compute_tier].flat) for c in chunks]
+
+    def _is_on_host(self, group: int) -> bool:
+        chunk = self._store.chunks.get(ChunkId(Role.PARAM, group))
+        return chunk is not None and chunk.compute_tier is Tier.HOST
 
     def _weights(self, group: int) -> Chunk:
         return self._store.chunks[ChunkId(Role.PARAM, group)]

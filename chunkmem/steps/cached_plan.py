@@ -48,6 +48,7 @@ class CachedPlan:
         options: PlanOptions,
         perform: Callable[[Plan, Trace], PlanExecutor],
         bystanders_nbytes: Callable[[Trace], Mapping[Tier, int]],
+        on_host_nbytes: Callable[[], int],
     ) -> None:
         """Begin with nothing known.
 
@@ -57,6 +58,7 @@ class CachedPlan:
             options: of the planner.
             perform: makes a plan pager.
             bystanders_nbytes: returns by tier the bytes there of chunks that a trace does not touch.
+            on_host_nbytes: returns the bytes of modules that compute on HOST.
         """
         self.mode = mode
         self.trace: Trace | None = None
@@ -68,6 +70,7 @@ class CachedPlan:
         self._options = options
         self._perform = perform
         self._bystanders_nbytes = bystanders_nbytes
+        self._on_host_nbytes = on_host_nbytes
         self._num_refinements = 0
         """How often the trace was compared with the durations of a step that followed a plan."""
         self._director: TraceCursor | None = None
@@ -172,7 +175,9 @@ class CachedPlan:
         if plan_executor is None:
             return Outcome.FOLLOWED
         if plan_executor.step_log.plan_misses or not plan_executor.is_at_end:
-            if not plan_executor.was_followed and not self._has_warned:
+            # Without a miss nothing was served on demand: the step was that of modules on HOST alone.
+            was_missed = bool(plan_executor.step_log.plan_misses) and not plan_executor.was_followed
+            if was_missed and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
                     f"a {self.mode.value} step could not follow its plan, and every access was served on demand, which "
@@ -199,7 +204,11 @@ class CachedPlan:
 
     def _make_planner(self, trace: Trace) -> StepPlanner:
         return StepPlanner(
-            trace, self._machine(), options=self._options, bystanders_nbytes=self._bystanders_nbytes(trace)
+            trace,
+            self._machine(),
+            options=self._options,
+            bystanders_nbytes=self._bystanders_nbytes(trace),
+            on_host_nbytes=self._on_host_nbytes(),
         )
 
     def _improve(self) -> None:

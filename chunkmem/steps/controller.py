@@ -105,7 +105,7 @@ class StepController(KnownSteps):
         self._regions = regions
         self._choices = RegionChoices(maker.machine, options)
         self._iteration_end = IterationEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
-        self.timelines = LastTimelines(tiers)
+        self.timelines = LastTimelines(tiers, pager.store)
 
     def adopt_trace(self, trace: Trace) -> None:
         """Use a trace of an earlier run: the same calls are recomputed as in it.
@@ -227,6 +227,9 @@ class StepController(KnownSteps):
         mode, recorder, entry = self.now.mode, self.now.recorder, self.now.entry
         if mode is Mode.EVAL:
             self._keep_timeline()
+        is_recorded = mode is Mode.TRAIN and recorder is not None and not self.now.is_excused
+        if self._is_lone and is_recorded and self.is_choosing_regions:
+            self.keep_regions(self.choose_regions())
         is_excused, self.now.is_excused = self.now.is_excused, False
         self.now.mode, self.now.recorder, self.now.is_running = None, None, False
         if recorder is not None:
@@ -248,27 +251,36 @@ class StepController(KnownSteps):
         def trace() -> Trace:
             if not is_even:
                 raise TraceError("other gradients wait for their step at its end than did at its beginning")
-            regions = self._regions.recorded() if recorder.mode is Mode.TRAIN else ()
-            return recorder.trace(self._layout(), self._pager.store.chunks, regions)
+            return self._trace_of(recorder)
 
-        if self._chooses_regions(recorder, trace):
-            return  # the next step is another one
         kinds = self.kinds[recorder.mode]
         kinds.recorded(self.now.key, trace)
         if self._is_first_of_two and recorder.mode is Mode.TRAIN:
             self._is_first_of_two, self._aside = False, kinds.trace
             kinds.forget()
 
-    def _chooses_regions(self, recorder: Recorder, trace: Callable[[], Trace]) -> bool:
-        """Decide, if that is still to be done, which regions are recomputed; tell whether that changes the step."""
-        key = self.now.key
-        if not self._regions.is_auto or recorder.mode is not Mode.TRAIN or self._choices.kept(key) is not None:
-            return False
+    @property
+    def is_choosing_regions(self) -> bool:
+        """Which regions this kind of step recomputes is not decided yet."""
+        return self._regions.is_auto and self._choices.kept(self.now.key) is None
+
+    def choose_regions(self) -> frozenset[int]:
+        """Return the calls of regions that steps like the one just recorded had better not recompute."""
+        recorder = self.now.recorder
         try:
-            recorded = trace()
+            trace = None if recorder is None else self._trace_of(recorder)
         except TraceError:
-            return False
-        return bool(recorded.regions) and self._choices.choose(key, recorded)
+            trace = None  # it was torn down in the middle
+        return frozenset() if trace is None or not trace.regions else self._choices.choose(trace)
+
+    def keep_regions(self, kept: frozenset[int]) -> None:
+        """Have steps of this kind recompute all calls of regions but these; what was recorded is of another kind."""
+        self._choices.keep(self.now.key, kept)
+        self.now.is_excused = self.now.is_excused or bool(kept)
+
+    def _trace_of(self, recorder: Recorder) -> Trace:
+        regions = self._regions.recorded() if recorder.mode is Mode.TRAIN else ()
+        return recorder.trace(self._layout(), self._pager.store.chunks, regions)
 
     def _num_moments(self) -> int:
         return 0 if self.now.recorder is None else self.now.recorder.num_moments

@@ -43,6 +43,7 @@ class CachedPlanFactory:
             options=self._options,
             perform=lambda plan, trace: PlanExecutor(plan, trace, self._pager, self._lanes, self._tiers),
             bystanders_nbytes=self._bystanders_nbytes,
+            on_host_nbytes=lambda: self._pager.store.on_host_nbytes().total(),
         )
 
     def machine(self) -> Machine:
@@ -54,6 +55,10 @@ class CachedPlanFactory:
     def _bystanders_nbytes(self, trace: Trace) -> Mapping[Tier, int]:
         resident = self._pager.store.resident
         return {
-            tier: sum(chunk.nbytes for chunk in chunks.values() if chunk.id not in trace.chunk_nbytes)
+            tier: sum(
+                chunk.nbytes
+                for chunk in chunks.values()
+                if chunk.id not in trace.chunk_nbytes and chunk.compute_tier is Tier.DEVICE
+            )
             for tier, chunks in resident.items()
         }

@@ -30,6 +30,7 @@ class StepPlanner:
         *,
         options: PlanOptions,
         bystanders_nbytes: Mapping[Tier, int],
+        on_host_nbytes: int = 0,
         work: int = WORK_A_STEP,
     ) -> None:
         """Make a first plan.
@@ -39,13 +40,15 @@ class StepPlanner:
             machine: caps and speeds to plan for.
             options: of a user's configuration.
             bystanders_nbytes: by tier, the bytes there of chunks that the trace does not touch.
+            on_host_nbytes: of modules that compute on HOST, which are there for good.
             work: most work of this, and of each `improve`.
 
         Raises:
             CapacityError, PlanError: see `Planner.improve`.
         """
         self._trace = trace
-        self._machine = machine
+        self._whole_machine = machine
+        machine = self._machine = replace(machine, host_nbytes=max(0, machine.host_nbytes - on_host_nbytes))
         self._work = work
         self._aside_nbytes = 0 if trace.mode is Mode.EVAL else sum(bystanders_nbytes.values())
         """Bytes on HOST that the plan does not know of."""
@@ -56,7 +59,7 @@ class StepPlanner:
             # What the evaluation does not touch stays where training left it, if that is possible.
             left_nbytes = max(0, machine.device_nbytes - bystanders_nbytes[Tier.DEVICE])
             self._try_instead(Planner(trace, replace(machine, device_nbytes=left_nbytes), options=options))
-        self.plan = self._planner.plan or self._planner.improve(work)
+        self.plan = self._of_this_machine(self._planner.plan or self._planner.improve(work))
         """The best plan so far."""
         if not self._leaves_room(self.plan):
             # HOST is where chunks are that the step does not touch: a plan that fills it leaves them no room.
@@ -98,4 +101,5 @@ class StepPlanner:
 
     def _of_this_machine(self, plan: Plan) -> Plan:
         """Return a plan with the caps of the machine, of which it leaves some of HOST to others."""
-        return replace(plan, machine=self._machine) if self._trace.mode is Mode.TRAIN else plan
+        is_whole = self._trace.mode is Mode.EVAL or plan.machine == self._whole_machine
+        return plan if is_whole else replace(plan, machine=self._whole_machine)

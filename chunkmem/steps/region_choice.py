@@ -33,15 +33,17 @@ class RegionChoices:
         """Choose for all kinds of steps what a trace of an earlier run has recomputed."""
         self._adopted = frozenset(region.number for region in trace.regions if region.recomputed is None)
 
+    def keep(self, key: Key, kept: frozenset[int]) -> None:
+        """Have a kind of step recompute all calls but these."""
+        self._kept[key] = kept
+
     @no_collections()
-    def choose(self, key: Key, trace: Trace) -> bool:
-        """Choose by a step that recomputes all; tell whether the next ones recompute fewer."""
+    def choose(self, trace: Trace) -> frozenset[int]:
+        """Return what steps like this one, which recomputes all, had better not recompute."""
         machine = self._machine()
         step = uncharged(trace, charges_non_model=machine.charges_non_model)
         try:
             choice = choose_regions(step, replace(machine, charges_non_model=True), options=self._options)
         except CapacityError:
-            return False  # what comes of it is said when the plan is made
-        kept = {region.number for at, region in enumerate(trace.regions) if at not in choice.recomputed}
-        self._kept[key] = frozenset(kept)
-        return bool(kept)
+            return frozenset()  # what comes of it is said when the plan is made
+        return frozenset(region.number for at, region in enumerate(trace.regions) if at not in choice.recomputed)

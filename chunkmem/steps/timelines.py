@@ -6,16 +6,19 @@ from collections.abc import Callable
 
 from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.step_log import StepLog
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Trace
+from chunkmem.types import Tier
 
 
 class LastTimelines:
     """The timelines of the last iteration and of the last training step that are over, made when they are asked for."""
 
-    def __init__(self, tiers: Tiers) -> None:
-        """Begin before the first step; `tiers` tell the peaks."""
+    def __init__(self, tiers: Tiers, store: ChunkStore) -> None:
+        """Begin before the first step; `tiers` tell the peaks, and `store` what of them no plan knows of."""
         self._ledgers = (tiers.device, tiers.host)
+        self._store = store
         self._last: Callable[[], Timeline] | None = None
         self._last_training: Callable[[], Timeline] | None = None
 
@@ -30,6 +33,9 @@ class LastTimelines:
             return
         kept = step_log
         peaks = {ledger.tier: (ledger.chunk_peak_nbytes, dict(ledger.role_peak)) for ledger in self._ledgers}
+        on_host, (host_nbytes, by_role) = self._store.on_host_nbytes(), peaks[Tier.HOST]
+        by_role |= {role.value: by_role[role.value] - nbytes for role, nbytes in on_host.items()}
+        peaks[Tier.HOST] = host_nbytes - on_host.total(), by_role
         caps = {ledger.tier: ledger.limit_nbytes for ledger in self._ledgers}
         self._last = lambda: kept.timeline(trace, peaks, caps)
         if is_training:

@@ -3,9 +3,10 @@
 [Note: Trial] All ranks go through the same states, one a step, since every one of them comes to the end of each step.
 
 1. The first step shows what is exchanged, and when. After it the links are measured.
-2. One is recorded that gathers when it needs to. If a plan for the same step with exchanges that overlap computing fits
+2. If regions may be recomputed or not, a step that recomputes all is recorded, and rank 0 chooses.
+3. One is recorded that gathers when it needs to. If a plan for the same step with exchanges that overlap computing fits
    both tiers on all ranks, the next one gathers ahead, and is recorded, too.
-3. One follows the plan for that. After it the two plans are compared by how long computing stalls, as simulated:
+4. One follows the plan for that. After it the two plans are compared by how long computing stalls, as simulated:
    the largest over ranks counts. The way that stalls for less is kept by all.
 """
 
@@ -48,7 +49,7 @@ class AheadTrial:
     def restart(self) -> None:
         """Begin again before the first step: there is more to exchange."""
         self._prefetch.is_wanted = self._controller.may_record = False
-        self._states = iter((self._learned, self._recorded, self._recorded_ahead, self._followed))
+        self._states = iter((self._learned, self._chosen, self._recorded, self._recorded_ahead, self._followed))
 
     def end_step(self) -> None:
         """A step is over, on all ranks. One that all skipped, for an overflow or without a batch, does not count.
@@ -63,6 +64,15 @@ class AheadTrial:
     def _learned(self) -> None:
         self._measure(self._prefetch.largest())
         self._controller.may_record = True
+
+    def _chosen(self) -> None:
+        kept: frozenset[int] = frozenset()
+        if self._controller.is_choosing_regions:
+            mine = self._controller.choose_regions()
+            kept = self._ranks.broadcast_object(mine, label="choosing which regions are recomputed")
+            self._controller.keep_regions(kept)
+        if not kept:  # the step that was recorded is like those to come
+            next(self._states)()
 
     def _recorded(self) -> None:
         if not self._prefetch.has_room:

@@ -82,8 +82,9 @@ class Recorder(OnDemand):
     def trace(self, layout: str, chunks: Mapping[ChunkId, Chunk], regions: Sequence[Region] = ()) -> Trace:
         """Return the trace, as the step repeats; `regions` are the calls of regions in it.
 
-        A training trace has every chunk with content, used or not, so that a plan knows where all of them are. An
-        evaluation has what it touches: the rest may stay where the training left it.
+        A training trace has every chunk with content, used or not, so that a plan knows where all of them are; those of
+        modules that compute on HOST are in none. An evaluation has what it touches: the rest may stay where the
+        training left it.
 
         Raises:
             TraceError: the step was not whole: something is still held, or was there before and is used up.
@@ -97,14 +98,15 @@ class Recorder(OnDemand):
         )
         wanted = {moment.chunk for moment in moments}
         if self.mode is Mode.TRAIN:
-            wanted |= {key for key, chunk in chunks.items() if chunk.version != NO_CONTENT and not chunk.is_remote}
+            known = (chunk for chunk in chunks.values() if chunk.compute_tier is Tier.DEVICE and not chunk.is_remote)
+            wanted |= {chunk.id for chunk in known if chunk.version != NO_CONTENT}
         trace = Trace(
             self.mode,
             layout,
             {key: chunks[key].nbytes for key in sorted(wanted, key=lambda key: (key.group, key.role.value))},
             moments,
             self._sampling_interval_s,
-            frozenset(chunk.id.group for chunk in chunks.values() if chunk.is_remote),
+            frozenset(c.id.group for c in chunks.values() if c.is_remote and c.compute_tier is Tier.DEVICE),
             tuple(regions),
         )
         return as_loop(trace)

@@ -161,9 +161,11 @@ MANAGERS: dict[str, tuple[Callable[[], Any], str]] = {
         r"^config is a dict; pass Config.from_json\(path\)",
     ),
     "a path": (lambda: chunkmem.ChunkManager("chunkmem.json"), r"^config is a str; pass Config.from_json\(path\)"),
-    "an embedding on HOST": (
-        lambda: chunkmem.ChunkManager(chunkmem.Config(use_cpu_embedding=True)),
-        r"^use_cpu_embedding: not available in this version; leave out or set to the default$",
+    "a third tier": (
+        lambda: chunkmem.ChunkManager(
+            chunkmem.Config.from_dict({"memory": {"disk": {"path": "/somewhere", "capacity": 1}}})
+        ),
+        r"^memory.disk: not available in this version; leave out or set to the default$",
     ),
     "a device that is not there": (
         lambda: chunkmem.ChunkManager(device_index=99),

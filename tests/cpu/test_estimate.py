@@ -28,6 +28,7 @@ from chunkmem.estimate.question import (
 )
 from chunkmem.types import Tier
 from tests.helpers.estimate_command import asked, assert_refused
+from tests.helpers.estimated import WORDS
 
 MLP = "tests.helpers.estimated:mlp"
 
@@ -247,6 +248,30 @@ def test_the_options_that_are_printed_work(capsys: pytest.CaptureFixture[str]) -
         assert asked(capsys, MLP, *words, *change["options"])["fits"] is True
 
 
+def test_tiles_are_offered_where_a_wide_layer_is_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tests.helpers.estimated:wide", "--batch", "2", "--chunk-size", "4096", "--device"]
+    said = asked(capsys, *words, "256KiB", status=1)
+    assert said["change"] == {"what": "tile", "options": ["--tile", str(64 * 1024 // 4)]}
+    tiled = asked(capsys, *words, "256KiB", *said["change"]["options"])
+    assert tiled["fits"] is True
+    assert tiled["tile_numel"] == 64 * 1024 // 4
+    assert tiled["parameters"] == said["parameters"]
+    assert main(["estimate", *words, "256KiB"]) == 1
+    assert "smallest change that fits: --tile 16384\n" in capsys.readouterr().out
+    (sixteenth,) = (c for c in asked(capsys, *words, "128KiB", status=1)["changes"] if c["what"] == "tile")
+    assert sixteenth["options"] == ["--tile", str(64 * 1024 // 16)]
+
+
+def test_tiles_are_not_offered_where_activations_or_host_are_what_does_not_fit() -> None:
+    wide = question("wide", batch=4096, chunk_numel=4096)
+    rehearsals = {wide: wide.rehearse()}
+    activations = replace(wide, device_nbytes=rehearsals[wide].activation_nbytes - 1)
+    host = question("wide", batch=2, chunk_numel=4096, device_nbytes=2 << 20, host_nbytes=1 << 20)
+    for each in (activations, host):
+        changes = smallest_changes(each, each.rehearse(), rehearse=Question.rehearse)
+        assert "tile" not in {change.what for change in changes}
+
+
 # Several ranks.
 
 
@@ -368,3 +393,63 @@ def test_a_wrong_configuration_is_one_line(
     assert out == ""
     assert message in err
     assert err.count("\n") == 1
+
+
+# Embeddings on HOST.
+
+TABLE_NBYTES = WORDS * 64 * 4
+
+
+def test_an_embedding_on_host_is_offered_where_it_is_enough() -> None:
+    """At a fifth of the table on DEVICE nothing else is: its gradient is as large, whatever the batch."""
+    asked_about = question("worded", batch=2, device_nbytes=TABLE_NBYTES // 5)
+    changes = smallest_changes(asked_about, asked_about.rehearse(), rehearse=Question.rehearse)
+    assert [change.what for change in changes] == ["cpu embedding", "device"]
+    assert changes[0].options == ("--cpu-embedding",)
+    assert find(changes[0].question, changes[0].question.rehearse()).on_host_nbytes >= 4 * TABLE_NBYTES
+
+
+def test_a_tied_embedding_is_not_offered() -> None:
+    tied = Question(
+        model=lambda batch: resolve_model("gpt:64x2", batch=batch, seq=16),
+        batch=1,
+        hardware=HARDWARE["h100"],
+        device_nbytes=1 << 20,
+    )
+    changes = smallest_changes(tied, tied.rehearse(), rehearse=Question.rehearse)
+    assert not any("cpu embedding" in change.what for change in changes)
+
+
+def test_what_an_embedding_on_host_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    """DEVICE no longer has the table, HOST has it in four roles; the sum stays, and its update takes HOST's time."""
+    words = ("tests.helpers.estimated:worded", "--batch", "2", "--chunk-size", "4160", "--device", "8MiB")
+    away = asked(capsys, *words, "--host", "64MiB", "--cpu-embedding")
+    here = asked(capsys, *words, "--host", "64MiB")
+    assert away["cpu_embedding"]
+    assert away["need"]["device_nbytes"] < TABLE_NBYTES // 5 < 2 * TABLE_NBYTES < here["need"]["device_nbytes"]
+    assert away["activation_nbytes"] < TABLE_NBYTES // 5 < here["activation_nbytes"]
+    assert away["role_nbytes"] == here["role_nbytes"]
+    assert away["host"]["peak_nbytes"] >= 4 * TABLE_NBYTES
+    assert away["step_s"] > 4 * 2 * TABLE_NBYTES / HARDWARE["h100"].host_memory_Bps
+
+
+def test_host_has_to_have_room_for_an_embedding() -> None:
+    asked_about = question("worded", batch=2, device_nbytes=1 << 20, cpu_embedding=True, host_nbytes=2 * TABLE_NBYTES)
+    rehearsal = asked_about.rehearse()
+    assert not fits(asked_about, rehearsal)
+    enough = host_need(asked_about, rehearsal)
+    assert 4 * TABLE_NBYTES <= enough < 5 * TABLE_NBYTES
+    assert fits(replace(asked_about, host_nbytes=enough), rehearsal)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_cap_that_is_predicted_for_an_embedding_on_host_is_enough(world: int) -> None:
+    """One rank trains with it, and not with a byte less."""
+    asked_about = question("worded", batch=2, cpu_embedding=True, host_nbytes=64 << 20, world=world)
+    rehearsal = asked_about.rehearse()
+    need = device_need(asked_about, rehearsal)
+    assert need.nbytes < TABLE_NBYTES // 5
+    assert fits(replace(asked_about, device_nbytes=need.nbytes), rehearsal)
+    assert not fits(replace(asked_about, device_nbytes=need.nbytes - 1), rehearsal)
+    exchanged = find(asked_about, rehearsal).exchanged  # the gradient of the table to its owner, and its weights to all
+    assert (exchanged.sent_nbytes + exchanged.received_nbytes >= 2 * TABLE_NBYTES) is (world > 1)

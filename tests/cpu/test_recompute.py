@@ -188,7 +188,7 @@ class WritesTo(nn.Module):
     [
         ("input", (), r"argument 0 in place \(float32 of shape \(2, 5\)"),
         ("in a tuple", (torch.zeros(3),), r"argument 1\[0\] in place"),
-        ("in a list", [torch.zeros(3)], r"argument 1\[0\] in place"),
+        ("in a list", [torch.zeros(20_000)], r"argument 1\[0\] in place"),
         ("in a cache", "cache", r"argument 1.layers\[0\] in place"),
         ("attribute", (), r"WritesTo.memory in place"),
     ],
@@ -204,8 +204,8 @@ def test_a_write_to_what_a_call_is_given_is_an_error(what: str, others: Any, nam
 
 
 def test_a_write_after_the_call_is_an_error() -> None:
-    values = [torch.ones(5)]
-    y = chunkmem.checkpoint(lambda x, given: (x * given[0]).tanh(), torch.ones(5, requires_grad=True), values)
+    values = [torch.ones(20_000)]
+    y = chunkmem.checkpoint(lambda x, given: (x * given[0]).tanh(), torch.ones(20_000, requires_grad=True), values)
     values[0].mul_(2)
     with pytest.raises(StateError, match=r"argument 1\[0\] .* was written to in place after the forward"):
         y.sum().backward()
@@ -424,3 +424,65 @@ def test_segments_as_torch_cuts_them_and_inputs_without_gradient() -> None:
     for segments in (0, 8):
         with pytest.raises(ConfigError, match=f"segments: {segments}, for 7 blocks; give 1 to 7"):
             chunkmem.checkpoint_sequential(blocks, segments, x)
+
+
+class Statistics(nn.Module):
+    """Keeps them where no module has them as buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+        self.register_buffer("sums", torch.zeros(6))
+        self.register_buffer("first_sums", self.sums[:3])
+        self.counts = np.zeros(2)
+        self.slots = Slots()
+
+    def forward(self, x: torch.Tensor, mean: torch.Tensor, stats: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.first_sums += 1
+        self.counts[0] += 1
+        self.slots.count += 1
+        scale = float(self.sums.sum() * self.counts[0] * self.slots.count)
+        x = F.batch_norm(x, mean, stats["var"], training=True)
+        return (x * scale * torch.rand(x.shape, generator=self.generator)).tanh() + mean[:, None]
+
+
+class Slots:
+    __slots__ = ("count", "empty")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def test_small_state_counts_once_wherever_it_is() -> None:
+    """Arguments that BatchNorm's kernels write to, a dict, views of a buffer, an array, slots, a generator."""
+    found = []
+    for run in (plainly, chunkmem.checkpoint):
+        model, linear = Statistics(), nn.Linear(5, 5)
+        torch.manual_seed(0)
+        nn.init.normal_(linear.weight)
+        nn.init.zeros_(linear.bias)
+        mean, stats = torch.zeros(6), {"var": torch.ones(6)}
+        closure = torch.zeros(6)
+
+        def call(x: torch.Tensor, linear: nn.Module = linear, closure: torch.Tensor = closure) -> torch.Tensor:
+            return F.batch_norm(linear(x), closure, torch.ones(6), training=True)
+
+        def closed(x: torch.Tensor, call: Any = call, **given: Any) -> torch.Tensor:
+            return call(x, closure=given["closure"])
+
+        x = torch.randn(4, 6, 5, requires_grad=True)
+        y = run(closed, run(model, run(model, x, mean, stats=stats), mean, stats=stats), closure=closure)
+        y.square().sum().backward()
+        tensors = [x.grad, linear.weight.grad, mean, stats["var"], closure, model.sums, model.generator.get_state()]
+        found.append([*tensors, torch.tensor([*model.counts, model.slots.count])])
+    assert_same(found[1], found[0])
+
+
+def test_what_cannot_be_run_twice_alike_is_refused() -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with pytest.raises(StateError, match=r"Sequential.1.running_mean has no values yet .* call the module once before"):
+        chunkmem.checkpoint(lazy, x)
+    lazy(x)
+    chunkmem.checkpoint(lazy, x).sum().backward()
+    assert int(lazy[1].num_batches_tracked) == 2

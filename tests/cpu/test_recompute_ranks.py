@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import chunkmem
+from tests.helpers.audit import assert_as_predicted
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import Block, mean_of
 
@@ -62,10 +63,23 @@ WAYS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-class Stack(nn.Module):
-    def __init__(self, way: str, segments: int) -> None:
+class NormBlock(Block):
+    """With running statistics and dropout."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.batch = nn.BatchNorm1d(16, affine=False)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.drop(self.batch(super().forward(x)))
+        return result
+
+
+class Stack(nn.Module):
+    def __init__(self, way: str, segments: int, block: type[Block] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(NUM_BLOCKS))
         self.way, self.segments = way, segments
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,15 +99,16 @@ class Found:
     num_reductions: int
     nbytes: int
     num_pinned: int
+    buffers: dict[str, Tensor]
 
 
-def train(rank: int, way: str, segments: int, device_nbytes: int) -> Found:
+def train(rank: int, way: str, segments: int, device_nbytes: int, block: type[Block] = Block) -> Found:
     torch.set_num_threads(1)
     values = {"default_chunk_size": BLOCK_NUMEL, "memory": {"device": device_nbytes, "host": 8 << 20}}
     with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
         torch.manual_seed(0)
         with manager.init():
-            model = Stack(way, segments)
+            model = Stack(way, segments, block)
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
         manager.accumulate(1)
         assert manager.runtime.sharding.shards is not None
@@ -106,9 +121,11 @@ def train(rank: int, way: str, segments: int, device_nbytes: int) -> Found:
             num_pinned = sum(replica.pins for chunk in chunks for replica in chunk.replicas.values())
             optimizer.step()
             optimizer.zero_grad()
+        assert_as_predicted(manager)
         after = traffic.num_gathers, traffic.num_reductions, traffic.sent_nbytes + traffic.received_nbytes
         counts = [now - then for now, then in zip(after, before, strict=True)]
-        return Found(manager.state_dict(), *counts, num_pinned)
+        buffers = {key: value.clone() for key, value in model.named_buffers()}
+        return Found(manager.state_dict(), *counts, num_pinned, buffers)
 
 
 def serial() -> dict[str, Tensor]:
@@ -162,3 +179,12 @@ def test_where_a_segment_does_not_fit_units_come_one_by_one(team: Team, way: str
         assert [key for key, value in expected.items() if not torch.equal(value, found.weights[key])] == []
         assert found.num_reductions == NUM_BLOCKS
         assert found.num_pinned == 0
+
+
+@pytest.mark.parametrize("device_nbytes", [1 << 20, 2 * CHUNK_NBYTES])
+def test_statistics_of_each_rank_count_once(team: Team, device_nbytes: int) -> None:
+    expected = team.run(train, "kept", 1, device_nbytes, NormBlock)
+    for kept_one, found in zip(expected, team.run(train, "sequential", 3, device_nbytes, NormBlock), strict=True):
+        for key, value in (kept_one.weights | kept_one.buffers).items():
+            assert torch.equal(value, (found.weights | found.buffers)[key]), key
+        assert int(found.buffers["blocks.0.batch.num_batches_tracked"]) == NUM_STEPS

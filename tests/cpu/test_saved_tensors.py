@@ -163,3 +163,88 @@ def test_an_interrupted_call_leaves_no_hooks() -> None:
         model.blocks[1].down.forward = forward
         loss_of(model, 0, nullcontext).backward()
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+class Twice(nn.Module):
+    """Operators in a `with` of its own forward use a weight twice, and one that a module uses later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):  # save_on_cpu keeps tensors of a CPU themselves
+            y = torch.relu(F.linear(x, self.first.weight, self.first.bias))
+            y = F.linear(y, self.first.weight) @ self.second.weight.t()
+        result: Tensor = self.norm(y) + self.second(x)
+        return result
+
+
+def kept_graph(model: nn.Module, x: Tensor) -> None:
+    with save_on_cpu():
+        loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def gradient_of_a_gradient(model: nn.Module, x: Tensor) -> None:
+    with save_on_cpu():
+        y = model(x)
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        loss = grad.square().sum() + y.square().mean()
+    loss.backward()
+
+
+def gradient_of_the_input_only(model: nn.Module, x: Tensor) -> None:
+    with save_on_cpu():
+        y = model(x)
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    y.square().mean().backward()
+
+
+def outside_of_modules(model: nn.Module, x: Tensor) -> None:
+    with save_on_cpu():
+        loss = F.linear(model(x), model.first.weight).square().mean()
+    loss.backward()
+
+
+def two_levels(model: nn.Module, x: Tensor) -> None:
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        with save_on_cpu():
+            y = model(x)
+        z = chunkmem.checkpoint(model, y)
+    z.square().mean().backward()
+
+
+def frozen(model: nn.Module, x: Tensor) -> None:
+    model.first.requires_grad_(False)
+    with save_on_cpu():
+        y = model(model(x))
+    y.square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    "step", [kept_graph, gradient_of_a_gradient, gradient_of_the_input_only, outside_of_modules, two_levels, frozen]
+)
+def test_graphs_under_hooks_are_as_in_plain_pytorch(step: Callable[[nn.Module, Tensor], None]) -> None:
+    def train(model: nn.Module, optimizer: Any) -> None:
+        torch.manual_seed(1)
+        for _ in range(4):
+            step(model, torch.randn(4, 8, requires_grad=True))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    plain = Twice()
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True))
+    config = {"default_chunk_size": 160, "memory": {"device": 8 << 10, "host": 8 << 20}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(config)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Twice()
+        train(model, chunkmem.AdamW(model.parameters(), manager=manager, lr=0.01))
+        manager.runtime.modules.access.relieve()
+        chunks = manager.runtime.memory.store.chunks.values()
+        assert sum(replica.pins for chunk in chunks for replica in chunk.replicas.values()) == 0
+        state = manager.state_dict()
+        assert [key for key, value in plain.state_dict().items() if not torch.equal(value, state[key])] == []

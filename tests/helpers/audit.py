@@ -27,12 +27,13 @@ def audit(manager: ChunkManager) -> None:
     audit_leaving(manager.runtime.memory.pager)
     manager.runtime.memory.pager.policy.drain()  # what a plan has prefetched may be under way
     for chunk in manager.runtime.memory.store.chunks.values():
+        assert chunk.compute_tier is Tier.DEVICE or Tier.DEVICE not in chunk.replicas, f"{chunk.label} is on DEVICE"
         for replica in chunk.replicas.values():
             if replica.version == chunk.version != NO_CONTENT:
                 for start, stop in chunk.group.pads:
                     assert not replica.flat[start:stop].any(), f"{chunk.label}: pads are not 0"
         if isinstance(chunk.home, BoundChunk):
-            audit_binding(chunk.home, present=Tier.DEVICE in chunk.replicas, nbytes=chunk.nbytes)
+            audit_binding(chunk.home, present=chunk.compute_tier in chunk.replicas, nbytes=chunk.nbytes)
 
 
 def audit_pins(manager: ChunkManager) -> None:
@@ -53,7 +54,8 @@ def audit_ledgers(store: ChunkStore, *, log_nbytes: int = 0) -> None:
         live: Counter[str] = Counter()
         for chunk in store.chunks.values():
             if tier in chunk.replicas:
-                assert chunk.replicas[tier].flat.untyped_storage().nbytes() >= chunk.nbytes
+                replica = chunk.replicas[tier]  # pieces: activations, whose memory a user may have got hold of
+                assert replica.pieces is not None or replica.flat.untyped_storage().nbytes() >= chunk.nbytes
                 live[chunk.id.role.value] += chunk.nbytes
         live[CACHE] += sum(slab.nbytes for slab in getattr(pool, "_kept", ()))
         if tier is Tier.HOST:

@@ -91,6 +91,12 @@ KEYS: Mapping[str, Key] = {
     ),
     "release_after_init": Key(False, *BOOLEAN),
     "use_cpu_embedding": Key(False, *BOOLEAN),
+    "with_tiling_linear": Key(
+        False,
+        same(True, False, 1, 4096),
+        (0, -1, 2**63, 1.0, "true", None, []),
+        "true or false, or an integer from 1 to 2**63 - 1",
+    ),
     "memory.device": Key(None, *CAP),
     "memory.host": Key(None, *CAP),
     "memory.disk": Key(
@@ -98,6 +104,12 @@ KEYS: Mapping[str, Key] = {
         ((None, None), ({"path": "swap", "capacity": "200GiB"}, DiskConfig(path="swap", capacity=200 * 2**30))),
         ("swap", 1, True, []),
         "null, or an object with the keys path, capacity",
+    ),
+    "activations.policy": Key(
+        None,
+        same(None, "auto", "keep", "offload", "recompute"),
+        ("Auto", "", "none", True, 1, []),
+        'null, or "auto", "keep", "offload" or "recompute"',
     ),
     "distributed.timeout_s": Key(600.0, *POSITIVE),
     "client.mem_tracer.use_async_mem_monitor": Key(True, *BOOLEAN),

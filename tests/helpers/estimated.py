@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTH = 64
+WORDS = 4000
 
 
 def mlp(batch: int = 8) -> tuple[nn.Module, Any]:
@@ -21,6 +22,25 @@ def tower(batch: int = 8, layers: int = 6) -> tuple[nn.Module, Any]:
     """As many blocks as are asked for."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
     return model, lambda m: m(torch.randn(batch, WIDTH)).square().mean()
+
+
+class Worded(nn.Module):
+    """A wide embedding before blocks that can be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.blocks(self.words(ids)).square().mean()
+        return result
+
+
+def worded(batch: int = 8) -> tuple[nn.Module, Any]:
+    """Far more words than a batch looks up."""
+    ids = torch.arange(batch * 4).view(batch, 4) % WORDS
+    return Worded(), lambda m: m(ids)
 
 
 class Head(nn.Module):
@@ -87,3 +107,9 @@ def misfit(batch: int = 8) -> tuple[nn.Module, Any]:
 
 
 NOT_A_FUNCTION = 3
+
+
+def wide(batch: int = 2) -> tuple[nn.Module, Any]:
+    """Feed-forward blocks whose weights are all of it, and a narrow head."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, 16 * WIDTH), nn.Tanh(), nn.Linear(16 * WIDTH, WIDTH)) for _ in range(2)]
+    return nn.Sequential(*layers), lambda m: m(torch.randn(batch, WIDTH)).square().mean()

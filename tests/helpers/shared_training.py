@@ -69,6 +69,14 @@ class FourSegments(OneSegment):
     segments = 4
 
 
+class TwoSegments(Net):
+    """Two units are recomputed together."""
+
+    def body(self, x: Tensor) -> Tensor:
+        result: Tensor = chunkmem.checkpoint_sequential(self.blocks, 2, x)
+        return result
+
+
 class Reused(Net):
     """The same blocks twice, the other way round."""
 
@@ -117,6 +125,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpointed": Checkpointed,
     "one segment": OneSegment,
     "four segments": FourSegments,
+    "two segments": TwoSegments,
     "reused": Reused,
     "frozen": Frozen,
     "routed": Routed,

@@ -138,6 +138,8 @@ class DeviceSlabs(DevicePool):
     def __init__(self, order: AccessOrder, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._order = order
+        self._admitted: dict[Slab, list[tuple[int, int]]] = {}
+        """Addresses and bytes of memory that is not the pool's."""
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         memory = super()._allocate(nbytes)
@@ -154,6 +156,18 @@ class DeviceSlabs(DevicePool):
         address = slab.bytes.data_ptr()
         super()._discard(slab)
         self._order.gave_up(address, slab.nbytes)
+
+    def admit(self, role: str, nbytes: int, fill: Callable[[], Any]) -> tuple[Slab, Any]:
+        slab, pieces = super().admit(role, nbytes, fill)
+        self._admitted[slab] = [(piece.data_ptr(), piece.nbytes) for _, piece in pieces if piece.nbytes]
+        for _, piece in pieces:
+            self._order.took(Tier.DEVICE, piece)
+        return slab, pieces
+
+    def dismiss(self, role: str, slab: Slab, empty: Callable[[], object]) -> None:
+        super().dismiss(role, slab, empty)
+        for address, nbytes in self._admitted.pop(slab):
+            self._order.gave_up(address, nbytes)
 
 
 class HostSlabs(HostArena):

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkmem.config import (
+    ActivationsConfig,
     AVAILABLE,
     ClientConfig,
     Config,
@@ -38,6 +39,7 @@ SECTIONS: Mapping[str, Callable[..., object]] = {
     "optimizer.params": OptimizerParams,
     "fp16": Fp16Config,
     "memory": MemoryConfig,
+    "activations": ActivationsConfig,
     "memory.disk": DiskConfig,
     "distributed": DistributedConfig,
     "client": ClientConfig,
@@ -251,7 +253,6 @@ def test_the_defaults_are_available() -> None:
 @pytest.mark.parametrize("path", KEYS)
 def test_unavailable_keys_are_named(path: str) -> None:
     possible: dict[str, tuple[object, ...]] = {
-        "use_cpu_embedding": (False,),
         "memory.disk": (None,),
     }
     assert set(AVAILABLE) == set(possible)
@@ -266,4 +267,4 @@ def test_unavailable_keys_are_named(path: str) -> None:
 def test_all_unavailable_keys_are_named_at_once() -> None:
     memory = {"disk": {"path": "/somewhere", "capacity": 1}}
     config = Config.from_dict({"precision": "fp16", "use_cpu_embedding": True, "memory": memory})
-    assert unavailable_keys(config) == ["use_cpu_embedding", "memory.disk"]
+    assert unavailable_keys(config) == ["memory.disk"]

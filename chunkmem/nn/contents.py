@@ -1,0 +1,93 @@
+"""Read and write what is in a container: list, dict, set, deque, array, cell of a closure, object with slots."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import CellType
+from typing import Any
+
+import numpy as np
+import torch
+
+_EMPTY = object()
+"""Stands for what an empty cell has."""
+
+
+class Slots:
+    """An object with `__slots__`, as a container."""
+
+    def __init__(self, value: object, names: Sequence[str]) -> None:
+        self.value = value
+        self.names = names
+
+    def read(self) -> dict[str, Any]:
+        return {name: getattr(self.value, name) for name in self.names if hasattr(self.value, name)}
+
+    def fill(self, content: Mapping[str, Any]) -> None:
+        for name in self.names:
+            if name in content:
+                object.__setattr__(self.value, name, content[name])
+            elif hasattr(self.value, name):
+                object.__delattr__(self.value, name)
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Return the names of slots that hold values; private ones of classes are left alone."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in found if not name.startswith("__"))
+
+
+def content_of(container: Any) -> Any:
+    """Return what is in a container: a dict, a list in its order, or a copy of an array."""
+    if isinstance(container, Slots):
+        return container.read()
+    if isinstance(container, np.ndarray):
+        return container.copy()
+    if isinstance(container, CellType):
+        try:
+            return [container.cell_contents]
+        except ValueError:
+            return [_EMPTY]
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Compare contents by identity; values such as tensors have no equality of their own."""
+    if isinstance(one, np.ndarray):
+        return bool(one.tobytes() == other.tobytes())
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(a is b and x is y for (a, x), (b, y) in zip(one.items(), other.items(), strict=True))
+    return all(x is y for x, y in zip(one, other, strict=True))
+
+
+def replaced(content: Any, scratch: Mapping[int, torch.Tensor]) -> Any:
+    """Return contents with the tensors of `scratch` in place of those with these identities."""
+    if not scratch or isinstance(content, np.ndarray):
+        return content
+    if isinstance(content, dict):
+        return {key: scratch.get(id(value), value) for key, value in content.items()}
+    return [scratch.get(id(value), value) for value in content]
+
+
+def fill(container: Any, content: Any) -> None:
+    """Have a container contain what `content_of` returned."""
+    if isinstance(container, CellType):
+        if content[0] is _EMPTY:
+            del container.cell_contents
+        else:
+            container.cell_contents = content[0]
+    elif isinstance(container, Slots):
+        container.fill(content)
+    elif isinstance(container, np.ndarray):
+        container[...] = content
+    elif isinstance(container, list):
+        container[:] = content
+    else:  # a dict, a set or a deque
+        container.clear()
+        container.extend(content) if isinstance(container, deque) else container.update(content)

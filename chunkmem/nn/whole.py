@@ -1,0 +1,72 @@
+"""What `layer.weight` of a tiled layer is: the whole, without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from chunkmem.errors import StateError
+
+_TENSOR: Any = torch.Tensor
+_METADATA = frozenset(
+    getattr(_TENSOR, name).__get__
+    for name in (
+        "shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "requires_grad", "is_cpu", "is_cuda",
+        "is_meta", "is_sparse", "is_quantized", "is_nested",
+    )
+) | frozenset(
+    getattr(_TENSOR, name)
+    for name in (
+        "size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "get_device", "__len__", "__hash__",
+    )
+)  # fmt: skip
+"""What is answered without the tiles."""
+_ALIAS = frozenset({_TENSOR.data.__get__, _TENSOR.detach})
+_REFUSED = frozenset({"__set__", "__delete__", "__setitem__", "data_ptr", "untyped_storage", "register_hook"})
+
+
+class WholeParameter(torch.Tensor):
+    """Shape, dtype and device of a parameter that is in tiles; an operator gets a copy, made of the tiles for it.
+
+    Gradients go to the tiles. A write would be to that copy, so it is a StateError.
+    """
+
+    _join: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, join: Callable[[], torch.Tensor], shape: tuple[int, ...], *, like: torch.Tensor, requires_grad: bool
+    ) -> WholeParameter:
+        """Make one of a function that joins the tiles; dtype and device are those of `like`."""
+        made: WholeParameter = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
+        )
+        made._join = join
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        is_dunder = name.startswith("__") and name.endswith("__")
+        writes = name[2:3] == "i" and hasattr(_TENSOR, f"__{name[3:]}") if is_dunder else name.endswith("_")
+        if writes or name in _REFUSED or isinstance(kwargs.get("out"), cls):
+            raise StateError(
+                f"{name} of a tiled layer's weight or bias, which is a copy of its tiles: do that to each parameter in "
+                "layer.parameters(), or load the whole with layer.load_state_dict()"
+            )
+        if func in _ALIAS:  # a write to it would be lost, too
+            whole: WholeParameter = args[0]
+            return cls(lambda: whole._join().detach(), tuple(whole.shape), like=whole, requires_grad=False)
+        joined, options = tree_map_only(cls, lambda whole: whole._join(), (args, kwargs))
+        return func(*joined, **options)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise StateError(f"{func} got a tiled layer's weight or bias past torch's functions; give it a clone()")
