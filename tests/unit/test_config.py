@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkmem.config import (
-    ActivationsConfig,
     AVAILABLE,
+    ActivationsConfig,
     ClientConfig,
     Config,
     DiskConfig,
