@@ -60,7 +60,7 @@ class Question:
     options: PlanOptions = field(default_factory=PlanOptions)
 
     def rehearse(self) -> Rehearsal:
-        """Return the step of one rank, of whatever number of them; under `activations` "auto", all is recomputed."""
+        """Return the step of one rank, of whatever number of them; under "auto", all is recomputed."""
         return self._rehearse(frozenset())
 
     def rehearse_chosen(self, rehearsal: Rehearsal) -> Rehearsal:
