@@ -193,7 +193,7 @@ class ChunkManager:
             raise LayoutError(f"manager.region() takes a torch.nn.Module, not a {type(module).__name__}")
         if policy not in REGION_POLICIES:
             raise ConfigError(f"policy is {shown(policy)}; give one of {', '.join(REGION_POLICIES)}")
-        self.runtime.modules.regions.mark(module, policy)
+        self.runtime.modules.regions.policies.mark(module, policy)
         return module
 
     def on_host(self, module: nn.Module) -> nn.Module:

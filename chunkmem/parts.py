@@ -41,6 +41,7 @@ from chunkmem.nn.hooks import ModuleHooks, RootCalls
 from chunkmem.nn.host_modules import HostModules
 from chunkmem.nn.packing import PackedModel, Packer
 from chunkmem.nn.reduction import Reduction
+from chunkmem.nn.region_policies import RegionPolicies
 from chunkmem.nn.regions import RegionActivations
 from chunkmem.nn.registry import ModelRegistry
 from chunkmem.nn.saved_tensors import ChunkHooks
@@ -239,8 +240,8 @@ def make_modules(
     turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
     declared = DeclaredReads()
     saved = ChunkHooks(declared, pager, turn)
-    policy, device = config.activations.policy, memory.compute.device
-    regions = RegionActivations(pager, turn, saved, policy=policy, device=device, is_rehearsal=is_rehearsal)
+    policies, device = RegionPolicies(config.activations.policy), memory.compute.device
+    regions = RegionActivations(pager, turn, saved, policies=policies, device=device, is_rehearsal=is_rehearsal)
     backward = BackwardTracker(pager, access, sharding.units, turn, regions=regions, is_rehearsal=is_rehearsal)
     server = ParameterServer(pager, access, backward, turn, saved=saved, is_shared=sharding.shards is not None)
     return Modules(

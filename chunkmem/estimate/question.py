@@ -47,10 +47,10 @@ class Question:
     dtype: torch.dtype = torch.float32
     master_weights: bool = True
     checkpointing: bool = False
-    activations: str | None = None
-    """`activations.policy` of the configuration."""
     cpu_embedding: bool = False
     """`use_cpu_embedding`: embeddings compute on HOST."""
+    activations: str | None = None
+    """`activations.policy` of the configuration."""
     world: int = 1
     is_accumulating: bool = False
     """`manager.accumulate(1)` is called, so that the first step knows that its backward is the last one, too."""
@@ -75,10 +75,10 @@ class Question:
                 dtype=self.dtype,
                 master_weights=self.master_weights,
                 checkpointing=self.checkpointing,
-                activations=self.activations,
-                kept=kept,
                 cpu_embedding=self.cpu_embedding,
                 host_Bps=self.hardware.host_memory_Bps,
+                activations=self.activations,
+                kept=kept,
                 chunk_numel=self.chunk_numel,
                 tile_numel=self.tile_numel,
                 device_nbytes=self.device_nbytes,

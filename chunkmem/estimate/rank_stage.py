@@ -15,7 +15,7 @@ from chunkmem.layout.spec import digest
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradients import GradientBook
-from chunkmem.nn.regions import activation_chunk
+from chunkmem.nn.region_chunks import activation_chunk
 from chunkmem.optim.adam import AdamRule
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces

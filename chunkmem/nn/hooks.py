@@ -111,7 +111,7 @@ class ModuleHooks:
         chunks = self._access.chunks
         exchanged = {k: m.group for k, m in by_id.items() if chunks[m.group].compute_tier is Tier.DEVICE}
         units = self._units.of(root, exchanged)
-        regions = self._regions.of(root)
+        regions = self._regions.policies.of(root)
         self._roots.add(root)
         for name, module in root.named_modules():
             if module in self._fitted:

@@ -171,9 +171,8 @@ class DevicePool:
             return Slab(nbytes, torch.empty(0, dtype=torch.uint8)), memory
 
     def dismiss(self, role: str, slab: Slab, empty: Callable[[], object]) -> None:
-        """Count such memory no more, which `empty` gives back to the allocator once no copy is at work on it."""
+        """Count such memory no more, which `empty` gives back to the allocator. No copy is at work on it."""
         with self.changing(), runtime_mode():
-            slab.rest(self.wait)
             self.ledger.release(role, slab.nbytes)
             empty()
 

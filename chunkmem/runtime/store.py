@@ -435,13 +435,16 @@ class ChunkStore:
             pool.close()
 
     def _give_slab_back(self, chunk: Chunk, tier: Tier) -> None:
+        is_saved = tier is Tier.DEVICE and chunk.saved is not None
+        if is_saved:  # emptied at once, so what a copy has failed to save is here until then
+            chunk.replicas[tier].slab.rest(self._device_pool.wait)
         replica = chunk.replicas.pop(tier)  # one that lived on would keep the memory with its views
         slab, replica.pieces = replica.slab, None
         del self.resident[tier][chunk.id]
         if tier is chunk.compute_tier and chunk.home is not None:
             with runtime_mode():
                 chunk.home.detach()
-        if tier is Tier.DEVICE and chunk.saved is not None:
+        if is_saved and chunk.saved is not None:
             self._device_pool.dismiss(chunk.id.role.value, slab, chunk.saved.empty)
         else:
             self.pools[tier].free(chunk.id.role.value, slab)

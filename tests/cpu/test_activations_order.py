@@ -13,7 +13,7 @@ import pytest
 
 import chunkmem
 from chunkmem.runtime.copy_order import CopyOrder
-from chunkmem.runtime.pool import DevicePool, Slab
+from chunkmem.runtime.pool import Slab
 from chunkmem.types import Role
 from tests.cpu.test_activations import CASES, config, smallest_nbytes
 from tests.helpers.happens_before import HappensBefore
@@ -68,16 +68,6 @@ def nothing(*_: object, **__: object) -> None:
     """Do not wait."""
 
 
-def without_rest(_: Any) -> Callable[..., None]:
-    """`DevicePool.dismiss`, without its wait for copies of the memory that it gives back."""
-
-    def dismiss(pool: DevicePool, role: str, slab: Slab, empty: Callable[[], object]) -> None:
-        pool.ledger.release(role, slab.nbytes)
-        empty()
-
-    return dismiss
-
-
 @dataclass(frozen=True)
 class Mutant:
     """Something that waits, and what it is replaced by."""
@@ -93,7 +83,7 @@ class Mutant:
 
 MUTANTS = (
     Mutant("copies are not held back", ClockedLanes, "_hold_back"),
-    Mutant("memory is emptied under a copy", DevicePool, "dismiss", without_rest),
+    Mutant("memory is emptied under a copy", Slab, "rest"),
     Mutant("computing does not wait", CopyOrder, "_compute_waits"),
     Mutant("lanes do not wait", CopyOrder, "_lane_waits"),
     Mutant("new memory is filled at once", CopyOrder, "allocated"),

@@ -1,0 +1,140 @@
+"""One call of a region: what it has saved, when it did what, and how its recomputation is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch.utils.checkpoint import _StopRecomputationError
+
+from chunkmem.nn.saved_storages import SavedStorage, aligned
+from chunkmem.nn.saved_tensors import OwnHooks
+from chunkmem.nn.values import storage_id
+from chunkmem.runtime.store import Chunk
+from chunkmem.trace.model import Region
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """When a call of a region did what, in moments of the step; None: it has not yet, or nobody records."""
+
+    name: str
+    policy: str
+    is_recomputed: bool
+    forward: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
+    chunk: Chunk | None = None
+    inputs: Chunk | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether it is recomputed is decided for each kind of step."""
+        return self.policy == "auto"
+
+    def region(self, number: int) -> Region | None:
+        """Return it for a trace, as the call of that number; None if its backward has not run, or it saved nothing."""
+        if self.chunk is None or not (len(self.forward) == len(self.backward) == 2):
+            return None
+        return Region(
+            self.name,
+            self.chunk.id,
+            self.chunk.nbytes,
+            (self.forward[0], self.forward[1]),
+            (self.backward[0], self.backward[1]),
+            (self.again[0], self.again[-1]) if self.is_recomputed else None,
+            None if self.inputs is None else self.inputs.id,
+            number,
+        )
+
+
+class RegionCall:
+    """One call of a region. Lives as long as autograd keeps something that it saved in it."""
+
+    __slots__ = ("__weakref__", "around", "chunk", "given", "name", "record", "storages")
+
+    def __init__(self, name: str, record: CallRecord) -> None:
+        self.name = name
+        self.record = record
+        self.storages: dict[int, SavedStorage] = {}
+        """What was saved in it, by identity, until it is looked over."""
+        self.given: frozenset[int] = frozenset()
+        """The same afterwards: of a call that is recomputed, its inputs."""
+        self.chunk: Chunk | None = None
+        """That has its content; None if there is none, or not yet."""
+        self.around: Generator[None, None, None] | None = None
+        """Surrounds it while it runs, if it is going to be recomputed."""
+
+    def __str__(self) -> str:
+        return f"{self.name} backward"
+
+
+class Recomputed(Protocol):
+    """Hears of recomputations."""
+
+    on_taken: Callable[[torch.UntypedStorage], None]
+
+    def begin_recomputation(self, call: RegionCall) -> None:
+        """A call is about to be recomputed."""
+        ...
+
+    def recomputed(self, call: RegionCall, nbytes: int) -> None:
+        """It has been, and has saved so many bytes."""
+        ...
+
+    def counts(self, call: RegionCall, storage: int) -> bool:
+        """Tell whether a storage that is saved when a call is recomputed is one that it makes."""
+        ...
+
+
+class _Count(OwnHooks):
+    """Counts bytes of storages on their way to what torch's checkpoint does with them."""
+
+    hides = True
+
+    def __init__(self, counts: Callable[[int], bool], pack: Callable[[torch.Tensor], object]) -> None:
+        self.nbytes: dict[int, int] = {}
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self._counts = counts
+        self._pack = pack
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        key = storage_id(tensor)
+        if key is not None and key not in self.nbytes and self._counts(key):
+            storage = tensor.untyped_storage()
+            self.nbytes[key] = aligned(storage.nbytes())
+            self.storages.append(weakref.ref(storage))
+        return self._pack(tensor)
+
+
+class Recomputing(contextlib.AbstractContextManager[None]):
+    """Counts what is saved while a call is recomputed; there may be several such runs of one call."""
+
+    def __init__(self, regions: Recomputed, call: RegionCall) -> None:
+        self._regions = regions
+        self._call = call
+        self._runs: list[_Count] = []
+        """Those under way."""
+
+    def __enter__(self) -> None:
+        self._regions.begin_recomputation(self._call)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        assert hooks is not None, "torch's checkpoint takes what is saved"
+        count = _Count(partial(self._regions.counts, self._call), hooks[0])
+        self._runs.append(count)
+        torch._C._autograd._push_saved_tensors_default_hooks(count.pack, hooks[1])
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        count = self._runs.pop()
+        nbytes = sum(count.nbytes.values())
+        if nbytes and (kind is None or kind is _StopRecomputationError):
+            for storage in count.storages:
+                if (alive := storage()) is not None:
+                    self._regions.on_taken(alive)
+            self._regions.recomputed(self._call, nbytes)

@@ -1,0 +1,39 @@
+"""Which modules are regions, and the policy of each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+
+class RegionPolicies:
+    """Policies by module, from when they are asked for to when a model is packed."""
+
+    def __init__(self, policy: str | None) -> None:
+        """Have all blocks be regions of a policy; None: only marked modules."""
+        self.default = policy
+        self.has_marked = False
+        """Some regions have policies of their own."""
+        self._marked: list[tuple[nn.Module, str]] = []
+
+    def mark(self, module: nn.Module, policy: str) -> None:
+        """Make a module a region of a policy when it is packed."""
+        self._marked.append((module, policy))
+        self.has_marked = True
+
+    def of(self, root: nn.Module) -> dict[nn.Module, str]:
+        """Return the policies of the regions under `root`, a model that was packed."""
+        marked, self._marked = dict(self._marked), []
+        if self.default is None:
+            return marked
+        return dict.fromkeys(_regions_in(root, marked) or root.children(), self.default) | marked
+
+
+def _regions_in(module: nn.Module, marked: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the outermost children of lists, and marked modules."""
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    found: list[nn.Module] = []
+    for child in module.children():
+        found += [child] if is_list or child in marked else _regions_in(child, marked)
+    return found

@@ -1,0 +1,173 @@
+"""Storages whose tensors autograd has saved: who else holds them, and their memory as that of a chunk.
+
+[Note: Versions] torch does not check whether a tensor was written to after it was saved where there are hooks, so that
+is done here, and says what torch would.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from chunkmem.layout.spec import ALIGN_NBYTES
+
+_STALE = -1
+"""The version of a tensor that was written to after it was saved."""
+
+
+class Saver(Protocol):
+    """The call that a tensor was saved in; it lives as long as the tensor is kept."""
+
+    name: str
+
+
+class SavedTensor:
+    """What autograd has in place of a tensor that it saved in a region."""
+
+    __slots__ = ("__weakref__", "call", "is_moved", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, call: Saver) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+        self.call = call
+        self.is_moved = False
+        """Its storage is part of the call's chunk."""
+
+    def move(self, storage: torch.UntypedStorage) -> None:
+        """Be another tensor over the same storage, which nobody but autograd knows."""
+        tensor = self.tensor
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.tensor = alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        self.version = alias._version if tensor._version == self.version else _STALE
+
+    def check(self) -> None:
+        """Raise what torch does for a tensor that was written to after it was saved."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {list(self.tensor.shape)} that was saved in {self.call.name}; clone it before it is "
+                "written to"
+            )
+
+
+@dataclass(slots=True)
+class SavedStorage:
+    """A storage, and the tensors over it that autograd has saved."""
+
+    storage: torch.UntypedStorage
+    saved: list[weakref.ref[SavedTensor]] = field(default_factory=list)
+
+    def take(self, *, is_rehearsal: bool) -> bool:
+        """Make it ours if nobody but autograd holds it: then no tensor of others can see that it is emptied."""
+        tensors = self._live()
+        plain = FakeTensor if is_rehearsal else torch.Tensor
+        is_shared = self.storage.device.type == "cpu" and not is_rehearsal and self.storage.is_shared()
+        if not tensors or is_shared or not self.storage.nbytes() or not self.storage.resizable():
+            return False
+        if not all(_is_plain(kept.tensor, plain) for kept in tensors):
+            return False
+        if not self._has_only([kept.tensor for kept in tensors]):
+            return False
+        for kept in tensors:
+            kept.is_moved = True
+            if not is_rehearsal:  # else it is never emptied
+                kept.move(self.storage)
+        return True
+
+    def is_escaped(self) -> bool:
+        """Tell whether somebody has got hold of it since: a backward has handed on a tensor that was saved.
+
+        A user may have kept it, it may be a gradient, or saved again in a backward with `create_graph`.
+        """
+        return not self._has_only([kept.tensor for kept in self._live()])
+
+    def _live(self) -> list[SavedTensor]:
+        return [kept for each in self.saved if (kept := each()) is not None]
+
+    def _has_only(self, saved: list[torch.Tensor]) -> bool:
+        """Tell whether there are no tensors over the storage but these, with the bases of views, and nobody has them.
+
+        Of a tensor without a history, autograd saves the object itself, which others may have, too.
+        """
+        objects = {id(tensor): tensor for tensor in saved}
+        bases = [tensor._base for tensor in saved]
+        objects |= {id(base): base for base in bases if base is not None}
+        # A view of a fake tensor keeps, in C++, all that it was made of: then only what Python refers to is looked at.
+        counts_cpp = not saved or not isinstance(saved[0], FakeTensor) or all(base is None for base in bases)
+        bases.clear()
+        # What refers, in this very place, to a storage that nobody else has in Python; this object does, too.
+        alone = torch.empty(0) if objects else None
+        storage = torch.UntypedStorage(0) if alone is None else alone.untyped_storage()
+        if counts_cpp and torch._C._storage_Use_Count(self.storage._cdata) != len(objects) + 1:
+            return False
+        if sys.getrefcount(self.storage) != sys.getrefcount(storage):
+            return False
+        num_saved = Counter(map(id, saved))
+        num_views = Counter(id(tensor._base) for tensor in objects.values() if tensor._base is not None)
+        # What refers, in this very place, to a tensor that nobody else has, and to one that a view is of.
+        view = torch.empty(1)[:]  # below autograd, it is a view of nothing; then none of ours has a base either
+        listed = [torch.empty(0), torch.empty(1) if view._base is None else view._base, *objects.values()]
+        objects.clear()
+        in_python, in_cpp = [sys.getrefcount(tensor) for tensor in listed], [_use_count(tensor) for tensor in listed]
+        return all(
+            python == in_python[num_views[key] > 0] + 2 * num_saved[key]
+            and (cpp == in_cpp[0] + num_views[key] or not counts_cpp)
+            for key, python, cpp in zip(map(id, listed[2:]), in_python[2:], in_cpp[2:], strict=True)
+        )
+
+
+def _use_count(tensor: torch.Tensor) -> int:
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return count
+
+
+def _is_plain(tensor: torch.Tensor, plain: type[torch.Tensor]) -> bool:
+    is_odd = tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
+    return type(tensor) is plain and not is_odd
+
+
+class SavedStorages:
+    """The memory of an ACTIVATION chunk on DEVICE; see `SavedMemory`."""
+
+    def __init__(self) -> None:
+        self._storages: list[tuple[int, int, SavedStorage]] = []
+        """Offset and bytes of each."""
+
+    def hold(self, taken: Sequence[SavedStorage]) -> int:
+        """Be these storages from now on; return how many bytes they take, each at its offset."""
+        at = 0
+        for each in taken:
+            nbytes = each.storage.nbytes()
+            self._storages.append((at, nbytes, each))
+            at += aligned(nbytes)
+        return at
+
+    def let_go(self) -> None:
+        """Leave the storages as they are; there is nothing here any more."""
+        self._storages = []
+
+    def fill(self) -> Sequence[tuple[int, torch.Tensor]]:
+        pieces = []
+        for at, nbytes, each in self._storages:
+            if each.storage.nbytes() == 0:
+                each.storage.resize_(nbytes)
+            pieces.append((at, torch.empty(0, dtype=torch.uint8, device=each.storage.device).set_(each.storage)))
+        return pieces
+
+    def empty(self) -> None:
+        # What somebody else has got hold of stays as it is from now on: its content is not ours to take away.
+        self._storages = [item for item in self._storages if not item[2].is_escaped()]
+        for _, _, each in self._storages:
+            each.storage.resize_(0)
+
+
+def aligned(nbytes: int) -> int:
+    """Return how much of a chunk so many bytes take."""
+    return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
