@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import chunkmem
+from chunkmem.plan.model import Lane
 from chunkmem.types import Role
 from tests.helpers.lanes import adversarial
 from tests.helpers.training import (
@@ -102,3 +104,46 @@ def test_the_smallest_cap_is_as_reported(policy: str) -> None:
     train(case, variant, policy, least, None)
     with pytest.raises(chunkmem.CapacityError):
         train(case, variant, policy, least - 1, None)
+
+
+def activation_copies(manager: chunkmem.ChunkManager) -> dict[Lane, list[int]]:
+    """The bytes of each copy of activations in the last step, by link."""
+    timeline = manager.timeline()
+    assert timeline is not None
+    found: dict[Lane, list[int]] = {Lane.D2H: [], Lane.H2D: []}
+    for span in timeline.spans:
+        if span.nbytes and span.chunk is not None and span.chunk.role is Role.ACTIVATION:
+            found[span.lane].append(span.nbytes)
+    return found
+
+
+def test_offloading_moves_each_byte_once_each_way_and_nothing_where_all_fits() -> None:
+    case, variant = CASES["gpt"], VARIANTS[0]
+    least = smallest_nbytes(case, variant, "offload")
+    for device_nbytes in (least, AMPLE_NBYTES):
+        with chunkmem.ChunkManager(config(case, device_nbytes, "offload")) as manager:
+            Trainer(case, variant, Chunked(manager, follows=True)).run(STEPS)
+            copies = activation_copies(manager)
+            assert sorted(copies[Lane.D2H]) == sorted(copies[Lane.H2D])
+            assert bool(copies[Lane.D2H]) is (device_nbytes == least)
+            blocks = [c.nbytes for c in manager.runtime.memory.store.chunks.values() if c.id.role is Role.ACTIVATION]
+            assert len(copies[Lane.D2H]) <= len(blocks)
+
+
+def test_a_last_batch_that_is_smaller_follows_the_plan() -> None:
+    case = CASES["gpt"]
+    least = smallest_nbytes(case, VARIANTS[0], "offload")
+    with chunkmem.ChunkManager(config(case, 2 * least, "offload")) as manager:
+        trainer = Trainer(case, VARIANTS[0], Chunked(manager))
+        trainer.run(STEPS)
+        whole = trainer.case.batch
+        trainer.case = replace(case, batch=lambda seed: tuple(part[:2] for part in whole(seed)))
+        trainer.step()
+        timeline = manager.timeline()
+        assert timeline is not None
+        assert timeline.plan_misses == 0
+        trainer.case = case
+        trainer.step()
+        timeline = manager.timeline()
+        assert timeline is not None
+        assert timeline.plan_misses == 0
