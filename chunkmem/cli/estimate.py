@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -110,6 +111,11 @@ def run(options: argparse.Namespace) -> CommandResult:
                 known[other] = of_other
             changes = smallest_changes(question, rehearsal, rehearse=rehearse)
             return no(question, rehearsal, of_other, need, error, changes)
+        chosen = question.rehearse_chosen(rehearsal)
+        if chosen is not rehearsal:
+            with contextlib.suppress(CapacityError):
+                finding = find(question, chosen)
+                rehearsal = chosen
         return yes(question, rehearsal, rehearse_other(), need, finding)
 
 

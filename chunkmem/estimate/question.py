@@ -60,11 +60,13 @@ class Question:
     options: PlanOptions = field(default_factory=PlanOptions)
 
     def rehearse(self) -> Rehearsal:
-        """Return the step of one rank, of whatever number of them; once it is decided what is recomputed, if it is."""
-        found = self._rehearse(frozenset())
-        if not found.step.regions or not (kept := _kept(self, found)):
-            return found
-        return self._rehearse(kept)
+        """Return the step of one rank, of whatever number of them; under "auto", all is recomputed."""
+        return self._rehearse(frozenset())
+
+    def rehearse_chosen(self, rehearsal: Rehearsal) -> Rehearsal:
+        """Return the step with those regions recomputed that training would choose, given one that recomputes all."""
+        kept = _kept(self, rehearsal) if rehearsal.step.regions else frozenset[int]()
+        return self._rehearse(kept) if kept else rehearsal
 
     def _rehearse(self, kept: frozenset[int]) -> Rehearsal:
         return rehearse(

@@ -35,7 +35,7 @@ _SMALL_NBYTES = 64 * 1024
 """Buffers up to this size are kept as they were, whatever their version says."""
 _MAX_ITEMS = 1024
 """Of longer containers only the length is compared: a vocabulary is not a cache."""
-_OBJECT_DEPTH = 2
+_OBJECT_DEPTH = 3
 """Objects of other people's classes are looked into so deep."""
 _OPAQUE = (type, ModuleType, str, bytes, int, float, complex, torch.dtype, torch.device)
 _OPAQUE_PACKAGES = frozenset({"torch", "chunkmem"})

@@ -198,8 +198,6 @@ class ModuleHooks:
         frame = self._access.pop(module)
         if frame is None:
             return
-        if fitted.region is not None and not frame.recomputing:
-            self._regions.leave()
         held: Collection[int] = ()
         try:
             if frame.reads:
@@ -208,6 +206,9 @@ class ModuleHooks:
                 self._access.references(frame, handed={})
         finally:
             try:
+                # Only now: until then, hooks tell where tensors of this call are saved.
+                if fitted.region is not None and not frame.recomputing:
+                    self._regions.leave()
                 self._access.release(frame, held=held)
             finally:  # also where the user has left a parameter that cannot be kept
                 if frame.took_turn:

@@ -32,16 +32,13 @@ class RegionChunks:
         """Begin with none; they are added to `store`."""
         self._store = store
         self._known: dict[str, list[Chunk]] = {}
-        """By label; those used last come last."""
+        """By label."""
         self._next_group = FIRST_GROUP
 
     def get(self, label: str, nbytes: int, *, live: Container[ChunkId]) -> Chunk:
-        """Return a chunk that is not `live` and is large enough: plans know the one that was used last."""
-        known = self._known.setdefault(label, [])
-        for chunk in reversed(known):
+        """Return the first chunk that is not `live` and is large enough, so that steps alike have the same ones."""
+        for chunk in self._known.setdefault(label, []):
             if chunk.id not in live and chunk.nbytes >= nbytes:
-                known.remove(chunk)
-                known.append(chunk)
                 return chunk
         return self._make(self._next_group, label, nbytes)
 

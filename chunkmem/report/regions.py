@@ -41,7 +41,18 @@ def region_policies(plan: Plan, trace: Trace) -> tuple[RegionPolicy, ...]:
         # In the place of its inputs, those of the last call first, as backward goes.
         of_inputs = inputs.get(held.region) if held.content is Content.RECOMPUTED else None
         found[of_inputs.pop() if of_inputs else chunk] = RegionPolicy(held.region, policy, nbytes, seconds)
-    return tuple(found.values())
+    first = _first_moments(trace)
+    return tuple(sorted(found.values(), key=lambda region: first.get(region.name, 0)))
+
+
+def _first_moments(trace: Trace) -> dict[str, int]:
+    """Return the first moment of each module, those around it included."""
+    found: dict[str, int] = {}
+    for index, moment in enumerate(trace.moments):
+        path = moment.label.partition(" ")[0].split(".")
+        for depth in range(len(path)):
+            found.setdefault(".".join(path[: depth + 1]), index)
+    return found
 
 
 def region_names(trace: Trace) -> dict[ChunkId, str]:

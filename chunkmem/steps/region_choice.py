@@ -39,11 +39,19 @@ class RegionChoices:
 
     @no_collections()
     def choose(self, trace: Trace) -> frozenset[int]:
-        """Return what steps like this one, which recomputes all, had better not recompute."""
+        """Return what steps like this one, which recomputes all, had better not recompute.
+
+        A tensor that two regions save belongs to the first that is kept. So what a region needs depends a little on
+        the others, by no more than inputs take: so much of DEVICE is left, and where that is too much, all is
+        recomputed as before, which has fitted.
+        """
         machine = self._machine()
+        inputs = [trace.chunk_nbytes[region.inputs] for region in trace.regions if region.inputs is not None]
+        device_nbytes = max(1, machine.device_nbytes - max(inputs, default=0))
         step = uncharged(trace, charges_non_model=machine.charges_non_model)
+        machine = replace(machine, charges_non_model=True, device_nbytes=device_nbytes)
         try:
-            choice = choose_regions(step, replace(machine, charges_non_model=True), options=self._options)
+            choice = choose_regions(step, machine, options=self._options)
         except CapacityError:
             return frozenset()  # what comes of it is said when the plan is made
         return frozenset(region.number for at, region in enumerate(trace.regions) if at not in choice.recomputed)

@@ -53,7 +53,7 @@ def merge(known: Trace, found: Trace) -> Merged | None:
     moments += _with_updates(updates, found_updates)
     if len(moments) == len(known.moments):
         return Merged(known, is_longer=False)
-    if len(moments) > _MAX_LONGER * len(found.moments):
+    if len(moments) > _MAX_LONGER * len(found.moments) or not _are_used_in_order(moments):
         return None
     try:
         chunk_nbytes = {**known.chunk_nbytes, **found.chunk_nbytes}
@@ -150,6 +150,21 @@ def _both(known: Moment, found: Moment) -> Moment:
         non_model_peak_nbytes=max(known.non_model_peak_nbytes, found.non_model_peak_nbytes),
         sampled_peak_nbytes=max(known.sampled_peak_nbytes, found.sampled_peak_nbytes),
     )
+
+
+def _are_used_in_order(moments: Moments) -> bool:
+    """Tell whether activations are created once before they are used, and used up once after that."""
+    live: set[ChunkId] = set()
+    for moment in moments:
+        if moment.chunk.role is not Role.ACTIVATION:
+            continue
+        if (moment.chunk in live) is (moment.kind is Kind.CREATE):
+            return False
+        if moment.kind is Kind.CREATE:
+            live.add(moment.chunk)
+        elif moment.kind is Kind.CONSUME:
+            live.remove(moment.chunk)
+    return not live
 
 
 def _begun_once(moments: Iterable[Moment], has_content: set[ChunkId]) -> Iterator[Moment]:

@@ -6,8 +6,8 @@ recomputed, its forward's HOLDs come again in backward, and what it saves is non
     kept          forward CREATE  ...  HOLD                 backward RELEASE CONSUME
     recomputed    forward         ...       forward again   backward
 
-The bytes saved grow in proportion to the time of forward that has passed, and shrink in proportion to that of backward.
-In forward they are non-model data until the CREATE if the region is kept, and freed at once if it is recomputed.
+The bytes saved grow in proportion to the time of forward that has passed, and stay until its backward is over. In
+forward they are non-model data until the CREATE if the region is kept, and freed at once if it is recomputed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Edit:
             else:
                 self._change(at, duration_s=0.0)
                 self._charge([at], [-region.nbytes])
-        self._charge(after, [-n for n in _shrinking(region.nbytes, [given[at].duration_s for at in after])])
+        self._charge(after, [-region.nbytes] * len(after))
         created_peak_nbytes = given[max(0, region.forward[1] - 1)].non_model_peak_nbytes
         self._charge(forward, _growing(region.nbytes, [given[at].duration_s for at in forward]))
         self.changed[index] = None
@@ -120,7 +120,7 @@ class _Edit:
             again = replace(given[at], non_model_peak_nbytes=peak_nbytes)
             self.opening[start].append(again if at in pairs else _Folded(again.duration_s, peak_nbytes))
         after = [at for at in range(start, region.backward[1]) if at not in own]
-        self._charge(after, _shrinking(region.nbytes, [given[at].duration_s for at in after]))
+        self._charge(after, [region.nbytes] * len(after))
         for at in own:
             nbytes = region.nbytes if at == start else 0
             self.moments[at] = _Folded(given[at].duration_s, given[at].non_model_peak_nbytes + nbytes)
@@ -211,12 +211,3 @@ def _growing(nbytes: int, durations_s: Sequence[float]) -> list[int]:
     """Return what forward has saved at the end of each of its moments."""
     total_s = sum(durations_s)
     return [int(nbytes * done_s / total_s) if total_s else nbytes for done_s in accumulate(durations_s)]
-
-
-def _shrinking(nbytes: int, durations_s: Sequence[float]) -> list[int]:
-    """Return what backward has yet to read at the start of each of its moments."""
-    total_s = sum(durations_s)
-    done_s = accumulate(durations_s, initial=0.0)
-    return [
-        nbytes - int(nbytes * s / total_s) if total_s else nbytes for s, _ in zip(done_s, durations_s, strict=False)
-    ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 from chunkmem.trace.model import Kind, Moment, Moments, Region, Trace
 from chunkmem.types import ChunkId, Role
@@ -30,7 +29,9 @@ def uncharged(trace: Trace, *, charges_non_model: bool) -> Trace:
             if chunk is not None:
                 own = _life_of(chunk, region, trace.moments)
                 gone.update(at for at in own if trace.moments[at].chunk == chunk)
-                _charge(moments, own, trace.chunk_nbytes[chunk], is_kept_whole=chunk == region.inputs)
+                for at in own:
+                    peak_nbytes = moments[at].non_model_peak_nbytes + trace.chunk_nbytes[chunk]
+                    moments[at] = replace(moments[at], non_model_peak_nbytes=peak_nbytes)
     left: list[Moment] = []
     places = []
     """By index of a moment: the new one."""
@@ -58,15 +59,6 @@ def _life_of(chunk: ChunkId, region: Region, moments: Sequence[Moment]) -> range
     own = [at for at in range(start, len(moments)) if moments[at].chunk == chunk]
     stop = next((at for at in own if moments[at].kind is Kind.CONSUME), len(moments) - 1)
     return range(own[0] if own else stop, stop + 1)
-
-
-def _charge(moments: list[Moment], span: range, nbytes: int, *, is_kept_whole: bool) -> None:
-    """Add bytes that are freed little by little, or at the end."""
-    durations_s = [moments[at].duration_s for at in span]
-    total_s = sum(durations_s)
-    for at, done_s in zip(span, accumulate(durations_s, initial=0.0), strict=False):
-        left = nbytes if is_kept_whole or not total_s else nbytes - int(nbytes * done_s / total_s)
-        moments[at] = replace(moments[at], non_model_peak_nbytes=moments[at].non_model_peak_nbytes + left)
 
 
 def _saved_nbytes(region: Region, trace: Trace) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import pytest
 import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.cli.main import main
 from chunkmem.estimate.hardware import HARDWARE
 from chunkmem.estimate.model import Model
 from chunkmem.estimate.question import Question, device_need, find
@@ -127,7 +129,7 @@ def test_less_of_device_is_needed_the_more_is_moved_or_recomputed() -> None:
 def test_auto_takes_what_is_faster(link_Bps: float) -> None:
     hardware = HARDWARE["h100"].__class__(**{**vars(HARDWARE["h100"]), "link_Bps": link_Bps, "duplex_Bps": link_Bps})
     question = asked(activations="auto", hardware=hardware, device_nbytes=1 << 30)
-    found = find(question, question.rehearse())
+    found = find(question, question.rehearse_chosen(question.rehearse()))
     policies = {region.policy for region in found.regions}
     assert len(found.regions) == 8
     assert (Policy.OFFLOAD if link_Bps > 1e10 else Policy.RECOMPUTE) in policies
@@ -138,3 +140,20 @@ def test_auto_takes_what_is_faster(link_Bps: float) -> None:
         if (other := asked(activations=policy, hardware=hardware, device_nbytes=1 << 30))
     }
     assert found.timeline.step_s <= 1.02 * min(steps.values())
+
+
+def test_the_command_lists_what_becomes_of_each_block(capsys: pytest.CaptureFixture[str]) -> None:
+    model, caps = "tests.helpers.estimated:tower", ("--device", "1MiB", "--chunk-size", "8192")
+    assert main(["estimate", model, *caps, "--activations", "recompute", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["activations"] == "recompute"
+    assert [(region["name"], region["policy"]) for region in answer["regions"]] == [
+        (str(block), "recompute") for block in range(6)
+    ]
+    assert main(["estimate", model, *caps, "--activations", "recompute"]) == 0
+    assert "0-5          recomputed" in capsys.readouterr().out
+
+
+def test_two_ways_to_recompute_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "gpt:64x2", "--activations", "auto", "--checkpointing"]) == 2
+    assert "leave one of them out" in capsys.readouterr().err

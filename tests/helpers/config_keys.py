@@ -105,6 +105,12 @@ KEYS: Mapping[str, Key] = {
         ("swap", 1, True, []),
         "null, or an object with the keys path, capacity",
     ),
+    "activations.policy": Key(
+        None,
+        same(None, "auto", "keep", "offload", "recompute"),
+        ("Auto", "", "none", True, 1, []),
+        'null, or "auto", "keep", "offload" or "recompute"',
+    ),
     "distributed.timeout_s": Key(600.0, *POSITIVE),
     "client.mem_tracer.use_async_mem_monitor": Key(True, *BOOLEAN),
     "client.mem_tracer.warmup_gpu_chunk_mem_ratio": Key(0.1, *RATIO),

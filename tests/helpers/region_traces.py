@@ -78,11 +78,11 @@ def region_trace(blocks: Sequence[Block], recomputed: Collection[int] = (), *, u
             moments[-1] = replace(moments[-1], non_model_peak_nbytes=temporaries + 2 * half)
         else:
             moments.append(Moment(Kind.HOLD, own, label, 0.0, temporaries))
-        for part in (2, 1):
-            add(Kind.HOLD, param(block.group), label, s=block.forward_s, peak=temporaries + part * half)
-            rest = temporaries + (part - 1) * half
-            add(Kind.WRITE if block.group in begun else Kind.CREATE, grad(block.group), label, peak=rest)
-            add(Kind.RELEASE, param(block.group), label, peak=rest)
+        peak = temporaries + 2 * half  # all of it until the block's backward is over
+        for _ in range(2):
+            add(Kind.HOLD, param(block.group), label, s=block.forward_s, peak=peak)
+            add(Kind.WRITE if block.group in begun else Kind.CREATE, grad(block.group), label, peak=peak)
+            add(Kind.RELEASE, param(block.group), label, peak=peak)
             begun.add(block.group)
         if at not in recomputed:
             moments += (Moment(kind, own, label, 0.0, temporaries) for kind in (Kind.RELEASE, Kind.CONSUME))

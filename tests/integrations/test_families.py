@@ -63,24 +63,29 @@ def builder_of(family: str, dtype: torch.dtype) -> Callable[[], Any]:
     return build
 
 
+def train(side: Side, family: str, dtype: torch.dtype, *, steps: int) -> Any:
+    model = side.ready(builder_of(family, dtype)())
+    optimizer = side.adamw(model.parameters())
+    seen = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        batch = tokens(2, seed=step)
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        seen += [loss.item(), clip_grad_norm_(model.parameters(), 1.0).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"seen": seen, "weights": dict(model.state_dict())}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_as_in_plain_pytorch(family: str, dtype: torch.dtype) -> None:
     """Built in fp32, and in bf16 as `from_pretrained` builds: dropout, tied weights, experts, clipping."""
-    build = builder_of(family, dtype)
+    same(lambda side: train(side, family, dtype, steps=3))
 
-    def scenario(side: Side) -> Any:
-        model = side.ready(build())
-        optimizer = side.adamw(model.parameters())
-        seen = []
-        for step in range(3):
-            torch.manual_seed(step)
-            batch = tokens(2, seed=step)
-            loss = model(input_ids=batch, labels=batch).loss
-            loss.backward()
-            seen += [loss.item(), clip_grad_norm_(model.parameters(), 1.0).item()]
-            optimizer.step()
-            optimizer.zero_grad()
-        return {"seen": seen, "weights": dict(model.state_dict())}
 
-    same(scenario)
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute", "auto"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_so_it_does_with_managed_activations(family: str, policy: str) -> None:
+    same(lambda side: train(side, family, torch.float32, steps=5), activations={"policy": policy})

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from chunkmem.config import (
     AVAILABLE,
+    ActivationsConfig,
     ClientConfig,
     Config,
     DiskConfig,
@@ -38,6 +39,7 @@ SECTIONS: Mapping[str, Callable[..., object]] = {
     "optimizer.params": OptimizerParams,
     "fp16": Fp16Config,
     "memory": MemoryConfig,
+    "activations": ActivationsConfig,
     "memory.disk": DiskConfig,
     "distributed": DistributedConfig,
     "client": ClientConfig,

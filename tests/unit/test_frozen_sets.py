@@ -46,8 +46,9 @@ TESTING_NAMES = {"AdversarialLanes", "CheckReport", "Comparison", "Difference", 
 """What `chunkmem.testing` offers."""
 
 OPTIONS = {
-    "estimate": "MODEL --accumulate --batch --checkpointing --chunk-size --cpu-embedding --device --hardware --host "
-    "--host-memory --largest --link --network --no-master-weights --precision --seq --tflops --tile --world",
+    "estimate": "MODEL --accumulate --activations --batch --checkpointing --chunk-size --cpu-embedding --device "
+    "--hardware --host --host-memory --largest --link --network --no-master-weights --precision --seq --tflops --tile "
+    "--world",
     "check": "MODEL --batch --chunk-size --device --host --orders --precision --seed --seq --steps",
     "plan": "TRACE --d2h --device --h2d --host --machine --margin-use-ratio --out",
     "report": "RUN --against --out --perfetto",

@@ -143,10 +143,10 @@ def test_regions_without_an_update_never_count_as_resident_groups() -> None:
 
 
 def test_activations_of_an_own_rank_are_no_states_of_plain_pytorch() -> None:
-    alone = PlainPyTorch.of(TRACE).model_nbytes
-    assert alone == 10 * NBYTES
-    remote = replace(TRACE, remote_groups=frozenset({1}))
-    assert PlainPyTorch.of(remote).model_nbytes == alone + 4 * NBYTES
+    alone = PlainPyTorch.of(TRACE)
+    assert (alone.model_nbytes, alone.activation_nbytes) == (8 * NBYTES, 2 * SAVED)
+    remote = PlainPyTorch.of(replace(TRACE, remote_groups=frozenset({1})))
+    assert remote.model_nbytes == alone.model_nbytes + 4 * NBYTES
 
 
 def test_what_backward_consumes_last_is_not_an_update() -> None:

@@ -109,6 +109,15 @@ def test_what_becomes_of_each_region() -> None:
     assert names[own(0)].startswith("blocks.0, inputs, ")
 
 
+def test_a_region_whose_inputs_are_no_chunk_has_its_place_in_forward() -> None:
+    gone = {own(0)}
+    moments = tuple(moment for moment in TRACE.moments if moment.chunk not in gone)
+    sizes = {chunk: nbytes for chunk, nbytes in TRACE.chunk_nbytes.items() if chunk not in gone}
+    trace = replace(TRACE, moments=moments, chunk_nbytes=sizes)
+    found = region_policies(make_plan(trace, machine_of(40)), trace)
+    assert [region.name for region in found] == [f"blocks.{at}" for at in range(4)]
+
+
 def test_regions_that_are_alike_are_one_row() -> None:
     found = region_policies(make_plan(TRACE, machine_of(40)), TRACE)
     assert list(region_rows(found)) == [
