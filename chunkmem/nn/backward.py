@@ -135,6 +135,8 @@ class BackwardTracker:
         self._waiting: dict[ManagedParameter, list[BackwardCall]] = {}
         self._running: dict[int, list[BackwardCall]] = {}
         """Announced calls by the id of autograd's graph task."""
+        self._threads: dict[int, int | None] = {}
+        """By such a task: the thread that called it."""
         self._graphs = GraphSearch()
         self._nodes = NodePins(
             pager, access, turn, graphs=self._graphs, watch=self.watch, then=lambda: self._settle_left()
@@ -235,13 +237,14 @@ class BackwardTracker:
 
     def reset(self, *, step: bool) -> None:
         """Drop what an interrupted backward left; at a step, also what was held for a second backward."""
-        for task in list(self._running):
+        for task in [task for task in self._running if not self._turn.runs_elsewhere(self._threads.get(task))]:
             self._unpin(task)
             self._access.num_calls = Counter()  # what was interrupted does not come
         self._regions.reset(step=step)
-        self._levels.clear()
-        self._recomputed_in.clear()
-        self._waiting.clear()
+        if not self._running:
+            self._levels.clear()
+            self._recomputed_in.clear()
+            self._waiting.clear()
         if step:
             for chunk in self._held:
                 self._pager.unpin(chunk, chunk.compute_tier)
@@ -265,7 +268,7 @@ class BackwardTracker:
                     self._turn.give_back()
 
         if task not in self._running:
-            self._running[task] = []
+            self._running[task], self._threads[task] = [], self._turn.hook_thread()
             torch.autograd.Variable._execution_engine.queue_callback(end)
         holding = torch.is_grad_enabled()  # in a gradient hook, exactly under create_graph
         if self._ends_by_nodes(call, holding=holding):
@@ -395,6 +398,7 @@ class BackwardTracker:
 
     def _unpin(self, task: int, *, is_through: bool = False) -> None:
         self._levels.pop(task, None)
+        self._threads.pop(task, None)
         self._recomputed_in.pop(task, None)
         self._nodes.end_task(task)
         for call in self._running.pop(task, ()):

@@ -51,9 +51,11 @@ _KEPT = -2
 class _Sight(weakref.ref[RegionCall]):
     """A call that is a chunk. When autograd lets go of it, only C code runs: the chunk is looked after later."""
 
-    __slots__ = ("chunk", "record")
+    __slots__ = ("chunk", "record", "thread")
     chunk: Chunk
     record: CallRecord
+    thread: int | None
+    """That called the backward which uses the chunk; None: nobody knows."""
 
     @property
     def is_recomputed(self) -> bool:
@@ -222,7 +224,7 @@ class RegionActivations(OwnHooks):
             self._pager.store.drop(chunk, Tier.DEVICE)
         chunk.saved = saved
         sight = self._live[chunk.id] = _Sight(call, self._gone.append)
-        sight.chunk, sight.record = chunk, call.record
+        sight.chunk, sight.record, sight.thread = chunk, call.record, None
         try:
             self._pager.create(chunk, Tier.DEVICE, reader=reader, zero=False)
         except BaseException:
@@ -286,6 +288,7 @@ class RegionActivations(OwnHooks):
     def _pin(self, chunk: Chunk, call: RegionCall) -> None:
         self._pager.pin(chunk, Tier.DEVICE, reader=call)
         task = self._pinned[chunk.id] = torch._C._current_graph_task_id()
+        self._live[chunk.id].thread = self._turn.hook_thread()
         if task != _NO_TASK and list(self._pinned.values()).count(task) == 1:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
 
@@ -363,17 +366,21 @@ class RegionActivations(OwnHooks):
             self._close_open(is_interrupted=True)
         self._depth = 0
         self.settle()
-        for key in list(self._pinned):
+        for key in [key for key in self._pinned if not self._is_used_elsewhere(key)]:
             self._unpin(key)
         if step:
             self.give_up()
+
+    def _is_used_elsewhere(self, key: ChunkId) -> bool:
+        """Tell whether the backward of another thread uses a chunk."""
+        return key in self._pinned and key in self._live and self._turn.runs_elsewhere(self._live[key].thread)
 
     def give_up(self) -> None:
         """The step is over: leave to autograd what it has not let go of."""
         self._look_after_gone()
         for sight in list(self._live.values()):
             call = sight()
-            if call is not None:
+            if call is not None and not self._is_used_elsewhere(sight.chunk.id):
                 self._give_up(sight.chunk, call)
 
     def _give_up(self, chunk: Chunk, call: RegionCall) -> None:

@@ -61,6 +61,14 @@ class Turn:
                 if self._waiting:
                     self._given_back.notify_all()
 
+    def hook_thread(self) -> int | None:
+        """Return, in a hook, the thread that called backward; None where autograd has threads of its own."""
+        return threading.get_ident() if self._with_hooks else None
+
+    def runs_elsewhere(self, thread: int | None) -> bool:
+        """Tell whether that is another thread, and one that runs."""
+        return thread not in (None, threading.get_ident()) and any(t.ident == thread for t in threading.enumerate())
+
     def take_in_hook(self) -> bool:
         """The same in one of autograd's hooks, which may act for a thread that has the turn."""
         if self._with_hooks:
