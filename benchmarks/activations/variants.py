@@ -115,6 +115,7 @@ class SavedOnHost(saved_tensors_hooks):
             began_s = time.perf_counter()
             found = tensor.clone()
             if link_Bps is not None:
+                # The rest of what the copy takes over the link that is played.
                 time.sleep(max(0.0, began_s + tensor.nbytes / link_Bps - time.perf_counter()))
             return found
 

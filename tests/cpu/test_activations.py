@@ -68,7 +68,7 @@ FEW = {
     "keep": [("gpt", "plain"), ("reused", "micro_batches")],
     "offload": [("cnn", "evaluation"), ("lstm", "plain"), ("moe", "plain"), ("t5", "half_frozen")],
     "recompute": [("gpt", "micro_batches"), ("cnn", "plain"), ("direct", "plain")],
-    "auto": [("gpt", "plain"), ("cnn", "scheduler"), ("vit", "plain"), ("inplace", "plain")],
+    "auto": [("gpt", "plain"), ("cnn", "scheduler"), ("vit", "plain"), ("inplace", "plain"), ("reused", "plain")],
 }
 """By policy: what an ordinary run has of the matrix."""
 

@@ -709,7 +709,7 @@ def test_hooks_of_two_threads_take_turns_where_autograd_has_several() -> None:
         began.wait()
         assert turn.take_in_hook()  # a hook in a hook, as when a call is recomputed
         turn.give_back()
-        time.sleep(0.05)
+        time.sleep(0.05)  # long enough for the other thread to come and wait; no event tells that it does
         assert inside == []
         turn.give_back()
         other.join()  # though this thread has the turn: the other one acts for it

@@ -187,3 +187,11 @@ def test_a_trace_with_regions_is_saved_and_read_again() -> None:
 def test_a_region_that_is_no_part_of_the_trace_is_refused(region: Region, complaint: str) -> None:
     with pytest.raises(TraceError, match=complaint):
         replace(TRACE, regions=(region,))
+
+
+def test_steps_whose_activations_begin_elsewhere_are_not_one_trace() -> None:
+    """In both orders at once, they would be created twice."""
+    created = next(m for m in MOMENTS if m.kind is Kind.CREATE and m.chunk == X1)
+    moved = tuple(m for m in MOMENTS if m is not created)
+    sooner = replace(TRACE, moments=(created, *moved), regions=())
+    assert merge(replace(TRACE, regions=()), sooner) is None
