@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -168,6 +168,11 @@ class Runtime:
         return self.memory.compute.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That modules compute in."""
+        return DTYPES[self.config.precision]
+
+    @property
     def is_lowered(self) -> bool:
         """Weights are computed with in bf16 or fp16."""
         return self.config.precision != "fp32"
@@ -180,6 +185,15 @@ class Runtime:
     def require_open(self) -> None:
         """Raise a `StateError` if the manager is closed."""
         require_open(self.memory.pager)
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Surround the backwards of a batch, whose gradients come multiplied by the loss scale."""
+        if self.scaler is not None:
+            self.scaler.is_used = True
+        guard = self.entry_points.make_guard()
+        with self.ranks.telling(), guard or contextlib.nullcontext():
+            yield
 
     def together(self, call: str) -> contextlib.AbstractContextManager[None]:
         """Surround a call that all ranks make; see `EntryPoints.together`."""
@@ -273,7 +287,7 @@ def make_controller(
         if controller.watch is not None:
             controller.watch.leave_out(storage)
 
-    modules.regions.on_taken = leave_out
+    modules.regions.on_taken = modules.parked.on_taken = leave_out
     return controller
 
 

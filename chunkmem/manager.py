@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +24,8 @@ from chunkmem.nn.gather import gathered, parameters_in
 from chunkmem.nn.registry import check_fits
 from chunkmem.nn.released import BuiltOverRanks
 from chunkmem.nn.tiling import tile_linears
+from chunkmem.pipeline.build import make_pipeline
+from chunkmem.pipeline.by_layer import ByLayerPipeline
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.timeline import Timeline
@@ -210,6 +212,44 @@ class ChunkManager:
         self.runtime.modules.host.mark(module)
         return module
 
+    def pipeline(
+        self,
+        blocks: Iterable[nn.Module],
+        *,
+        first: nn.Module | None = None,
+        last: nn.Module | None = None,
+        loss_fn: Callable[..., torch.Tensor],
+        micro_batches: int,
+        checkpoint: str = "auto",
+    ) -> ByLayerPipeline:
+        """Return what trains blocks by micro-batches, one block after the other: `loss = pipe.step(x, y)`.
+
+        Unlike a loop that accumulates gradients, what moves in a step does not depend on the number of micro-batches.
+
+        Args:
+            blocks: what one returns is what the next is given; a tuple is its arguments.
+            first: comes before them, and is given the input of `step`.
+            last: comes after them.
+            loss_fn: of what `last` returns and of the target; the mean over its samples.
+            micro_batches: parts that a batch is split into; fewer if it has fewer samples.
+            checkpoint: the calls of blocks that are recomputed in backward: "always"; "except_last", not those of the
+                last micro-batch; "never"; "auto" has the planner choose. What is not recomputed is kept or offloaded.
+
+        Raises:
+            ConfigError: an option has no such value.
+            LayoutError: a block is no module, or one of no model of this manager.
+        """
+        self.runtime.require_open()
+        return make_pipeline(
+            self.runtime,
+            blocks,
+            first=first,
+            last=last,
+            loss_fn=loss_fn,
+            micro_batches=micro_batches,
+            checkpoint=checkpoint,
+        )
+
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:
         """Run `loss.backward(**kwargs)`; in fp16, of the loss times the loss scale.
 
@@ -226,11 +266,9 @@ class ChunkManager:
         if not isinstance(loss, torch.Tensor):
             raise StateError(f"manager.backward() takes the loss as a tensor, not a {type(loss).__name__}")
         self.runtime.sharding.units.declared = last
-        if self.runtime.scaler is not None:
-            self.runtime.scaler.is_used = True
-            loss = loss if is_scaled else loss.float() * self.runtime.scaler.scale
-        guard = self.runtime.entry_points.make_guard()
-        with self.runtime.ranks.telling(), guard or contextlib.nullcontext():
+        if self.runtime.scaler is not None and not is_scaled:
+            loss = loss.float() * self.runtime.scaler.scale
+        with self.runtime.backward():
             loss.backward(**kwargs)
 
     def mark_scaled(self) -> None:

@@ -40,7 +40,9 @@ from chunkmem.nn.guard import DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks, RootCalls
 from chunkmem.nn.host_modules import HostModules
 from chunkmem.nn.packing import PackedModel, Packer
+from chunkmem.nn.parked import ParkedTensors
 from chunkmem.nn.reduction import Reduction
+from chunkmem.nn.region_chunks import RegionChunks
 from chunkmem.nn.region_policies import RegionPolicies
 from chunkmem.nn.regions import RegionActivations
 from chunkmem.nn.registry import ModelRegistry
@@ -134,6 +136,7 @@ class Modules:
     saved: ChunkHooks
     units: Units
     regions: RegionActivations
+    parked: ParkedTensors
 
     def hooks(self, calls: RootCalls) -> ModuleHooks:
         """Make what modules are fitted with; `calls` hears of those from outside."""
@@ -241,7 +244,10 @@ def make_modules(
     declared = DeclaredReads()
     saved = ChunkHooks(declared, pager, turn)
     policies, device = RegionPolicies(config.activations.policy), memory.compute.device
-    regions = RegionActivations(pager, turn, saved, policies=policies, device=device, is_rehearsal=is_rehearsal)
+    chunks = RegionChunks(pager.store)
+    regions = RegionActivations(
+        pager, turn, saved, policies=policies, chunks=chunks, device=device, is_rehearsal=is_rehearsal
+    )
     backward = BackwardTracker(pager, access, sharding.units, turn, regions=regions, is_rehearsal=is_rehearsal)
     server = ParameterServer(pager, access, backward, turn, saved=saved, is_shared=sharding.shards is not None)
     return Modules(
@@ -263,6 +269,7 @@ def make_modules(
         saved,
         sharding.units,
         regions,
+        ParkedTensors(pager, chunks, device=device),
     )
 
 

@@ -65,11 +65,13 @@ class Borders:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._enter(border, module)
             inside = border.inside
-            return tuple(_cast(arg, inside) for arg in args), {key: _cast(arg, inside) for key, arg in kwargs.items()}
+            return tuple(cast_floats(arg, inside) for arg in args), {
+                key: cast_floats(arg, inside) for key, arg in kwargs.items()
+            }
 
         def leave(_module: nn.Module, _args: Any, result: Any) -> Any:
             outside = self._leave(border)
-            return None if outside is None else _cast(result, outside)
+            return None if outside is None else cast_floats(result, outside)
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave, always_call=True)
@@ -101,7 +103,7 @@ def cast_at_borders(root: nn.Module, dtype: torch.dtype) -> None:
     Borders().fit(root, precision_of([root], dtype).modules, dtype)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floats in a value. What has none to be cast is returned itself: it may be a list to put outputs into."""
     if isinstance(value, torch.Tensor):
         return _cast_tensor(value, dtype)

@@ -136,6 +136,14 @@ class ModuleHooks:
             module.register_forward_hook(partial(self._leave, fitted), always_call=True)
         return owned
 
+    def fit_outermost(self, module: nn.Module, *, name: str) -> None:
+        """Have calls of a module that has no parameters of its own count as those of a model from outside."""
+        fitted = FittedModule(name, (), (), is_leaf=False, unit=None, region=None, tier=Tier.DEVICE)
+        self._fitted.add(module)
+        self._roots.add(module)
+        module.register_forward_pre_hook(partial(self._enter, fitted), with_kwargs=True)
+        module.register_forward_hook(partial(self._leave, fitted), always_call=True)
+
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
         access = self._access
         _check_runs_itself(fitted.name)

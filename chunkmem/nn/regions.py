@@ -73,6 +73,7 @@ class RegionActivations(OwnHooks):
         saved: ChunkHooks,
         *,
         policies: RegionPolicies,
+        chunks: RegionChunks,
         device: torch.device,
         is_rehearsal: bool = False,
     ) -> None:
@@ -83,6 +84,7 @@ class RegionActivations(OwnHooks):
             turn: of this thread.
             saved: keeps tensors in the memory of parameters' chunks.
             policies: of modules.
+            chunks: of activations.
             device: that is DEVICE; what is saved elsewhere stays there.
             is_rehearsal: under fake tensors.
         """
@@ -104,7 +106,7 @@ class RegionActivations(OwnHooks):
         """Calls that autograd has let go of."""
         self._pinned: dict[ChunkId, int] = {}
         """Chunks that a backward uses, with its number, or that are kept."""
-        self._chunks = RegionChunks(pager.store)
+        self._chunks = chunks
         self.policies = policies
         self._kept: Collection[int] = ()
         """Calls of the iteration, by their numbers, that are not recomputed although they may be."""

@@ -157,6 +157,13 @@ class ComputeDevice:
         find = getattr(torch.get_device_module(self.device), "get_device_name", None) if self.is_accelerator else None
         return self.device.type if find is None else str(find(self.device))
 
+    def generators(self) -> list[torch.Generator]:
+        """Return what `torch.manual_seed` seeds: the generator of the CPU, and that of the accelerator."""
+        found = [torch.default_generator]
+        if self.is_accelerator:
+            found.append(torch.get_device_module(self.device).default_generators[self.device.index])
+        return found
+
     def stream(self) -> torch.Stream:
         """Return a new stream of the accelerator."""
         return torch.Stream(self.device)

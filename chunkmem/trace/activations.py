@@ -18,6 +18,10 @@ class Content(enum.Enum):
     """What a call is recomputed from."""
     RECOMPUTED = "recomputed activations"
     """What it saves when it is recomputed."""
+    OUTPUTS = "outputs"
+    """What a call has returned, until the next block is called with it."""
+    GRADIENTS = "gradients"
+    """Of what a call is given, until the backward of the block before."""
 
     __hash__ = object.__hash__
 
@@ -34,6 +38,12 @@ class Contents:
         return f"{self.content.value} of {self.region}"
 
 
+_BY_LABEL = {"backward": Content.RECOMPUTED, "output": Content.OUTPUTS, "gradient": Content.GRADIENTS}
+"""By the last word of what creates the chunk."""
+PARKED = frozenset({Content.OUTPUTS, Content.GRADIENTS})
+"""On its way from block to block, and no part of a region."""
+
+
 def activation_contents(trace: Trace) -> dict[ChunkId, Contents]:
     """Return what the ACTIVATION chunks of a step hold, in the order in which they get it.
 
@@ -47,9 +57,8 @@ def activation_contents(trace: Trace) -> dict[ChunkId, Contents]:
             continue
         if kind is Kind.CREATE:
             name, _, when = moment.label.rpartition(" ")
-            is_again = when == "backward"
-            found[chunk] = Contents(name, Content.RECOMPUTED if is_again else Content.ACTIVATIONS)
-            for inputs in held if is_again else ():
+            content = found[chunk] = Contents(name, _BY_LABEL.get(when, Content.ACTIVATIONS))
+            for inputs in held if content.content is Content.RECOMPUTED else ():
                 if found[inputs] == Contents(name, Content.ACTIVATIONS):
                     found[inputs] = Contents(name, Content.INPUTS)
         elif kind is Kind.HOLD:

@@ -1,0 +1,156 @@
+"""Tensors that nobody needs for a while, as chunks of the role ACTIVATION: what is on its way from block to block.
+
+A region's chunk (see [Note: Regions] in `chunkmem.nn.regions`) begins when the region has been called. Until then its
+inputs are the caller's. A caller that runs one block after the other for many micro-batches has as many of them, and
+parks them: their storages become a chunk, which the planner keeps or moves.
+
+    outputs  | block 0 |  parked  | block 1 |             CREATE when a block has returned it, HOLD when the next one
+    CREATE             .                                  begins, CONSUME when that is over. The gradients of outputs
+    CONSUME                                 .             go the same way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from chunkmem.nn.region_chunks import RegionChunks
+from chunkmem.nn.saved_storages import SavedStorage, SavedStorages
+from chunkmem.nn.values import storage_id
+from chunkmem.runtime.pager import Pager
+from chunkmem.runtime.store import Chunk
+from chunkmem.types import ChunkId, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    storage: SavedStorage
+
+    def tensor(self) -> torch.Tensor:
+        """Return a new tensor over the storage, which has no history."""
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.set_(self.storage.storage, self.offset, self.shape, self.stride)
+
+
+class Parked:
+    """Some tensors without a history, whose memory may be on HOST until `bring`."""
+
+    __slots__ = ("_chunk", "_owner", "_tensors")
+
+    def __init__(self, owner: ParkedTensors, tensors: list[torch.Tensor | _Layout], chunk: Chunk | None) -> None:
+        self._owner = owner
+        self._tensors = tensors
+        self._chunk = chunk
+
+    def bring(self) -> list[torch.Tensor]:
+        """Return new tensors over the memory, which stays on the device until `end`.
+
+        Raises:
+            CapacityError: it does not fit.
+        """
+        if self._chunk is not None:
+            self._owner.pin(self._chunk)
+        return [each.tensor() if isinstance(each, _Layout) else each for each in self._tensors]
+
+    def end(self) -> None:
+        """Leave the memory to whoever else has it by now; else it is given back. Idempotent."""
+        chunk, self._chunk, self._tensors = self._chunk, None, []
+        if chunk is not None:
+            self._owner.end(chunk)
+
+
+class ParkedTensors:
+    """What is parked, each as a chunk."""
+
+    def __init__(self, pager: Pager, chunks: RegionChunks, *, device: torch.device) -> None:
+        """Begin with nothing; what is on another device than `device` stays there."""
+        self._pager = pager
+        self._chunks = chunks
+        self._device = device
+        self._live: dict[ChunkId, bool] = {}
+        """Chunks that have content, and whether they are pinned."""
+        self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
+        """Called with each storage that becomes part of a chunk."""
+
+    def park(self, tensors: list[torch.Tensor], *, name: str, what: str) -> Parked:
+        """Take tensors without a history from a list, which is empty afterwards: the caller keeps none of them.
+
+        What others hold, too, stays as it is.
+
+        Args:
+            tensors: to be parked.
+            name: of the block that has made them.
+            what: "output" or "gradient"; see `chunkmem.trace.activations`.
+
+        Raises:
+            CapacityError: they fit no tier.
+        """
+        found: dict[int, SavedStorage] = {}
+        parked: list[torch.Tensor | _Layout] = []
+        while tensors:
+            parked.append(self._layout(tensors.pop(0), found))
+        taken = [each for each in found.values() if not each.is_escaped()]
+        found.clear()
+        for each in taken:
+            self.on_taken(each.storage)
+        return Parked(self, parked, self._create(taken, name=name, what=what) if taken else None)
+
+    def keep(self, tensors: list[torch.Tensor]) -> Parked:
+        """Return the same for tensors that stay where they are."""
+        return Parked(self, list(tensors), None)
+
+    def _layout(self, tensor: torch.Tensor, found: dict[int, SavedStorage]) -> torch.Tensor | _Layout:
+        key = storage_id(tensor)
+        if key is None or type(tensor) is not torch.Tensor or tensor.device.type != self._device.type:
+            return tensor
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return tensor
+        storage = tensor.untyped_storage()
+        if not storage.nbytes() or not storage.resizable() or (tensor.device.type == "cpu" and storage.is_shared()):
+            return tensor
+        if key not in found:
+            found[key] = SavedStorage(storage)
+        return _Layout(
+            tensor.dtype, tensor.device, tensor.shape, tensor.stride(), int(tensor.storage_offset()), found[key]
+        )
+
+    def _create(self, taken: list[SavedStorage], *, name: str, what: str) -> Chunk:
+        saved = SavedStorages()
+        chunk = self._chunks.get(f"{what}s of {name}", saved.hold(taken), live=self._live)
+        if Tier.DEVICE in chunk.replicas:  # of what is over; a plan was to free it
+            self._pager.store.drop(chunk, Tier.DEVICE)
+        chunk.saved = saved
+        self._live[chunk.id] = False
+        try:
+            self._pager.create(chunk, Tier.DEVICE, reader=f"{name} {what}", zero=False)
+        except BaseException:
+            del self._live[chunk.id]
+            saved.let_go()
+            raise
+        return chunk
+
+    def pin(self, chunk: Chunk) -> None:
+        """Have a chunk on DEVICE until it ends."""
+        if not self._live[chunk.id]:
+            self._pager.pin(chunk, Tier.DEVICE, reader=chunk.label)
+            self._live[chunk.id] = True
+
+    def end(self, chunk: Chunk) -> None:
+        """The content is no chunk any more."""
+        is_pinned = self._live.pop(chunk.id)
+        assert isinstance(chunk.saved, SavedStorages)
+        chunk.saved.let_go()
+        if is_pinned:
+            self._pager.unpin(chunk, Tier.DEVICE)
+        self._pager.consume(chunk)
+        if Tier.DEVICE in chunk.replicas and not self._pager.policy.is_planned:
+            self._pager.store.drop(chunk, Tier.DEVICE)

@@ -1,0 +1,211 @@
+"""One block after the other, each for all micro-batches: what moves does not depend on how many there are.
+
+[Note: By layer] Forward runs a block for all micro-batches before the next block, and backward likewise, the last
+micro-batch first. So the weights of a block come to the device twice a step, and its gradient leaves it once:
+
+    plain loop  | 0.0 1.0 2.0   2.0 1.0 0.0 | 0.1 1.1 2.1   2.1 1.1 0.1 |        b.m: block b, micro-batch m
+    by layer    | 0.0 0.1   1.0 1.1   2.0 2.1   2.1 2.0   1.1 1.0   0.1 0.0 |
+
+Gradients are those of a loop that runs all forwards and then all backwards in reverse, bit for bit. A weight that two
+blocks share gets those of the later block first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.assembly import Runtime
+from chunkmem.errors import StateError
+from chunkmem.nn.borders import cast_floats
+from chunkmem.pipeline.micro_batches import MicroBatch, split
+from chunkmem.pipeline.outputs import BlockOutput
+from chunkmem.pipeline.random_streams import RandomStreams, Streams, states_of
+
+CHECKPOINTS = ("auto", "always", "except_last", "never")
+
+
+def policy_of(checkpoint: str, number: int, num: int) -> str:
+    """Return the policy for what micro-batch `number` of `num` saves in a block, as `activations.policy` has them."""
+    if checkpoint == "auto":
+        return "auto"
+    is_recomputed = checkpoint == "always" or (checkpoint == "except_last" and number < num - 1)
+    return "recompute" if is_recomputed else "offload"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A block, or what comes before or after the blocks."""
+
+    name: str
+    module: nn.Module
+
+
+class _Outermost(nn.Module):
+    """Its call is that of a model from outside; what runs in it is one forward."""
+
+    def forward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return run()
+
+
+class LossItem(nn.Module):
+    """What comes after the blocks, and the loss."""
+
+    def __init__(self, module: nn.Module | None, loss_fn: Callable[..., torch.Tensor], *, casts: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.loss_fn = loss_fn
+        self._casts = casts
+
+    def forward(self, given: tuple[Any, ...], target: Any, divisor: float) -> torch.Tensor:
+        if self.module is not None:
+            output = self.module(*given)
+        else:
+            output = given if len(given) != 1 else given[0]
+        if self._casts:
+            output = cast_floats(output, torch.float32)
+        loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise StateError(f"loss_fn returned {what}; it has to return the mean loss of its samples as one number")
+        return loss / divisor
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What runs: its parts, and by block what that has returned for each part."""
+
+    parts: Sequence[MicroBatch]
+    outputs: Sequence[list[BlockOutput]]
+
+
+class ByLayerPipeline:
+    """Blocks in one process, or on ranks that share all chunks; see [Note: By layer]."""
+
+    def __init__(self, runtime: Runtime, items: Sequence[Item], *, micro_batches: int, checkpoint: str) -> None:
+        """Run `items` in turn, of which the last is a `LossItem`.
+
+        Args:
+            runtime: of the manager that has their parameters.
+            items: what to run.
+            micro_batches: parts of a batch.
+            checkpoint: which of their calls are recomputed: see `ChunkManager.pipeline`.
+        """
+        self._runtime = runtime
+        self._items = tuple(items)
+        self._num = micro_batches
+        self._checkpoint = checkpoint
+        self._outermost = _Outermost()
+        runtime.hooks.fit_outermost(self._outermost, name="pipeline")
+        self._random = RandomStreams(runtime.memory.compute.generators())
+
+    def step(self, inputs: Any, target: Any = None) -> torch.Tensor:
+        """Run forward and backward of a batch, and return its loss, without history.
+
+        Args:
+            inputs: what the first block is given: a tensor, a tuple (its arguments), or a dict of tensors. All tensors
+                are split along their first dimension.
+            target: the second argument of `loss_fn`, split likewise; None: it is called with the output alone.
+
+        Raises:
+            StateError: there is nothing to split, or a block returns what cannot be passed on; nothing was accumulated.
+            CapacityError: something does not fit.
+        """
+        runtime = self._runtime
+        runtime.require_open()
+        if not torch.is_grad_enabled():
+            raise StateError("pipe.step() computes gradients; under torch.no_grad() call the model itself")
+        batch = _Batch(split(inputs, target, num=self._num), [[] for _ in self._items])
+        try:
+            loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
+            with runtime.backward():
+                self._backward(batch)
+        finally:
+            with runtime.modules.turn.taken():
+                for output in (output for row in batch.outputs for output in row):
+                    output.drop()
+        return loss
+
+    # Forward.
+
+    def _forward(self, batch: _Batch) -> torch.Tensor:
+        form = batch.parts[0].form
+        streams = self._random.begin(form, len(batch.parts))
+        if streams is None:
+            self._forward_in_turn(batch)
+        else:
+            self._forward_by_layer(batch, streams)
+            wrong = streams.end()
+            if wrong is not None:
+                self._random.forget(form)
+                raise StateError(
+                    f"micro-batch {wrong} has drawn another amount of random numbers than those before it, so the next "
+                    "ones have drawn other numbers than in a plain loop; no gradient was computed. Call pipe.step() "
+                    "again: from now on, forward runs in the order of a plain loop for batches like this one"
+                )
+        losses = [output.tensor for output in batch.outputs[-1]]
+        loss = losses[0].clone()
+        for each in losses[1:]:
+            loss += each
+        return loss
+
+    def _forward_by_layer(self, batch: _Batch, streams: Streams) -> None:
+        for at, row in enumerate(batch.outputs):
+            for number in range(len(batch.parts)):
+                with streams.of(number):
+                    self._call(batch, at, number)
+                if at < len(self._items) - 1:
+                    row[-1].park()
+
+    def _forward_in_turn(self, batch: _Batch) -> None:
+        """Run one micro-batch after the other."""
+        form, states = batch.parts[0].form, []
+        for number in range(len(batch.parts)):
+            states.append(states_of(self._random.generators))
+            for at in range(len(self._items)):
+                self._call(batch, at, number)
+        if batch.parts[-1].form == form:
+            states.append(states_of(self._random.generators))
+        self._random.learn(form, states)
+        if self._random.are_known(form):
+            self._runtime.controller.excuse_iteration()  # the next ones go by layer
+
+    def _call(self, batch: _Batch, at: int, number: int) -> None:
+        """Run a block for a micro-batch. When it is over, only autograd has what it was given."""
+        item, part = self._items[at], batch.parts[number]
+        given = batch.outputs[at - 1][number] if at else None
+        arguments = self._first_arguments(part) if given is None else given.arguments()
+        if at == len(self._items) - 1:
+            arguments = (arguments, part.target, part.divisor)
+        result = self._run(item, policy_of(self._checkpoint, number, len(batch.parts)), arguments)
+        batch.outputs[at].append(BlockOutput(result, self._runtime.modules.parked, name=item.name))
+        if given is not None:
+            given.end_call()
+
+    def _first_arguments(self, part: MicroBatch) -> tuple[Any, ...]:
+        inputs = cast_floats(part.inputs, self._runtime.dtype) if self._runtime.is_lowered else part.inputs
+        return inputs if type(inputs) is tuple else (inputs,)
+
+    def _run(self, item: Item, policy: str, arguments: tuple[Any, ...]) -> Any:
+        regions = self._runtime.modules.regions
+        regions.enter(item.name, policy, item.module, arguments, {}, start=regions.now())
+        try:
+            return item.module(*arguments)
+        finally:
+            regions.leave()
+
+    def _backward(self, batch: _Batch) -> None:
+        """Run the backward of each block for all micro-batches, the last one first."""
+        turn, scaler = self._runtime.modules.turn, self._runtime.scaler
+        for output in batch.outputs[-1]:
+            output.begin_backward(1.0 if scaler is None else scaler.scale)
+        for at in reversed(range(len(self._items))):
+            for number in reversed(range(len(batch.parts))):
+                batch.outputs[at].pop().backward(turn)
+                if at:
+                    with turn.taken():
+                        batch.outputs[at - 1][number].park_gradients()

@@ -1,0 +1,170 @@
+"""What is between two blocks for one micro-batch: in forward tensors that one returns, in backward their gradients.
+
+Autograd's graph is cut there, so that the backward of one block can run for all micro-batches before the next one does.
+What a block is given has no history but a node that takes the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from chunkmem.errors import StateError
+from chunkmem.nn.parked import Parked, ParkedTensors
+from chunkmem.nn.turn import Turn
+from chunkmem.nn.values import tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Stands for a tensor in a value."""
+
+    index: int
+
+
+class BlockOutput:
+    """What a block has returned for a micro-batch. The next block is given it once."""
+
+    def __init__(self, value: Any, parking: ParkedTensors, *, name: str) -> None:
+        """Take what the block of that name has returned, of which the caller is to keep nothing.
+
+        Raises:
+            StateError: it has tensors in objects that cannot be taken apart.
+        """
+        self._parking = parking
+        self._name = name
+        self._leaves, self._spec = tree_flatten(value)
+        tensors = _take_tensors(self._leaves, name)
+        self._wanted = [at for at, tensor in enumerate(tensors) if tensor.requires_grad]
+        """Those that require gradients."""
+        self._edges = [get_gradient_edge(tensors[at]) for at in self._wanted]
+        self._content: list[torch.Tensor] = [tensor.detach() for tensor in tensors]
+        self._parked: Parked | None = None
+        self._gradients: list[torch.Tensor | None] = []
+        """Of the tensors that require them, from the backward of the block that was given those."""
+        self._parked_gradients: Parked | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The only tensor that the block has returned, without its history."""
+        (tensor,) = self._content
+        return tensor
+
+    def park(self) -> None:
+        """Nobody needs the tensors until the next block is given them.
+
+        Raises:
+            CapacityError: they fit no tier.
+        """
+        self._parked = self._parking.park(self._content, name=self._name, what="output")
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return what the next block is called with, on the device until `end_call`.
+
+        Raises:
+            CapacityError: it does not fit.
+        """
+        tensors = self._content if self._parked is None else self._parked.bring()
+        self._content = []
+        if self._wanted:
+            given = [tensors[at] for at in self._wanted]
+            cut = _Cut.apply(torch.empty(0, requires_grad=True), self, given)  # type: ignore[no-untyped-call]
+            for at, tensor in zip(self._wanted, cut, strict=True):
+                tensors[at] = tensor
+        leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
+        value = tree_unflatten(leaves, self._spec)
+        return value if type(value) is tuple else (value,)
+
+    def end_call(self) -> None:
+        """The next block has returned."""
+        parked, self._parked = self._parked, None
+        if parked is not None:
+            parked.end()
+
+    def take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The backward of the next block has come to what it was given."""
+        self._gradients = list(gradients)
+
+    def park_gradients(self) -> None:
+        """Nobody needs the gradients until the backward of the block. Raises what `park` does."""
+        pairs = [(edge, g) for edge, g in zip(self._edges, self._gradients, strict=False) if g is not None]
+        self._edges, given, self._gradients = [edge for edge, _ in pairs], [g for _, g in pairs], []
+        pairs.clear()
+        if given:
+            self._parked_gradients = self._parking.park(given, name=self._name, what="gradient")
+
+    def begin_backward(self, scale: float) -> None:
+        """Take that for the gradient of the only tensor, which is the loss.
+
+        Raises:
+            StateError: it does not depend on anything that is trained.
+        """
+        if not self._edges:
+            raise StateError(
+                "the loss depends on no parameter that requires gradients: unfreeze one, or do not call pipe.step()"
+            )
+        self._parked_gradients = self._parking.keep([torch.full_like(self.tensor, scale)])
+
+    def backward(self, turn: Turn) -> None:
+        """Run the backward of the block, if gradients have come to what it has returned.
+
+        Raises:
+            CapacityError: something does not fit.
+        """
+        parked, self._parked_gradients = self._parked_gradients, None
+        if parked is None:
+            return
+        try:
+            with turn.taken():
+                gradients = parked.bring()
+            torch.autograd.backward(self._edges, gradients)
+        finally:
+            self._edges = []
+            gradients = []
+            with turn.taken():
+                parked.end()
+
+    def drop(self) -> None:
+        """What is here is not needed any more."""
+        for parked in (self._parked, self._parked_gradients):
+            if parked is not None:
+                parked.end()
+        self._edges, self._content, self._gradients = [], [], []
+
+
+class _Cut(torch.autograd.Function):
+    """Begins a history for what a block is given."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor, output: BlockOutput, tensors: list[torch.Tensor]) -> Any:
+        ctx.output = output
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.output.take_gradients(gradients)
+        return None, None, None
+
+
+def _take_tensors(leaves: list[Any], name: str) -> list[torch.Tensor]:
+    """Put slots in place of tensors, the same for the same tensor, and return the tensors."""
+    tensors: list[torch.Tensor] = []
+    known: dict[int, _Slot] = {}
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) not in known:
+                known[id(leaf)] = _Slot(len(tensors))
+                tensors.append(leaf)
+            leaves[at] = known[id(leaf)]
+        elif next(tensors_in(leaf), None) is not None:
+            raise StateError(
+                f"{name} returns a {type(leaf).__name__} with tensors inside, where the next block is another step of "
+                "autograd; return tensors, or tuples, lists and dicts of them"
+            )
+    return tensors

@@ -1,0 +1,164 @@
+"""Random numbers of micro-batches that run block by block: those that they draw when they run one after the other.
+
+[Note: Random numbers by layer] In a plain loop micro-batch 1 draws what comes after the numbers of micro-batch 0. Block
+by block, both have begun before either is over. So each has a stream of its own, which begins where the one before is
+going to end. How many numbers a micro-batch draws is not known before one has run: the first batch of a form runs one
+micro-batch after the other, and their draws are counted. What is drawn block by block is compared with that before
+backward begins. Where micro-batches of a form draw different amounts (layers that are dropped at random), all batches
+of that form run one micro-batch after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+
+_PERIOD = 624
+"""Numbers of a CPU generator, a Mersenne twister, from one renewal of its state to the next."""
+_MAX_PERIODS = 1 << 14
+"""More are not counted."""
+
+States = tuple[torch.Tensor, ...]
+"""Of all generators."""
+
+
+class Streams:
+    """Those of one step: micro-batch m draws from the m-th."""
+
+    def __init__(self, generators: Sequence[torch.Generator], starts: list[States]) -> None:
+        """Begin each at a state."""
+        self._generators = generators
+        self._starts = starts
+        self._now = list(starts)
+
+    @contextlib.contextmanager
+    def of(self, number: int) -> Iterator[None]:
+        """Draw from the stream of a micro-batch."""
+        for generator, state in zip(self._generators, self._now[number], strict=True):
+            generator.set_state(state)
+        yield
+        self._now[number] = states_of(self._generators)
+
+    def end(self) -> int | None:
+        """Go on where the last one has ended; return None.
+
+        If one has drawn more or fewer numbers than the next one has taken for granted, return its number, and go back
+        to where the first one has begun.
+        """
+        pairs = enumerate(zip(self._now, self._starts[1:], strict=False))
+        wrong = next((number for number, (end, start) in pairs if not _same(end, start)), None)
+        states = self._now[-1] if wrong is None else self._starts[0]
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+        return wrong
+
+
+class RandomStreams:
+    """What is known of the random numbers that micro-batches draw."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        """Know nothing of what is drawn from `generators`."""
+        self.generators = tuple(generators)
+        self._draws: dict[Hashable, tuple[int | None, ...]] = {}
+        """By form of a micro-batch: how many numbers it draws from each; None: that varies, or cannot be told."""
+
+    def begin(self, form: Hashable, num: int) -> Streams | None:
+        """Return streams for a step of `num` micro-batches; None if forward has to run one after the other."""
+        draws = self._draws.get(form)
+        if draws is None and self._draws and all(count == 0 for each in self._draws.values() for count in each):
+            draws = (0,) * len(self.generators)
+        if draws is None or None in draws:
+            return None
+        starts = [states_of(self.generators)]
+        for _ in range(num - 1):
+            pairs = zip(self.generators, starts[-1], draws, strict=True)
+            starts.append(tuple(_advanced(generator, state, count or 0) for generator, state, count in pairs))
+        return Streams(self.generators, starts)
+
+    def are_known(self, form: Hashable) -> bool:
+        """Tell whether all micro-batches of a form draw the same amount."""
+        return None not in self._draws.get(form, (None,))
+
+    def forget(self, form: Hashable) -> None:
+        """What micro-batches of a form draw varies."""
+        self._draws[form] = (None,) * len(self.generators)
+
+    def learn(self, form: Hashable, states: Sequence[States]) -> None:
+        """Take note of the states before each micro-batch of a step in which they ran in turn.
+
+        Args:
+            form: of all of them but the last.
+            states: before each, and at the end if the last one is like the others.
+        """
+        draws: tuple[int | None, ...] | None = self._draws.get(form)
+        for before, after in pairwise(states):
+            counts = tuple(
+                _count(generator, start, stop)
+                for generator, start, stop in zip(self.generators, before, after, strict=True)
+            )
+            draws = (
+                counts if draws is None else tuple(a if a == b else None for a, b in zip(draws, counts, strict=True))
+            )
+        if draws is not None:
+            self._draws[form] = draws
+
+
+def states_of(generators: Sequence[torch.Generator]) -> States:
+    """Return the state of each."""
+    return tuple(generator.get_state() for generator in generators)
+
+
+def _same(one: States, other: States) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _advanced(generator: torch.Generator, state: torch.Tensor, count: int) -> torch.Tensor:
+    """Return what the state of a generator is after so many numbers; on an accelerator, they are an offset."""
+    if not count:
+        return state
+    other = torch.Generator(generator.device)
+    other.set_state(state)
+    if generator.device.type == "cpu":
+        torch.empty(count, dtype=torch.int32).random_(generator=other)
+    else:
+        other.set_offset(other.get_offset() + count)
+    return other.get_state()
+
+
+def _count(generator: torch.Generator, start: torch.Tensor, stop: torch.Tensor) -> int | None:
+    """Return how many numbers lie between two states of a generator; None if that cannot be told."""
+    if torch.equal(start, stop):
+        return 0
+    if generator.device.type == "cpu":
+        count = _count_on_cpu(start, stop)
+    else:
+        count = _offset(generator, stop) - _offset(generator, start)
+    return count if torch.equal(_advanced(generator, start, count), stop) else None
+
+
+def _offset(generator: torch.Generator, state: torch.Tensor) -> int:
+    other = torch.Generator(generator.device)
+    other.set_state(state)
+    return int(other.get_offset())
+
+
+def _count_on_cpu(start: torch.Tensor, stop: torch.Tensor) -> int:
+    """Return it for a Mersenne twister, or any number if the one never becomes the other.
+
+    A state has 8 bytes of seed, 4 that say how many numbers are left of the period, 12 of others, and then the period.
+    """
+    other = torch.Generator()
+    other.set_state(start)
+    for num in range(_MAX_PERIODS):
+        now = other.get_state()
+        if torch.equal(now[24 : 24 + 8 * _PERIOD], stop[24 : 24 + 8 * _PERIOD]):
+            return num * _PERIOD + _left(start) - _left(stop)
+        torch.empty(_PERIOD, dtype=torch.int32).random_(generator=other)
+    return 0
+
+
+def _left(state: torch.Tensor) -> int:
+    return int(state[8:12].view(torch.int32).item())
