@@ -150,6 +150,7 @@ class ParkedTensors:
         assert isinstance(chunk.saved, SavedStorages)
         chunk.saved.let_go()
         if is_pinned:
+            chunk.replicas[Tier.DEVICE].pieces = ()  # a plan may free it later: until then nobody is to count these
             self._pager.unpin(chunk, Tier.DEVICE)
         self._pager.consume(chunk)
         if Tier.DEVICE in chunk.replicas and not self._pager.policy.is_planned:

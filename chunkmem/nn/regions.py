@@ -132,7 +132,7 @@ class RegionActivations(OwnHooks):
 
     def recorded(self) -> tuple[Region, ...]:
         """Return the regions of the iteration that may be recomputed or not, in the order of their forward."""
-        found = (record.region(number) for number, record in enumerate(self.records) if record.is_auto)
+        found = (record.region() for record in self.records if record.is_auto)
         return tuple(region for region in found if region is not None)
 
     def adopt(self, trace: Trace) -> None:
@@ -142,9 +142,26 @@ class RegionActivations(OwnHooks):
     # Forward.
 
     def enter(
-        self, name: str, policy: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, start: int
+        self,
+        name: str,
+        policy: str,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        start: int,
+        number: int | None = None,
     ) -> None:
-        """A call of a region begins, of which torch gives the arguments; `start` moments came before its weights."""
+        """A call of a region begins.
+
+        Args:
+            name: of the region.
+            policy: for what the call saves.
+            module: that is called.
+            args, kwargs: with these.
+            start: how many moments came before its weights.
+            number: among the calls of all steps of this kind; None: that of calls so far.
+        """
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled():
             return
@@ -153,9 +170,10 @@ class RegionActivations(OwnHooks):
             return  # as in transforms of torch.func
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return  # the user's own decide what is saved
-        record = CallRecord(name, policy, policy == "recompute", [start])
+        number = len(self.records) if number is None else number
+        record = CallRecord(name, policy, number, policy == "recompute", [start])
         if record.is_auto:
-            record.is_recomputed = len(self.records) not in self._kept
+            record.is_recomputed = number not in self._kept
         self.records.append(record)
         self._open = RegionCall(name, record)
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)

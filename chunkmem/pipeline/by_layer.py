@@ -44,6 +44,12 @@ class Item:
     name: str
     module: nn.Module
 
+    @property
+    def unit(self) -> nn.Module:
+        """What is exchanged between ranks before it runs."""
+        own = self.module.module if isinstance(self.module, LossItem) else self.module
+        return self.module if own is None else own
+
 
 class _Outermost(nn.Module):
     """Its call is that of a model from outside; what runs in it is one forward."""
@@ -122,7 +128,7 @@ class ByLayerPipeline:
         batch = _Batch(split(inputs, target, num=self._num), [[] for _ in self._items])
         try:
             loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
-            with runtime.backward():
+            with runtime.backward(), runtime.sharding.units.one_backward():
                 self._backward(batch)
         finally:
             with runtime.modules.turn.taken():
@@ -135,7 +141,8 @@ class ByLayerPipeline:
     def _forward(self, batch: _Batch) -> torch.Tensor:
         form = batch.parts[0].form
         streams = self._random.begin(form, len(batch.parts))
-        if streams is None:
+        is_known = self._agree("random numbers are known", holds=streams is not None)
+        if streams is None or not is_known:
             self._forward_in_turn(batch)
         else:
             self._forward_by_layer(batch, streams)
@@ -154,25 +161,32 @@ class ByLayerPipeline:
         return loss
 
     def _forward_by_layer(self, batch: _Batch, streams: Streams) -> None:
-        for at, row in enumerate(batch.outputs):
-            for number in range(len(batch.parts)):
-                with streams.of(number):
-                    self._call(batch, at, number)
-                if at < len(self._items) - 1:
-                    row[-1].park()
+        for at, (item, row) in enumerate(zip(self._items, batch.outputs, strict=True)):
+            with self._runtime.sharding.units.held(item.unit):
+                for number in range(len(batch.parts)):
+                    with streams.of(number):
+                        self._call(batch, at, number)
+                    if at < len(self._items) - 1:
+                        row[-1].park()
 
     def _forward_in_turn(self, batch: _Batch) -> None:
-        """Run one micro-batch after the other."""
-        form, states = batch.parts[0].form, []
-        for number in range(len(batch.parts)):
-            states.append(states_of(self._random.generators))
-            for at in range(len(self._items)):
-                self._call(batch, at, number)
+        """Run one micro-batch after the other. All ranks bring together what they run, also if one has fewer."""
+        form, states, number, num = batch.parts[0].form, [], 0, len(batch.parts)
+        while not self._agree(f"micro-batch {number} is not there", holds=number >= num):
+            states += [states_of(self._random.generators)] if number < num else []
+            for at, item in enumerate(self._items):
+                with self._runtime.sharding.units.held(item.unit):
+                    if number < num:
+                        self._call(batch, at, number)
+            number += 1
         if batch.parts[-1].form == form:
             states.append(states_of(self._random.generators))
         self._random.learn(form, states)
-        if self._random.are_known(form):
-            self._runtime.controller.excuse_iteration()  # the next ones go by layer
+        if self._agree("the next step goes by layer", holds=self._random.are_known(form)):
+            self._runtime.controller.excuse_iteration()
+
+    def _agree(self, question: str, *, holds: bool) -> bool:
+        return self._runtime.sharding.units.agree(f"pipe.step(): {question}", holds=holds)
 
     def _call(self, batch: _Batch, at: int, number: int) -> None:
         """Run a block for a micro-batch. When it is over, only autograd has what it was given."""
@@ -181,7 +195,8 @@ class ByLayerPipeline:
         arguments = self._first_arguments(part) if given is None else given.arguments()
         if at == len(self._items) - 1:
             arguments = (arguments, part.target, part.divisor)
-        result = self._run(item, policy_of(self._checkpoint, number, len(batch.parts)), arguments)
+        policy = policy_of(self._checkpoint, number, len(batch.parts))
+        result = self._run(item, policy, arguments, number=at * self._num + number)
         batch.outputs[at].append(BlockOutput(result, self._runtime.modules.parked, name=item.name))
         if given is not None:
             given.end_call()
@@ -190,9 +205,9 @@ class ByLayerPipeline:
         inputs = cast_floats(part.inputs, self._runtime.dtype) if self._runtime.is_lowered else part.inputs
         return inputs if type(inputs) is tuple else (inputs,)
 
-    def _run(self, item: Item, policy: str, arguments: tuple[Any, ...]) -> Any:
+    def _run(self, item: Item, policy: str, arguments: tuple[Any, ...], *, number: int) -> Any:
         regions = self._runtime.modules.regions
-        regions.enter(item.name, policy, item.module, arguments, {}, start=regions.now())
+        regions.enter(item.name, policy, item.module, arguments, {}, start=regions.now(), number=number)
         try:
             return item.module(*arguments)
         finally:
@@ -204,6 +219,9 @@ class ByLayerPipeline:
         for output in batch.outputs[-1]:
             output.begin_backward(1.0 if scaler is None else scaler.scale)
         for at in reversed(range(len(self._items))):
+            if any(output.has_gradients for output in batch.outputs[at]):
+                with turn.taken():  # before it is known whether the unit is recomputed: that may differ between ranks
+                    self._runtime.sharding.units.announce_module(self._items[at].unit)
             for number in reversed(range(len(batch.parts))):
                 batch.outputs[at].pop().backward(turn)
                 if at:

@@ -110,6 +110,11 @@ class BlockOutput:
             )
         self._parked_gradients = self._parking.keep([torch.full_like(self.tensor, scale)])
 
+    @property
+    def has_gradients(self) -> bool:
+        """Gradients have come to what the block has returned."""
+        return self._parked_gradients is not None
+
     def backward(self, turn: Turn) -> None:
         """Run the backward of the block, if gradients have come to what it has returned.
 
