@@ -42,6 +42,7 @@ class ChunkManager:
         process_group: the ranks that train a model together; None is torch.distributed's default group, or one process.
         mesh: the ranks as a `torch.distributed.device_mesh.DeviceMesh` with the dimensions "replicate" and "shard", or
             one of them, in place of `process_group`: chunks are sharded over the one, and replicated over the other.
+            A dimension "stage" has a pipeline stage on each index: `pipeline()` then packs what `init()` has built.
         exchange: a subclass of `ExchangeMethod`, to exchange chunks in a way of one's own; None: one of chunkmem's.
         device_index: which accelerator to compute on; None is the current one.
         machine: speeds that plans are made for; None measures this machine, once, and remembers.
@@ -102,7 +103,8 @@ class ChunkManager:
             )
         collector = self.runtime.collector = Collector()
         built = HERE
-        if self.runtime.sharding.shards is not None and not self.runtime.config.release_after_init:
+        can_release = self.runtime.ranks.stages is None and not self.runtime.config.release_after_init
+        if self.runtime.sharding.shards is not None and can_release:
             built = BuiltOverRanks(self.runtime.sharding.shards, collector)
         try:
             with self.runtime.random_numbers(), collector.watching(), built.watching():
@@ -305,8 +307,9 @@ class ChunkManager:
         self.runtime.registry.check()
         with self.runtime.together("manager.state_dict()"):
             self.runtime.entry_points.ordinary.follow()
-            state = self.runtime.modules.surface.state_dict(self.runtime.registry.only_root(model))
-        return {} if rank0_only and self.runtime.ranks.rank > 0 else state
+            state = self.runtime.modules.surface.state_dict(self.runtime.root(model))
+            state = self.runtime.with_all_stages(state)
+        return {} if rank0_only and not self.runtime.ranks.is_first else state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], model: nn.Module | None = None, strict: bool = True
@@ -319,7 +322,7 @@ class ChunkManager:
         """
         self.runtime.require_open()
         self.runtime.registry.check()
-        root = self.runtime.registry.only_root(model)
+        root = self.runtime.root(model)
         with self.runtime.together("manager.load_state_dict()"):
             check_fits(state_dict, self.runtime.modules.surface.expected_state(root), strict=strict)
             keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)

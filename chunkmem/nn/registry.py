@@ -108,10 +108,17 @@ class ModelRegistry:
             self._managed.update((id(managed.param), managed) for managed in packed.parameters)
         for module in excluded:
             self._excluded.update((id(param), param) for param in module.parameters(recurse=False))
-        for module in (*roots, *excluded):
-            for param in module.parameters():
-                self._place_of.setdefault(id(param), len(self._place_of))
+        self.place(param for module in (*roots, *excluded) for param in module.parameters())
         return added
+
+    def place(self, params: Iterable[nn.Parameter]) -> None:
+        """Give those parameters that have none yet a place after all others."""
+        for param in params:
+            self._place_of.setdefault(id(param), len(self._place_of))
+
+    def add_elsewhere(self, params: Iterable[nn.Parameter]) -> None:
+        """Take in parameters of other pipeline stages, which never have a gradient here."""
+        self._excluded.update((id(param), param) for param in params)
 
     def _pack(
         self,

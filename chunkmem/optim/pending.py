@@ -55,7 +55,7 @@ class PendingGradients:
                 self._grads[param] = updater.gradient(self._managed[param])
             elif param.grad is not None and not isinstance(param.grad, LazyGradient):  # that is another rank's
                 self._grads[param] = param.grad
-        if not self._grads and ranks.size == 1:
+        if not self._grads and ranks.are_one:
             raise StateError("no gradient to clip: call manager.backward(loss) or loss.backward() before it")
 
     def clip(self, max_norm: float) -> torch.Tensor:
@@ -111,7 +111,7 @@ class PendingGradients:
         }
         grads = self._counted()
         norm = global_norm(grads, known=known) if grads else torch.zeros(())
-        if self._ranks.size == 1:
+        if self._ranks.are_one:
             return norm
         (total,) = self._ranks.sum_over((float(norm.double().square()),), label="norm of the gradients")
         return torch.tensor(total, dtype=torch.float64).sqrt().float()
@@ -125,7 +125,7 @@ class PendingGradients:
         squares += [self._updater.native.squares(alike) for alike in excluded.values()]
         total = math.fsum(float(square) for square, _ in squares)
         num_infinite = float(sum(not is_finite for _, is_finite in squares))
-        if self._ranks.size > 1:
+        if not self._ranks.are_one:
             total, num_infinite = self._ranks.sum_over((total, num_infinite), label="norm of the gradients")
         return torch.tensor(math.inf if num_infinite else math.sqrt(total))
 

@@ -1,0 +1,68 @@
+"""A batch in parts of equal size, but for the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+from chunkmem.errors import StateError
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What the first block and the loss function are given for a part of the batch."""
+
+    inputs: Any
+    target: Any
+    divisor: float
+    """Its mean loss divided by this adds up, over all parts, to the mean over the batch."""
+    form: tuple[object, ...]
+    """Shapes and dtypes of its tensors, and what else it is."""
+
+
+def split(inputs: Any, target: Any, *, num: int) -> list[MicroBatch]:
+    """Split the tensors of a batch along their first dimension, as `torch.chunk` does: there may be fewer than `num`.
+
+    Numbers, strings and tensors without dimensions are given to each part as they are.
+
+    Args:
+        inputs: a tensor, or tuples, lists and dicts of tensors.
+        target: likewise; None: there is none.
+        num: how many parts there are at most.
+
+    Raises:
+        StateError: tensors have first dimensions that differ, or there is nothing to be split.
+    """
+    keyed, spec = tree_flatten_with_path((inputs, target))
+    sizes = {_named(path): leaf.shape[0] for path, leaf in keyed if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    if not sizes or not next(iter(sizes.values())):
+        raise StateError("pipe.step() was given no tensor with samples along its first dimension to split")
+    first, num_samples = next(iter(sizes.items()))
+    for name, size in sizes.items():
+        if size != num_samples:
+            raise StateError(
+                f"pipe.step() splits all tensors along their first dimension: {name} has {size} samples, and {first} "
+                f"{num_samples}; give what is the same for each sample to the model itself"
+            )
+    longest = -(-num_samples // num)
+    return list(_parts([leaf for _, leaf in keyed], spec, num_samples=num_samples, longest=longest))
+
+
+def _parts(leaves: list[Any], spec: Any, *, num_samples: int, longest: int) -> Iterator[MicroBatch]:
+    for start in range(0, num_samples, longest):
+        length = min(longest, num_samples - start)
+        part = [
+            leaf.narrow(0, start, length) if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf for leaf in leaves
+        ]
+        form = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in part)
+        inputs, target = tree_unflatten(part, spec)
+        yield MicroBatch(inputs, target, num_samples / length, form)
+
+
+def _named(path: Any) -> str:
+    where, *rest = path
+    return ("the input" if where.idx == 0 else "the target") + keystr(tuple(rest))

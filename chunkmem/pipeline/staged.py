@@ -1,0 +1,241 @@
+"""A pipeline whose stages are on different ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from chunkmem.comm.neighbours import Neighbours
+from chunkmem.comm.ranks import Ranks
+from chunkmem.errors import ChunkmemError, ConfigError, RankError
+from chunkmem.nn.regions import RegionActivations
+from chunkmem.pipeline.forms import BorderForms
+from chunkmem.pipeline.micro_batches import MicroBatch, split
+from chunkmem.pipeline.modules import StageModule, divide
+from chunkmem.pipeline.schedules import Schedule, check_schedule, make_schedule
+from chunkmem.pipeline.stage import Stage, StageStep
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+CHECKPOINT_MODES = ("auto", "always", "except_last", "never")
+
+
+class LossScale(Protocol):
+    """By which losses are multiplied in fp16."""
+
+    scale: float
+    is_used: bool
+
+
+class PipelineHost(Protocol):
+    """The part of a manager's runtime that a pipeline over ranks sees."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those of this stage; `ranks.stages` are those of the others."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """That computes."""
+        ...
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """That modules compute in."""
+        ...
+
+    @property
+    def regions(self) -> RegionActivations:
+        """By which calls are recomputed."""
+        ...
+
+    @property
+    def scaler(self) -> LossScale | None:
+        """In fp16."""
+        ...
+
+    def add_stages(self, stages: Mapping[int, nn.Module]) -> None:
+        """Pack the stages of this rank; free the memory of all others."""
+        ...
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Surround a backward after which there are more before the optimizer steps."""
+        ...
+
+
+def staged_pipeline(
+    host: PipelineHost,
+    blocks: Sequence[nn.Module],
+    *,
+    loss_fn: LossFunction,
+    micro_batches: int,
+    first: nn.Module | None = None,
+    last: nn.Module | None = None,
+    checkpoint: str = "auto",
+    schedule: str = "auto",
+    stages_per_rank: int | None = None,
+) -> StagedPipeline:
+    """Divide a model into stages over ranks, pack those of this rank, and return what runs them.
+
+    Every rank calls it with the same arguments, and without another model in between.
+
+    Args:
+        host: of the manager that the model was built with.
+        blocks: modules; what one returns is what the next one is given.
+        loss_fn: of an output and a target, the mean over the micro-batch.
+        micro_batches: how many parts a batch is split into, at most.
+        first: gets the inputs of `step()`; None: the first block does.
+        last: gets what the last block returns; None: nothing comes after it.
+        checkpoint: of which micro-batches blocks are recomputed in backward: "always", "except_last", "never"; "auto"
+            leaves it to the configuration.
+        schedule: see `check_schedule`, as is `stages_per_rank`.
+        stages_per_rank: with several, stage k is on rank k modulo the number of ranks.
+
+    Raises:
+        ConfigError: an argument is not one of those, or differs between ranks.
+        LayoutError: there are fewer blocks than stages, or parameters of the model are in none of them.
+        StateError: there is no model, or it is packed already.
+        CapacityError: the weights fit no tier.
+    """
+    ranks = host.ranks.stages
+    if ranks is None:
+        raise ConfigError('pipelines over ranks need a mesh with a dimension "stage"')
+    if checkpoint not in CHECKPOINT_MODES:
+        raise ConfigError(f"checkpoint is {checkpoint!r}; give one of {', '.join(CHECKPOINT_MODES)}")
+    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
+        raise ConfigError(f"micro_batches is {micro_batches!r}; give a number of at least 1")
+    name, per_rank = check_schedule(schedule, stages_per_rank)
+    ranks.agree(
+        "the pipeline", f"{name} of {len(blocks)} blocks, {per_rank} stages a rank, {micro_batches}, {checkpoint}"
+    )
+    modules = divide(blocks, first=first, last=last, num=per_rank * ranks.size)
+    forms = BorderForms(modules, dtype=host.compute_dtype)
+    host.add_stages(dict(enumerate(modules)))
+    return StagedPipeline(
+        host, modules, forms, loss_fn=loss_fn, micro_batches=micro_batches, checkpoint=checkpoint, schedule=name
+    )
+
+
+class StagedPipeline:
+    """Runs the stages of this rank, together with the ranks that have the others."""
+
+    def __init__(
+        self,
+        host: PipelineHost,
+        modules: Sequence[StageModule],
+        forms: BorderForms,
+        *,
+        loss_fn: LossFunction,
+        micro_batches: int,
+        checkpoint: str,
+        schedule: str,
+    ) -> None:
+        """Run `modules`, of which those of this rank are packed; for the other arguments see `staged_pipeline`."""
+        assert host.ranks.stages is not None
+        self._host = host
+        self._ranks = host.ranks.stages
+        self._forms = forms
+        self._loss_fn = loss_fn
+        self._micro_batches = micro_batches
+        self._checkpoint = checkpoint
+        self._schedule = schedule
+        self._schedules: dict[int, Schedule] = {}
+        """By number of micro-batches."""
+        self._neighbours = Neighbours(self._ranks, host.device)
+        self._num_stages = len(modules)
+        self.stages = [
+            Stage(
+                module,
+                index,
+                self._num_stages,
+                neighbours=self._neighbours,
+                device=host.device,
+                group=self._ranks.process_group,
+            )
+            for index, module in enumerate(modules)
+            if index % self._ranks.size == self._ranks.rank
+        ]
+        """Those of this rank."""
+        for module in modules:
+            module.regions = host.regions
+
+    def step(self, inputs: Any, target: Any = None) -> torch.Tensor:
+        """Run forward and backward for a batch; return its loss, the same on all ranks of a pipeline, detached.
+
+        All ranks of a pipeline are given the same batch: the first stage uses `inputs`, the last one `target`.
+
+        Args:
+            inputs: a tensor, or tuples, lists and dicts of tensors, split into micro-batches along dimension 0.
+            target: likewise.
+
+        Raises:
+            StateError: the batch cannot be split, or shapes between stages depend on values.
+            ConfigError: the schedule cannot run so many micro-batches.
+            CapacityError: something does not fit; the other ranks then raise a `RankError`, and training is over.
+            RankError: a rank is missing, or has raised something.
+        """
+        parts = split(inputs, target, num=self._micro_batches)
+        num = len(parts)
+        recomputed = {"always": num, "except_last": num - 1}.get(self._checkpoint, 0)
+        scaler = self._host.scaler
+        step = StageStep(
+            parts,
+            [self._forms.of(part.inputs, _form(part)) for part in parts],
+            lambda part: part < recomputed,
+            self._loss_fn,
+            None if scaler is None else scaler.scale,
+            self._host.in_backward,
+        )
+        if num not in self._schedules:
+            self._schedules[num] = make_schedule(self._schedule, self.stages, num)
+        if scaler is not None:
+            scaler.is_used = True
+        for stage in self.stages:
+            stage.begin(step)
+        with self._running():
+            self._schedules[num].step(target=torch.arange(num), return_outputs=False)
+            self._neighbours.settle()
+            (loss,) = self._ranks.sum_over([float(sum(step.losses))], label="pipe.step(): sending the loss")
+        return torch.tensor(loss, dtype=torch.float32, device=self._host.device)
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Have all ranks of the pipeline hear of what is raised inside; it is named with its stage."""
+        try:
+            yield
+        except Exception as error:
+            found = _cause(error)
+            if isinstance(found, RankError):
+                raise RankError(f"{found}{self._stages_of(found.ranks)}", found.ranks) from error
+            self._ranks.leave("pipe.step()", found)
+            if found is error:
+                raise
+            raise found from None
+
+    def _stages_of(self, ranks: Sequence[int]) -> str:
+        """Say which stages some ranks have."""
+        found = []
+        for place in range(self._ranks.size):
+            if self._ranks.name(place) in ranks:
+                stages = [str(k) for k in range(self._num_stages) if k % self._ranks.size == place]
+                found.append(
+                    f"rank {self._ranks.name(place)} has stage{'s' * (len(stages) > 1)} {' and '.join(stages)}"
+                )
+        return f" ({'; '.join(found)})" if found else ""
+
+
+def _form(part: MicroBatch) -> Hashable:
+    return part.form
+
+
+def _cause(error: Exception) -> Exception:
+    """Return the error of chunkmem that torch has wrapped, if there is one."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, ChunkmemError):
+        found = found.__cause__
+    return error if found is None else found
