@@ -156,6 +156,19 @@ class Runtime:
             return
         self._pack(roots, excluded, kept=kept, built=built)
 
+    def check_stages(self, stages: Iterable[nn.Module]) -> None:
+        """Check that the model that was built can be packed as these stages.
+
+        Raises:
+            StateError: there is no model, or its stages are packed already.
+            LayoutError: a parameter of the model is in no stage.
+        """
+        if self.unpacked is None or self.unpacked.is_packed:
+            raise StateError(
+                "manager.pipeline() packs the model that was built in manager.init(), once: build it before"
+            )
+        self.unpacked.check(stages)
+
     def add_stages(self, stages: Mapping[int, nn.Module]) -> None:
         """Pack the stages of this rank, and let go of the memory of all other parameters.
 
@@ -163,16 +176,12 @@ class Runtime:
             stages: all stages of the pipeline by number; those of this rank are `number % number of ranks`.
 
         Raises:
-            StateError: there is no model, or its stages are packed already.
-            LayoutError: a parameter of the model is in no stage, or cannot be packed.
+            LayoutError: a parameter cannot be packed.
+            CapacityError: the weights fit no tier.
         """
         ranks, unpacked = self.ranks.stages, self.unpacked
         assert ranks is not None
-        if unpacked is None or unpacked.is_packed:
-            raise StateError(
-                "manager.pipeline() packs the model that was built in manager.init(), once: build it before"
-            )
-        unpacked.check(stages.values())
+        assert unpacked is not None
         own = [stage for number, stage in stages.items() if number % ranks.size == ranks.rank]
         modules = {module for stage in own for module in stage.modules()}
         excluded = [module for module in unpacked.excluded if module in modules]

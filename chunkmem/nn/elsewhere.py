@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -62,8 +63,17 @@ def leave(stage: nn.Module, own: Collection[nn.Module], *, where: str) -> list[n
                     move_to(param, torch.empty_like(param, device="meta"))
                     param.__class__ = _class_of(f"{name}.{key}".removeprefix("."), where)
         module._buffers.update((key, b.to("meta")) for key, b in module._buffers.items() if b is not None)
+        vars(module)["_save_to_state_dict"] = partial(_save_nothing, module)
         vars(module)["_load_from_state_dict"] = _load_nothing
     return list(left.values())
+
+
+def _save_nothing(module: nn.Module, destination: dict[str, Any], prefix: str, _keep_vars: bool) -> None:
+    """Stand in for `nn.Module._save_to_state_dict`: put tensors without memory where another rank has values."""
+    named = {key: value for key, value in module._buffers.items() if key not in module._non_persistent_buffers_set}
+    for key, value in {**module._parameters, **named}.items():
+        if value is not None:
+            destination[prefix + key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _load_nothing(*_args: object) -> None:

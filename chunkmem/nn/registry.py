@@ -51,6 +51,8 @@ class ModelRegistry:
         self._excluded: dict[int, torch.Tensor] = {}
         self._place_of: dict[int, int] = {}
         """By the identity of a parameter, managed or excluded: the place in `model.parameters()`, model after model."""
+        self.counted_elsewhere: set[ManagedParameter] = set()
+        """Parameters that another pipeline stage has, too, and counts in norms."""
         self.models: list[PackedModel] = []
         self.precision = AS_BUILT
         """Of what was added last."""

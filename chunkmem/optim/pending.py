@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -29,6 +29,7 @@ class PendingGradients:
         is_lowered: bool,
         scaler: LossScaler | None,
         ranks: Ranks,
+        counted_elsewhere: Collection[ManagedParameter] = (),
     ) -> None:
         """Look the gradients up.
 
@@ -40,6 +41,7 @@ class PendingGradients:
             is_lowered: the model computes in less than float32, and squares are summed in that.
             scaler: by which the losses were multiplied; None: they were not.
             ranks: over which the norm is formed: each has the gradients of its own groups, all those of `.grad`.
+            counted_elsewhere: managed parameters that are part of the norm on another rank.
 
         Raises:
             StateError: there is no gradient.
@@ -49,6 +51,7 @@ class PendingGradients:
         self._is_lowered = is_lowered
         self._scaler = scaler
         self._ranks = ranks
+        self._counted_elsewhere = counted_elsewhere
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
         for param in params:
             if param in self._managed:
@@ -100,7 +103,8 @@ class PendingGradients:
 
     def _norm(self) -> torch.Tensor:
         by_group: dict[int, list[ManagedParameter]] = {}
-        for managed in sorted(self._managed.values(), key=lambda managed: managed.position):
+        counted = (managed for managed in self._managed.values() if managed not in self._counted_elsewhere)
+        for managed in sorted(counted, key=lambda managed: managed.position):
             by_group.setdefault(managed.group, []).append(managed)
         if self._is_lowered:
             norm = self._norm_in_float32(by_group)
@@ -131,10 +135,14 @@ class PendingGradients:
 
     def _counted(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients that this rank adds: every rank has those of excluded parameters, one counts them."""
-        if self._ranks.rank == 0:
-            return self._grads
-        return {param: grad for param, grad in self._grads.items() if param in self._managed}
+        elsewhere = {managed.param for managed in self._counted_elsewhere}
+        return {
+            param: grad
+            for param, grad in self._grads.items()
+            if (self._ranks.rank == 0 or param in self._managed) and param not in elsewhere
+        }
 
     def _squares_of(self, group: int, members: list[ManagedParameter]) -> torch.Tensor:
-        known = self._updater.ahead.norm_parts(group).squares
+        is_whole = not any(managed.group == group for managed in self._counted_elsewhere)
+        known = self._updater.ahead.norm_parts(group).squares if is_whole else None
         return self._updater.native.squares([self._grads[m.param] for m in members]) if known is None else known

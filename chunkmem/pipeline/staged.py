@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -13,12 +13,15 @@ from torch import nn
 from chunkmem.comm.neighbours import Neighbours
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ChunkmemError, ConfigError, RankError
+from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.regions import RegionActivations
+from chunkmem.nn.registry import ModelRegistry
 from chunkmem.pipeline.forms import BorderForms
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.modules import StageModule, divide
 from chunkmem.pipeline.schedules import Schedule, check_schedule, make_schedule
 from chunkmem.pipeline.stage import Stage, StageStep
+from chunkmem.pipeline.ties import TiedParameters
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 CHECKPOINT_MODES = ("auto", "always", "except_last", "never")
@@ -50,6 +53,16 @@ class PipelineHost(Protocol):
         ...
 
     @property
+    def registry(self) -> ModelRegistry:
+        """Knows the parameters of this rank's stages."""
+        ...
+
+    @property
+    def gradients(self) -> GradientBook:
+        """Has their gradients."""
+        ...
+
+    @property
     def regions(self) -> RegionActivations:
         """By which calls are recomputed."""
         ...
@@ -57,6 +70,10 @@ class PipelineHost(Protocol):
     @property
     def scaler(self) -> LossScale | None:
         """In fp16."""
+        ...
+
+    def check_stages(self, stages: Iterable[nn.Module]) -> None:
+        """Check that the model that was built can be packed as these stages."""
         ...
 
     def add_stages(self, stages: Mapping[int, nn.Module]) -> None:
@@ -114,6 +131,7 @@ def staged_pipeline(
         "the pipeline", f"{name} of {len(blocks)} blocks, {per_rank} stages a rank, {micro_batches}, {checkpoint}"
     )
     modules = divide(blocks, first=first, last=last, num=per_rank * ranks.size)
+    host.check_stages(modules)
     forms = BorderForms(modules, dtype=host.compute_dtype)
     host.add_stages(dict(enumerate(modules)))
     return StagedPipeline(
@@ -161,6 +179,7 @@ class StagedPipeline:
             if index % self._ranks.size == self._ranks.rank
         ]
         """Those of this rank."""
+        self._ties = TiedParameters(modules, ranks=self._ranks, registry=host.registry, gradients=host.gradients)
         for module in modules:
             module.regions = host.regions
 
@@ -198,8 +217,10 @@ class StagedPipeline:
         for stage in self.stages:
             stage.begin(step)
         with self._running():
+            self._ties.begin()
             self._schedules[num].step(target=torch.arange(num), return_outputs=False)
             self._neighbours.settle()
+            self._ties.end()
             (loss,) = self._ranks.sum_over([float(sum(step.losses))], label="pipe.step(): sending the loss")
         return torch.tensor(loss, dtype=torch.float32, device=self._host.device)
 

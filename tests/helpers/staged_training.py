@@ -20,13 +20,9 @@ from tests.helpers.shared_training import WIDTH, WORDS, Block, mean_of
 AMPLE = 4 << 20
 LIFO = ("looped-bfs",)
 """Schedules that run the backward of the last micro-batch first."""
-FP16 = {"precision": "fp16", "fp16": {"enabled": True, "initial_scale_power": 14, "loss_scale_window": 2}}
-LOW: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"precision": "bf16"}, "fp16": FP16}
 
 
 class Norm(nn.BatchNorm1d):
-    """Counts every forward but those that are run again."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.flatten(0, 1)).view_as(x)
 
@@ -38,6 +34,20 @@ class Pair(Block):
         return super().forward(x if skipped is None else x + skipped), x
 
 
+class Hot(Block):
+    """Its gradients overflow long before those of others do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 2.0**10 * (x - x.detach()))
+
+
+class InPlace(Block):
+    """Changes what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2.0))
+
+
 class Head(nn.Linear):
     def forward(self, x: Tensor, skipped: Tensor | None = None) -> Tensor:
         return super().forward(x if skipped is None else x + skipped)
@@ -47,14 +57,18 @@ class Net(nn.Module):
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        block = Pair if kind == "pairs" else Block
+        block = {"pairs": Pair, "in place": InPlace}.get(kind, Block)
         self.blocks = nn.ModuleList(block() for _ in range(4))
+        if kind == "hot":
+            self.blocks[0] = Hot()
         if kind == "norms":
             self.blocks.insert(1, Norm(WIDTH))
             self.blocks.insert(4, Norm(WIDTH))
         self.head = Head(WIDTH, WORDS, bias=False)
         if kind == "tied":
             self.head.weight = self.words.weight
+        if kind == "wide":
+            self.blocks[3].up, self.blocks[3].down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
         if kind == "frozen":
             self.words.requires_grad_(False)
             self.blocks[:2].requires_grad_(False)
@@ -87,12 +101,17 @@ class StagedTask:
     sizes: tuple[int, ...] = (2,)
     """Of the mesh: stages, and data-parallel ranks if there is a second number."""
     clip: float = 0.0
+    initial_scale_power: int = 14
+    timeout_s: float = 60.0
     empty: tuple[tuple[int, int], ...] = ()
     """(step, column): the data-parallel ranks of that number have no batch in that step."""
 
     def make_config(self) -> chunkmem.Config:
-        base = {"default_chunk_size": 1600, "memory": {"device": self.device_nbytes, "host": 8 << 20}}
-        return chunkmem.Config.from_dict({**base, **LOW[self.precision]})
+        memory = {"device": self.device_nbytes, "host": 8 << 20}
+        base = {"default_chunk_size": 1600, "memory": memory, "distributed": {"timeout_s": self.timeout_s}}
+        fp16 = {"enabled": True, "initial_scale_power": self.initial_scale_power, "loss_scale_window": 2}
+        low = {} if self.precision == "fp32" else {"precision": self.precision}
+        return chunkmem.Config.from_dict({**base, **low, **({"fp16": fp16} if self.precision == "fp16" else {})})
 
     def batches(self, column: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         draw = torch.Generator().manual_seed(7 + column)
@@ -161,13 +180,18 @@ def train(rank: int, task: StagedTask, watch: Watch | None = None) -> StagedOutc
 
 
 @functools.cache
-def serial(task: StagedTask) -> StagedOutcome:
-    """Do the same in one process: the gradients of micro-batches are added in the order of the schedule."""
+def serial(task: StagedTask, *, untied: bool = False) -> StagedOutcome:
+    """Do the same in one process: the gradients of micro-batches are added in the order of the schedule.
+
+    With `untied`, the head is a copy of the embedding, and their sums over all micro-batches are added up.
+    """
     torch.manual_seed(0)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[task.precision]
     scaler = LossScaler(task.make_config().fp16) if task.precision == "fp16" else None
     low = LowPlain(dtype, scaler)
     model = Net(task.model)
+    if untied:
+        model.head.weight = nn.Parameter(model.words.weight.detach().clone())
     options = {"lr": 1e-2}
     if task.precision == "fp32":
         optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True, **options)
@@ -190,6 +214,10 @@ def serial(task: StagedTask) -> StagedOutcome:
             grads.append([param.grad for param in model.parameters()])
         for param, *each in zip(model.parameters(), *grads, strict=True):
             param.grad = mean_of(param, each)
+        if untied:
+            assert model.words.weight.grad is not None
+            assert model.head.weight.grad is not None
+            model.words.weight.grad = model.head.weight.grad = model.words.weight.grad + model.head.weight.grad
         if task.clip:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), task.clip)))
         optimizer.step()
@@ -216,6 +244,8 @@ def different(task: StagedTask, outcomes: list[StagedOutcome]) -> list[str]:
             for key, value in state.items():
                 if not torch.equal(value, states[index][key].to(value.dtype)):
                     found.append(f"{key} of parameter {index}")
+    if any(outcome.scale != plain.scale for outcome in outcomes):
+        found.append("loss scale")
     if any(outcome.losses != plain.losses for outcome in outcomes) and len(task.sizes) == 1:
         found.append("losses")
     return found
