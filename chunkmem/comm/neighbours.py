@@ -2,6 +2,11 @@
 
 In RAM they are sent and received here, over a gloo group that nothing else uses. What an accelerator computes torch's
 schedules send, who know how to order sends and receives of NCCL.
+
+[Note: Depth] A tensor that is being sent is kept until its work was waited for: gloo does not tell otherwise. So a rank
+that has as many messages under way as there are ranks waits for the oldest before it sends another one. No rank waits
+for itself by that: schedules are made by going through the actions of all ranks, and put the receive of a message
+where its send is. A wait for a message depends only on what comes before its send in that order.
 """
 
 from __future__ import annotations
@@ -37,30 +42,24 @@ class Neighbours:
         self._ranks = ranks
         self._device = device
         self._in_ram = device.type == "cpu"
-        self._sent: deque[tuple[dist.Work, str]] = deque()
+        self._sent: deque[tuple[list[dist.Work], str]] = deque()
+        """Messages under way, the oldest first."""
         self._received: dict[int, tuple[list[dist.Work], str]] = {}
         """By tag: what is waited for."""
 
-    @property
-    def num_sending(self) -> int:
-        """Tensors that are kept because they are still being sent."""
-        self._prune()
-        return len(self._sent)
-
     def send(self, tensors: Sequence[torch.Tensor], message: Message) -> list[dist.P2POp]:
-        """Send tensors, or return what a schedule has to do so.
+        """Send tensors, or return what a schedule has to do so; see [Note: Depth].
 
         Raises:
             RankError: the peer is missing.
         """
         if not self._in_ram:
             return self._operations(dist.isend, tensors, message)
-        self._prune()
+        self.settle(up_to=self._ranks.size - 1)
         with self._ranks.waiting(message.label):
             group = self._ranks.group(self._device)
-            for tensor in tensors:
-                work = group.send([tensor.contiguous()], message.peer, message.tag)
-                self._sent.append((work, message.label))
+            works = [group.send([tensor.contiguous()], message.peer, message.tag) for tensor in tensors]
+        self._sent.append((works, message.label))
         return []
 
     def receive(self, tensors: Sequence[torch.Tensor], message: Message) -> list[dist.P2POp]:
@@ -75,21 +74,17 @@ class Neighbours:
 
     def wait(self, tag: int) -> None:
         """Wait for what was to be received under a tag. Raises what `send` does."""
-        works, label = self._received.pop(tag, ([], ""))
-        for work in works:
-            with self._ranks.waiting(label):
-                work.wait()
+        self._wait(*self._received.pop(tag, ([], "")))
 
-    def settle(self) -> None:
-        """Wait until all has been sent. Raises what `send` does."""
-        while self._sent:
-            work, label = self._sent.popleft()
-            with self._ranks.waiting(label):
-                work.wait()
+    def settle(self, *, up_to: int = 0) -> None:
+        """Wait until no more than so many messages are under way. Raises what `send` does."""
+        while len(self._sent) > up_to:
+            self._wait(*self._sent.popleft())
 
-    def _prune(self) -> None:
-        """Let go of tensors that have been sent."""
-        self._sent = deque(each for each in self._sent if not each[0].is_completed())
+    def _wait(self, works: list[dist.Work], label: str) -> None:
+        while works:
+            with self._ranks.waiting(label):
+                works.pop(0).wait()
 
     def _operations(
         self, kind: Callable[..., Any], tensors: Sequence[torch.Tensor], message: Message

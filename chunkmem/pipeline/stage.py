@@ -4,7 +4,7 @@ They say what runs when. What they would do with receive buffers for every micro
 runs and with gradients in `.grad` is done here in other ways:
 
     received    memory for a micro-batch is allocated when its receive is posted, and goes with its graph
-    sent        let go of as soon as it has arrived; a graph is kept by its gradient edges, not by its outputs
+    sent        let go of when it has arrived; a graph is kept by its gradient edges, not by its outputs
     shapes      of `chunkmem.pipeline.forms`; those of the last micro-batch may differ
     gradients   stay in the slots of chunks: each micro-batch's loss is divided, not the sum of gradients
 """
@@ -82,11 +82,6 @@ class Stage(_PipelineStageBase):
         """By such a micro-batch: where it ends."""
         self._outgoing: dict[int, list[torch.Tensor]] = {}
         """What is about to be sent, from forward or backward to the call that sends it."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Tensors received, or to be received, whose micro-batch has not used them."""
-        return sum(map(len, (*self._received.values(), *self._gradients.values())))
 
     def begin(self, step: StageStep) -> None:
         """A step begins."""

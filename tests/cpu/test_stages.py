@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import chunkmem
+from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.pipeline.staged import StagedPipeline, staged_pipeline
 from tests.helpers.ranks import Team
 from tests.helpers.staged_training import Net, StagedTask, different, loss_of, serial, train
@@ -209,3 +212,41 @@ def load(rank: int) -> None:
 
 def test_the_state_of_all_stages_is_saved_and_loaded(pair: Team) -> None:
     pair.run(load)
+
+
+def keep_count(rank: int, task: StagedTask) -> tuple[int, int]:
+    """The most received and sent tensors that are alive at one time."""
+    alive: dict[str, list[StorageWeakRef]] = {"received": [], "sent": []}
+    most = {"received": 0, "sent": 0}
+
+    def note(kind: str, tensors: Sequence[Tensor]) -> None:
+        alive[kind] = [one for one in alive[kind] if not one.expired()]
+        alive[kind] += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        most[kind] = max(most[kind], len(alive[kind]))
+
+    def send(self: Neighbours, tensors: Sequence[Tensor], message: Message) -> list[Any]:
+        note("sent", tensors)
+        return usual_send(self, tensors, message)
+
+    def receive(self: Neighbours, tensors: Sequence[Tensor], message: Message) -> list[Any]:
+        note("received", tensors)
+        return usual_receive(self, tensors, message)
+
+    usual_send, usual_receive = Neighbours.send, Neighbours.receive
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Neighbours, "send", send)
+        patch.setattr(Neighbours, "receive", receive)
+        train(rank, task)
+    return most["received"], most["sent"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"), [("1f1b", (2, 1)), pytest.param("gpipe", (8, 8), marks=pytest.mark.full)]
+)
+def test_messages_live_no_longer_than_their_micro_batches(
+    pair: Team, schedule: str, in_flight: tuple[int, int]
+) -> None:
+    task = StagedTask(schedule, micro_batches=8, batch=16, steps=3)
+    for rank, (received, sent) in enumerate(pair.run(keep_count, task)):
+        assert received <= in_flight[rank]
+        assert sent <= len(in_flight) + 1
