@@ -229,13 +229,9 @@ class Runtime:
 
     def with_all_stages(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a model with the tensors that other stages have of it."""
-        stages = self.ranks.stages
-        for source in range(0 if stages is None else stages.size):
-            assert stages is not None
-            tensors = ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
-            own = {key: value for key, value in tensors if not value.is_meta} if source == stages.rank else {}
-            state.update(stages.broadcast_object(own, label="sending the state of a stage", source=source))
-        return state
+        tensors = ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
+        own = {key: value for key, value in tensors if not value.is_meta}
+        return state | self.ranks.over_stages(own, label="sending the weights of a stage")
 
     # What a pipeline over ranks sees: `chunkmem.pipeline.staged`.
 

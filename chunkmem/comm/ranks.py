@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.mesh import Mesh
 from chunkmem.errors import ConfigError
 
+_K = TypeVar("_K")
 _T = TypeVar("_T")
 _BUCKET_NBYTES = 64 << 20
 """Of tensors that are sent together."""
@@ -118,6 +119,20 @@ class Ranks(Connection):
         for row in others:
             first += row
         return tuple(first.tolist()) if self.stages is None else self.stages.sum_over(first.tolist(), label=label)
+
+    def over_stages(self, found: Mapping[_K, _T], *, label: str) -> dict[_K, _T]:
+        """Return the entries that the pipeline stages have, all of them; of what several have, the last one's.
+
+        Raises:
+            RankError: a rank did not come.
+        """
+        if self.stages is None:
+            return dict(found)
+        together: dict[_K, _T] = {}
+        for source in range(self.stages.size):
+            own = dict(found) if source == self.stages.rank else {}
+            together.update(self.stages.broadcast_object(own, label=label, source=source))
+        return together
 
     def max_over(self, values: Sequence[float], *, label: str = "comparing numbers") -> tuple[float, ...]:
         """Return the largest over ranks, NaN if one is NaN. Arguments and errors are those of `sum_over`."""

@@ -49,6 +49,8 @@ class ModelRegistry:
         self._slab_nbytes: int | None = None
         self._managed: dict[int, ManagedParameter] = {}
         self._excluded: dict[int, torch.Tensor] = {}
+        self._elsewhere: dict[int, torch.Tensor] = {}
+        """Parameters that only other pipeline stages have."""
         self._place_of: dict[int, int] = {}
         """By the identity of a parameter, managed or excluded: the place in `model.parameters()`, model after model."""
         self.counted_elsewhere: set[ManagedParameter] = set()
@@ -120,7 +122,12 @@ class ModelRegistry:
 
     def add_elsewhere(self, params: Iterable[nn.Parameter]) -> None:
         """Take in parameters of other pipeline stages, which never have a gradient here."""
-        self._excluded.update((id(param), param) for param in params)
+        self._elsewhere.update((id(param), param) for param in params)
+        self._excluded.update(self._elsewhere)
+
+    def is_elsewhere(self, param: torch.Tensor) -> bool:
+        """Tell whether only another pipeline stage has a parameter."""
+        return id(param) in self._elsewhere
 
     def _pack(
         self,

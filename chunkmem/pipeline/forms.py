@@ -52,14 +52,11 @@ class BorderForm:
             StateError: there are others than under fake tensors.
         """
         leaves, spec = tree_flatten(value)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        expected = self.tensors
-        found = [TensorForm(t.shape, e.dtype, t.requires_grad) for t, e in zip(tensors, expected, strict=False)]
-        if (
-            spec != self.spec
-            or len(tensors) != len(expected)
-            or any(a != b for a, b in zip(found, expected, strict=True))
-        ):
+        tensors, expected = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], self.tensors
+        found = [(t.shape, t.requires_grad) for t in tensors]
+        is_alike = spec == self.spec and len(tensors) == len(expected)
+        pairs = zip(found, expected, strict=False)
+        if not is_alike or any(shape != form.shape or has > form.requires_grad for (shape, has), form in pairs):
             raise StateError(
                 f"{self.name} is {found}, and {expected} was found out; it must depend on the shapes alone"
             )

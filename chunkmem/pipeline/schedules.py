@@ -36,6 +36,10 @@ class Schedule(Protocol):
         """Run one step."""
         ...
 
+    def eval(self, *args: Any, target: Any = None, return_outputs: bool = True, **kwargs: Any) -> Any:
+        """Run forward only."""
+        ...
+
 
 def check_schedule(schedule: str, stages_per_rank: int | None) -> tuple[str, int]:
     """Return the name of a schedule, and how many stages each rank has.

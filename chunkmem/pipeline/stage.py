@@ -76,8 +76,8 @@ class Stage(_PipelineStageBase):
         """By micro-batch: what the stage before sends."""
         self._gradients: dict[int, list[torch.Tensor]] = {}
         """By micro-batch: what the stage after sends."""
-        self._edges: dict[int, list[GradientEdge]] = {}
-        """By micro-batch whose backward has not run: where it begins."""
+        self._edges: dict[int, list[GradientEdge | None]] = {}
+        """By micro-batch whose backward has not run: where it begins, for each gradient that comes."""
         self._cuts: dict[int, list[_Cut]] = {}
         """By such a micro-batch: where it ends."""
         self._outgoing: dict[int, list[torch.Tensor]] = {}
@@ -105,7 +105,7 @@ class Stage(_PipelineStageBase):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Begin to receive the gradients of the outputs of a micro-batch."""
-        if self.is_last:
+        if self.is_last or not self.has_backward:
             return []
         forms = [form for form in self._outputs(bwd_chunk_id) if form.requires_grad]
         tensors = self._gradients[bwd_chunk_id] = [form.empty(self.device) for form in forms]
@@ -113,7 +113,7 @@ class Stage(_PipelineStageBase):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Send the gradients of the inputs of a micro-batch."""
-        if self.is_first:
+        if self.is_first or not self.has_backward:
             return []
         tensors = self._outgoing.pop(bwd_chunk_id)
         return self._neighbours.send(tensors, self._message(bwd_chunk_id, -1, is_sent=True, forward=False))
@@ -132,29 +132,36 @@ class Stage(_PipelineStageBase):
         if not self.is_last:
             tensors = self._step.borders[fwd_chunk_id][self.stage_index].flattened(output)
             del output
-            self._edges[fwd_chunk_id] = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+            if self.has_backward:
+                forms = self._outputs(fwd_chunk_id)
+                pairs = [tensor for tensor, form in zip(tensors, forms, strict=True) if form.requires_grad]
+                self._edges[fwd_chunk_id] = [get_gradient_edge(t) if t.requires_grad else None for t in pairs]
             self._outgoing[fwd_chunk_id] = [tensor.detach() for tensor in tensors]
             return None
         loss = self._step.loss_fn(output, part.target) / part.divisor
         self._step.losses.append(loss.detach())
         if self._step.loss_scale is not None:
             loss = loss.float() * self._step.loss_scale
-        self._edges[fwd_chunk_id] = [get_gradient_edge(loss)] if loss.requires_grad else []
+        if self.has_backward:
+            self._edges[fwd_chunk_id] = [get_gradient_edge(loss)] if loss.requires_grad else []
         return loss.detach()
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run backward for a micro-batch."""
+        """Run backward for a micro-batch, if the step has any."""
+        if not self.has_backward:
+            return
         assert self._step is not None
         assert full_backward, "schedules that split backward are refused"
         edges, cuts = self._edges.pop(bwd_chunk_id), self._cuts.pop(bwd_chunk_id, [])
         if not self.is_last:
             self._neighbours.wait(self._message(bwd_chunk_id, 1, is_sent=False, forward=False).tag)
-        gradients = self._gradients.pop(bwd_chunk_id, [None] * len(edges))
-        if edges:
+        gradients: Sequence[torch.Tensor | None] = self._gradients.pop(bwd_chunk_id, [None] * len(edges))
+        begun = [(edge, grad) for edge, grad in zip(edges, gradients, strict=True) if edge is not None]
+        if begun:
             with self._step.around_backward():
-                torch.autograd.backward(edges, gradients)
+                torch.autograd.backward([edge for edge, _ in begun], [grad for _, grad in begun])
         if not self.is_first:
             self._outgoing[bwd_chunk_id] = [cut.gradient(self.device) for cut in cuts if cut.form.requires_grad]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from chunkmem.errors import ChunkmemError, ConfigError, RankError
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.regions import RegionActivations
 from chunkmem.nn.registry import ModelRegistry
+from chunkmem.nn.values import tensors_in
 from chunkmem.pipeline.forms import BorderForms
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.modules import StageModule, divide
@@ -198,45 +200,70 @@ class StagedPipeline:
             CapacityError: something does not fit; the other ranks then raise a `RankError`, and training is over.
             RankError: a rank is missing, or has raised something.
         """
+        step, schedule = self._prepare(inputs, target)
+        if self._host.scaler is not None:
+            self._host.scaler.is_used = True
+        with self._running():
+            self._ties.begin()
+            schedule.step(target=torch.arange(len(step.parts)), return_outputs=False)
+            self._ties.end()
+            return self._loss(step)
+
+    def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
+        """Run forward for a batch; return its loss. Arguments and errors are those of `step`."""
+        step, schedule = self._prepare(inputs, target)
+        with torch.no_grad(), self._running():
+            schedule.eval(target=torch.arange(len(step.parts)), return_outputs=False)
+            return self._loss(step)
+
+    def _prepare(self, inputs: Any, target: Any) -> tuple[StageStep, Schedule]:
+        """Have the stages of this rank know a batch, the same on all ranks of the pipeline; return what runs it."""
         parts = split(inputs, target, num=self._micro_batches)
+        with self._naming_stages():
+            self._ranks.agree("the batch of the pipeline", _digest(parts))
         num = len(parts)
         recomputed = {"always": num, "except_last": num - 1}.get(self._checkpoint, 0)
-        scaler = self._host.scaler
         step = StageStep(
             parts,
-            [self._forms.of(part.inputs, _form(part)) for part in parts],
+            [self._forms.of(part.inputs, part.form) for part in parts],
             lambda part: part < recomputed,
             self._loss_fn,
-            None if scaler is None else scaler.scale,
+            None if self._host.scaler is None else self._host.scaler.scale,
             self._host.in_backward,
         )
         if num not in self._schedules:
             self._schedules[num] = make_schedule(self._schedule, self.stages, num)
-        if scaler is not None:
-            scaler.is_used = True
         for stage in self.stages:
             stage.begin(step)
-        with self._running():
-            self._ties.begin()
-            self._schedules[num].step(target=torch.arange(num), return_outputs=False)
-            self._neighbours.settle()
-            self._ties.end()
-            (loss,) = self._ranks.sum_over([float(sum(step.losses))], label="pipe.step(): sending the loss")
+        return step, self._schedules[num]
+
+    def _loss(self, step: StageStep) -> torch.Tensor:
+        """Return the loss of a batch, when all messages have arrived."""
+        self._neighbours.settle()
+        (loss,) = self._ranks.sum_over([float(sum(step.losses))], label="sending the loss to all stages")
         return torch.tensor(loss, dtype=torch.float32, device=self._host.device)
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Have all ranks of the pipeline hear of what is raised inside; it is named with its stage."""
+        """Have all ranks of the pipeline hear of what is raised inside; name ranks with their stages."""
+        with self._naming_stages():
+            try:
+                yield
+            except Exception as error:
+                found = _cause(error)
+                if not isinstance(found, RankError):
+                    self._ranks.leave("pipe.step()", found)
+                if found is error:
+                    raise
+                raise found from None
+
+    @contextlib.contextmanager
+    def _naming_stages(self) -> Iterator[None]:
+        """Name the ranks of a `RankError` with their stages."""
         try:
             yield
-        except Exception as error:
-            found = _cause(error)
-            if isinstance(found, RankError):
-                raise RankError(f"{found}{self._stages_of(found.ranks)}", found.ranks) from error
-            self._ranks.leave("pipe.step()", found)
-            if found is error:
-                raise
-            raise found from None
+        except RankError as error:
+            raise RankError(f"{error}{self._stages_of(error.ranks)}", error.ranks) from error
 
     def _stages_of(self, ranks: Sequence[int]) -> str:
         """Say which stages some ranks have."""
@@ -250,8 +277,15 @@ class StagedPipeline:
         return f" ({'; '.join(found)})" if found else ""
 
 
-def _form(part: MicroBatch) -> Hashable:
-    return part.form
+def _digest(parts: Sequence[MicroBatch]) -> str:
+    """Return what tells batches apart: shapes, and sums of what is in RAM."""
+    found: list[object] = []
+    for part in parts:
+        found.append(part.form)
+        for tensor in tensors_in((part.inputs, part.target)):
+            if tensor.device.type == "cpu":
+                found.append(float(tensor.detach().double().sum()).hex())
+    return f"{len(parts)} micro-batches, {hashlib.sha256(repr(found).encode()).hexdigest()[:12]}"
 
 
 def _cause(error: Exception) -> Exception:

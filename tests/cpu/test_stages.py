@@ -27,6 +27,7 @@ def pair() -> Iterator[Team]:
         yield team
 
 
+Saved = tuple[dict[str, Any], dict[str, Any]]
 SHAPES = [
     ("gpipe", 1),
     ("1f1b", 1),
@@ -250,3 +251,71 @@ def test_messages_live_no_longer_than_their_micro_batches(
     for rank, (received, sent) in enumerate(pair.run(keep_count, task)):
         assert received <= in_flight[rank]
         assert sent <= len(in_flight) + 1
+
+
+def evaluate(rank: int) -> list[float]:
+    """The losses of three steps over one batch, which is evaluated before each of them."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    task = StagedTask()
+    with chunkmem.ChunkManager(task.make_config(), mesh=mesh) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net()
+        pipe = staged_pipeline(
+            manager.runtime, model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=4
+        )
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        x, y = next(task.batches())
+        losses = []
+        for _ in range(3):
+            evaluated = pipe.evaluate(x, y)
+            loss = pipe.step(x, y)
+            assert torch.equal(evaluated, loss)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        other = x.flip(0) if rank else x
+        with pytest.raises(chunkmem.ConfigError, match="the batch of the pipeline differs between ranks"):
+            pipe.step(other, y)
+        return losses
+
+
+def test_evaluations_between_steps_and_batches_that_differ(pair: Team) -> None:
+    one, other = pair.run(evaluate)
+    assert one == other
+    assert one[0] > one[1] > one[2]
+
+
+def resume(rank: int, task: StagedTask, saved: Saved | None) -> Saved:
+    """Some steps, from the beginning or from what other ranks have saved."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", task.sizes, mesh_dim_names=("stage", "shard")[: len(task.sizes)])
+    with chunkmem.ChunkManager(task.make_config(), mesh=mesh) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net(task.model)
+        pipe = staged_pipeline(
+            manager.runtime, model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=4
+        )
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        batches = list(task.batches())
+        if saved is not None:
+            manager.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        for x, y in batches[3:] if saved is not None else batches[:3]:
+            pipe.step(x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+        return manager.state_dict(), optimizer.state_dict()
+
+
+@pytest.mark.parametrize("model", ["plain", "tied"])
+def test_a_run_is_resumed_by_other_stages(pair: Team, four: Team, model: str) -> None:
+    task = StagedTask(model=model)
+    saved = pair.run(resume, task, None)[0]
+    resumed = pair.run(resume, task, saved)
+    assert len({tuple(state["state"]) for _, state in resumed}) == 1
+    others = [*resumed, *four.run(resume, replace(task, sizes=(4,)), saved)]
+    weights = pair.run(train, task)[0].weights
+    for state, _ in others:
+        assert [key for key, value in weights.items() if not torch.equal(value, state[key])] == []
