@@ -29,7 +29,6 @@ from chunkmem.nn.elsewhere import Unpacked, leave
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.ordinary import same_random_numbers
 from chunkmem.nn.packing import move_ordinary_tensors
-from chunkmem.nn.regions import RegionActivations
 from chunkmem.nn.wrappers import WrapperCheck
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.places import StatePlaces
@@ -233,26 +232,6 @@ class Runtime:
         own = {key: value for key, value in tensors if not value.is_meta}
         return state | self.ranks.over_stages(own, label="sending the weights of a stage")
 
-    # What a pipeline over ranks sees: `chunkmem.pipeline.staged`.
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """That modules compute in."""
-        return DTYPES[self.config.precision]
-
-    @property
-    def regions(self) -> RegionActivations:
-        """By which calls are recomputed."""
-        return self.modules.regions
-
-    @contextlib.contextmanager
-    def in_backward(self) -> Iterator[None]:
-        """Surround a backward after which there are more before the optimizer steps."""
-        self.require_open()
-        self.sharding.units.declared = False
-        with self.ranks.telling(), self.entry_points.make_guard() or contextlib.nullcontext():
-            yield
-
     # What optimizers see: `chunkmem.optim.host`.
 
     def forget_plans(self) -> None:
@@ -263,6 +242,11 @@ class Runtime:
     def device(self) -> torch.device:
         """That computes."""
         return self.memory.compute.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That modules compute in."""
+        return DTYPES[self.config.precision]
 
     @property
     def is_lowered(self) -> bool:
@@ -277,6 +261,15 @@ class Runtime:
     def require_open(self) -> None:
         """Raise a `StateError` if the manager is closed."""
         require_open(self.memory.pager)
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Surround the backwards of a batch, whose gradients come multiplied by the loss scale."""
+        if self.scaler is not None:
+            self.scaler.is_used = True
+        guard = self.entry_points.make_guard()
+        with self.ranks.telling(), guard or contextlib.nullcontext():
+            yield
 
     def together(self, call: str) -> contextlib.AbstractContextManager[None]:
         """Surround a call that all ranks make; see `EntryPoints.together`."""

@@ -18,16 +18,16 @@ class StageModule(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(modules)
         self.regions: RegionActivations | None = None
-        """By which calls are recomputed; None: they never are."""
+        """Manage what calls save; None: nobody does."""
 
-    def forward(self, value: Any, *, recompute: bool = False) -> Any:
-        """Return what the last module returns; with `recompute`, each of them runs again in backward."""
+    def forward(self, value: Any, *, policy: str = "auto") -> Any:
+        """Return what the last module returns; `policy` is for what each of them saves, as in `activations.policy`."""
         for number, block in enumerate(self.blocks):
             args = value if isinstance(value, tuple) else (value,)
-            if self.regions is None or not recompute:
+            if self.regions is None:
                 value = block(*args)
                 continue
-            self.regions.enter(f"blocks.{number}", "recompute", block, args, {}, start=self.regions.now())
+            self.regions.enter(f"blocks.{number}", policy, block, args, {}, start=self.regions.now())
             try:
                 value = block(*args)
             finally:

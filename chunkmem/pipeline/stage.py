@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from chunkmem.comm.neighbours import Message, Neighbours
+from chunkmem.errors import StateError
 from chunkmem.pipeline.forms import BorderForm, TensorForm
 from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.pipeline.modules import StageModule
@@ -34,10 +35,10 @@ class StageStep:
     parts: Sequence[MicroBatch]
     borders: Sequence[Sequence[BorderForm]]
     """By micro-batch: what goes out of each stage but the last."""
-    recomputes: Callable[[int], bool]
-    """Tells of which micro-batches blocks run again in backward."""
-    loss_fn: Callable[[Any, Any], torch.Tensor]
-    """Of the output and the target of a micro-batch."""
+    policies: Sequence[str]
+    """By micro-batch: what becomes of what blocks save."""
+    loss_fn: Callable[..., torch.Tensor]
+    """Of the output of a micro-batch, and its target if there is one."""
     loss_scale: float | None
     """In fp16."""
     around_backward: Callable[[], AbstractContextManager[Any]]
@@ -127,7 +128,7 @@ class Stage(_PipelineStageBase):
         assert self._step is not None
         part = self._step.parts[fwd_chunk_id]
         value = part.inputs if self.is_first else self._take_inputs(fwd_chunk_id)
-        output = self.submod(value, recompute=self._step.recomputes(fwd_chunk_id))
+        output = self.submod(value, policy=self._step.policies[fwd_chunk_id])
         del value
         if not self.is_last:
             tensors = self._step.borders[fwd_chunk_id][self.stage_index].flattened(output)
@@ -138,7 +139,12 @@ class Stage(_PipelineStageBase):
                 self._edges[fwd_chunk_id] = [get_gradient_edge(t) if t.requires_grad else None for t in pairs]
             self._outgoing[fwd_chunk_id] = [tensor.detach() for tensor in tensors]
             return None
-        loss = self._step.loss_fn(output, part.target) / part.divisor
+        given = (output,) if part.target is None else (output, part.target)
+        loss = self._step.loss_fn(*given)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise StateError(f"loss_fn returned {what}; it has to return the mean loss of its samples as one number")
+        loss = loss / part.divisor
         self._step.losses.append(loss.detach())
         if self._step.loss_scale is not None:
             loss = loss.float() * self._step.loss_scale

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from chunkmem.assembly import Runtime
 from chunkmem.comm.neighbours import Neighbours
-from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ChunkmemError, ConfigError, RankError
-from chunkmem.nn.gradients import GradientBook
-from chunkmem.nn.regions import RegionActivations
-from chunkmem.nn.registry import ModelRegistry
 from chunkmem.nn.values import tensors_in
 from chunkmem.pipeline.forms import BorderForms
 from chunkmem.pipeline.micro_batches import MicroBatch, split
@@ -26,69 +22,19 @@ from chunkmem.pipeline.stage import Stage, StageStep
 from chunkmem.pipeline.ties import TiedParameters
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
-CHECKPOINT_MODES = ("auto", "always", "except_last", "never")
+CHECKPOINTS = ("auto", "always", "except_last", "never")
 
 
-class LossScale(Protocol):
-    """By which losses are multiplied in fp16."""
-
-    scale: float
-    is_used: bool
-
-
-class PipelineHost(Protocol):
-    """The part of a manager's runtime that a pipeline over ranks sees."""
-
-    @property
-    def ranks(self) -> Ranks:
-        """Those of this stage; `ranks.stages` are those of the others."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """That computes."""
-        ...
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """That modules compute in."""
-        ...
-
-    @property
-    def registry(self) -> ModelRegistry:
-        """Knows the parameters of this rank's stages."""
-        ...
-
-    @property
-    def gradients(self) -> GradientBook:
-        """Has their gradients."""
-        ...
-
-    @property
-    def regions(self) -> RegionActivations:
-        """By which calls are recomputed."""
-        ...
-
-    @property
-    def scaler(self) -> LossScale | None:
-        """In fp16."""
-        ...
-
-    def check_stages(self, stages: Iterable[nn.Module]) -> None:
-        """Check that the model that was built can be packed as these stages."""
-        ...
-
-    def add_stages(self, stages: Mapping[int, nn.Module]) -> None:
-        """Pack the stages of this rank; free the memory of all others."""
-        ...
-
-    def in_backward(self) -> AbstractContextManager[None]:
-        """Surround a backward after which there are more before the optimizer steps."""
-        ...
+def policy_of(checkpoint: str, number: int, num: int) -> str:
+    """Return the policy for what micro-batch `number` of `num` saves in a block, as `activations.policy` has them."""
+    if checkpoint == "auto":
+        return "auto"
+    is_recomputed = checkpoint == "always" or (checkpoint == "except_last" and number < num - 1)
+    return "recompute" if is_recomputed else "offload"
 
 
 def staged_pipeline(
-    host: PipelineHost,
+    runtime: Runtime,
     blocks: Sequence[nn.Module],
     *,
     loss_fn: LossFunction,
@@ -104,14 +50,14 @@ def staged_pipeline(
     Every rank calls it with the same arguments, and without another model in between.
 
     Args:
-        host: of the manager that the model was built with.
+        runtime: of the manager that the model was built with.
         blocks: modules; what one returns is what the next one is given.
         loss_fn: of an output and a target, the mean over the micro-batch.
         micro_batches: how many parts a batch is split into, at most.
         first: gets the inputs of `step()`; None: the first block does.
         last: gets what the last block returns; None: nothing comes after it.
-        checkpoint: of which micro-batches blocks are recomputed in backward: "always", "except_last", "never"; "auto"
-            leaves it to the configuration.
+        checkpoint: the calls of blocks that are recomputed in backward: "always"; "except_last", not those of the last
+            micro-batch; "never"; "auto" has the planner choose. What is not recomputed is kept or offloaded.
         schedule: see `check_schedule`, as is `stages_per_rank`.
         stages_per_rank: with several, stage k is on rank k modulo the number of ranks.
 
@@ -121,11 +67,11 @@ def staged_pipeline(
         StateError: there is no model, or it is packed already.
         CapacityError: the weights fit no tier.
     """
-    ranks = host.ranks.stages
+    ranks = runtime.ranks.stages
     if ranks is None:
         raise ConfigError('pipelines over ranks need a mesh with a dimension "stage"')
-    if checkpoint not in CHECKPOINT_MODES:
-        raise ConfigError(f"checkpoint is {checkpoint!r}; give one of {', '.join(CHECKPOINT_MODES)}")
+    if checkpoint not in CHECKPOINTS:
+        raise ConfigError(f"checkpoint is {checkpoint!r}; give one of {', '.join(CHECKPOINTS)}")
     if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
         raise ConfigError(f"micro_batches is {micro_batches!r}; give a number of at least 1")
     name, per_rank = check_schedule(schedule, stages_per_rank)
@@ -133,11 +79,11 @@ def staged_pipeline(
         "the pipeline", f"{name} of {len(blocks)} blocks, {per_rank} stages a rank, {micro_batches}, {checkpoint}"
     )
     modules = divide(blocks, first=first, last=last, num=per_rank * ranks.size)
-    host.check_stages(modules)
-    forms = BorderForms(modules, dtype=host.compute_dtype)
-    host.add_stages(dict(enumerate(modules)))
+    runtime.check_stages(modules)
+    forms = BorderForms(modules, dtype=runtime.dtype)
+    runtime.add_stages(dict(enumerate(modules)))
     return StagedPipeline(
-        host, modules, forms, loss_fn=loss_fn, micro_batches=micro_batches, checkpoint=checkpoint, schedule=name
+        runtime, modules, forms, loss_fn=loss_fn, micro_batches=micro_batches, checkpoint=checkpoint, schedule=name
     )
 
 
@@ -146,7 +92,7 @@ class StagedPipeline:
 
     def __init__(
         self,
-        host: PipelineHost,
+        runtime: Runtime,
         modules: Sequence[StageModule],
         forms: BorderForms,
         *,
@@ -156,9 +102,9 @@ class StagedPipeline:
         schedule: str,
     ) -> None:
         """Run `modules`, of which those of this rank are packed; for the other arguments see `staged_pipeline`."""
-        assert host.ranks.stages is not None
-        self._host = host
-        self._ranks = host.ranks.stages
+        assert runtime.ranks.stages is not None
+        self._runtime = runtime
+        self._ranks = runtime.ranks.stages
         self._forms = forms
         self._loss_fn = loss_fn
         self._micro_batches = micro_batches
@@ -166,7 +112,7 @@ class StagedPipeline:
         self._schedule = schedule
         self._schedules: dict[int, Schedule] = {}
         """By number of micro-batches."""
-        self._neighbours = Neighbours(self._ranks, host.device)
+        self._neighbours = Neighbours(self._ranks, runtime.device)
         self._num_stages = len(modules)
         self.stages = [
             Stage(
@@ -174,16 +120,16 @@ class StagedPipeline:
                 index,
                 self._num_stages,
                 neighbours=self._neighbours,
-                device=host.device,
+                device=runtime.device,
                 group=self._ranks.process_group,
             )
             for index, module in enumerate(modules)
             if index % self._ranks.size == self._ranks.rank
         ]
         """Those of this rank."""
-        self._ties = TiedParameters(modules, ranks=self._ranks, registry=host.registry, gradients=host.gradients)
+        self._ties = TiedParameters(modules, ranks=self._ranks, registry=runtime.registry, gradients=runtime.gradients)
         for module in modules:
-            module.regions = host.regions
+            module.regions = runtime.modules.regions
 
     def step(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """Run forward and backward for a batch; return its loss, the same on all ranks of a pipeline, detached.
@@ -201,8 +147,6 @@ class StagedPipeline:
             RankError: a rank is missing, or has raised something.
         """
         step, schedule = self._prepare(inputs, target)
-        if self._host.scaler is not None:
-            self._host.scaler.is_used = True
         with self._running():
             self._ties.begin()
             schedule.step(target=torch.arange(len(step.parts)), return_outputs=False)
@@ -222,14 +166,13 @@ class StagedPipeline:
         with self._naming_stages():
             self._ranks.agree("the batch of the pipeline", _digest(parts))
         num = len(parts)
-        recomputed = {"always": num, "except_last": num - 1}.get(self._checkpoint, 0)
         step = StageStep(
             parts,
             [self._forms.of(part.inputs, part.form) for part in parts],
-            lambda part: part < recomputed,
+            [policy_of(self._checkpoint, number, num) for number in range(num)],
             self._loss_fn,
-            None if self._host.scaler is None else self._host.scaler.scale,
-            self._host.in_backward,
+            None if self._runtime.scaler is None else self._runtime.scaler.scale,
+            self._in_backward,
         )
         if num not in self._schedules:
             self._schedules[num] = make_schedule(self._schedule, self.stages, num)
@@ -237,11 +180,18 @@ class StagedPipeline:
             stage.begin(step)
         return step, self._schedules[num]
 
+    @contextlib.contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        """Surround a backward, after which gradients are not reduced: more of them come."""
+        self._runtime.sharding.units.declared = False
+        with self._runtime.backward():
+            yield
+
     def _loss(self, step: StageStep) -> torch.Tensor:
         """Return the loss of a batch, when all messages have arrived."""
         self._neighbours.settle()
         (loss,) = self._ranks.sum_over([float(sum(step.losses))], label="sending the loss to all stages")
-        return torch.tensor(loss, dtype=torch.float32, device=self._host.device)
+        return torch.tensor(loss, dtype=torch.float32, device=self._runtime.device)
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:

@@ -44,7 +44,8 @@ def uncharged(trace: Trace, *, charges_non_model: bool) -> Trace:
         peak_nbytes = max(last.non_model_peak_nbytes, moment.non_model_peak_nbytes)
         left[-1] = replace(last, duration_s=last.duration_s + moment.duration_s, non_model_peak_nbytes=peak_nbytes)
     places.append(len(left))
-    sizes = {chunk: nbytes for chunk, nbytes in trace.chunk_nbytes.items() if chunk.role is not Role.ACTIVATION}
+    used = {moment.chunk for moment in left}
+    sizes = {c: nbytes for c, nbytes in trace.chunk_nbytes.items() if c.role is not Role.ACTIVATION or c in used}
     first = 1 + max((chunk.group for chunk in trace.chunk_nbytes), default=0)
     regions = tuple(
         _moved(region, places, ChunkId(Role.ACTIVATION, first + index), _saved_nbytes(region, trace))
