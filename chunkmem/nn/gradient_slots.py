@@ -172,6 +172,14 @@ class GradientSlots:
                 if chunk.ready(tier):
                     self._pager.store.views(chunk, tier)[managed.position].zero_()
 
+    def value(self, managed: ManagedParameter) -> torch.Tensor:
+        """Return the slot of a gradient that has landed, on the tier with the newest values; not a copy."""
+        self._pager.policy.drain()
+        chunk = self.chunks[managed.group]
+        tier = chunk.newest_tier()
+        assert tier is not None
+        return self._pager.store.views(chunk, tier)[managed.position]
+
     def _slot(self, managed: ManagedParameter) -> torch.Tensor:
         chunk = self.chunks[managed.group]
         return self._pager.store.views(chunk, chunk.compute_tier)[managed.position]

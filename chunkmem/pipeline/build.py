@@ -10,7 +10,9 @@ from torch import nn
 
 from chunkmem.assembly import Runtime
 from chunkmem.errors import ConfigError, LayoutError
-from chunkmem.pipeline.by_layer import CHECKPOINTS, ByLayerPipeline, Item, LossItem
+from chunkmem.pipeline.by_layer import ByLayerPipeline, Item, LossItem
+from chunkmem.pipeline.checkpoints import CHECKPOINTS
+from chunkmem.pipeline.staged import StagedPipeline, staged_pipeline
 from chunkmem.sizes import shown
 
 
@@ -23,7 +25,9 @@ def make_pipeline(
     loss_fn: Callable[..., torch.Tensor],
     micro_batches: int,
     checkpoint: str,
-) -> ByLayerPipeline:
+    schedule: str,
+    stages_per_rank: int | None,
+) -> ByLayerPipeline | StagedPipeline:
     """Return what `ChunkManager.pipeline` does, and raise what it does."""
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList | nn.Sequential):
         raise LayoutError(f"manager.pipeline() takes a list of blocks, not a {type(blocks).__name__}")
@@ -42,6 +46,23 @@ def make_pipeline(
         raise ConfigError(f"micro_batches is {shown(micro_batches)}; give a number of at least 1")
     if checkpoint not in CHECKPOINTS:
         raise ConfigError(f"checkpoint is {shown(checkpoint)}; give one of {', '.join(CHECKPOINTS)}")
+    if runtime.ranks.stages is not None:
+        return staged_pipeline(
+            runtime,
+            modules,
+            first=first,
+            last=last,
+            loss_fn=loss_fn,
+            micro_batches=micro_batches,
+            checkpoint=checkpoint,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+        )
+    if schedule not in ("auto", "by-layer") or stages_per_rank is not None:
+        raise ConfigError(
+            f"schedule {shown(schedule)} is for stages over ranks: make the manager with a mesh that has a dimension "
+            '"stage", or leave out schedule and stages_per_rank'
+        )
     chain = [*([] if first is None else [first]), *modules]
     named = [*chain, *([] if last is None else [last])]
     names = _names(runtime, named)

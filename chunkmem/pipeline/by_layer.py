@@ -12,7 +12,7 @@ blocks share gets those of the later block first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +22,10 @@ from torch import nn
 from chunkmem.assembly import Runtime
 from chunkmem.errors import StateError
 from chunkmem.nn.borders import cast_floats
+from chunkmem.pipeline.checkpoints import policy_of
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.outputs import BlockOutput
 from chunkmem.pipeline.random_streams import RandomStreams, Streams, states_of
-
-CHECKPOINTS = ("auto", "always", "except_last", "never")
-
-
-def policy_of(checkpoint: str, number: int, num: int) -> str:
-    """Return the policy for what micro-batch `number` of `num` saves in a block, as `activations.policy` has them."""
-    if checkpoint == "auto":
-        return "auto"
-    is_recomputed = checkpoint == "always" or (checkpoint == "except_last" and number < num - 1)
-    return "recompute" if is_recomputed else "offload"
 
 
 @dataclass(frozen=True)
@@ -125,21 +116,39 @@ class ByLayerPipeline:
         runtime.require_open()
         if not torch.is_grad_enabled():
             raise StateError("pipe.step() computes gradients; under torch.no_grad() call the model itself")
-        batch = _Batch(split(inputs, target, num=self._num), [[] for _ in self._items])
+        batch = self._batch(inputs, target)
         try:
             loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
             with runtime.backward(), runtime.sharding.units.one_backward():
                 self._backward(batch)
         finally:
-            with runtime.modules.turn.taken():
-                for output in (output for row in batch.outputs for output in row):
-                    output.drop()
+            self._drop(batch)
         return loss
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
+        """Run forward of a batch, and return its loss. Arguments and errors are those of `step`."""
+        self._runtime.require_open()
+        batch = self._batch(inputs, target)
+        try:
+            loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
+        finally:
+            self._drop(batch)
+        return loss
+
+    def _batch(self, inputs: Any, target: Any) -> _Batch:
+        return _Batch(split(inputs, target, num=self._num), [[] for _ in self._items])
+
+    def _drop(self, batch: _Batch) -> None:
+        """Free what an interrupted step has left."""
+        with self._runtime.modules.turn.taken():
+            for output in (output for row in batch.outputs for output in row):
+                output.drop()
 
     # Forward.
 
     def _forward(self, batch: _Batch) -> torch.Tensor:
-        form = batch.parts[0].form
+        form = self._form(batch.parts[0])
         streams = self._random.begin(form, len(batch.parts))
         is_known = self._agree("random numbers are known", holds=streams is not None)
         if streams is None or not is_known:
@@ -171,7 +180,7 @@ class ByLayerPipeline:
 
     def _forward_in_turn(self, batch: _Batch) -> None:
         """Run one micro-batch after the other. All ranks bring together what they run, also if one has fewer."""
-        form, states, number, num = batch.parts[0].form, [], 0, len(batch.parts)
+        form, states, number, num = self._form(batch.parts[0]), [], 0, len(batch.parts)
         while not self._agree(f"micro-batch {number} is not there", holds=number >= num):
             states += [states_of(self._random.generators)] if number < num else []
             for at, item in enumerate(self._items):
@@ -179,11 +188,16 @@ class ByLayerPipeline:
                     if number < num:
                         self._call(batch, at, number)
             number += 1
-        if batch.parts[-1].form == form:
+        if batch.parts[-1].form == batch.parts[0].form:
             states.append(states_of(self._random.generators))
         self._random.learn(form, states)
-        if self._agree("the next step goes by layer", holds=self._random.are_known(form)):
+        goes_by_layer = self._agree("the next step goes by layer", holds=self._random.are_known(form))
+        if goes_by_layer and torch.is_grad_enabled():
             self._runtime.controller.excuse_iteration()
+
+    def _form(self, part: MicroBatch) -> Hashable:
+        """Return what random numbers a micro-batch draws depends on."""
+        return part.form, torch.is_grad_enabled(), tuple(item.module.training for item in self._items)
 
     def _agree(self, question: str, *, holds: bool) -> bool:
         return self._runtime.sharding.units.agree(f"pipe.step(): {question}", holds=holds)

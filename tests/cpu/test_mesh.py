@@ -38,6 +38,36 @@ def rows_of(rank: int, sizes: tuple[int, ...], names: tuple[str, ...] | None) ->
     return found.rows
 
 
+def stages_of(rank: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> tuple[object, list[int]]:
+    """The data-parallel ranks of this rank's stage, and the ranks of its pipeline."""
+    found = mesh_of(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    assert found is not None
+    assert found.stage_group is not None
+    return found.rows, dist.get_process_group_ranks(found.stage_group)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "found"),
+    [
+        ((4,), ("stage",), [(((rank,),), [0, 1, 2, 3]) for rank in range(4)]),
+        (
+            (2, 2),
+            ("stage", "shard"),
+            [(((0, 1),), [0, 2]), (((0, 1),), [1, 3]), (((2, 3),), [0, 2]), (((2, 3),), [1, 3])],
+        ),
+        (
+            (2, 2),
+            ("replicate", "stage"),
+            [(((0,), (2,)), [0, 1]), (((1,), (3,)), [0, 1]), (((0,), (2,)), [2, 3]), (((1,), (3,)), [2, 3])],
+        ),
+    ],
+)
+def test_each_stage_of_a_mesh_has_rows_of_its_own(
+    team: Team, sizes: tuple[int, ...], names: tuple[str, ...], found: object
+) -> None:
+    assert team.run(stages_of, sizes, names) == found
+
+
 @pytest.mark.parametrize(
     ("sizes", "names", "rows"),
     [
@@ -57,9 +87,9 @@ def test_the_rows_of_a_mesh_are_replicas(
 
 
 def refuse(rank: int) -> None:
-    staged = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    staged = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "shard"))
     with pytest.raises(
-        chunkmem.ConfigError, match=r"mesh has 2 dimensions, stage, shard; pass a mesh with .*replicate"
+        chunkmem.ConfigError, match=r"mesh has 2 dimensions, tensor, shard; pass a mesh with .*replicate"
     ):
         chunkmem.ChunkManager(chunkmem.Config(), mesh=staged)
     with pytest.raises(chunkmem.ConfigError, match="process_group and mesh were given"):
