@@ -27,6 +27,7 @@ from ranks import Ranks, join_ranks
 from text import TextError, batch_at, load_text
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import chunkmem
@@ -100,12 +101,14 @@ def train(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
         schedule=args.schedule,
     )
     optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-3)
+    scheduler = LambdaLR(optimizer, lambda step: 1 - 0.9 * step / args.steps)
 
     path, first = args.out / "checkpoint.pt", 0
     if args.resume or (ranks.num_restarts and path.exists()):
         state = load(path)
         manager.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
         first = state["step"]
 
     text, losses = load_text(args.data, seq=args.seq), [float("nan")]
@@ -117,12 +120,13 @@ def train(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
         losses.append(pipe.step(tokens, targets).item())
         optimizer.step()
         optimizer.zero_grad()
+        scheduler.step()
         bar.set_postfix_str(f"loss {losses[-1]:.3f}, {manager.timeline()}", refresh=False)
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             # All ranks take part, and the first one writes.
             state = {"model": manager.state_dict(rank0_only=True), "optimizer": optimizer.state_dict()}
             if ranks.is_first:
-                save({"step": step + 1, **state}, path)
+                save({"step": step + 1, "scheduler": scheduler.state_dict(), **state}, path)
     ranks.say(f"\nloss {losses[-1]:.3f} nats a byte after {args.steps} steps; {path}\n\n{manager.memory()}")
     manager.close()
 
@@ -132,7 +136,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=PRESETS, default="2m", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default: 2m)")
     add("--data", type=Path, metavar="PATH", help="a file or folder; default: Python's standard library")
-    add("--device-cap", default="3MiB", metavar="SIZE", help="of each rank (default: 3MiB)")
+    add("--device-cap", default="6MiB", metavar="SIZE", help="of each rank (default: 6MiB)")
     add("--micro-batches", type=int, default=8, metavar="N", help="parts of a batch (default: 8)")
     add("--checkpoint", choices=("auto", "always", "except_last", "never"), default="auto", help="what is recomputed")
     add("--stages", type=int, default=1, metavar="N", help="ranks that the blocks are divided over (default: 1)")
