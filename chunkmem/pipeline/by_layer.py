@@ -25,6 +25,7 @@ from chunkmem.nn.borders import cast_floats
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.outputs import BlockOutput
 from chunkmem.pipeline.random_streams import RandomStreams, Streams, states_of
+from chunkmem.pipeline.written import Given, OnCopies
 
 CHECKPOINTS = ("auto", "always", "except_last", "never")
 
@@ -97,6 +98,7 @@ class ByLayerPipeline:
         """
         self._runtime = runtime
         self._items = tuple(items)
+        self._on_copies = [OnCopies(item.module, name=item.name) for item in items]
         self._num = micro_batches
         self._checkpoint = checkpoint
         self._outermost = _Outermost()
@@ -176,13 +178,13 @@ class ByLayerPipeline:
 
     def _call(self, batch: _Batch, at: int, number: int) -> None:
         """Run a block for a micro-batch. When it is over, only autograd has what it was given."""
-        item, part = self._items[at], batch.parts[number]
+        part = batch.parts[number]
         given = batch.outputs[at - 1][number] if at else None
         arguments = self._first_arguments(part) if given is None else given.arguments()
         if at == len(self._items) - 1:
             arguments = (arguments, part.target, part.divisor)
-        result = self._run(item, policy_of(self._checkpoint, number, len(batch.parts)), arguments)
-        batch.outputs[at].append(BlockOutput(result, self._runtime.modules.parked, name=item.name))
+        result = self._run(at, policy_of(self._checkpoint, number, len(batch.parts)), arguments)
+        batch.outputs[at].append(BlockOutput(result, self._runtime.modules.parked, name=self._items[at].name))
         if given is not None:
             given.end_call()
 
@@ -190,11 +192,17 @@ class ByLayerPipeline:
         inputs = cast_floats(part.inputs, self._runtime.dtype) if self._runtime.is_lowered else part.inputs
         return inputs if type(inputs) is tuple else (inputs,)
 
-    def _run(self, item: Item, policy: str, arguments: tuple[Any, ...]) -> Any:
-        regions = self._runtime.modules.regions
-        regions.enter(item.name, policy, item.module, arguments, {}, start=regions.now())
+    def _run(self, at: int, policy: str, arguments: tuple[Any, ...]) -> Any:
+        item, on_copies, regions = self._items[at], self._on_copies[at], self._runtime.modules.regions
+        again = on_copies.again
+        is_recomputed = regions.enter(item.name, policy, again, arguments, {}, start=regions.now())
         try:
-            return item.module(*arguments)
+            if is_recomputed and again is on_copies:
+                return on_copies(*arguments)
+            given = Given(arguments)
+            result = item.module(*arguments)
+            on_copies.writes = given.is_written(item.name) or bool(on_copies.writes)
+            return result
         finally:
             regions.leave()
 

@@ -1,4 +1,4 @@
-"""Blocks by micro-batches, one block after the other: bit for bit what a plain loop gives that accumulates gradients."""
+"""Blocks by micro-batches, one block after the other: bit for bit what a plain loop of micro-batches gives."""
 
 from __future__ import annotations
 
