@@ -165,7 +165,8 @@ class RegionActivations(OwnHooks):
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
         if record.is_recomputed:
             again = Recomputing(self, self._open)
-            recomputation = Recomputation(context_fn=lambda: (contextlib.nullcontext(), again))
+            contexts = contextlib.nullcontext(), again
+            recomputation = Recomputation(rng=("python", "numpy"), context_fn=lambda: contexts)
             around = recomputation.around(module, args, kwargs, name=name)
             next(around)
             self._open.around = around

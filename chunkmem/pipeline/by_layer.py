@@ -24,7 +24,7 @@ from chunkmem.errors import StateError
 from chunkmem.nn.borders import cast_floats
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.outputs import BlockOutput
-from chunkmem.pipeline.random_streams import RandomStreams, Streams, states_of
+from chunkmem.pipeline.random_streams import RandomStreams, Streams, foreign_states, states_of
 from chunkmem.pipeline.written import Given, OnCopies
 
 CHECKPOINTS = ("auto", "always", "except_last", "never")
@@ -126,6 +126,9 @@ class ByLayerPipeline:
             loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
             with runtime.backward():
                 self._backward(batch)
+        except BaseException:
+            runtime.controller.excuse_iteration()
+            raise
         finally:
             with runtime.modules.turn.taken():
                 for output in (output for row in batch.outputs for output in row):
@@ -165,7 +168,7 @@ class ByLayerPipeline:
 
     def _forward_in_turn(self, batch: _Batch) -> None:
         """Run one micro-batch after the other."""
-        form, states = batch.parts[0].form, []
+        form, states, foreign = batch.parts[0].form, [], foreign_states()
         for number in range(len(batch.parts)):
             states.append(states_of(self._random.generators))
             for at in range(len(self._items)):
@@ -173,6 +176,8 @@ class ByLayerPipeline:
         if batch.parts[-1].form == form:
             states.append(states_of(self._random.generators))
         self._random.learn(form, states)
+        if foreign_states() != foreign:
+            self._random.forget(form)
         if self._random.are_known(form):
             self._runtime.controller.excuse_iteration()  # the next ones go by layer
 

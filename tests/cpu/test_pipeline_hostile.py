@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import random
+import weakref
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +24,7 @@ from tests.helpers.twins import cpu_only
 
 pytestmark = cpu_only
 
+FULL = pytest.mark.full
 STEPS = 4
 PARTS = 3
 Loss = Callable[..., Tensor]
@@ -218,7 +223,7 @@ class TakesNested(Owner):
         return self.layer(x) + skip
 
 
-@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=pytest.mark.full)])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 @pytest.mark.parametrize(
     "blocks",
     [
@@ -324,3 +329,306 @@ def test_a_step_while_an_exception_is_handled(checkpoint: str) -> None:
         except ValueError:
             twins.run()
         assert ("inputs of blocks.1" in labels(manager)) is (checkpoint == "always")
+
+
+def test_saved_tensor_hooks_of_a_user() -> None:
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual, Residual))
+        with torch.autograd.graph.save_on_cpu():
+            twins.run()
+        assert not any(label.startswith("inputs of") for label in labels(manager))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
+def test_autocast(checkpoint: str) -> None:
+    with managed() as manager, torch.autocast("cpu", dtype=torch.bfloat16):
+        Twins(manager, simple(Residual, Residual), checkpoint=checkpoint).run()
+
+
+# Random numbers.
+
+
+class Drops(Owner):
+    """A layer that is dropped at random draws no other numbers then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < 0.5 else self.layer(x) + torch.randn(len(x), 1)
+
+
+class FewNumbers(Owner):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * torch.randn(3)[0]
+
+
+class ManyNumbers(Owner):
+    """Several periods of the generator, and numbers that take two draws each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.layer(x).repeat(1, 50), 0.3)[:, :WIDTH]
+        return x + torch.randn(len(x), WIDTH, dtype=torch.float64).float() + torch.randperm(len(x))[:, None]
+
+
+class OwnGenerator(Owner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * torch.rand(1, generator=self.generator)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
+@pytest.mark.parametrize("block", [Drops, FewNumbers, ManyNumbers, OwnGenerator])
+def test_random_numbers_are_those_of_a_plain_loop(block: type[nn.Module], checkpoint: str) -> None:
+    with managed() as manager:
+        Twins(manager, simple(block, Residual, block), checkpoint=checkpoint).run()
+
+
+class PythonNumbers(Owner):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * random.random()
+
+
+class NumpyNumbers(Owner):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * float(np.random.rand())
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("block", [PythonNumbers, NumpyNumbers])
+def test_random_numbers_of_python_and_numpy(block: type[nn.Module], checkpoint: str) -> None:
+    """Recomputed calls draw the same ones, and micro-batches those of a plain loop."""
+    with managed() as manager:
+        twins = Twins(manager, simple(block, Residual, block), checkpoint=checkpoint)
+        for step in range(STEPS):
+            batch = features(step)
+            random.seed(step)
+            np.random.seed(step)
+            expected = loop_step(twins.plain, twins.loss, *batch, num=PARTS)
+            random.seed(step)
+            np.random.seed(step)
+            assert twins.pipe.step(*batch).item() == expected.item()
+            twins.update()
+
+
+class DrawsMore(Owner):
+    """From some step on, some micro-batches draw more numbers than others."""
+
+    is_on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.is_on and x.detach().sum() > 0:
+            y = y + torch.randn(5)[0]
+        return F.dropout(y, 0.1)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_micro_batches_that_begin_to_draw_different_amounts(checkpoint: str) -> None:
+    with managed() as manager:
+        twins = Twins(manager, simple(DrawsMore, Residual, DrawsMore), checkpoint=checkpoint)
+        twins.run()
+        for model in (twins.plain, twins.model):
+            model.blocks[0].is_on = model.blocks[2].is_on = True
+        state = torch.get_rng_state()
+        with pytest.raises(chunkmem.StateError, match="another amount of random numbers"):
+            twins.pipe.step(*features(STEPS))
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(parameter.grad is None for parameter in twins.model.parameters())
+        twins.run(lambda step: features(STEPS + step))
+
+
+# Interruptions.
+
+
+class Fails(Owner):
+    """Raises something in the `at`-th call of forward, or of backward."""
+
+    error: type[BaseException] | None = None
+    is_backward = False
+    left = 0
+
+    def arm(self, error: type[BaseException], at: int, *, is_backward: bool = False) -> None:
+        self.error, self.left, self.is_backward = error, at, is_backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout(self.layer(x), 0.2)
+        if self.is_backward:
+            y.register_hook(self._fail)
+        else:
+            self._fail()
+        return y
+
+    def _fail(self, _gradient: Tensor | None = None) -> None:
+        self.left -= 1
+        if self.error is not None and self.left == 0:
+            raise self.error("on purpose")
+
+
+@pytest.mark.parametrize("at", [pytest.param(0, marks=FULL), 1, pytest.param(2, marks=FULL), 4])
+@pytest.mark.parametrize("error", [ValueError, pytest.param(KeyboardInterrupt, marks=FULL)])
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("checkpoint", ["auto", *(pytest.param(c, marks=FULL) for c in ("always", "never"))])
+def test_training_goes_on_after_an_exception(
+    checkpoint: str, is_backward: bool, error: type[BaseException], at: int
+) -> None:
+    """The step is left, its gradients are discarded, and the same batch comes again; a step's recording is repeated."""
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual, Fails, Residual), checkpoint=checkpoint)
+        twins.run(steps=at)
+        state, fails = torch.get_rng_state(), twins.model.blocks[1]
+        fails.arm(error, 2, is_backward=is_backward)
+        with pytest.raises(error, match="on purpose"):
+            twins.pipe.step(*features(at))
+        fails.error, fails.is_backward = None, False
+        twins.optimizer.zero_grad()
+        torch.set_rng_state(state)
+        misses = []
+        for step in range(at, 7):
+            twins.backward(*features(step))
+            twins.update()
+            timeline = manager.timeline()
+            misses.append(0 if timeline is None or step == at else timeline.plan_misses)
+        assert not any(misses), misses
+
+
+def test_an_exception_in_the_loss_function() -> None:
+    calls = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("on purpose")
+        return F.cross_entropy(output, target)
+
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual), loss=F.cross_entropy)
+        twins.pipe = twins.pipeline(PARTS, loss=loss)
+        with pytest.raises(ValueError, match="on purpose"):
+            twins.pipe.step(*features(0))
+        twins.optimizer.zero_grad()
+        twins.run()
+
+
+def test_a_step_that_does_not_fit() -> None:
+    """A batch of far more samples; the usual ones go on."""
+    with managed(memory={"device": 48 << 10, "host": 200 << 10}) as manager:
+        twins = Twins(manager, simple(Residual), checkpoint="never")
+        del twins.plain_optimizer, twins.plain
+        twins.pipe.step(*features(0))
+        twins.optimizer.zero_grad()
+        with pytest.raises(chunkmem.CapacityError):
+            twins.pipe.step(*features(1, 512))
+        twins.optimizer.zero_grad()
+        assert_nothing_left(manager)
+        twins.pipe.step(*features(0))
+        twins.optimizer.step()
+        assert_nothing_left(manager)
+
+
+def test_a_pipeline_of_a_closed_manager() -> None:
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual))
+        twins.run(steps=2)
+        manager.close()
+        with pytest.raises(chunkmem.StateError, match="its manager is closed"):
+            twins.pipe.step(*features(2))
+
+
+def test_nothing_keeps_what_is_deleted() -> None:
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual))
+        twins.run()
+        pipe = weakref.ref(twins.pipe)
+        other = twins.pipeline(2)
+        del twins.pipe
+        gc.collect()
+        assert pipe() is None
+        other.step(*features(0))
+        audit(manager)
+    left = weakref.ref(manager)
+    del manager, twins, other
+    gc.collect()
+    assert left() is None
+
+
+# What a step is given.
+
+
+def mean(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((None,), "no tensor with samples"),
+        (("text",), "no tensor with samples"),
+        ((torch.tensor(1.0),), "no tensor with samples"),
+        ((torch.zeros(0, WIDTH), torch.zeros(0, dtype=torch.long)), "no tensor with samples"),
+        ((torch.zeros(8, WIDTH), torch.zeros(7, dtype=torch.long)), "the target has 7 samples, and the input 8"),
+        (((torch.zeros(8, WIDTH), {"y": torch.zeros(6)}), None), r"the input\[1\]\['y'\] has 6 samples"),
+        ((np.zeros((8, WIDTH)), torch.zeros(8)), r"the input is a numpy.ndarray; give torch.from_numpy"),
+        ((torch.zeros(8, WIDTH), {"y": np.zeros(8)}), r"the target\['y'\] is a numpy.ndarray"),
+    ],
+)
+def test_what_cannot_be_split(given: Any, message: str) -> None:
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual))
+        with pytest.raises(chunkmem.StateError, match=message):
+            twins.pipe.step(*given)
+        twins.run(steps=1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda output, target: F.cross_entropy(output, target, reduction="none"), r"a tensor of shape \[3\]"),
+        (lambda output, target: 1.0, "loss_fn returned float"),
+        (lambda output, target: None, "loss_fn returned NoneType"),
+        (lambda output, target: torch.tensor(1.0), "the loss depends on no parameter"),
+    ],
+)
+def test_a_loss_that_is_none(loss: Loss, message: str) -> None:
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual))
+        with pytest.raises(chunkmem.StateError, match=message):
+            twins.pipeline(PARTS, loss=loss).step(*features(0))
+        twins.optimizer.zero_grad()
+        twins.run(steps=2)
+
+
+def test_other_losses() -> None:
+    """Without target, of a dict, of one element, not finite."""
+    inputs, target = features(0)
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual))
+        assert torch.isfinite(twins.pipeline(PARTS, loss=mean).step(inputs))
+        by_name = twins.pipeline(PARTS, loss=lambda output, y: F.cross_entropy(output, y["y"])[None])
+        assert by_name.step(inputs, {"y": target, "name": "both"}).shape == (1,)
+        assert twins.pipeline(PARTS, loss=lambda output, y: mean(output) * float("nan")).step(inputs, target).isnan()
+        twins.optimizer.zero_grad()
+        twins.run(steps=2)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_gradients_of_the_input(checkpoint: str) -> None:
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual), checkpoint=checkpoint)
+        for step in range(STEPS):
+            inputs, target = features(step)
+            leaf, plain_leaf = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+            loop_step(twins.plain, twins.loss, plain_leaf, target, num=PARTS)
+            twins.pipe.step(leaf, target)
+            assert leaf.grad is not None
+            assert torch.equal(leaf.grad, plain_leaf.grad)
+            twins.update()
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual))
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode, pytest.raises(chunkmem.StateError, match="call the model itself"):
+                twins.pipe.step(*features(0))
+        twins.run(steps=1)
