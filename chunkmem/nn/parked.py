@@ -149,6 +149,9 @@ class ParkedTensors:
         is_pinned = self._live.pop(chunk.id)
         assert isinstance(chunk.saved, SavedStorages)
         chunk.saved.let_go()
+        if Tier.DEVICE in chunk.replicas:
+            # What was passed on is parked again before a plan frees this replica, and must not seem to be held by it.
+            chunk.replicas[Tier.DEVICE].pieces = ()
         if is_pinned:
             chunk.replicas[Tier.DEVICE].pieces = ()  # a plan may free it later: until then nobody is to count these
             self._pager.unpin(chunk, Tier.DEVICE)

@@ -58,7 +58,7 @@ class CallRecord:
 class RegionCall:
     """One call of a region. Lives as long as autograd keeps something that it saved in it."""
 
-    __slots__ = ("__weakref__", "around", "chunk", "given", "name", "record", "storages")
+    __slots__ = ("__weakref__", "around", "chunk", "given", "handled", "name", "record", "storages")
 
     def __init__(self, name: str, record: CallRecord) -> None:
         self.name = name
@@ -71,6 +71,8 @@ class RegionCall:
         """That has its content; None if there is none, or not yet."""
         self.around: Generator[None, None, None] | None = None
         """Surrounds it while it runs, if it is going to be recomputed."""
+        self.handled: BaseException | None = None
+        """What the caller was handling when it began, while it runs."""
 
     def __str__(self) -> str:
         return f"{self.name} backward"

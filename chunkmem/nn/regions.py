@@ -151,8 +151,8 @@ class RegionActivations(OwnHooks):
         *,
         start: int,
         number: int | None = None,
-    ) -> None:
-        """A call of a region begins.
+    ) -> bool:
+        """A call of a region begins; return whether it is recomputed in backward.
 
         Args:
             name: of the region.
@@ -164,25 +164,28 @@ class RegionActivations(OwnHooks):
         """
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled():
-            return
+            return False
         self.settle()
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-            return  # as in transforms of torch.func
+            return False  # as in transforms of torch.func
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            return  # the user's own decide what is saved
+            return False  # the user's own decide what is saved
         number = len(self.records) if number is None else number
         record = CallRecord(name, policy, number, policy == "recompute", [start])
         if record.is_auto:
             record.is_recomputed = number not in self._kept
         self.records.append(record)
         self._open = RegionCall(name, record)
+        self._open.handled = sys.exception()
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
         if record.is_recomputed:
             again = Recomputing(self, self._open)
-            recomputation = Recomputation(context_fn=lambda: (contextlib.nullcontext(), again))
+            contexts = contextlib.nullcontext(), again
+            recomputation = Recomputation(rng=("python", "numpy"), context_fn=lambda: contexts)
             around = recomputation.around(module, args, kwargs, name=name)
             next(around)
             self._open.around = around
+        return record.is_recomputed
 
     def leave(self) -> None:
         """It is over, or has raised something."""
@@ -194,8 +197,9 @@ class RegionActivations(OwnHooks):
         call, self._open = self._open, None
         assert call is not None
         around, call.around = call.around, None
+        handled, call.handled = call.handled, None
         try:
-            if around is not None and not is_interrupted and sys.exception() is None:
+            if around is not None and not is_interrupted and sys.exception() in (None, handled):
                 next(around, None)
             elif around is not None:
                 around.close()

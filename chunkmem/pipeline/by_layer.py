@@ -25,7 +25,8 @@ from chunkmem.nn.borders import cast_floats
 from chunkmem.pipeline.checkpoints import policy_of
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.outputs import BlockOutput
-from chunkmem.pipeline.random_streams import RandomStreams, Streams, states_of
+from chunkmem.pipeline.random_streams import RandomStreams, Streams, foreign_states, states_of
+from chunkmem.pipeline.written import Given, OnCopies
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class ByLayerPipeline:
         """
         self._runtime = runtime
         self._items = tuple(items)
+        self._on_copies = [OnCopies(item.module, name=item.name) for item in items]
         self._num = micro_batches
         self._checkpoint = checkpoint
         self._outermost = _Outermost()
@@ -121,6 +123,9 @@ class ByLayerPipeline:
             loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
             with runtime.backward(), runtime.sharding.units.one_backward():
                 self._backward(batch)
+        except BaseException:
+            runtime.controller.excuse_iteration()
+            raise
         finally:
             self._drop(batch)
         return loss
@@ -181,6 +186,7 @@ class ByLayerPipeline:
     def _forward_in_turn(self, batch: _Batch) -> None:
         """Run one micro-batch after the other. All ranks bring together what they run, also if one has fewer."""
         form, states, number, num = self._form(batch.parts[0]), [], 0, len(batch.parts)
+        foreign = foreign_states()
         while not self._agree(f"micro-batch {number} is not there", holds=number >= num):
             states += [states_of(self._random.generators)] if number < num else []
             for at, item in enumerate(self._items):
@@ -191,6 +197,8 @@ class ByLayerPipeline:
         if batch.parts[-1].form == batch.parts[0].form:
             states.append(states_of(self._random.generators))
         self._random.learn(form, states)
+        if foreign_states() != foreign:
+            self._random.forget(form)
         goes_by_layer = self._agree("the next step goes by layer", holds=self._random.are_known(form))
         if goes_by_layer and torch.is_grad_enabled():
             self._runtime.controller.excuse_iteration()
@@ -204,14 +212,14 @@ class ByLayerPipeline:
 
     def _call(self, batch: _Batch, at: int, number: int) -> None:
         """Run a block for a micro-batch. When it is over, only autograd has what it was given."""
-        item, part = self._items[at], batch.parts[number]
+        part = batch.parts[number]
         given = batch.outputs[at - 1][number] if at else None
         arguments = self._first_arguments(part) if given is None else given.arguments()
         if at == len(self._items) - 1:
             arguments = (arguments, part.target, part.divisor)
         policy = policy_of(self._checkpoint, number, len(batch.parts))
-        result = self._run(item, policy, arguments, number=at * self._num + number)
-        batch.outputs[at].append(BlockOutput(result, self._runtime.modules.parked, name=item.name))
+        result = self._run(at, policy, arguments, number=at * self._num + number)
+        batch.outputs[at].append(BlockOutput(result, self._runtime.modules.parked, name=self._items[at].name))
         if given is not None:
             given.end_call()
 
@@ -219,11 +227,17 @@ class ByLayerPipeline:
         inputs = cast_floats(part.inputs, self._runtime.dtype) if self._runtime.is_lowered else part.inputs
         return inputs if type(inputs) is tuple else (inputs,)
 
-    def _run(self, item: Item, policy: str, arguments: tuple[Any, ...], *, number: int) -> Any:
-        regions = self._runtime.modules.regions
-        regions.enter(item.name, policy, item.module, arguments, {}, start=regions.now(), number=number)
+    def _run(self, at: int, policy: str, arguments: tuple[Any, ...], *, number: int) -> Any:
+        item, on_copies, regions = self._items[at], self._on_copies[at], self._runtime.modules.regions
+        again = on_copies.again
+        is_recomputed = regions.enter(item.name, policy, again, arguments, {}, start=regions.now(), number=number)
         try:
-            return item.module(*arguments)
+            if is_recomputed and again is on_copies:
+                return on_copies(*arguments)
+            given = Given(arguments)
+            result = item.module(*arguments)
+            on_copies.writes = given.is_written(item.name) or bool(on_copies.writes)
+            return result
         finally:
             regions.leave()
 

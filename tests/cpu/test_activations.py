@@ -149,3 +149,17 @@ def test_a_last_batch_that_is_smaller_follows_the_plan() -> None:
         timeline = manager.timeline()
         assert timeline is not None
         assert timeline.plan_misses == 0
+
+
+def test_a_step_while_an_exception_is_handled_has_inputs_in_the_ledger() -> None:
+    """What a call is recomputed from was left out: the call seemed to have been interrupted."""
+    case = CASES["gpt"]
+    with chunkmem.ChunkManager(config(case, AMPLE_NBYTES, "recompute")) as manager:
+        trainer = Trainer(case, VARIANTS[0], Chunked(manager))
+        try:
+            raise ValueError
+        except ValueError:
+            outcome = trainer.run(3)
+        chunks = manager.runtime.memory.store.chunks.values()
+        assert any(chunk.label.startswith("inputs of") for chunk in chunks)
+    assert_same(outcome, train_plain(case, VARIANTS[0], 3))
