@@ -12,6 +12,7 @@ blocks share gets those of the later block first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,11 +121,14 @@ class ByLayerPipeline:
         if not torch.is_grad_enabled():
             raise StateError("pipe.step() computes gradients; under torch.no_grad() call the model itself")
         batch = _Batch(split(inputs, target, num=self._num), [[] for _ in self._items])
+        access = runtime.modules.access
+        others = access.num_calls
         try:
             loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
             with runtime.backward():
                 self._backward(batch)
         finally:
+            access.num_calls = others
             with runtime.modules.turn.taken():
                 for output in (output for row in batch.outputs for output in row):
                     output.drop()
@@ -181,8 +185,11 @@ class ByLayerPipeline:
         arguments = self._first_arguments(part) if given is None else given.arguments()
         if at == len(self._items) - 1:
             arguments = (arguments, part.target, part.divisor)
+        modules = self._runtime.modules
+        # Backward comes to this call alone, whatever other micro-batches have read: it is over when gradients land.
+        modules.access.num_calls = Counter()
         result = self._run(item, policy_of(self._checkpoint, number, len(batch.parts)), arguments)
-        batch.outputs[at].append(BlockOutput(result, self._runtime.modules.parked, name=item.name))
+        batch.outputs[at].append(BlockOutput(result, modules.parked, name=item.name, calls=modules.access.num_calls))
         if given is not None:
             given.end_call()
 
@@ -200,12 +207,14 @@ class ByLayerPipeline:
 
     def _backward(self, batch: _Batch) -> None:
         """Run the backward of each block for all micro-batches, the last one first."""
-        turn, scaler = self._runtime.modules.turn, self._runtime.scaler
+        access, turn, scaler = self._runtime.modules.access, self._runtime.modules.turn, self._runtime.scaler
         for output in batch.outputs[-1]:
             output.begin_backward(1.0 if scaler is None else scaler.scale)
         for at in reversed(range(len(self._items))):
             for number in reversed(range(len(batch.parts))):
-                batch.outputs[at].pop().backward(turn)
+                output = batch.outputs[at].pop()
+                access.num_calls = output.calls
+                output.backward(turn)
                 if at:
                     with turn.taken():
                         batch.outputs[at - 1][number].park_gradients()
