@@ -12,6 +12,7 @@ blocks share gets those of the later block first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +120,8 @@ class ByLayerPipeline:
         if not torch.is_grad_enabled():
             raise StateError("pipe.step() computes gradients; under torch.no_grad() call the model itself")
         batch = self._batch(inputs, target)
+        access = runtime.modules.access
+        others = access.num_calls
         try:
             loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
             with runtime.backward(), runtime.sharding.units.one_backward():
@@ -127,6 +130,7 @@ class ByLayerPipeline:
             runtime.controller.excuse_iteration()
             raise
         finally:
+            access.num_calls = others
             self._drop(batch)
         return loss
 
@@ -217,9 +221,12 @@ class ByLayerPipeline:
         arguments = self._first_arguments(part) if given is None else given.arguments()
         if at == len(self._items) - 1:
             arguments = (arguments, part.target, part.divisor)
-        policy = policy_of(self._checkpoint, number, len(batch.parts))
+        policy, modules = policy_of(self._checkpoint, number, len(batch.parts)), self._runtime.modules
+        # Backward comes to this call alone, whatever other micro-batches have read: it is over when gradients land.
+        modules.access.num_calls = Counter()
         result = self._run(at, policy, arguments, number=at * self._num + number)
-        batch.outputs[at].append(BlockOutput(result, self._runtime.modules.parked, name=self._items[at].name))
+        output = BlockOutput(result, modules.parked, name=self._items[at].name, calls=modules.access.num_calls)
+        batch.outputs[at].append(output)
         if given is not None:
             given.end_call()
 
@@ -243,7 +250,7 @@ class ByLayerPipeline:
 
     def _backward(self, batch: _Batch) -> None:
         """Run the backward of each block for all micro-batches, the last one first."""
-        turn, scaler = self._runtime.modules.turn, self._runtime.scaler
+        access, turn, scaler = self._runtime.modules.access, self._runtime.modules.turn, self._runtime.scaler
         for output in batch.outputs[-1]:
             output.begin_backward(1.0 if scaler is None else scaler.scale)
         for at in reversed(range(len(self._items))):
@@ -251,7 +258,9 @@ class ByLayerPipeline:
                 with turn.taken():  # before it is known whether the unit is recomputed: that may differ between ranks
                     self._runtime.sharding.units.announce_module(self._items[at].unit)
             for number in reversed(range(len(batch.parts))):
-                batch.outputs[at].pop().backward(turn)
+                output = batch.outputs[at].pop()
+                access.num_calls = output.calls
+                output.backward(turn)
                 if at:
                     with turn.taken():
                         batch.outputs[at - 1][number].park_gradients()
