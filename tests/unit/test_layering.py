@@ -28,6 +28,7 @@ LAYERS = (
     ("steps", "estimate"),
     ("entry_points",),
     ("assembly",),
+    ("pipeline",),
     ("manager",),
     ("engine", "testing"),
     ("cli",),
