@@ -29,8 +29,8 @@ class Block:
     """Of weights, gradients and optimizer states that it alone has."""
     shared: Mapping[str, int] = field(default_factory=dict)
     """Bytes of parameters that other blocks have, too, by their first name: a stage has them once."""
-    num_params: int = 0
-    """Elements, those of `shared` not included."""
+    weight_nbytes: int = 0
+    """Of all weights that it reads."""
     output_nbytes: int = 0
     """Handed on to the next block in a step, in all."""
 
@@ -60,6 +60,10 @@ class Stage:
     @property
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self.blocks) + sum(self.shared.values())
+
+    @property
+    def weight_nbytes(self) -> int:
+        return sum(block.weight_nbytes for block in self.blocks)
 
     @property
     def shared(self) -> dict[str, int]:
