@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from chunkmem.errors import ConfigError
+from chunkmem.errors import CapacityError, ConfigError
 from chunkmem.plan.balance import Block, Stage, balance
 from chunkmem.plan.pipeline_schedule import PipelineStep, Schedule, StageTimes, simulate_pipeline
 
@@ -27,7 +27,9 @@ class PipelineMachine:
     fetch_Bps: float = inf
     """From HOST to DEVICE."""
     kept_nbytes: int | None = None
-    """Of weights, which each device has room for; None: for all."""
+    """What DEVICE has room for besides activations; None: for everything."""
+    cap_nbytes: int | None = None
+    """Of weights, gradients and optimizer states that each device may have, with its HOST; None: of all."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class PipelineCandidate:
     def __str__(self) -> str:
         step = self.step
         return (
-            f"{step.schedule.value} with {step.num_stages} stages: {1e3 * step.step_s:.3g} ms a step, bubble "
+            f"{step.schedule.value} with {step.num_stages} stages: {1e3 * step.step_s:,.1f} ms a step, bubble "
             f"{100 * step.bubble:.0f} %, {max(step.num_in_flight)} calls in flight"
         )
 
@@ -86,15 +88,24 @@ def try_schedule(
     Raises:
         ConfigError: the schedule cannot have so many stages or micro-batches.
     """
-    largest_nbytes = max(1, *(stage.weight_nbytes for stage in stages))
     step = simulate_pipeline(
         schedule,
         stage_times(stages, num_micro_batches, machine),
         num_devices=machine.num_devices,
         num_micro_batches=num_micro_batches,
-        num_kept=None if machine.kept_nbytes is None else machine.kept_nbytes // largest_nbytes,
+        num_kept=_num_kept(stages, machine),
     )
     return PipelineCandidate(tuple(stages), step)
+
+
+def _num_kept(stages: Sequence[Stage], machine: PipelineMachine) -> int | None:
+    """Return how many stages' weights a device has room for. With their states there, too, none has to be fetched."""
+    kept_nbytes, num_devices = machine.kept_nbytes, machine.num_devices
+    totals = [sum(stage.nbytes for stage in stages[device::num_devices]) for device in range(num_devices)]
+    if kept_nbytes is None or max(totals) <= kept_nbytes:
+        return None
+    # Weights that are updated on HOST are fetched in each step once at least.
+    return kept_nbytes // max(1, *(stage.weight_nbytes for stage in stages))
 
 
 def choose_schedule(blocks: Sequence[Block], num_micro_batches: int, machine: PipelineMachine) -> PipelineChoice:
@@ -104,19 +115,22 @@ def choose_schedule(blocks: Sequence[Block], num_micro_batches: int, machine: Pi
 
     Raises:
         ConfigError: there are fewer blocks than devices.
+        CapacityError: a stage has more bytes than a device may have, however blocks are cut.
     """
     num_devices = machine.num_devices
     if num_devices == 1:
+        balance(blocks, 1, cap_nbytes=machine.cap_nbytes)  # does it fit at all
         stages = balance(blocks, len(blocks))
         return PipelineChoice(try_schedule(Schedule.BY_LAYER, stages, num_micro_batches, machine), ())
     found: list[PipelineCandidate] = []
     for loops in _LOOPS:
-        if loops > 1 and loops * num_devices > len(blocks):
-            break
-        stages = balance(blocks, loops * num_devices)
-        for schedule in Schedule:
-            with contextlib.suppress(ConfigError):
-                found.append(try_schedule(schedule, stages, num_micro_batches, machine))
+        with contextlib.suppress(*((ConfigError, CapacityError) if found else ())):
+            cap_nbytes = None if machine.cap_nbytes is None else machine.cap_nbytes // loops
+            stages = balance(blocks, loops * num_devices, cap_nbytes=cap_nbytes)
+            # Interleaved with one stage a device is 1F1B that begins earlier, with more in flight.
+            for schedule in (each for each in Schedule if loops > 1 or each is not Schedule.INTERLEAVED):
+                with contextlib.suppress(ConfigError):
+                    found.append(try_schedule(schedule, stages, num_micro_batches, machine))
     found.sort(key=lambda candidate: candidate.step.step_s)
     as_fast = [each for each in found if each.step.step_s <= _AS_FAST * found[0].step.step_s]
     best = min(as_fast, key=lambda candidate: candidate.in_flight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chunkmem.errors import ConfigError
+from chunkmem.errors import CapacityError, ConfigError
 from chunkmem.plan.balance import Block, balance
 from chunkmem.plan.pipeline_choice import PipelineMachine, choose_schedule, try_schedule
 from chunkmem.plan.pipeline_schedule import Schedule
@@ -29,7 +29,7 @@ def test_where_everything_fits_more_stages_make_the_bubble_smaller() -> None:
 
 def test_one_block_a_device_leaves_1f1b() -> None:
     choice = choose_schedule(blocks(4), 8, PipelineMachine(4))
-    assert choice.best.step.schedule in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+    assert choice.best.step.schedule is Schedule.ONE_F_ONE_B
     assert max(choice.best.step.num_in_flight) < 8
     assert "4 stages: " in choice.reason
     assert "; next " in choice.reason
@@ -42,6 +42,24 @@ def test_where_weights_are_fetched_the_traffic_decides() -> None:
     assert (choice.best.step.schedule, choice.best.step.num_stages) == (Schedule.LOOPED_BFS, 8)
     fetching = try_schedule(Schedule.ONE_F_ONE_B, balance(blocks(8), 2), 16, machine)
     assert fetching.step.step_s > 1.5 * choice.best.step.step_s
+
+
+def test_a_device_with_room_for_all_of_its_stages_fetches_nothing() -> None:
+    """Weights, gradients and states: what is updated on HOST is fetched again."""
+    row = blocks(4)
+    for kept_nbytes, longest_s in ((2 * 8 * MIB, 0.2), (2 * 8 * MIB - 1, 30.0)):
+        machine = PipelineMachine(2, fetch_Bps=2 * MIB / 30, kept_nbytes=kept_nbytes)
+        step = try_schedule(Schedule.GPIPE, balance(row, 2), 8, machine).step
+        assert max(call.end_s - call.start_s for call in step.calls) == pytest.approx(longest_s)
+
+
+def test_stages_fit_their_devices() -> None:
+    row = [*blocks(5), Block("wide", 0.1, 0.1, 40 * MIB, weight_nbytes=5 * MIB)]
+    choice = choose_schedule(row, 4, PipelineMachine(2, cap_nbytes=40 * MIB))
+    assert [len(stage.blocks) for stage in choice.best.stages] == [5, 1]
+    with pytest.raises(CapacityError) as caught:
+        choose_schedule(row, 4, PipelineMachine(2, cap_nbytes=40 * MIB - 1))
+    assert caught.value.needed_nbytes == 40 * MIB
 
 
 def test_a_slow_network_takes_fewer_stages() -> None:
