@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkmem.cli.answer import CommandResult
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
     add("--stages", type=count, metavar="N", help="a pipeline over N devices, of as many stages or more")
     add("--micro-batches", type=count, metavar="M", help="of the batch, for --stages (default: 4 for each stage)")
+    add("--picture", type=Path, metavar="FILE.png", help="draw the schedules of --stages")
     add("--accumulate", action="store_true", help="manager.accumulate(1) is called: the first step needs less of HOST")
     add("--chunk-size", type=count, metavar="NUMEL", help="default_chunk_size, in elements; default: searched")
     add("--tile", type=count, metavar="NUMEL", help="with_tiling_linear: split larger weights of linear layers")
@@ -88,10 +90,11 @@ def run(options: argparse.Namespace) -> CommandResult:
     from chunkmem.estimate.forked import in_fork
     from chunkmem.estimate.question import device_need, find, trains_on_demand
 
-    if options.micro_batches and not options.stages:
-        raise ConfigError("--micro-batches are those of a pipeline; give --stages, too")
     if options.stages:
         return _pipeline(options)
+    if options.micro_batches or options.picture:
+        name = "--micro-batches" if options.micro_batches else "--picture"
+        raise ConfigError(f"{name} is about a pipeline; give --stages, too")
     if options.largest:
         return _largest(options)
     question = _question(options)
@@ -200,7 +203,13 @@ def _pipeline(options: argparse.Namespace) -> CommandResult:
     question = _question(options)
     gc.freeze()
     with silenced("torch._subclasses.fake_tensor"):
-        return pipeline_answer(question, question.rehearse(), options.stages, num_micro_batches=options.micro_batches)
+        return pipeline_answer(
+            question,
+            question.rehearse(),
+            options.stages,
+            num_micro_batches=options.micro_batches,
+            picture=options.picture,
+        )
 
 
 def _device_nbytes(options: argparse.Namespace, hardware: Hardware) -> int:

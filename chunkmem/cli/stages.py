@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
-from chunkmem.errors import CapacityError, ConfigError
+from chunkmem.errors import CapacityError, ConfigError, PlanError
 from chunkmem.plan.balance import Block, Stage, balance, tie_groups, tied_over
-from chunkmem.plan.pipeline_choice import PipelineCandidate, PipelineMachine, choose_schedule
+from chunkmem.plan.pipeline_choice import PipelineCandidate, PipelineChoice, PipelineMachine, choose_schedule
+from chunkmem.plan.pipeline_schedule import PipelineStep, Schedule
 from chunkmem.report.text import format_s
 from chunkmem.sizes import format_nbytes
 
@@ -42,12 +43,19 @@ def cut_answer(
 
 
 def pipeline_answer(
-    question: Question, rehearsal: Rehearsal, num_devices: int, *, num_micro_batches: int | None
+    question: Question,
+    rehearsal: Rehearsal,
+    num_devices: int,
+    *,
+    num_micro_batches: int | None,
+    picture: Path | None = None,
 ) -> CommandResult:
     """Say how a model runs as a pipeline over devices: the best schedule, its stages, and the other schedules.
 
+    With `picture`, schedules are drawn into that file, of each kind the fastest.
+
     Raises:
-        ConfigError: there are fewer blocks than devices.
+        ConfigError: there are fewer blocks than devices; matplotlib is missing, or the file cannot be written.
     """
     from chunkmem.estimate.model_blocks import model_blocks
 
@@ -69,8 +77,18 @@ def pipeline_answer(
         choice = choose_schedule(model_blocks(question, rehearsal), num_micro_batches, machine)
     except CapacityError as error:
         return _too_large(data, error)
+    data |= _choice_data(choice) | {"picture": None if picture is None else str(picture)}
+    parts = f"{num_micro_batches} micro-batches of {size} sample{'s' if size > 1 else ''}"
+    lines = [f"{name}: a pipeline over {num_devices} devices, {parts}", *_choice_lines(choice)]
+    if picture is not None:
+        _draw(picture, (choice.best, *choice.others))
+        lines.append(f"\nwrote {picture}")
+    return CommandResult(data, "\n".join(lines))
+
+
+def _choice_data(choice: PipelineChoice) -> dict[str, Any]:
     step = choice.best.step
-    data |= {
+    return {
         "fits": True,
         "schedule": step.schedule.value,
         "step_s": step.step_s,
@@ -81,25 +99,36 @@ def pipeline_answer(
         "schedules": [_candidate(each) for each in (choice.best, *choice.others)],
         **_data(choice.best.stages),
     }
-    samples = f"{num_micro_batches} micro-batches of {size} sample{'s' if size > 1 else ''}"
-    lines = [
-        f"{name}: a pipeline over {num_devices} devices, {samples}",
+
+
+def _choice_lines(choice: PipelineChoice) -> Iterator[str]:
+    step = choice.best.step
+    yield (
         f"forward and backward of a step take {format_s(step.step_s)}, of which a device waits "
-        f"{100 * step.bubble:.0f} %; updates are not in it",
-        f"schedule: {choice.reason}",
-        "",
-        *_lines(choice.best.stages),
-        "",
-        table(
-            ("schedule", "stages", "step", "bubble", "in flight"),
-            (
-                (each.step.schedule.value, str(each.step.num_stages), format_s(each.step.step_s),
-                 f"{100 * each.step.bubble:.1f} %", str(max(each.step.num_in_flight)))
-                for each in (choice.best, *choice.others)
-            ),
-        ),
-    ]  # fmt: skip
-    return CommandResult(data, "\n".join(lines))
+        f"{100 * step.bubble:.0f} %; updates are not in it"
+    )
+    yield f"schedule: {choice.reason}"
+    yield ""
+    yield from _lines(choice.best.stages)
+    yield ""
+    yield table(("schedule", "stages", "step", "bubble", "in flight"), [
+        (each.schedule.value, str(each.num_stages), format_s(each.step_s), f"{100 * each.bubble:.1f} %",
+         str(max(each.num_in_flight)))
+        for each in (step, *(other.step for other in choice.others))
+    ])  # fmt: skip
+
+
+def _draw(path: Path, candidates: Sequence[PipelineCandidate]) -> None:
+    from chunkmem.report.files import write_whole
+    from chunkmem.report.schedule import schedule_picture
+
+    fastest: dict[Schedule, PipelineStep] = {}
+    for candidate in candidates:
+        fastest.setdefault(candidate.step.schedule, candidate.step)
+    try:
+        write_whole(path, schedule_picture(list(fastest.values())))
+    except (ModuleNotFoundError, PlanError) as error:
+        raise ConfigError(f"--picture: {str(error).replace('--out', '--picture')}") from None
 
 
 def blocks_named(text: str) -> tuple[Block, ...]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class _Own:
 
 
 class DeferredStatistics:
-    """Collects the statistics of a model's `BatchNorm` layers over the micro-batches of each mini-batch.
+    """Collects the statistics of `BatchNorm` layers over the micro-batches of each mini-batch.
 
         with statistics.mini_batch():
             for index, inputs in enumerate(micro_batches):
@@ -85,20 +85,20 @@ class DeferredStatistics:
     See [Note: Deferred statistics].
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        """Collect those of layers in `root`.
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        """Collect those of layers in these modules.
 
         Raises:
             ConfigError: a layer is a `SyncBatchNorm`.
         """
-        for name, module in root.named_modules():
+        self._roots = tuple(roots)
+        for name, module in (found for root in self._roots for found in root.named_modules()):
             if isinstance(module, nn.SyncBatchNorm):
                 raise ConfigError(
-                    f"deferred_batch_norm: {name or 'the model'} is a SyncBatchNorm, which exchanges its statistics in "
+                    f"deferred_batch_norm: {name or 'a block'} is a SyncBatchNorm, which exchanges its statistics in "
                     "each micro-batch to normalise by those of all ranks, and keeps them to itself; use BatchNorm "
                     "layers, or leave out deferred_batch_norm"
                 )
-        self._root = root
         self._micro_batch: int | None = None
         self._own: dict[_BatchNorm, _Own] = {}
         """Of layers whose call is running."""
@@ -115,7 +115,7 @@ class DeferredStatistics:
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget)
-            for module in self._root.modules():
+            for module in dict.fromkeys(module for root in self._roots for module in root.modules()):
                 if isinstance(module, _BatchNorm):
                     begin = module.register_forward_pre_hook(self._begin_call)
                     end = module.register_forward_hook(self._end_call, with_kwargs=True, always_call=True)

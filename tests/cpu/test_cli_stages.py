@@ -17,7 +17,7 @@ MIB = 1 << 20
 PLAN_KEYS = {"fits", "source", "num_stages", "num_blocks", "stages", "tied"}
 ESTIMATE_KEYS = {
     *("fits", "model", "num_devices", "num_micro_batches", "schedule", "step_s", "bubble", "bubbles", "num_in_flight"),
-    *("reason", "schedules", "stages", "tied"),
+    *("reason", "schedules", "stages", "tied", "picture"),
 }
 STAGE_KEYS = {"blocks", "weight_nbytes", "nbytes", "forward_s", "backward_s", "share", "output_nbytes"}
 NO_KEYS = {"fits", "needed_nbytes", "cap_nbytes", "reason"}
@@ -160,6 +160,13 @@ def test_a_pipeline_is_estimated(ask: Ask, capsys: pytest.CaptureFixture[str]) -
     assert f"schedule: {said['reason']}" in out
 
 
+def test_schedules_are_drawn(ask: Ask, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "schedules.png"
+    assert ask("estimate", TOWER, "--stages", 2, "--picture", path)["picture"] == str(path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 def test_micro_batches_are_as_many_as_the_batch_has(ask: Ask) -> None:
     for asked, num in ((None, 4), (3, 2), (9, 4)):
         words = () if asked is None else ("--micro-batches", asked)
@@ -178,7 +185,9 @@ def test_a_stage_has_to_fit(ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--micro-batches", 4), "--micro-batches are those of a pipeline; give --stages, too"),
+        (("--micro-batches", 4), "--micro-batches is about a pipeline; give --stages, too"),
+        (("--picture", "x.png"), "--picture is about a pipeline; give --stages, too"),
+        (("--stages", 2, "--picture", "nowhere/x.png"), "name another directory with --picture"),
         (("--stages", 2, "--world", 2), "--stages cannot be given with --world"),
         (("--stages", 9), "9 stages, and the model has 6 blocks"),
     ],

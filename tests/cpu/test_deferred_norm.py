@@ -86,7 +86,7 @@ def test_statistics_are_those_of_the_whole_batch(
     kind: type[nn.BatchNorm1d], shape: tuple[int, ...], momentum: float | None, num_parts: int
 ) -> None:
     layer, expected = kind(4, momentum=momentum), kind(4, momentum=momentum)
-    statistics = DeferredStatistics(layer)
+    statistics = DeferredStatistics([layer])
     for x in batches(shape):
         with statistics.mini_batch():
             step(layer, x.chunk(num_parts), statistics=statistics, call=CALLS["plain"])
@@ -97,7 +97,7 @@ def test_statistics_are_those_of_the_whole_batch(
 @pytest.mark.parametrize(("mean", "std"), [(1e3, 1e-2), (1e4, 1.0), (-3e5, 1.0), (1e-3, 1e-6)])
 def test_variances_survive_a_large_mean(mean: float, std: float) -> None:
     layer, expected = nn.BatchNorm2d(64), nn.BatchNorm2d(64).double()
-    statistics = DeferredStatistics(layer)
+    statistics = DeferredStatistics([layer])
     for x in batches((16, 64, 3, 3), mean=mean, std=std):
         with statistics.mini_batch():
             step(layer, x.chunk(8), statistics=statistics, call=CALLS["plain"])
@@ -114,7 +114,7 @@ def test_only_running_statistics_change(call: str) -> None:
     for name in given:
         plain[int(name)].register_forward_pre_hook(lambda _, args, name=name: given[name].append(args[0].detach()))
     whole = copy.deepcopy(net())
-    statistics = DeferredStatistics(model)
+    statistics = DeferredStatistics([model])
     keys, classes = list(model.state_dict()), [type(module) for module in model]
     optimizers = [torch.optim.Adam(each.parameters()) for each in (plain, model)]
     for x in batches((7, 3, 6, 6)):
@@ -141,7 +141,7 @@ def test_only_running_statistics_change(call: str) -> None:
 def test_backward_of_a_micro_batch_right_after_its_forward(call: str) -> None:
     """As in an accumulating loop, or 1F1B: recomputations happen while a micro-batch is under way."""
     model, expected = net(), net()
-    statistics, of_expected = DeferredStatistics(model), DeferredStatistics(expected)
+    statistics, of_expected = DeferredStatistics([model]), DeferredStatistics([expected])
     (x, *_) = batches((7, 3, 6, 6))
     with statistics.mini_batch():
         for index, part in enumerate(x.chunk(3)):
@@ -157,7 +157,7 @@ def test_backward_of_a_micro_batch_right_after_its_forward(call: str) -> None:
 def test_an_interrupted_mini_batch_leaves_nothing(at: int, error: type[BaseException]) -> None:
     """Wherever it stops: between layers, in a layer's call, in backward."""
     model, expected = net(), net()
-    statistics = DeferredStatistics(model)
+    statistics = DeferredStatistics([model])
     (x, *_) = batches((6, 3, 6, 6))
     before = {key: value.clone() for key, value in model.state_dict().items()}
 
@@ -180,7 +180,7 @@ def test_an_interrupted_mini_batch_leaves_nothing(at: int, error: type[BaseExcep
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert [model[i].momentum for i in (1, 4)] == [0.1, None]
     model.zero_grad()
-    for each, own in ((model, statistics), (expected, DeferredStatistics(expected))):
+    for each, own in ((model, statistics), (expected, DeferredStatistics([expected]))):
         with own.mini_batch():
             step(each, x.chunk(3), statistics=own, call=CALLS["plain"])
     assert all(torch.equal(value, expected.state_dict()[key]) for key, value in model.state_dict().items())
@@ -195,7 +195,7 @@ def test_layers_in_evaluation_and_without_statistics_are_left_alone() -> None:
     model[0].eval()
     (x, *_) = batches((8, 3))
     model[0].running_mean.fill_(0.5)
-    statistics = DeferredStatistics(model)
+    statistics = DeferredStatistics([model])
     with statistics.mini_batch():
         step(model, x.chunk(2), statistics=statistics, call=CALLS["plain"])
     assert [int(model[0].num_batches_tracked), int(model[2].num_batches_tracked)] == [0, 1]
@@ -210,7 +210,7 @@ def test_a_shared_layer_has_the_statistics_of_each_of_its_calls(by_layer: bool) 
     """As on the whole batch: one update for each call, in their order."""
     layer, expected = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     (x, *_) = batches((8, 3), mean=2.0)
-    statistics = DeferredStatistics(layer)
+    statistics = DeferredStatistics([nn.Sequential(layer), nn.Sequential(layer)])
     parts = x.chunk(3)
     order = [(index, call) for index in range(3) for call in range(2)]
     with statistics.mini_batch():
@@ -224,7 +224,7 @@ def test_a_shared_layer_has_the_statistics_of_each_of_its_calls(by_layer: bool) 
 
 def test_a_short_mini_batch_counts_as_one() -> None:
     layer, expected = nn.BatchNorm1d(3, momentum=None), nn.BatchNorm1d(3, momentum=None)
-    statistics = DeferredStatistics(layer)
+    statistics = DeferredStatistics([layer])
     for x in (batches((16, 3))[0], batches((3, 3))[1], batches((5, 3))[2]):
         with statistics.mini_batch():
             step(layer, x.chunk(4) if len(x) > 5 else x.chunk(1), statistics=statistics, call=CALLS["plain"])
@@ -235,7 +235,7 @@ def test_a_short_mini_batch_counts_as_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs_with_statistics_in_float32(dtype: torch.dtype) -> None:
     layer, expected = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    statistics = DeferredStatistics(layer)
+    statistics = DeferredStatistics([layer])
     for x in batches((16, 3), mean=20.0):
         with statistics.mini_batch():
             step(layer, x.to(dtype).chunk(4), statistics=statistics, call=CALLS["plain"])
@@ -246,7 +246,7 @@ def test_half_precision_inputs_with_statistics_in_float32(dtype: torch.dtype) ->
 def test_sync_batch_norm_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
     with pytest.raises(ConfigError, match="deferred_batch_norm: 1 is a SyncBatchNorm, which exchanges its statistics"):
-        DeferredStatistics(model)
+        DeferredStatistics([model])
 
 
 class Blocks(nn.Module):
@@ -274,7 +274,7 @@ def test_a_managed_model(policy: str) -> None:
     )
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[Tensor], object]) -> None:
-        statistics = DeferredStatistics(model)
+        statistics = DeferredStatistics([model])
         for x in batches((6, 3, 6, 6)):
             with statistics.mini_batch():
                 for index, part in enumerate(x.chunk(3)):
