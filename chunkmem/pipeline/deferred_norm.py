@@ -99,6 +99,7 @@ class DeferredStatistics:
                     "each micro-batch to normalise by those of all ranks, and keeps them to itself; use BatchNorm "
                     "layers, or leave out deferred_batch_norm"
                 )
+        self._is_open = False
         self._micro_batch: int | None = None
         self._own: dict[_BatchNorm, _Own] = {}
         """Of layers whose call is running."""
@@ -115,6 +116,7 @@ class DeferredStatistics:
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget)
+            self._is_open = True
             for module in dict.fromkeys(module for root in self._roots for module in root.modules()):
                 if isinstance(module, _BatchNorm):
                     begin = module.register_forward_pre_hook(self._begin_call)
@@ -127,6 +129,7 @@ class DeferredStatistics:
     @contextlib.contextmanager
     def micro_batch(self, index: int) -> Iterator[None]:
         """Collect what layers are given within: it belongs to that micro-batch of the mini-batch under way."""
+        assert self._is_open, "a micro-batch is a part of a mini-batch"
         before, self._micro_batch = self._micro_batch, index
         try:
             yield
@@ -163,6 +166,7 @@ class DeferredStatistics:
                 _update(layer, values)
 
     def _forget(self) -> None:
+        self._is_open = False
         # An interrupt from the keyboard skips hooks.
         for layer, own in self._own.items():
             own.give_back(layer)

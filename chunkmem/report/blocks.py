@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from chunkmem.errors import TraceError
 from chunkmem.plan.balance import Block
-from chunkmem.report.clock import FORWARD
+from chunkmem.report.clock import FORWARD, STEP, phases
 from chunkmem.report.modules import layer_of, layer_runs
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import Role
@@ -29,9 +29,9 @@ class _Cost:
 def blocks_of(trace: Trace, *, numels: Mapping[str, int] | None = None) -> tuple[Block, ...]:
     """Return the layers of the recorded model, in the order in which forward comes to them.
 
-    A layer without parameters counts to the one before it. Chunks that hold parameters of several layers count for each
-    of them in part. A layer that reads a chunk in which no gradient of its own lands, such as a tied head, shares those
-    weights with the first one whose gradients do.
+    A layer without parameters counts to the one before it, and so does what no module computes. Chunks that hold
+    parameters of several layers count for each of them in part. A layer that reads a chunk in which no gradient of its
+    own lands, such as a tied head, shares those weights with the first one whose gradients do.
 
     Args:
         trace: times are those of its machine, of all calls of a layer in the step.
@@ -43,10 +43,12 @@ def blocks_of(trace: Trace, *, numels: Mapping[str, int] | None = None) -> tuple
     costs = _timed(trace)
     if not costs:
         raise TraceError("the trace names no modules, so there are no blocks to cut; record a training step")
-    owned = _owned(trace, costs)
-    for group in sorted({group for cost in costs.values() for group in cost.groups}):
-        readers = [name for name, cost in costs.items() if group in cost.groups]
+    owned, latest = _owned(trace, costs), next(iter(costs))
+    for group in sorted({chunk.group for chunk in trace.chunk_nbytes if chunk.role is Role.PARAM}):
+        # What no forward has read, such as an expert, was packed next to what its layer reads.
+        readers = [name for name, cost in costs.items() if group in cost.groups] or [latest]
         owners = owned.get(group) or {name: set[str]() for name in readers}
+        latest = next(reversed(owners))
         _charge(trace, group, costs, readers, owners, {name: _numel(owners[name], numels) for name in owners})
     return tuple(
         Block(name, cost.forward_s, cost.backward_s, cost.nbytes, cost.shared, cost.weight_nbytes)
@@ -55,32 +57,43 @@ def blocks_of(trace: Trace, *, numels: Mapping[str, int] | None = None) -> tuple
 
 
 def _timed(trace: Trace) -> dict[str, _Cost]:
-    runs = layer_runs(trace)
+    names = {at: run.name for run in layer_runs(trace) for at in range(run.first, run.stop)}
+    computed = [(at, phase) for phase, start, stop in phases(trace) if phase != STEP for at in range(start, stop)]
     # Some have a gradient, and are never called: their parent reads their parameters.
-    costs = {run.name: _Cost() for run in runs if run.phase == FORWARD}
-    name = ""
-    for run in runs:
-        name = run.name if run.name in costs else name
-        inside = trace.moments[run.first : run.stop]
-        cost, seconds = costs.get(name, _Cost()), sum(moment.duration_s for moment in inside)
-        if run.phase == FORWARD:
-            cost.forward_s += seconds
-            cost.groups |= {m.chunk.group for m in inside if m.kind is Kind.HOLD and m.chunk.role is Role.PARAM}
-        else:
-            cost.backward_s += seconds
+    costs = {names[at]: _Cost() for at, phase in computed if phase == FORWARD and at in names}
+    name = next(iter(costs), "")
+    for at, phase in computed if costs else ():
+        name = names[at] if names.get(at) in costs else name
+        moment, cost = trace.moments[at], costs[name]
+        if phase != FORWARD:
+            cost.backward_s += moment.duration_s
+            continue
+        cost.forward_s += moment.duration_s
+        if moment.kind is Kind.HOLD and moment.chunk.role is Role.PARAM:
+            cost.groups.add(moment.chunk.group)
     return costs
 
 
-def _owned(trace: Trace, layers: Iterable[str]) -> dict[int, dict[str, set[str]]]:
+def _owned(trace: Trace, costs: Mapping[str, _Cost]) -> dict[int, dict[str, set[str]]]:
     """Return by group and layer the parameters whose gradients land there, layers in the order of forward."""
-    found: dict[int, dict[str, set[str]]] = {}
+    params: dict[int, dict[str, set[str]]] = {}
     for moment in trace.moments:
         if moment.kind in (Kind.CREATE, Kind.WRITE) and moment.chunk.role is Role.GRAD:
             param, _, what = moment.label.partition(" ")
             if what == "gradient":
                 layer = layer_of(param.rpartition(".")[0])
-                found.setdefault(moment.chunk.group, {}).setdefault(layer, set()).add(param)
-    return {group: {name: params[name] for name in layers if name in params} for group, params in found.items()}
+                params.setdefault(moment.chunk.group, {}).setdefault(layer, set()).add(param)
+    layers = {layer for of_group in params.values() for layer in of_group}
+    found: dict[int, dict[str, set[str]]] = {}
+    for group, of_group in params.items():
+        for name, cost in costs.items():
+            own = of_group.get(name, set())
+            # The model itself has the name of its class; what it reads belongs to modules that are never called.
+            if name not in layers and group in cost.groups:
+                own = own.union(*(of_group[layer] for layer in of_group if layer not in costs))
+            if own:
+                found.setdefault(group, {})[name] = own
+    return found
 
 
 def _charge(

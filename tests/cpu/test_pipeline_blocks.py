@@ -18,6 +18,7 @@ from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Role
 from tests.helpers.traces import LAYOUT
 from tests.helpers.twins import cpu_only
+from tests.helpers.zoo import ZOO
 
 pytestmark = cpu_only
 
@@ -118,6 +119,29 @@ def test_blocks_are_named_in_the_order_of_forward() -> None:
     assert names == ["words", *(f"blocks.{at}" for at in range(6)), "head"]
     # Layers without parameters belong to those before.
     assert [block.name for block in blocks_of(recorded("images")[0])] == ["0", "1", "4", "5", "8", "9", "13"]
+
+
+@pytest.mark.parametrize("name", ["vit", "cnn", "moe", "loose"])
+def test_parameters_of_the_model_itself_and_experts_that_were_not_read(name: str) -> None:
+    """Nothing is left over, and what reads its own parameters is tied to nobody."""
+    (case,) = (case for case in ZOO if case.name == name)
+    config = {"memory": {"device": "32MiB", "host": "64MiB"}, "default_chunk_size": case.chunk_numel}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(config)) as manager:
+        with manager.init():
+            model = case.build()
+        optimizer = chunkmem.Adam(model.parameters(), manager=manager)
+        for _ in range(2):
+            manager.backward(case.loss(model, case.batch(0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        trace = manager.trace
+    assert trace is not None
+    blocks = blocks_of(trace)
+    (whole,) = balance(blocks, 1)
+    assert whole.nbytes == sum(trace.chunk_nbytes.values())
+    in_step_s = sum(moment.duration_s for moment in trace.moments if moment.kind not in (Kind.UPDATE, Kind.CONSUME))
+    assert whole.seconds == pytest.approx(in_step_s)
+    assert tie_groups(blocks) == ()
 
 
 def test_bytes_are_in_proportion_to_parameters() -> None:
