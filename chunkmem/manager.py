@@ -226,6 +226,7 @@ class ChunkManager:
         checkpoint: str = "auto",
         schedule: str = "auto",
         stages_per_rank: int | None = None,
+        deferred_batch_norm: bool = False,
     ) -> ByLayerPipeline | StagedPipeline:
         """Return what trains blocks by micro-batches: `loss = pipe.step(x, y)`.
 
@@ -243,6 +244,8 @@ class ChunkManager:
                 last micro-batch; "never"; "auto" has the planner choose. What is not recomputed is kept or offloaded.
             schedule: over stages "gpipe", "1f1b", "interleaved" or "looped-bfs"; else "by-layer". "auto" chooses.
             stages_per_rank: with several, stage k is on rank k modulo the number of ranks.
+            deferred_batch_norm: have the running statistics of `BatchNorm` layers be those of the whole batch, counted
+                once; each micro-batch is normalised by its own all the same.
 
         Raises:
             ConfigError: an option has no such value, or differs between ranks.
@@ -261,6 +264,7 @@ class ChunkManager:
             checkpoint=checkpoint,
             schedule=schedule,
             stages_per_rank=stages_per_rank,
+            deferred_batch_norm=deferred_batch_norm,
         )
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:

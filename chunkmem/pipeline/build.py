@@ -12,6 +12,7 @@ from chunkmem.assembly import Runtime
 from chunkmem.errors import ConfigError, LayoutError
 from chunkmem.pipeline.by_layer import ByLayerPipeline, Item, LossItem
 from chunkmem.pipeline.checkpoints import CHECKPOINTS
+from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.staged import StagedPipeline, staged_pipeline
 from chunkmem.sizes import shown
 
@@ -27,6 +28,7 @@ def make_pipeline(
     checkpoint: str,
     schedule: str,
     stages_per_rank: int | None,
+    deferred_batch_norm: bool,
 ) -> ByLayerPipeline | StagedPipeline:
     """Return what `ChunkManager.pipeline` does, and raise what it does."""
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList | nn.Sequential):
@@ -57,6 +59,7 @@ def make_pipeline(
             checkpoint=checkpoint,
             schedule=schedule,
             stages_per_rank=stages_per_rank,
+            deferred_batch_norm=deferred_batch_norm,
         )
     if schedule not in ("auto", "by-layer") or stages_per_rank is not None:
         raise ConfigError(
@@ -69,7 +72,8 @@ def make_pipeline(
     items = [Item(names[id(module)], module) for module in chain]
     name = "loss" if last is None else names[id(last)]
     items.append(Item(name, LossItem(last, loss_fn, casts=runtime.is_lowered)))
-    return ByLayerPipeline(runtime, items, micro_batches=micro_batches, checkpoint=checkpoint)
+    statistics = DeferredStatistics(named if deferred_batch_norm else ())
+    return ByLayerPipeline(runtime, items, micro_batches=micro_batches, checkpoint=checkpoint, statistics=statistics)
 
 
 def _names(runtime: Runtime, modules: list[nn.Module]) -> dict[int, str]:

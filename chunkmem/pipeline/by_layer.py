@@ -24,6 +24,7 @@ from chunkmem.assembly import Runtime
 from chunkmem.errors import StateError
 from chunkmem.nn.borders import cast_floats
 from chunkmem.pipeline.checkpoints import policy_of
+from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.outputs import BlockOutput
 from chunkmem.pipeline.random_streams import RandomStreams, Streams, foreign_states, states_of
@@ -85,7 +86,15 @@ class _Batch:
 class ByLayerPipeline:
     """Blocks in one process, or on ranks that share all chunks; see [Note: By layer]."""
 
-    def __init__(self, runtime: Runtime, items: Sequence[Item], *, micro_batches: int, checkpoint: str) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        items: Sequence[Item],
+        *,
+        micro_batches: int,
+        checkpoint: str,
+        statistics: DeferredStatistics,
+    ) -> None:
         """Run `items` in turn, of which the last is a `LossItem`.
 
         Args:
@@ -93,12 +102,14 @@ class ByLayerPipeline:
             items: what to run.
             micro_batches: parts of a batch.
             checkpoint: which of their calls are recomputed: see `ChunkManager.pipeline`.
+            statistics: of layers whose running statistics are to be those of whole batches.
         """
         self._runtime = runtime
         self._items = tuple(items)
         self._on_copies = [OnCopies(item.module, name=item.name) for item in items]
         self._num = micro_batches
         self._checkpoint = checkpoint
+        self._statistics = statistics
         self._outermost = _Outermost()
         runtime.hooks.fit_outermost(self._outermost, name="pipeline")
         self._random = RandomStreams(runtime.memory.compute.generators())
@@ -123,9 +134,10 @@ class ByLayerPipeline:
         access = runtime.modules.access
         others = access.num_calls
         try:
-            loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
-            with runtime.backward(), runtime.sharding.units.one_backward():
-                self._backward(batch)
+            with self._statistics.mini_batch():
+                loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
+                with runtime.backward(), runtime.sharding.units.one_backward():
+                    self._backward(batch)
         except BaseException:
             runtime.controller.excuse_iteration()
             raise
@@ -224,7 +236,8 @@ class ByLayerPipeline:
         policy, modules = policy_of(self._checkpoint, number, len(batch.parts)), self._runtime.modules
         # Backward comes to this call alone, whatever other micro-batches have read: it is over when gradients land.
         modules.access.num_calls = Counter()
-        result = self._run(at, policy, arguments, number=at * self._num + number)
+        with self._statistics.micro_batch(number):
+            result = self._run(at, policy, arguments, number=at * self._num + number)
         output = BlockOutput(result, modules.parked, name=self._items[at].name, calls=modules.access.num_calls)
         batch.outputs[at].append(output)
         if given is not None:

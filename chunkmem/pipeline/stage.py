@@ -23,6 +23,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.errors import StateError
+from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.forms import BorderForm, TensorForm
 from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.pipeline.modules import StageModule
@@ -42,6 +43,7 @@ class StageStep:
     loss_scale: float | None
     """In fp16."""
     around_backward: Callable[[], AbstractContextManager[Any]]
+    statistics: DeferredStatistics
     losses: list[torch.Tensor] = field(default_factory=list)
     """Of micro-batches, divided; on the last stage."""
 
@@ -128,7 +130,8 @@ class Stage(_PipelineStageBase):
         assert self._step is not None
         part = self._step.parts[fwd_chunk_id]
         value = part.inputs if self.is_first else self._take_inputs(fwd_chunk_id)
-        output = self.submod(value, policy=self._step.policies[fwd_chunk_id])
+        with self._step.statistics.micro_batch(fwd_chunk_id):
+            output = self.submod(value, policy=self._step.policies[fwd_chunk_id])
         del value
         if not self.is_last:
             tensors = self._step.borders[fwd_chunk_id][self.stage_index].flattened(output)

@@ -15,6 +15,7 @@ from chunkmem.comm.neighbours import Neighbours
 from chunkmem.errors import ChunkmemError, ConfigError, RankError
 from chunkmem.nn.values import tensors_in
 from chunkmem.pipeline.checkpoints import policy_of
+from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.forms import BorderForms
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.modules import StageModule, divide
@@ -36,6 +37,7 @@ def staged_pipeline(
     checkpoint: str = "auto",
     schedule: str = "auto",
     stages_per_rank: int | None = None,
+    deferred_batch_norm: bool = False,
 ) -> StagedPipeline:
     """Divide a model into stages over ranks, pack those of this rank, and return what runs them.
 
@@ -52,6 +54,7 @@ def staged_pipeline(
             micro-batch; "never"; "auto" has the planner choose. What is not recomputed is kept or offloaded.
         schedule: see `check_schedule`, as is `stages_per_rank`.
         stages_per_rank: with several, stage k is on rank k modulo the number of ranks.
+        deferred_batch_norm: see `ChunkManager.pipeline`.
 
     Raises:
         ConfigError: an argument is not one of those, or differs between ranks.
@@ -71,7 +74,14 @@ def staged_pipeline(
     forms = BorderForms(modules, dtype=runtime.dtype)
     runtime.add_stages(dict(enumerate(modules)))
     return StagedPipeline(
-        runtime, modules, forms, loss_fn=loss_fn, micro_batches=micro_batches, checkpoint=checkpoint, schedule=name
+        runtime,
+        modules,
+        forms,
+        loss_fn=loss_fn,
+        micro_batches=micro_batches,
+        checkpoint=checkpoint,
+        schedule=name,
+        defers_statistics=deferred_batch_norm,
     )
 
 
@@ -88,6 +98,7 @@ class StagedPipeline:
         micro_batches: int,
         checkpoint: str,
         schedule: str,
+        defers_statistics: bool,
     ) -> None:
         """Run `modules`, of which those of this rank are packed; for the other arguments see `staged_pipeline`."""
         assert runtime.ranks.stages is not None
@@ -115,6 +126,7 @@ class StagedPipeline:
             if index % self._ranks.size == self._ranks.rank
         ]
         """Those of this rank."""
+        self._statistics = DeferredStatistics([stage.submod for stage in self.stages] if defers_statistics else ())
         self._ties = TiedParameters(modules, ranks=self._ranks, registry=runtime.registry, gradients=runtime.gradients)
         for module in modules:
             module.regions = runtime.modules.regions
@@ -135,7 +147,7 @@ class StagedPipeline:
             RankError: a rank is missing, or has raised something.
         """
         step, schedule = self._prepare(inputs, target)
-        with self._running():
+        with self._running(), self._statistics.mini_batch():
             self._ties.begin()
             schedule.step(target=torch.arange(len(step.parts)), return_outputs=False)
             self._ties.end()
@@ -161,6 +173,7 @@ class StagedPipeline:
             self._loss_fn,
             None if self._runtime.scaler is None else self._runtime.scaler.scale,
             self._in_backward,
+            self._statistics,
         )
         if num not in self._schedules:
             self._schedules[num] = make_schedule(self._schedule, self.stages, num)
