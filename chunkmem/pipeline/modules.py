@@ -54,9 +54,16 @@ def divide(
         raise LayoutError(
             f"{len(blocks)} blocks cannot be divided into {num} stages; use fewer ranks, or smaller blocks"
         )
-    parts = [list(blocks[len(blocks) * k // num : len(blocks) * (k + 1) // num]) for k in range(num)]
+    ends = with_ends(blocks, first=first, last=last)
+    parts = [ends[len(blocks) * k // num : len(blocks) * (k + 1) // num] for k in range(num)]
+    return [StageModule([module for block in part for module in block]) for part in parts]
+
+
+def with_ends(blocks: Sequence[nn.Module], *, first: nn.Module | None, last: nn.Module | None) -> list[list[nn.Module]]:
+    """Return each block as a list of modules: `first` with the first one, `last` with the last one."""
+    parts = [[block] for block in blocks]
     if first is not None:
         parts[0].insert(0, first)
     if last is not None:
         parts[-1].append(last)
-    return [StageModule(part) for part in parts]
+    return parts

@@ -29,6 +29,10 @@ SCHEDULES = MappingProxyType(
 )
 
 
+FOR_ANY_NUMBER = MappingProxyType({"1f1b": "gpipe", "interleaved": "looped-bfs"})
+"""By schedule that is not for any number of micro-batches: one of as many stages that is."""
+
+
 class Schedule(Protocol):
     """Runs the stages of this rank."""
 

@@ -14,12 +14,13 @@ from chunkmem.assembly import Runtime
 from chunkmem.comm.neighbours import Neighbours
 from chunkmem.errors import ChunkmemError, ConfigError, RankError
 from chunkmem.nn.values import tensors_in
+from chunkmem.pipeline.automatic import choose
 from chunkmem.pipeline.checkpoints import policy_of
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.forms import BorderForms
 from chunkmem.pipeline.micro_batches import MicroBatch, split
-from chunkmem.pipeline.modules import StageModule, divide
-from chunkmem.pipeline.schedules import Schedule, check_schedule, make_schedule
+from chunkmem.pipeline.modules import StageModule, divide, with_ends
+from chunkmem.pipeline.schedules import FOR_ANY_NUMBER, Schedule, check_schedule, make_schedule
 from chunkmem.pipeline.stage import Stage, StageStep
 from chunkmem.pipeline.ties import TiedParameters
 
@@ -65,6 +66,16 @@ def staged_pipeline(
     ranks = runtime.ranks.stages
     if ranks is None:
         raise ConfigError('pipelines over ranks need a mesh with a dimension "stage"')
+    reason = ""
+    if schedule == "auto" and stages_per_rank is None:
+        choice = choose(
+            with_ends(blocks, first=first, last=last),
+            num_ranks=ranks.size,
+            num_shards=runtime.ranks.shard.size,
+            micro_batches=micro_batches,
+            device_nbytes=runtime.tiers.caps.device_nbytes,
+        )
+        schedule, stages_per_rank, reason = choice.schedule, choice.stages_per_rank, choice.reason
     name, per_rank = check_schedule(schedule, stages_per_rank)
     ranks.agree(
         "the pipeline", f"{name} of {len(blocks)} blocks, {per_rank} stages a rank, {micro_batches}, {checkpoint}"
@@ -81,6 +92,7 @@ def staged_pipeline(
         micro_batches=micro_batches,
         checkpoint=checkpoint,
         schedule=name,
+        reason=reason,
         defers_statistics=deferred_batch_norm,
     )
 
@@ -98,6 +110,7 @@ class StagedPipeline:
         micro_batches: int,
         checkpoint: str,
         schedule: str,
+        reason: str,
         defers_statistics: bool,
     ) -> None:
         """Run `modules`, of which those of this rank are packed; for the other arguments see `staged_pipeline`."""
@@ -108,7 +121,10 @@ class StagedPipeline:
         self._loss_fn = loss_fn
         self._micro_batches = micro_batches
         self._checkpoint = checkpoint
-        self._schedule = schedule
+        self.schedule = schedule
+        """Its name."""
+        self.reason = reason
+        """Why it was chosen; empty if it was asked for."""
         self._schedules: dict[int, Schedule] = {}
         """By number of micro-batches."""
         self._neighbours = Neighbours(self._ranks, runtime.device)
@@ -176,10 +192,23 @@ class StagedPipeline:
             self._statistics,
         )
         if num not in self._schedules:
-            self._schedules[num] = make_schedule(self._schedule, self.stages, num)
+            self._schedules[num] = self._make_schedule(num)
         for stage in self.stages:
             stage.begin(step)
         return step, self._schedules[num]
+
+    def _make_schedule(self, num: int) -> Schedule:
+        """Return the schedule for so many micro-batches; where it was chosen here, another one if it is not for them.
+
+        Raises:
+            ConfigError: it was asked for, and is not for so many.
+        """
+        try:
+            return make_schedule(self.schedule, self.stages, num)
+        except ConfigError:
+            if not self.reason:
+                raise
+            return make_schedule(FOR_ANY_NUMBER[self.schedule], self.stages, num)
 
     @contextlib.contextmanager
     def _in_backward(self) -> Iterator[None]:
