@@ -149,3 +149,12 @@ def test_a_last_batch_that_is_smaller_follows_the_plan() -> None:
         timeline = manager.timeline()
         assert timeline is not None
         assert timeline.plan_misses == 0
+
+
+def test_a_block_that_is_called_several_times_is_kept_where_there_is_room() -> None:
+    """Its weights stay held from one call's backward to the next, so recomputing most calls has no events."""
+    case = CASES["reused"]
+    with chunkmem.ChunkManager(config(case, AMPLE_NBYTES, "auto")) as manager:
+        Trainer(case, VARIANTS[0], Chunked(manager, follows=True)).run(STEPS)
+        assert manager.trace is not None
+        assert [region.recomputed for region in manager.trace.regions] == [None] * 5
