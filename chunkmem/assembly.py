@@ -105,7 +105,8 @@ class Runtime:
         log_nbytes = 0 if blocking else shadow_nbytes(opts, compute, self.tiers.caps)
         speeds = partial(_machine_for, self.tiers, self.links, machine, shadow_nbytes=log_nbytes)
         self.controller = make_controller(config, self.memory, self.sharding, self.modules, self.tiers, lanes, speeds)
-        self.modules.regions.on_shortage = self.controller.excuse_iteration
+        if self.ranks.size == 1:  # else the ranks have to agree on what they learn from
+            self.memory.pager.on_failure = self.controller.access_failed
         prefetch, measure = self.sharding.units.prefetch, self.links.measure
         trial = None if prefetch is None else AheadTrial(prefetch, self.controller, self.ranks, measure=measure)
         self.foreign_steps = ForeignStepCheck(self.registry, self.gradients)

@@ -112,8 +112,6 @@ class RegionActivations(OwnHooks):
         """Tells the number of moments so far."""
         self.records: list[CallRecord] = []
         """Of the calls of the iteration."""
-        self.on_shortage: Callable[[], None] = lambda: None
-        """Called when what a call has saved does not fit: the step is not like others."""
         self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
         """Called with each storage that is about to become part of a chunk."""
 
@@ -232,7 +230,6 @@ class RegionActivations(OwnHooks):
             saved.let_go()
             if num_made < self._chunks.num_made:
                 self._chunks.forget(chunk)  # it is too large: what fits takes another one
-            self.on_shortage()
             raise
         return chunk
 

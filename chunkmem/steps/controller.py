@@ -179,6 +179,10 @@ class StepController(KnownSteps):
         it."""
         self.now.is_excused = True
 
+    def access_failed(self) -> None:
+        """An access has raised an error: if a step runs, it is not like others."""
+        self.now.is_excused = self.now.is_excused or self.now.is_running
+
     def forget(self) -> None:
         """There is more to manage than was recorded: record again."""
         self._aside, self._is_first_of_two = None, False

@@ -6,8 +6,8 @@ recomputed, its forward's HOLDs come again in backward, and what it saves is non
     kept          forward CREATE  ...  HOLD                 backward RELEASE CONSUME
     recomputed    forward         ...       forward again   backward
 
-A backward may have no moments: its recomputation and its gradients are part of the moment before if its weights are held
-all along, as of a block that is called several times. Kept, it has the moments of its chunk.
+A backward may have no moments: its recomputation and its gradients are part of the moment before if its weights are
+held all along, as of a block that is called several times. Kept, it has the moments of its chunk.
 
 The bytes saved grow in proportion to the time of forward that has passed, and stay until its backward is over. In
 forward they are non-model data until the CREATE if the region is kept, and freed at once if it is recomputed.

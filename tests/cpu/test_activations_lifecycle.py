@@ -461,6 +461,45 @@ def test_a_smaller_batch_after_one_that_does_not_fit() -> None:
         assert_nothing_left(twin)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("keys", [OFFLOAD, {}], ids=["activations", "weights alone"])
+def test_steps_that_did_not_fit_at_first_are_planned_later(keys: dict[str, Any]) -> None:
+    """As where a batch size is tried out: whichever access fails, the steps that follow are recorded and planned."""
+    model = lambda: Blocks(Mlp(), nn.Linear(WIDTH, 64 * WIDTH), nn.Linear(64 * WIDTH, WIDTH), num_blocks=1)  # noqa: E731
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, **keys)) as manager:
+        twin = Twin(manager, model)
+        twin.step(features(0))
+        least = required_nbytes(twin)
+    with chunkmem.ChunkManager(config(least, **keys)) as manager:
+        twin = Twin(manager, model)
+        store, kinds = manager.runtime.memory.store, set()
+        take = store.take_slab
+        for seed in range(12):
+            left = seed
+
+            def take_slab(chunk: Any, tier: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    kinds.add(chunk.id.role)
+                    store.take_slab = take
+                    raise CapacityError("tried", needed_nbytes=least, cap_nbytes=least)
+                return take(chunk, tier)
+
+            store.take_slab = take_slab  # type: ignore[method-assign]
+            with pytest.raises(CapacityError, match="tried"):
+                twin.loss(features(seed)).backward()
+            store.take_slab = take  # type: ignore[method-assign]
+            twin.optimizer.zero_grad()
+            twin.step(features(seed))
+        assert len(kinds) > 1
+        for seed in range(4):
+            twin.step(features(seed))
+        timeline = manager.timeline()
+        assert timeline is not None
+        assert timeline.plan_misses == 0
+
+
 # The end.
 
 
@@ -606,6 +645,7 @@ class Disk:
         ctypes.memmove(target, source, nbytes)
 
 
+@pytest.mark.filterwarnings("error:no plan is followed")
 @pytest.mark.parametrize("fails_in", [0, 3])
 def test_each_copy_of_a_step_fails(fails_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is named, the step can be repeated, and nothing but the step is lost."""
