@@ -123,6 +123,7 @@ class Runtime:
             autocast=AutocastCache(compute.device.type, precision=config.precision),
             after_first_step=collect_others,
         )
+        self.modules.server.before_use = self.entry_points.begin_outside
         self.hooks = self.modules.hooks(self.entry_points)
         self.collector: Collector | None = None
         collect_others()
