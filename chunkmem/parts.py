@@ -240,6 +240,7 @@ def make_modules(
     turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
     declared = DeclaredReads()
     saved = ChunkHooks(declared, pager, turn)
+    access.before_lookup = saved.replace
     policies, device = RegionPolicies(config.activations.policy), memory.compute.device
     regions = RegionActivations(pager, turn, saved, policies=policies, device=device, is_rehearsal=is_rehearsal)
     backward = BackwardTracker(pager, access, sharding.units, turn, regions=regions, is_rehearsal=is_rehearsal)

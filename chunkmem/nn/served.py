@@ -177,12 +177,8 @@ class ParameterServer:
             if self._access.stack:
                 for managed in parameters:
                     self._access.read(self._access.stack[-1], managed)
-                hooks = self._saved.push()
-                try:
-                    return func(*args, **kwargs)
-                finally:
-                    if hooks is not None:
-                        hooks.leave()
+                self._saved.replace()
+                return func(*args, **kwargs)
             return self._run(parameters, func, args, kwargs)
 
     def _run(self, parameters: Sequence[ManagedParameter], func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -198,7 +194,7 @@ class ParameterServer:
         try:
             for managed in parameters:
                 access.read(frame, managed)
-            frame.hooks = self._saved.push()
+            self._saved.replace()
             result = _alone(args[0], func) if func in _WITH_STORAGE else func(*args, **kwargs)
             own = {id(managed.param) for managed in parameters}
             held = self._backward.watch(frame, None if id(result) in own else result)
