@@ -275,7 +275,11 @@ def make_controller(
         if controller.watch is not None:
             controller.watch.leave_out(storage)
 
-    modules.regions.on_taken = leave_out
+    def count_again(storage: torch.UntypedStorage) -> None:
+        if controller.watch is not None:
+            controller.watch.count_again(storage)
+
+    modules.regions.on_taken, modules.regions.on_left = leave_out, count_again
     return controller
 
 

@@ -20,6 +20,7 @@ import chunkmem
 from chunkmem.errors import CapacityError, StateError, TierIOError
 from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.store import ChunkStore
+from chunkmem.types import Role, Tier
 from tests.cpu.test_activations_hostile import (
     OFFLOAD,
     STEPS,
@@ -498,6 +499,102 @@ def test_steps_that_did_not_fit_at_first_are_planned_later(keys: dict[str, Any])
         timeline = manager.timeline()
         assert timeline is not None
         assert timeline.plan_misses == 0
+
+
+# What autograd keeps when a step is over, and what a user gets hold of.
+
+
+@pytest.mark.parametrize("error", [TierIOError("tried"), CapacityError("tried", needed_nbytes=1, cap_nbytes=1)])
+@pytest.mark.parametrize("end", ["step", "close"])
+def test_a_graph_that_is_kept_raises_nothing_at_the_end(
+    error: Exception, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its activations are on HOST, and cannot be brought."""
+    with managed(stack(Mlp), AMPLE_NBYTES) as twin:
+        least = [twin.step(features(0)), required_nbytes(twin)][1]
+    with managed(stack(Mlp), int(least)) as twin:
+        twin.steps(0, 1, 2)
+        loss, other = twin.loss(features(3)), twin.loss(features(4))
+        other.backward()
+        assert twin.manager is not None
+        copy_of, tried = ChunkStore.copy, []
+
+        def copy_one(store: ChunkStore, chunk: Any, source: Any, target: Any) -> None:
+            if chunk.id.role is Role.ACTIVATION and target is Tier.DEVICE:
+                tried.append(chunk)
+                raise error
+            copy_of(store, chunk, source, target)
+
+        monkeypatch.setattr(ChunkStore, "copy", copy_one)
+        if end == "close":
+            twin.manager.close()
+            with pytest.raises(StateError, match="closed"):
+                loss.backward()
+        else:
+            twin.optimizer.step()
+            twin.optimizer.zero_grad()
+            with pytest.raises((type(error), RuntimeError), match=r"tried|modified by an inplace"):
+                loss.backward()
+            twin.optimizer.zero_grad()
+            monkeypatch.undo()
+            del loss
+            twin.steps(4, 5)
+            assert_nothing_left(twin)
+        assert tried
+
+
+def test_what_autograd_keeps_after_a_step_is_in_the_report() -> None:
+    with managed(stack(Mlp), AMPLE_NBYTES) as twin:
+        manager = twin.manager
+        assert manager is not None
+        twin.steps(0, 1, 2)
+        assert manager.memory().left_nbytes == 0
+        loss = twin.loss(features(3))
+        manager.runtime.modules.regions.settle()
+        nbytes = manager.memory().device.by_role["activation"][0]
+        assert nbytes > 0
+        twin.loss(features(4)).backward()
+        twin.optimizer.step()
+        twin.optimizer.zero_grad()
+        assert manager.memory().left_nbytes == nbytes
+        assert "held by others" in str(manager.memory())
+        del loss
+        assert manager.memory().left_nbytes == 0
+        twin.steps(4, 5)
+        assert "held by others" not in str(manager.memory())
+
+
+class HandsOn(torch.autograd.Function):
+    """Its backward shows a user what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: list[Tensor]) -> Tensor:
+        ctx.kept = kept
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        ctx.kept.append(y)
+        return grad * y, None
+
+
+def test_what_a_user_got_hold_of_is_in_the_report_and_in_the_trace() -> None:
+    kept: list[Tensor] = []
+    with managed(stack(lambda: Mlp(lambda t: HandsOn.apply(t, kept))), AMPLE_NBYTES) as twin:
+        manager = twin.manager
+        assert manager is not None
+        twin.step(features(0))
+        nbytes = sum(tensor.untyped_storage().nbytes() for tensor in kept)
+        assert manager.memory().left_nbytes == nbytes > 0
+        assert manager.trace is None or manager.trace.moments[-1].non_model_peak_nbytes >= nbytes
+        twin.step(features(1))
+        assert manager.trace is not None
+        assert manager.trace.moments[-1].non_model_peak_nbytes >= nbytes
+        kept.clear()
+        assert manager.memory().left_nbytes == 0
 
 
 # The end.
