@@ -658,6 +658,62 @@ def test_two_threads() -> None:
         assert_nothing_left(twin)
 
 
+class Pausing(nn.Module):
+    """Calls somebody in the middle of its backward, which needs its weight at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.pause: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ self.weight)
+        y.register_hook(lambda _: self.pause())
+        return x + y.exp() @ self.weight
+
+
+@pytest.mark.parametrize("takes_gradient", [False, True], ids=["forward", "forward and backward"])
+def test_another_thread_in_the_middle_of_a_backward(takes_gradient: bool) -> None:
+    """Its calls drop what an interrupted one has left, and nothing that the running backward has pinned."""
+    build = lambda: Blocks(Mlp(), Pausing(), Mlp(), num_blocks=0)  # noqa: E731
+    with managed(build, AMPLE_NBYTES) as twin:
+        x = features(0).requires_grad_()
+        twin.loss(x).backward()
+        expected = x.grad
+        twin.update()
+        least = required_nbytes(twin)
+    with managed(build, 2 * least, seed=1) as twin:
+        model, pinning = twin.model, lambda: twin.manager.runtime.modules.backward.pinning  # type: ignore[union-attr]
+        seen: list[tuple[str, ...]] = []
+
+        def other() -> None:
+            y = features(1).requires_grad_()
+            loss = twin.loss(y)
+            if takes_gradient:
+                torch.autograd.grad(loss, y)
+
+        def pause() -> None:
+            model.blocks[1].pause = lambda: None
+            seen.append(pinning())
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join(60)
+            seen.append(pinning())
+            if seen[0] != seen[1]:
+                raise AssertionError(f"pinned were {seen[0]}, and are {seen[1]}")  # before memory that is gone is used
+
+        x = features(0).requires_grad_()
+        loss = twin.loss(x)
+        model.blocks[1].pause = pause
+        loss.backward()
+        assert torch.equal(x.grad, expected)
+        assert len(seen) == 2
+        assert seen[0] == ("blocks.1 backward", "activations of blocks.1")
+        del loss
+        twin.update()
+        assert_nothing_left(twin)
+
+
 def test_a_fork_in_the_middle() -> None:
     """As of a DataLoader's worker, between forward and backward."""
 
