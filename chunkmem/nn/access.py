@@ -28,8 +28,8 @@ from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.guard import AccessGuard
 from chunkmem.nn.transforms import check_transforms, unwrapped, wrapped_error
 from chunkmem.nn.values import storage_id
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk
 from chunkmem.shard.units import Unit
 from chunkmem.types import ChunkId, Role, Tier
 

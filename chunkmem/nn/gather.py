@@ -14,8 +14,8 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.reduction import Reduction
 from chunkmem.nn.whole import WholeParameter
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk
 from chunkmem.shard.shards import ShardStore
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier

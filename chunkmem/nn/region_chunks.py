@@ -11,7 +11,8 @@ from chunkmem.errors import TraceError
 from chunkmem.layout.spec import Group, Slot
 from chunkmem.nn.region_policies import RegionPolicies
 from chunkmem.nn.saved_storages import SavedStorages
-from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.runtime.chunk import Chunk
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.trace.activations import Content, activation_contents
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId, Role

@@ -37,9 +37,9 @@ from chunkmem.nn.saved_storages import LeftStorages, SavedStorage, SavedStorages
 from chunkmem.nn.saved_tensors import ChunkHooks, OwnHooks, SavedReference
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import storage_id
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk
 from chunkmem.trace.model import Region, Trace
 from chunkmem.types import ChunkId, Tier
 

@@ -24,8 +24,8 @@ from chunkmem.errors import StateError
 from chunkmem.nn.guard import DeclaredReads
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import storage_id
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk
 from chunkmem.types import Tier
 
 Pack = Callable[[torch.Tensor], Any]

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from chunkmem.errors import CapacityError, StateError
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.eviction import Evictor, Holder, NoHolder
 from chunkmem.runtime.failed import lost_error
 from chunkmem.runtime.leaving import Leaving
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.policy import NoSpeculativeUpdates, OnDemand, SpeculativeUpdates, StepPolicy
-from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.runtime.writes import notice_writes
 from chunkmem.trace.model import Kind

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.plan_executor import label_of
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
 from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Kind, Mode, Moment, Region, Trace
