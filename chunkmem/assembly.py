@@ -107,7 +107,8 @@ class Runtime:
         log_nbytes = 0 if blocking else shadow_nbytes(opts, compute, self.tiers.caps)
         speeds = partial(_machine_for, self.tiers, self.links, machine, shadow_nbytes=log_nbytes)
         self.controller = make_controller(config, self.memory, self.sharding, self.modules, self.tiers, lanes, speeds)
-        self.modules.regions.on_shortage = self.controller.excuse_iteration
+        if self.ranks.size == 1:  # else the ranks have to agree on what they learn from
+            self.memory.pager.on_failure = self.controller.access_failed
         prefetch, measure = self.sharding.units.prefetch, self.links.measure
         trial = None if prefetch is None else AheadTrial(prefetch, self.controller, self.ranks, measure=measure)
         self.foreign_steps = ForeignStepCheck(self.registry, self.gradients)
@@ -124,6 +125,7 @@ class Runtime:
             autocast=AutocastCache(compute.device.type, precision=config.precision),
             after_first_step=collect_others,
         )
+        self.modules.server.before_use = self.entry_points.begin_outside
         self.hooks = self.modules.hooks(self.entry_points)
         self.collector: Collector | None = None
         self.unpacked: Unpacked | None = None
@@ -363,7 +365,12 @@ def make_controller(
         if controller.watch is not None:
             controller.watch.leave_out(storage)
 
+    def count_again(storage: torch.UntypedStorage) -> None:
+        if controller.watch is not None:
+            controller.watch.count_again(storage)
+
     modules.regions.on_taken = modules.parked.on_taken = leave_out
+    modules.regions.on_left = count_again
     return controller
 
 

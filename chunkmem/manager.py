@@ -392,6 +392,7 @@ class ChunkManager:
             traces=self.runtime.controller.traces,
             padding_nbytes=self.runtime.registry.padding_nbytes,
             exchange_nbytes=(0, 0) if sharing is None else sharing.buffered_nbytes,
+            left_nbytes=self.runtime.modules.regions.left.nbytes,
         )
 
     @property

@@ -8,9 +8,9 @@ import torch
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.types import ChunkId, Role
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from chunkmem.nn.saved_storages import SavedStorage, aligned
 from chunkmem.nn.saved_tensors import OwnHooks
 from chunkmem.nn.values import storage_id
-from chunkmem.runtime.store import Chunk
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.trace.model import Region
 
 

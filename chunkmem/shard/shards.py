@@ -12,9 +12,10 @@ from typing import TypeVar
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Exchange, Shard, Work
 from chunkmem.comm.ranks import Ranks
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.timestamps import Timestamp
 from chunkmem.shard.ownership import Ownership, RoundRobin
 from chunkmem.types import ChunkId, Role, Tier

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from chunkmem.errors import CapacityError, TraceError
+from chunkmem.errors import CapacityError
 from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.regions import choose_regions
@@ -54,6 +54,4 @@ class RegionChoices:
             choice = choose_regions(step, machine, options=self._options)
         except CapacityError:
             return frozenset()  # what comes of it is said when the plan is made
-        except TraceError:  # calls of one block overlap in backward: what it would be without recomputing is not known
-            return frozenset()
         return frozenset(region.number for at, region in enumerate(trace.regions) if at not in choice.recomputed)

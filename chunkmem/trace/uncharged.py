@@ -17,7 +17,8 @@ def uncharged(trace: Trace, *, charges_non_model: bool) -> Trace:
     """Return the same step without the chunks of regions that are recomputed; their bytes are non-model data.
 
     Args:
-        trace: of a step in which each region is recomputed.
+        trace: of a step in which each of its regions is recomputed. What others save, whose policy is not to be
+            chosen, stays as it is.
         charges_non_model: other non-model data counts, too; else it is left out.
     """
     moments = list(trace.moments)
@@ -44,8 +45,8 @@ def uncharged(trace: Trace, *, charges_non_model: bool) -> Trace:
         peak_nbytes = max(last.non_model_peak_nbytes, moment.non_model_peak_nbytes)
         left[-1] = replace(last, duration_s=last.duration_s + moment.duration_s, non_model_peak_nbytes=peak_nbytes)
     places.append(len(left))
-    used = {moment.chunk for moment in left}
-    sizes = {c: nbytes for c, nbytes in trace.chunk_nbytes.items() if c.role is not Role.ACTIVATION or c in used}
+    theirs = {chunk for region in trace.regions for chunk in (region.chunk, region.inputs)}
+    sizes = {chunk: nbytes for chunk, nbytes in trace.chunk_nbytes.items() if chunk not in theirs}
     first = 1 + max((chunk.group for chunk in trace.chunk_nbytes), default=0)
     regions = tuple(
         _moved(region, places, ChunkId(Role.ACTIVATION, first + index), _saved_nbytes(region, trace))

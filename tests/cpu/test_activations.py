@@ -163,3 +163,12 @@ def test_a_step_while_an_exception_is_handled_has_inputs_in_the_ledger() -> None
         chunks = manager.runtime.memory.store.chunks.values()
         assert any(chunk.label.startswith("inputs of") for chunk in chunks)
     assert_same(outcome, train_plain(case, VARIANTS[0], 3))
+
+
+def test_a_block_that_is_called_several_times_is_kept_where_there_is_room() -> None:
+    """Its weights stay held from one call's backward to the next, so recomputing most calls has no events."""
+    case = CASES["reused"]
+    with chunkmem.ChunkManager(config(case, AMPLE_NBYTES, "auto")) as manager:
+        Trainer(case, VARIANTS[0], Chunked(manager, follows=True)).run(STEPS)
+        assert manager.trace is not None
+        assert [region.recomputed for region in manager.trace.regions] == [None] * 5

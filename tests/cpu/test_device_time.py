@@ -23,11 +23,12 @@ from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime import timestamps
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import host_waits
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import ChunkId, Role, Tier

@@ -18,10 +18,10 @@ import chunkmem
 from chunkmem.optim.speculative import SpeculativeUpdater
 from chunkmem.plan.model import Lane, Plan, Wait
 from chunkmem.runtime.actions import PlanActions
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.copy_order import CopyOrder
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.pool import Slab
-from chunkmem.runtime.store import Chunk
 from chunkmem.types import Tier
 from tests.cpu.test_precision import LOWERED
 from tests.cpu.test_precision import chunked as chunked_low

@@ -40,6 +40,8 @@ PUBLIC_NAMES = {
     "checkpoint",
     "checkpoint_sequential",
     "initialize_engine",
+    "tile_optimizer_state",
+    "untile_optimizer_state",
 }
 
 TESTING_NAMES = {"AdversarialLanes", "CheckReport", "Comparison", "Difference", "ThrottledLanes", "check"}

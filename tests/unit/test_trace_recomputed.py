@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 
-from chunkmem.trace.model import Kind, Mode, Moment, Region, Trace
+from chunkmem.trace.model import Kind, Mode, Moment, Moments, Region, Trace
 from chunkmem.trace.recomputed import with_recomputed
 from chunkmem.types import ChunkId, Role
 from tests.helpers.region_traces import cnn_like, gpt_like, region_trace
@@ -129,3 +131,87 @@ def test_a_recorders_own_moments_of_a_chunk_go_wherever_they_are() -> None:
     expected = region_trace(MODELS["gpt"], range(len(regions)))
     assert [(m.kind, m.chunk) for m in found.moments] == [(m.kind, m.chunk) for m in expected.moments]
     assert found.regions == expected.regions
+
+
+def held_throughout(calls: Sequence[int], recomputed: Collection[int]) -> Trace:
+    """A step of blocks, called in this order, whose weights backward holds until it is through all calls of a block.
+
+    Block b reads chunk b. The calls of a block but for the last have no events in backward: their recomputation, and
+    their gradients, are part of the moment before. Calls (0, 1, 0), all of which are recomputed:
+
+        forward    | 0 |  | 1 |  | 0 |
+        backward                        | hold 0 |  | hold 1, release 1 |              | gradient, release 0 |
+                                        call 2      call 1, and then call 0
+    """
+    moments: list[Moment] = []
+    spans: dict[tuple[int, str], Moments] = {}
+
+    def add(*events: tuple[Kind, ChunkId, float], peak: int = 10) -> Moments:
+        start = len(moments)
+        moments.extend(Moment(kind, chunk, "", seconds, peak) for kind, chunk, seconds in events)
+        return start, len(moments)
+
+    def own(call: int) -> ChunkId:
+        return ChunkId(Role.ACTIVATION, 9 + call)
+
+    sizes = {chunk: 100 for block in calls for chunk in updated_chunks(block)}
+    for call, block in enumerate(calls):
+        kept = [] if call in recomputed else [(Kind.CREATE, own(call), 0.0)]
+        start, _ = add((Kind.HOLD, param(block), 1.0))
+        spans[call, "forward"] = start, add((Kind.RELEASE, param(block), 0.0), *kept)[1]
+    for call in reversed(range(len(calls))):
+        block, start, is_first = calls[call], len(moments), calls[call] not in calls[call + 1 :]
+        is_again = call in recomputed
+        if not is_again:
+            sizes[own(call)] = 60
+            add((Kind.HOLD, own(call), 0.0 if is_first else 2.0))
+        elif is_first:
+            spans[call, "again"] = add((Kind.HOLD, param(block), 1.0), (Kind.RELEASE, param(block), 0.0), peak=70)
+        else:
+            last = moments[-1]
+            moments[-1] = replace(last, duration_s=last.duration_s + 3.0, non_model_peak_nbytes=70)
+            spans[call, "again"] = start, start
+        if is_first:
+            add((Kind.HOLD, param(block), 2.0), peak=70 if is_again else 10)
+        if is_first and block not in calls[:call]:
+            add((Kind.CREATE, grad(block), 0.0), (Kind.RELEASE, param(block), 0.0), peak=70 if is_again else 10)
+        if not is_again:
+            add((Kind.RELEASE, own(call), 0.0), (Kind.CONSUME, own(call), 0.0))
+        spans[call, "backward"] = start, len(moments)
+    for block in sorted(set(calls)):
+        if calls.count(block) > 1:
+            add((Kind.CREATE, grad(block), 0.0), (Kind.RELEASE, param(block), 0.0))
+        add((Kind.UPDATE, param(block), 1.0), (Kind.CONSUME, grad(block), 0.0))
+    regions = tuple(
+        Region(f"call {at}", own(at), 60, spans[at, "forward"], spans[at, "backward"], spans.get((at, "again")))
+        for at in range(len(calls))
+    )
+    return Trace(Mode.TRAIN, LAYOUT, sizes, tuple(moments), regions=regions)
+
+
+@pytest.mark.parametrize("calls", [(0, 1, 0), (0, 0, 0), (0, 0, 1, 0), (0, 1, 1, 0)], ids=str)
+def test_calls_whose_backward_has_no_events(calls: Sequence[int]) -> None:
+    every = range(len(calls))
+    subsets = [frozenset(each) for count in (*every, len(calls)) for each in combinations(every, count)]
+    for given, wanted in product(subsets, subsets):
+        found, expected = with_recomputed(held_throughout(calls, given), wanted), held_throughout(calls, wanted)
+        assert [(m.kind, m.chunk) for m in found.moments] == [(m.kind, m.chunk) for m in expected.moments]
+        assert found.compute_s == pytest.approx(expected.compute_s), (given, wanted)
+        assert [r.recomputed is None for r in found.regions] == [r.recomputed is None for r in expected.regions]
+        for call in set(every) - wanted:
+            span = [m.chunk for m in found.moments[slice(*found.regions[call].backward)]]
+            assert span.count(found.regions[call].chunk) == 3, "HOLD, RELEASE and CONSUME"
+
+
+def test_bytes_of_calls_whose_backward_has_no_events() -> None:
+    """All are recomputed in one moment, one after the other: it has the bytes of one."""
+    calls = (0, 0, 0)
+    for wanted in ((), (2,), (1, 2), (0, 1, 2)):
+        found, expected = (
+            [(m.kind, m.chunk, m.non_model_peak_nbytes) for m in trace.moments[trace.regions[-1].backward[0] :]]
+            for trace in (
+                with_recomputed(held_throughout(calls, (0, 1, 2)), wanted),
+                held_throughout(calls, wanted),
+            )
+        )
+        assert found == expected, wanted
