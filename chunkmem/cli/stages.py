@@ -39,7 +39,9 @@ def cut_answer(
     except CapacityError as error:
         return _too_large(data, error)
     head = f"{source}: {len(blocks)} blocks in {num_stages} stages"
-    return CommandResult(data | {"fits": True} | _data(stages), "\n".join([head, "", *_lines(stages)]))
+    return CommandResult(
+        data | {"fits": True} | _data(stages, num_stages), "\n".join([head, "", *_lines(stages, num_stages)])
+    )
 
 
 def pipeline_answer(
@@ -78,8 +80,8 @@ def pipeline_answer(
     except CapacityError as error:
         return _too_large(data, error)
     data |= _choice_data(choice) | {"picture": None if picture is None else str(picture)}
-    parts = f"{num_micro_batches} micro-batches of {size} sample{'s' if size > 1 else ''}"
-    lines = [f"{name}: a pipeline over {num_devices} devices, {parts}", *_choice_lines(choice)]
+    over = f"{_number(num_devices, 'device')}, {_number(num_micro_batches, 'micro-batch', 'es')}"
+    lines = [f"{name}: a pipeline over {over} of {_number(size, 'sample')}", *_choice_lines(choice)]
     if picture is not None:
         _draw(picture, (choice.best, *choice.others))
         lines.append(f"\nwrote {picture}")
@@ -97,7 +99,7 @@ def _choice_data(choice: PipelineChoice) -> dict[str, Any]:
         "num_in_flight": list(step.num_in_flight),
         "reason": choice.reason,
         "schedules": [_candidate(each) for each in (choice.best, *choice.others)],
-        **_data(choice.best.stages),
+        **_data(choice.best.stages, step.num_devices),
     }
 
 
@@ -109,7 +111,7 @@ def _choice_lines(choice: PipelineChoice) -> Iterator[str]:
     )
     yield f"schedule: {choice.reason}"
     yield ""
-    yield from _lines(choice.best.stages)
+    yield from _lines(choice.best.stages, step.num_devices)
     yield ""
     yield table(("schedule", "stages", "step", "bubble", "in flight"), [
         (each.schedule.value, str(each.num_stages), format_s(each.step_s), f"{100 * each.bubble:.1f} %",
@@ -171,7 +173,13 @@ def _is_model(text: str) -> bool:
         return False
 
 
-def _data(stages: Sequence[Stage]) -> dict[str, Any]:
+def _tied(stages: Sequence[Stage], num_devices: int) -> dict[str, list[int]]:
+    """Return the stages that have a parameter, for those that several devices have."""
+    tied = tied_over(stages).items()
+    return {name: list(having) for name, having in tied if len({at % num_devices for at in having}) > 1}
+
+
+def _data(stages: Sequence[Stage], num_devices: int) -> dict[str, Any]:
     total_s = sum(stage.seconds for stage in stages)
     return {
         "stages": [
@@ -186,11 +194,11 @@ def _data(stages: Sequence[Stage]) -> dict[str, Any]:
             }
             for stage in stages
         ],
-        "tied": {name: list(having) for name, having in tied_over(stages).items()},
+        "tied": _tied(stages, num_devices),
     }
 
 
-def _lines(stages: Sequence[Stage]) -> Iterator[str]:
+def _lines(stages: Sequence[Stage], num_devices: int) -> Iterator[str]:
     total_s = sum(stage.seconds for stage in stages)
     rows = []
     for at, stage in enumerate(stages):
@@ -201,12 +209,16 @@ def _lines(stages: Sequence[Stage]) -> Iterator[str]:
              format_nbytes(stage.weight_nbytes), format_nbytes(stage.nbytes), format_s(stage.seconds), share)
         )  # fmt: skip
     yield table(_COLUMNS, rows)
-    if total_s:
+    if total_s and num_devices > 1:
         slowest = max(stage.seconds for stage in stages) * len(stages) / total_s
         yield f"the slowest stage takes {slowest:.2f} x the mean; no other cut is faster"
-    for name, having in tied_over(stages).items():
+    for name, having in _tied(stages, num_devices).items():
         places = " and ".join(map(str, having))
         yield f"{name} is tied: stages {places} have a copy each, whose gradients are added"
+
+
+def _number(number: int, what: str, ending: str = "s") -> str:
+    return f"{number} {what}{ending if number > 1 else ''}"
 
 
 def _candidate(candidate: PipelineCandidate) -> dict[str, Any]:

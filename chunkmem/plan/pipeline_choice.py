@@ -48,7 +48,7 @@ class PipelineCandidate:
         step = self.step
         return (
             f"{step.schedule.value} with {step.num_stages} stages: {1e3 * step.step_s:,.1f} ms a step, bubble "
-            f"{100 * step.bubble:.0f} %, {max(step.num_in_flight)} calls in flight"
+            f"{100 * step.bubble:.0f} %, at most {max(step.num_in_flight)} in flight"
         )
 
 

@@ -160,6 +160,12 @@ def test_a_pipeline_is_estimated(ask: Ask, capsys: pytest.CaptureFixture[str]) -
     assert f"schedule: {said['reason']}" in out
 
 
+def test_one_device_has_nothing_tied(ask: Ask) -> None:
+    said = ask("estimate", "gpt:1m", "--stages", 1, "--seq", 64)
+    assert (said["schedule"], said["bubble"], said["tied"]) == ("by-layer", 0.0, {})
+    assert ask("estimate", "gpt:1m", "--stages", 2, "--seq", 64)["tied"].keys() == {"embedding.weight"}
+
+
 def test_schedules_are_drawn(ask: Ask, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "schedules.png"
