@@ -6,6 +6,9 @@ recomputed, its forward's HOLDs come again in backward, and what it saves is non
     kept          forward CREATE  ...  HOLD                 backward RELEASE CONSUME
     recomputed    forward         ...       forward again   backward
 
+What a recomputed region is recomputed from may be a chunk, too, from forward to the end of backward. If the region is
+kept, it is part of what that saves.
+
 The bytes saved grow in proportion to the time of forward that has passed, and stay until its backward is over. In
 forward they are non-model data until the CREATE if the region is kept, and freed at once if it is recomputed.
 """
@@ -70,6 +73,7 @@ class _Edit:
         """Let a region that is recomputed be kept."""
         region, given = self.trace.regions[index], self.trace.moments
         forward, after = _plain(self.trace, region), range(again[1], region.backward[1])
+        again_nbytes = max(0, region.nbytes - self.sizes.get(region.inputs, 0)) if region.inputs else region.nbytes
         forward_s = sum(given[at].duration_s for at in forward)
         # The recomputation began in the moment before its first event, and ended in that of its last one.
         whole_s = sum(given[at].duration_s for at in range(*again))
@@ -80,19 +84,20 @@ class _Edit:
         rest_s = max(0.0, whole_s - forward_s)
         self._change(again[0] - 1, duration_s=max(0.0, before_s - max(0.0, forward_s - whole_s)))
         if again[0] == again[1]:
-            self._charge([last], [-region.nbytes])
-        hold_peak_nbytes = max(0, given[last].non_model_peak_nbytes - region.nbytes)
+            self._charge([last], [-again_nbytes])
+        hold_peak_nbytes = max(0, given[last].non_model_peak_nbytes - again_nbytes)
         pairs = _read_in(given, range(*again), held=())
         for at in range(*again):
             if at in pairs:
                 self.moments[at] = _Folded()
             else:
                 self._change(at, duration_s=0.0)
-                self._charge([at], [-region.nbytes])
-        self._charge(after, [-region.nbytes] * len(after))
+                self._charge([at], [-again_nbytes])
+        self._charge(after, [-again_nbytes] * len(after))
         created_peak_nbytes = given[max(0, region.forward[1] - 1)].non_model_peak_nbytes
         self._charge(forward, _growing(region.nbytes, [given[at].duration_s for at in forward]))
         self.changed[index] = None
+        self._drop_inputs(region)
         if region.nbytes == 0:
             self.opening[again[0]].append(_Folded(rest_s, hold_peak_nbytes))
             return
@@ -105,6 +110,16 @@ class _Edit:
         self.closing[stop] += (
             Moment(kind, region.chunk, label, 0.0, end_peak_nbytes) for kind in (Kind.RELEASE, Kind.CONSUME)
         )
+
+    def _drop_inputs(self, region: Region) -> None:
+        """Let a region have no chunk that it is recomputed from."""
+        if region.inputs is None:
+            return
+        for at in range(region.forward[1], len(self.moments)):
+            if self.trace.moments[at].chunk == region.inputs:
+                self.moments[at] = _Folded(self.moments[at].duration_s, self.moments[at].non_model_peak_nbytes)
+                if self.trace.moments[at].kind is Kind.CONSUME:
+                    return  # what follows is of another call
 
     def recompute(self, index: int) -> None:
         """Let a region that is kept be recomputed."""
@@ -124,7 +139,6 @@ class _Edit:
         for at in own:
             nbytes = region.nbytes if at == start else 0
             self.moments[at] = _Folded(given[at].duration_s, given[at].non_model_peak_nbytes + nbytes)
-        self.sizes.pop(region.chunk, None)
         self.changed[index] = start
 
     def result(self) -> Trace:
@@ -141,21 +155,23 @@ class _Edit:
                 elif moments:
                     moments[-1] = _with_folded(moments[-1], entry)
         regions = tuple(self._moved(index, places) for index in range(len(self.trace.regions)))
-        return replace(self.trace, chunk_nbytes=self.sizes, moments=tuple(moments), regions=regions)
+        used = {moment.chunk for moment in moments}
+        sizes = {key: n for key, n in self.sizes.items() if key.role is not Role.ACTIVATION or key in used}
+        return replace(self.trace, chunk_nbytes=sizes, moments=tuple(moments), regions=regions)
 
     def _moved(self, index: int, places: Sequence[int]) -> Region:
         """Return a region with its new moments."""
         region = self.trace.regions[index]
         forward, backward = ((places[span[0]], places[span[1]]) for span in (region.forward, region.backward))
-        again = region.recomputed
+        again, inputs = region.recomputed, region.inputs
         if index not in self.changed:
             again = None if again is None else (places[again[0]], places[again[1]])
         elif (start := self.changed[index]) is None:
-            again = None
+            again = inputs = None
         else:
             num = sum(isinstance(entry, Moment) for entry in self.opening[start])
             again = (places[start], places[start] + num)
-        return replace(region, forward=forward, backward=backward, recomputed=again)
+        return replace(region, forward=forward, backward=backward, recomputed=again, inputs=inputs)
 
     def _change(self, at: int, *, duration_s: float) -> None:
         self.moments[at] = replace(self.moments[at], duration_s=duration_s)
