@@ -77,8 +77,8 @@ class RegionChoices:
     def choose(self, trace: Trace) -> frozenset[int]:
         """Return what steps like this one, which recomputes all, had better not recompute."""
         self._recorded = trace
-        search = self._search(trace, {})
         try:
+            search = self._search(trace, {})
             for _ in search.pieces():
                 pass
             return _kept(trace, search)

@@ -129,19 +129,20 @@ def test_memory_of_activations_on_device_is_new_each_time_and_given_back() -> No
 
 
 def test_compute_waits_before_it_gives_back_memory_that_a_copy_reads() -> None:
-    """What runs next allocates it again, so the wait is part of the step: planned, and counted by the simulator.
+    """The wait is part of the step: planned, put off until a gradient needs the room, and counted by the simulator.
 
-    COMPUTE  | 0 forward |....wait for the copy....| 1 forward |
-    D2H                  |       X0 to HOST        |
+    COMPUTE  | 0 forward | 1 forward | 1 backward |..wait for the copy..| rest of it
+    D2H                  |                 X0 to HOST                   |
     """
-    plan = make_plan(TRACE, Machine(300, 2000, host_links(h2d_Bps=100.0, d2h_Bps=10.0), one_processor=False))
-    at = next(i for i, actions in enumerate(plan.actions) if Free(X0, D) in actions)
-    before = plan.actions[at][: plan.actions[at].index(Free(X0, D))]
-    assert Wait(Lane.COMPUTE, Lane.D2H, 1) in before
-    spans = simulate(plan, TRACE).spans
+    created = next(at for at, m in enumerate(MOMENTS) if (m.kind, m.chunk) == (Kind.CREATE, grad(1)))
+    moments = tuple(replace(m, duration_s=1.0) if at == created else m for at, m in enumerate(MOMENTS))
+    trace = replace(TRACE, moments=moments)
+    plan = make_plan(trace, Machine(300, 2000, host_links(h2d_Bps=100.0, d2h_Bps=10.0), one_processor=False))
+    assert plan.actions[created] == (Wait(Lane.COMPUTE, Lane.D2H, 1), Free(X0, D), Alloc(grad(1), D))
+    spans = simulate(plan, trace).spans
     (copy,) = (span for span in spans if span.lane is Lane.D2H and span.chunk == X0)
-    (forward,) = (s for s in spans if s.lane is Lane.COMPUTE and s.moment == at and not s.is_stall)
-    assert forward.start_s == copy.end_s == 12.0
+    (rest,) = (s for s in spans if s.lane is Lane.COMPUTE and s.moment == created and not s.is_stall)
+    assert rest.start_s == copy.end_s == 12.0
 
 
 def test_waits_of_an_offload_that_follows_another() -> None:
