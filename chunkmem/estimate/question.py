@@ -175,7 +175,7 @@ def find(question: Question, rehearsal: Rehearsal) -> Finding:
 
 
 def find_chosen(question: Question, rehearsal: Rehearsal, finding: Finding) -> tuple[Rehearsal, Finding]:
-    """Return the step that training would choose, if it fits, given one that recomputes all and what was found for it."""
+    """Return the step that training would choose, if it fits; given is one that recomputes all, and its plan."""
     chosen = question.rehearse_chosen(rehearsal)
     if chosen is not rehearsal:
         with contextlib.suppress(CapacityError):
