@@ -37,7 +37,7 @@ class _KindOfStep:
     kept: frozenset[int]
     """Numbers of the calls that are not recomputed."""
     recorded: Trace | None
-    """Its first step, which recomputed all; None: another rank has chosen."""
+    """Its first step, which recomputed all; None: the choice stays."""
     kept_nbytes: dict[int, int] = field(default_factory=dict)
     """What calls have saved in steps that kept them, by number."""
     num_searches: int = 0
@@ -113,18 +113,19 @@ class RegionChoices:
             is_worth_it = search.choice().step_s < (1 - _WORTH) * now_s
             kept = _kept(kind.recorded, search)
         except (CapacityError, TraceError):
-            kind.num_searches = _MAX_AGAIN
+            kind.recorded = None
             return False
-        if not is_worth_it or kept == kind.kept:
-            kind.num_searches = _MAX_AGAIN
-            return False
-        kind.kept = kept
-        return True
+        is_worth_it = is_worth_it and kept != kind.kept
+        if not is_worth_it or kind.num_searches == _MAX_AGAIN:
+            kind.recorded = None
+        if is_worth_it:
+            kind.kept = kept
+        return is_worth_it
 
     def _begin(self, kind: _KindOfStep, recorded: Trace, trace: Trace) -> bool:
         """Begin to look for another choice; tell whether there is a point in it."""
         is_same = {region.number for region in trace.regions} == {region.number for region in recorded.regions}
-        if kind.num_searches >= _MAX_AGAIN or not is_same:
+        if not is_same:
             return False
         kind.num_searches += 1
         kind.kept_nbytes |= {region.number: region.nbytes for region in trace.regions if region.recomputed is None}
