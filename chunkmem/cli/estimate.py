@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +87,7 @@ def run(options: argparse.Namespace) -> CommandResult:
     from chunkmem.cli.estimate_answer import no, without_plan, yes
     from chunkmem.estimate.changes import smallest_changes
     from chunkmem.estimate.forked import in_fork
-    from chunkmem.estimate.question import device_need, find, trains_on_demand
+    from chunkmem.estimate.question import device_need, find, find_chosen, trains_on_demand
 
     if options.stages:
         return _pipeline(options)
@@ -124,11 +123,7 @@ def run(options: argparse.Namespace) -> CommandResult:
                 known[other] = of_other
             changes = smallest_changes(question, rehearsal, rehearse=rehearse)
             return no(question, rehearsal, of_other, need, error, changes)
-        chosen = question.rehearse_chosen(rehearsal)
-        if chosen is not rehearsal:
-            with contextlib.suppress(CapacityError):
-                finding = find(question, chosen)
-                rehearsal = chosen
+        rehearsal, finding = find_chosen(question, rehearsal, finding)
         return yes(question, rehearsal, rehearse_other(), need, finding)
 
 

@@ -269,6 +269,8 @@ class StepController(KnownSteps):
                 self.now.plan_executor.end_iteration()
             self.kinds[mode].used(entry, self.now.key)
             self.kinds[mode].learn(entry)
+            if mode is Mode.TRAIN and self._is_lone:
+                self._choose_regions_again(entry)
 
     def _learn_record(self, recorder: Recorder) -> None:
         is_even = recorder.mode is Mode.EVAL or self._iteration_end.is_even
@@ -297,6 +299,14 @@ class StepController(KnownSteps):
         except TraceError:
             trace = None  # it was torn down in the middle
         return frozenset() if trace is None or not trace.regions else self._choices.choose(trace)
+
+    def _choose_regions_again(self, entry: CachedPlan) -> None:
+        """A step has followed a plan: if another choice is faster by what is known now, the next step is recorded."""
+        trace, plan = entry.trace, entry.plan
+        if not (self._regions.is_auto and entry.has_measured_times) or trace is None or plan is None:
+            return
+        if self._choices.choose_again(self.now.key, trace, plan):
+            self.kinds[Mode.TRAIN].drop(self.now.key)
 
     def keep_regions(self, kept: frozenset[int]) -> None:
         """Have steps of this kind recompute all calls of regions but these; what was recorded is of another kind."""

@@ -11,8 +11,10 @@ import pytest
 
 from chunkmem.trace.model import Kind, Mode, Moment, Moments, Region, Trace
 from chunkmem.trace.recomputed import with_recomputed
+from chunkmem.trace.retimed import retimed
+from chunkmem.trace.uncharged import uncharged
 from chunkmem.types import ChunkId, Role
-from tests.helpers.region_traces import cnn_like, gpt_like, region_trace
+from tests.helpers.region_traces import as_recorded, cnn_like, gpt_like, region_trace
 from tests.helpers.traces import LAYOUT, grad, param, updated_chunks
 
 MODELS = {"gpt": gpt_like(6, blocks_per_chunk=2), "cnn": cnn_like(8)}
@@ -215,3 +217,55 @@ def test_bytes_of_calls_whose_backward_has_no_events() -> None:
             )
         )
         assert found == expected, wanted
+
+
+INPUTS_NBYTES = 3 << 20
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kept", [(), (0, 2, 3), range(8)])
+def test_what_a_region_is_recomputed_from_is_no_chunk_where_it_is_kept(name: str, kept: Sequence[int]) -> None:
+    """Then it is part of what that saves, and takes no more memory between forward and backward."""
+    blocks = MODELS[name]
+    recomputed = [at for at in range(len(blocks)) if at not in kept]
+    found = with_recomputed(
+        uncharged(as_recorded(blocks, inputs_nbytes=INPUTS_NBYTES), charges_non_model=True), recomputed
+    )
+    expected = region_trace(blocks, recomputed)
+    for region, other in zip(found.regions, expected.regions, strict=True):
+        assert region.nbytes == other.nbytes + INPUTS_NBYTES
+        assert (region.recomputed is None) is (other.recomputed is None)
+        inputs = [m.kind for m in found.moments if m.chunk == region.inputs]
+        lived = [Kind.CREATE, Kind.HOLD, Kind.RELEASE, Kind.CONSUME]
+        assert inputs == ([] if other.recomputed is None else lived)
+    model = [m for m in found.moments if m.chunk.role is not Role.ACTIVATION]
+    others = [m for m in expected.moments if m.chunk.role is not Role.ACTIVATION]
+    assert [(m.kind, m.chunk) for m in model] == [(m.kind, m.chunk) for m in others]
+    assert found.non_model_peak_nbytes <= expected.non_model_peak_nbytes + INPUTS_NBYTES
+    assert found.compute_s == pytest.approx(expected.compute_s)
+
+
+def test_what_a_kept_region_saves_may_be_known() -> None:
+    blocks = MODELS["gpt"]
+    step = uncharged(as_recorded(blocks, inputs_nbytes=INPUTS_NBYTES), charges_non_model=True, kept_nbytes={1: 5 << 20})
+    kept = with_recomputed(step, ())
+    assert [region.nbytes >> 20 for region in kept.regions] == [27, 5, 27, 27, 27, 27]
+    assert kept.chunk_nbytes[kept.regions[1].chunk] == 5 << 20
+
+
+def test_times_are_those_of_a_step_that_recomputes_others() -> None:
+    """A region's forward is three times as slow, another one's backward half as slow."""
+    blocks = MODELS["gpt"]
+    trace = uncharged(as_recorded(blocks, inputs_nbytes=INPUTS_NBYTES), charges_non_model=True)
+    kept = with_recomputed(trace, [0, 4])
+    factors = dict.fromkeys(range(*kept.regions[1].forward), 3.0)
+    factors |= dict.fromkeys(range(*kept.regions[4].backward), 0.5)
+    moments = [replace(m, duration_s=factors.get(at, 1.0) * m.duration_s) for at, m in enumerate(kept.moments)]
+    measured = replace(kept, moments=tuple(moments))
+    again = retimed(trace, measured)
+    assert with_recomputed(again, [0, 4]).compute_s == pytest.approx(measured.compute_s)
+    assert again.regions == trace.regions
+    for at, (was, now) in enumerate(zip(trace.moments, again.moments, strict=True)):
+        spans = {1: trace.regions[1].forward, 4: trace.regions[4].backward}
+        factor = next((f for number, f in ((1, 3.0), (4, 0.5)) if spans[number][0] <= at < spans[number][1]), 1.0)
+        assert now.duration_s == pytest.approx(factor * was.duration_s)
