@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -65,6 +66,19 @@ def place(item: pytest.Item) -> int:
     """Where the file of a test stands among those that workers are given in turn."""
     name = "/".join(item.path.parts[-2:])
     return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known_objects() -> None:
+    """Have collections of garbage pass over what is there before the tests of a file.
+
+    That is a million objects of torch, of the tests and of what they import. A manager that is made while another is
+    open asks for a collection, which took more time than all the rest of such a test.
+    """
+    if "torch" in sys.modules:
+        import tests.helpers.preloaded  # noqa: F401 - the first optimizer would import it: most of torch
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
