@@ -34,6 +34,7 @@ from tests.helpers.overlapped import Run
 from tests.helpers.rehearsal import cap_nbytes
 from tests.helpers.scenes import FOLLOWED, Scene, Undisturbed, unread_until_covered
 from tests.helpers.simulated import ClockedEvent, ClockedLanes
+from tests.helpers.spread import spread
 from tests.helpers.training import (
     AMPLE_NBYTES,
     HOST_NBYTES,
@@ -266,8 +267,7 @@ def train_with_calls(*, checker: HappensBefore | None, overlap: bool, precision:
     return run
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@spread(precision=("fp32", "bf16"), overlap=(False, True))
 def test_no_race_around_gather_and_state_dicts(precision: str, overlap: bool) -> None:
     with HappensBefore() as checker:
         seen = train_with_calls(checker=checker, overlap=overlap, precision=precision).everything()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import chunkmem
+from tests.helpers.spread import spread
 from tests.helpers.training import (
     STEPS,
     VARIANTS,
@@ -115,8 +116,7 @@ def test_clean_step_after_an_exception(name: str, variant: str, place: str, exce
     same_in_both(*case, scenario, cap_nbytes=smallest(*case))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.6], ids=["smallest", "60% of model data"])
-@pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
+@spread(case=ZOO, share=(0.0, 0.6))
 def test_inference_mode_before_and_between_steps(case: ZooModel, share: float) -> None:
     """Memory first used under `inference_mode` still trains; with the larger cap, some weights are newest on DEVICE."""
 
