@@ -34,6 +34,7 @@ from tests.cpu.test_activations_hostile import (
     train,
 )
 from tests.helpers.audit import audit_ledgers, audit_pins
+from tests.helpers.spread import spread
 from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Blocks, Twin, config, cpu_only, features
 
 pytestmark = cpu_only
@@ -406,9 +407,11 @@ class Raises(nn.Module):
             raise error("in backward")
 
 
-@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["forward_error", "backward_error"])
-@pytest.mark.parametrize("keeps_graph", [False, True])
+@spread(
+    keeps_graph=(False, True),
+    place=("forward_error", "backward_error"),
+    error=(Interrupted, KeyboardInterrupt),
+)
 def test_a_clean_step_after_an_error(error: type[BaseException], place: str, keeps_graph: bool) -> None:
     def scenario(twin: Twin) -> list[float]:
         seen = []
@@ -799,7 +802,7 @@ class Disk:
 
 
 @pytest.mark.filterwarnings("error:no plan is followed")
-@pytest.mark.parametrize("fails_in", [0, 3])
+@pytest.mark.parametrize("fails_in", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_each_copy_of_a_step_fails(fails_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is named, the step can be repeated, and nothing but the step is lost."""
     disk = Disk()

@@ -21,6 +21,7 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.comm.replicated import Replicated
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Net, Task, batch_of, loss_of, make_config, open_manager, serial
+from tests.helpers.spread import spread
 
 NAMES = ("replicate", "shard")
 
@@ -143,8 +144,7 @@ def assert_alike(outcomes: list[tuple[dict[str, Tensor], Any, int]]) -> None:
 SIZES = [(2, 2), (4, 1), (1, 4)]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@spread(precision=("fp32", "bf16"), sizes=SIZES)
 def test_replicas_train_alike_and_as_one_process(team: Team, sizes: tuple[int, int], precision: str) -> None:
     task = Task(
         "reused", steps=6, config={} if precision == "fp32" else {"precision": precision}, device_nbytes=96 << 10
