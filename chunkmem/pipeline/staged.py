@@ -15,6 +15,7 @@ from chunkmem.comm.neighbours import Neighbours
 from chunkmem.errors import ChunkmemError, ConfigError, RankError
 from chunkmem.nn.values import tensors_in
 from chunkmem.pipeline.forms import BorderForms
+from chunkmem.pipeline.held import HeldStage
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.modules import StageModule, divide
 from chunkmem.pipeline.schedules import Schedule, check_schedule, make_schedule
@@ -127,9 +128,11 @@ class StagedPipeline:
             if index % self._ranks.size == self._ranks.rank
         ]
         """Those of this rank."""
+        self._held = HeldStage(runtime)
         self._ties = TiedParameters(modules, ranks=self._ranks, registry=runtime.registry, gradients=runtime.gradients)
         for module in modules:
             module.regions = runtime.modules.regions
+            module.hold = self._held.hold
 
     def step(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """Run forward and backward for a batch; return its loss, the same on all ranks of a pipeline, detached.
@@ -148,6 +151,7 @@ class StagedPipeline:
         """
         step, schedule = self._prepare(inputs, target)
         with self._running():
+            self._held.begin([stage.submod for stage in self.stages])
             self._ties.begin()
             schedule.step(target=torch.arange(len(step.parts)), return_outputs=False)
             self._ties.end()
@@ -173,6 +177,7 @@ class StagedPipeline:
             self._loss_fn,
             None if self._runtime.scaler is None else self._runtime.scaler.scale,
             self._in_backward,
+            self._held.hold,
         )
         if num not in self._schedules:
             self._schedules[num] = make_schedule(self._schedule, self.stages, num)
@@ -190,6 +195,7 @@ class StagedPipeline:
     def _loss(self, step: StageStep) -> torch.Tensor:
         """Return the loss of a batch, when all messages have arrived."""
         self._neighbours.settle()
+        self._held.release()
         (loss,) = self._ranks.sum_over([float(sum(step.losses))], label="sending the loss to all stages")
         return torch.tensor(loss, dtype=torch.float32, device=self._runtime.device)
 

@@ -130,6 +130,7 @@ class StagedOutcome:
     """Of the parameters of its stages, by place in `model.parameters()`."""
     required_nbytes: int
     misses: list[int]
+    """Of each step; -1 where there was no plan."""
     norms: list[float] = field(default_factory=list)
     scale: float = 1.0
 
@@ -167,7 +168,7 @@ def train(rank: int, task: StagedTask, watch: Watch | None = None) -> StagedOutc
             optimizer.step()
             optimizer.zero_grad()
             timeline = manager.timeline()
-            misses.append(0 if timeline is None else timeline.plan_misses)
+            misses.append(-1 if timeline is None or manager.plan is None else timeline.plan_misses)
             if watch is not None:
                 watch(pipe, manager, step)
         states = {
