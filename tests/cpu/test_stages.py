@@ -72,6 +72,7 @@ OTHERS = [
     pytest.param(StagedTask(model="pairs", checkpoint="always"), id="tuples between stages"),
     pytest.param(StagedTask("looped-bfs", 2, "always", "norms"), id="running statistics", marks=pytest.mark.full),
     pytest.param(StagedTask(model="frozen"), id="a frozen stage"),
+    pytest.param(StagedTask(accumulate=2, steps=3), id="two batches a step", marks=pytest.mark.full),
     pytest.param(StagedTask(model="in place"), id="in-place operations on inputs", marks=pytest.mark.full),
     pytest.param(StagedTask("interleaved", 2, "auto"), id="policies by the planner", marks=pytest.mark.full),
     pytest.param(StagedTask(precision="fp16", model="hot", initial_scale_power=20), id="overflow on one stage"),
@@ -108,6 +109,24 @@ def test_tied_parameters_of_two_stages_stay_alike(pair: Team, per_rank: int) -> 
         for key, value in plain.weights.items():
             # One process adds both for each micro-batch. Next to 1, neighbouring floats are 1.2e-7 apart.
             assert torch.allclose(value, outcome.weights[key], rtol=1e-7, atol=1e-7), key
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        StagedTask(model="tied", accumulate=2),
+        pytest.param(StagedTask(model="tied", sizes=(2, 2), empty=((2, 1),)), marks=pytest.mark.full),
+        pytest.param(StagedTask(sizes=(2, 2), clip=0.1), marks=pytest.mark.full),
+    ],
+    ids=["several batches a step", "data-parallel ranks", "clipping"],
+)
+def test_tied_parameters_and_norms_with_more_batches(four: Team, pair: Team, task: StagedTask) -> None:
+    outcomes = (four if len(task.sizes) > 1 else pair).run(train, task)
+    plain = serial(task)
+    for outcome in outcomes:
+        for key, value in plain.weights.items():
+            assert torch.allclose(value, outcome.weights[key], atol=1e-5), key
+            assert torch.equal(outcomes[0].weights[key], outcome.weights[key]), key
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("looped-bfs", marks=pytest.mark.full)])
