@@ -229,10 +229,13 @@ class Runtime:
         return self.registry.only_root(model)
 
     def with_all_stages(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of a model with the tensors that other stages have of it."""
+        """Put the tensors that other stages have into the state of a model; return it."""
+        if self.ranks.stages is None:
+            return state
         tensors = ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
         own = {key: value for key, value in tensors if not value.is_meta}
-        return state | self.ranks.over_stages(own, label="sending the weights of a stage")
+        state.update(self.ranks.over_stages(own, label="sending the weights of a stage"))
+        return state
 
     # What optimizers see: `chunkmem.optim.host`.
 

@@ -246,7 +246,7 @@ class RegionActivations(OwnHooks):
         """Return a chunk whose content is what a call has saved, or its inputs, or what was recomputed."""
         num_made = self._chunks.num_made
         chunk = self._chunks.get(f"{what} of {call.name}", nbytes, live=self._live)
-        if Tier.DEVICE in chunk.replicas:  # of a call that is over; a plan was to free it
+        if Tier.DEVICE in chunk.replicas and not self._pager.policy.is_planned:  # of a call that is over
             self._pager.store.drop(chunk, Tier.DEVICE)
         chunk.saved = saved
         sight = self._live[chunk.id] = _Sight(call, self._gone.append)

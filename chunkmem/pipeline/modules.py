@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,9 +19,13 @@ class StageModule(nn.Module):
         self.blocks = nn.ModuleList(modules)
         self.regions: RegionActivations | None = None
         """Manage what calls save; None: nobody does."""
+        self.hold: Callable[[nn.Module], None] | None = None
+        """Called with this stage before its modules are."""
 
     def forward(self, value: Any, *, policy: str = "auto") -> Any:
         """Return what the last module returns; `policy` is for what each of them saves, as in `activations.policy`."""
+        if self.hold is not None:
+            self.hold(self)
         for number, block in enumerate(self.blocks):
             args = value if isinstance(value, tuple) else (value,)
             if self.regions is None:

@@ -44,6 +44,8 @@ class StageStep:
     """In fp16."""
     around_backward: Callable[[], AbstractContextManager[Any]]
     statistics: DeferredStatistics
+    hold: Callable[[torch.nn.Module], None]
+    """Called before the backward of a stage; its forward does so itself."""
     losses: list[torch.Tensor] = field(default_factory=list)
     """Of micro-batches, divided; on the last stage."""
 
@@ -169,6 +171,7 @@ class Stage(_PipelineStageBase):
         gradients: Sequence[torch.Tensor | None] = self._gradients.pop(bwd_chunk_id, [None] * len(edges))
         begun = [(edge, grad) for edge, grad in zip(edges, gradients, strict=True) if edge is not None]
         if begun:
+            self._step.hold(self.submod)
             with self._step.around_backward():
                 torch.autograd.backward([edge for edge, _ in begun], [grad for _, grad in begun])
         if not self.is_first:

@@ -18,6 +18,7 @@ from chunkmem.pipeline.automatic import choose
 from chunkmem.pipeline.checkpoints import policy_of
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.forms import BorderForms
+from chunkmem.pipeline.held import HeldStage
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.modules import StageModule, divide, with_ends
 from chunkmem.pipeline.schedules import FOR_ANY_NUMBER, Schedule, check_schedule, make_schedule
@@ -143,9 +144,11 @@ class StagedPipeline:
         ]
         """Those of this rank."""
         self._statistics = DeferredStatistics([stage.submod for stage in self.stages] if defers_statistics else ())
+        self._held = HeldStage(runtime)
         self._ties = TiedParameters(modules, ranks=self._ranks, registry=runtime.registry, gradients=runtime.gradients)
         for module in modules:
             module.regions = runtime.modules.regions
+            module.hold = self._held.hold
 
     def step(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """Run forward and backward for a batch; return its loss, the same on all ranks of a pipeline, detached.
@@ -164,6 +167,7 @@ class StagedPipeline:
         """
         step, schedule = self._prepare(inputs, target)
         with self._running(), self._statistics.mini_batch():
+            self._held.begin([stage.submod for stage in self.stages])
             self._ties.begin()
             schedule.step(target=torch.arange(len(step.parts)), return_outputs=False)
             self._ties.end()
@@ -190,6 +194,7 @@ class StagedPipeline:
             None if self._runtime.scaler is None else self._runtime.scaler.scale,
             self._in_backward,
             self._statistics,
+            self._held.hold,
         )
         if num not in self._schedules:
             self._schedules[num] = self._make_schedule(num)
@@ -220,6 +225,7 @@ class StagedPipeline:
     def _loss(self, step: StageStep) -> torch.Tensor:
         """Return the loss of a batch, when all messages have arrived."""
         self._neighbours.settle()
+        self._held.release()
         (loss,) = self._ranks.sum_over([float(sum(step.losses))], label="sending the loss to all stages")
         return torch.tensor(loss, dtype=torch.float32, device=self._runtime.device)
 

@@ -98,6 +98,8 @@ class StagedTask:
     micro_batches: int = 4
     batch: int = 8
     steps: int = 6
+    accumulate: int = 1
+    """How often a batch is run before the optimizer steps."""
     sizes: tuple[int, ...] = (2,)
     """Of the mesh: stages, and data-parallel ranks if there is a second number."""
     clip: float = 0.0
@@ -130,6 +132,7 @@ class StagedOutcome:
     """Of the parameters of its stages, by place in `model.parameters()`."""
     required_nbytes: int
     misses: list[int]
+    """Of each step; -1 where there was no plan."""
     norms: list[float] = field(default_factory=list)
     scale: float = 1.0
 
@@ -160,14 +163,14 @@ def train(rank: int, task: StagedTask, watch: Watch | None = None) -> StagedOutc
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
         losses, misses, norms = [], [], []
         for step, (x, y) in enumerate(task.batches(column)):
-            if (step, column) not in task.empty:
+            for _ in range(0 if (step, column) in task.empty else task.accumulate):
                 losses.append(pipe.step(x, y).item())
             if task.clip:
                 norms.append(optimizer.clip_grad_norm_(task.clip).item())
             optimizer.step()
             optimizer.zero_grad()
             timeline = manager.timeline()
-            misses.append(0 if timeline is None else timeline.plan_misses)
+            misses.append(-1 if timeline is None or manager.plan is None else timeline.plan_misses)
             if watch is not None:
                 watch(pipe, manager, step)
         states = {
@@ -204,13 +207,12 @@ def serial(task: StagedTask, *, untied: bool = False) -> StagedOutcome:
         grads = []
         for column, (x, y) in enumerate(batches):
             optimizer.zero_grad()
-            parts = []
-            if (step, column) not in task.empty:
+            for _ in range(0 if (step, column) in task.empty else task.accumulate):
                 pairs = zip(x.chunk(task.micro_batches), y.chunk(task.micro_batches), strict=True)
                 parts = [loss_of(model(a), b) / (len(x) / len(a)) for a, b in pairs]
                 losses.append(float(sum(part.detach() for part in parts)))
-            for part in reversed(parts) if task.schedule in LIFO else parts:
-                low.backward(part, last=True, by_manager=True)
+                for part in reversed(parts) if task.schedule in LIFO else parts:
+                    low.backward(part, last=True, by_manager=True)
             grads.append([param.grad for param in model.parameters()])
         for param, *each in zip(model.parameters(), *grads, strict=True):
             param.grad = mean_of(param, each)
