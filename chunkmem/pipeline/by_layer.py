@@ -103,6 +103,7 @@ class ByLayerPipeline:
         self._checkpoint = checkpoint
         self._outermost = _Outermost()
         runtime.hooks.fit_outermost(self._outermost, name="pipeline")
+        self._is_running = False
         self._random = RandomStreams(runtime.memory.compute.generators())
 
     def step(self, inputs: Any, target: Any = None) -> torch.Tensor:
@@ -122,15 +123,19 @@ class ByLayerPipeline:
         if not torch.is_grad_enabled():
             raise StateError("pipe.step() computes gradients; under torch.no_grad() call the model itself")
         batch = _Batch(split(inputs, target, num=self._num), [[] for _ in self._items])
-        try:
-            loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
-            with runtime.backward():
-                self._backward(batch)
-        except BaseException:
-            runtime.controller.excuse_iteration()
-            raise
-        finally:
-            with runtime.modules.turn.taken():
+        with runtime.modules.turn.taken():
+            if self._is_running:
+                raise StateError("pipe.step() inside of pipe.step(): end the one before the next begins")
+            self._is_running = True
+            try:
+                loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
+                with runtime.backward():
+                    self._backward(batch)
+            except BaseException:
+                runtime.controller.excuse_iteration()
+                raise
+            finally:
+                self._is_running = False
                 for output in (output for row in batch.outputs for output in row):
                     output.drop()
         return loss
@@ -213,12 +218,12 @@ class ByLayerPipeline:
 
     def _backward(self, batch: _Batch) -> None:
         """Run the backward of each block for all micro-batches, the last one first."""
-        turn, scaler = self._runtime.modules.turn, self._runtime.scaler
+        scaler = self._runtime.scaler
         for output in batch.outputs[-1]:
             output.begin_backward(1.0 if scaler is None else scaler.scale)
         for at in reversed(range(len(self._items))):
             for number in reversed(range(len(batch.parts))):
-                batch.outputs[at].pop().backward(turn)
-                if at:
-                    with turn.taken():
-                        batch.outputs[at - 1][number].park_gradients()
+                given = batch.outputs[at - 1][number] if at else None
+                batch.outputs[at].pop().backward(given)
+                if given is not None:
+                    given.park_gradients()
