@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -83,15 +82,18 @@ def _names(runtime: Runtime, modules: list[nn.Module]) -> dict[int, str]:
         LayoutError: one has parameters that the manager does not have.
     """
     known: dict[int, str] = {}
+    parameters: set[int] = set()
     for model in runtime.registry.models:
+        parameters.update(map(id, model.root.parameters()))
         for name, module in model.root.named_modules():
             known.setdefault(id(module), name or type(module).__name__)
     for module in modules:
-        own: Any = next(module.parameters(), None)
-        if id(module) not in known and own is not None:
+        # What is not part of a model may be a wrapper of something that is.
+        inner = next((known[id(each)] for each in module.modules() if id(each) in known), type(module).__name__)
+        if not parameters.issuperset(map(id, module.parameters())):
             raise LayoutError(
-                f"manager.pipeline(): a {type(module).__name__} is part of no model of this manager; build it inside "
-                "manager.init(), or give its model to manager.wrap()"
+                f"manager.pipeline(): a {type(module).__name__} has parameters of no model of this manager; build it "
+                "inside manager.init(), or give its model to manager.wrap()"
             )
-        known.setdefault(id(module), type(module).__name__)
+        known.setdefault(id(module), inner)
     return known

@@ -112,6 +112,7 @@ class ByLayerPipeline:
         self._statistics = statistics
         self._outermost = _Outermost()
         runtime.hooks.fit_outermost(self._outermost, name="pipeline")
+        self._is_running = False
         self._random = RandomStreams(runtime.memory.compute.generators())
 
     def step(self, inputs: Any, target: Any = None) -> torch.Tensor:
@@ -132,18 +133,21 @@ class ByLayerPipeline:
             raise StateError("pipe.step() computes gradients; under torch.no_grad() call the model itself")
         batch = self._batch(inputs, target)
         access = runtime.modules.access
-        others = access.num_calls
-        try:
-            with self._statistics.mini_batch():
-                loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
-                with runtime.backward(), runtime.sharding.units.one_backward():
-                    self._backward(batch)
-        except BaseException:
-            runtime.controller.excuse_iteration()
-            raise
-        finally:
-            access.num_calls = others
-            self._drop(batch)
+        with runtime.modules.turn.taken():
+            if self._is_running:
+                raise StateError("pipe.step() inside of pipe.step(): end the one before the next begins")
+            self._is_running, others = True, access.num_calls
+            try:
+                with self._statistics.mini_batch():
+                    loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
+                    with runtime.backward(), runtime.sharding.units.one_backward():
+                        self._backward(batch)
+            except BaseException:
+                runtime.controller.excuse_iteration()
+                raise
+            finally:
+                self._is_running, access.num_calls = False, others
+                self._drop(batch)
         return loss
 
     @torch.no_grad()
@@ -151,10 +155,11 @@ class ByLayerPipeline:
         """Run forward of a batch, and return its loss. Arguments and errors are those of `step`."""
         self._runtime.require_open()
         batch = self._batch(inputs, target)
-        try:
-            loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
-        finally:
-            self._drop(batch)
+        with self._runtime.modules.turn.taken():
+            try:
+                loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
+            finally:
+                self._drop(batch)
         return loss
 
     def _batch(self, inputs: Any, target: Any) -> _Batch:
@@ -162,9 +167,8 @@ class ByLayerPipeline:
 
     def _drop(self, batch: _Batch) -> None:
         """Free what an interrupted step has left."""
-        with self._runtime.modules.turn.taken():
-            for output in (output for row in batch.outputs for output in row):
-                output.drop()
+        for output in (output for row in batch.outputs for output in row):
+            output.drop()
 
     # Forward.
 
@@ -263,17 +267,16 @@ class ByLayerPipeline:
 
     def _backward(self, batch: _Batch) -> None:
         """Run the backward of each block for all micro-batches, the last one first."""
-        access, turn, scaler = self._runtime.modules.access, self._runtime.modules.turn, self._runtime.scaler
+        access, scaler = self._runtime.modules.access, self._runtime.scaler
         for output in batch.outputs[-1]:
             output.begin_backward(1.0 if scaler is None else scaler.scale)
         for at in reversed(range(len(self._items))):
             if any(output.has_gradients for output in batch.outputs[at]):
-                with turn.taken():  # before it is known whether the unit is recomputed: that may differ between ranks
-                    self._runtime.sharding.units.announce_module(self._items[at].unit)
+                # Before it is known whether the unit is recomputed: that may differ between ranks.
+                self._runtime.sharding.units.announce_module(self._items[at].unit)
             for number in reversed(range(len(batch.parts))):
-                output = batch.outputs[at].pop()
+                output, given = batch.outputs[at].pop(), batch.outputs[at - 1][number] if at else None
                 access.num_calls = output.calls
-                output.backward(turn)
-                if at:
-                    with turn.taken():
-                        batch.outputs[at - 1][number].park_gradients()
+                output.backward(given)
+                if given is not None:
+                    given.park_gradients()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
+import threading
 import weakref
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import chunkmem
+from chunkmem.trace.activations import Content, activation_contents
+from chunkmem.trace.model import Kind
 from chunkmem.types import Role
 from tests.helpers.audit import audit
 from tests.helpers.pipelined import WIDTH, Chain, Residual, features, loop_step
@@ -632,3 +635,328 @@ def test_a_step_without_gradients_is_refused() -> None:
             with mode, pytest.raises(chunkmem.StateError, match="call the model itself"):
                 twins.pipe.step(*features(0))
         twins.run(steps=1)
+
+
+# Whose modules blocks are, and what they keep.
+
+
+class Around(nn.Module):
+    """Made after the model, of a part of it."""
+
+    def __init__(self, inner: nn.Module, *, is_twice: bool = False) -> None:
+        super().__init__()
+        self.inner = inner
+        self.own = linear() if is_twice else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_blocks_may_be_wrappers_of_parts_of_a_model() -> None:
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual, Residual))
+        model = twins.model
+        twins.pipe = manager.pipeline(
+            [Around(block) for block in model.blocks],
+            first=Around(model.first),
+            last=Around(model.last),
+            loss_fn=twins.loss,
+            micro_batches=PARTS,
+            checkpoint="always",
+        )
+        twins.run()
+        assert "inputs of blocks.1" in labels(manager)
+
+
+def test_parameters_of_no_model_are_refused() -> None:
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual))
+        for block in (linear(), Around(twins.model.blocks[0], is_twice=True)):
+            with pytest.raises(chunkmem.LayoutError, match="has parameters of no model of this manager"):
+                manager.pipeline([block], loss_fn=mean, micro_batches=2)
+
+
+class KeepsLoss(Owner):
+    """Leaves a loss on itself."""
+
+    kept: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.kept = y.square().mean()
+        return y
+
+
+class PassesLoss(Owner):
+    """Returns it with its output."""
+
+    def forward(self, x: Tensor, penalty: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y, penalty + y.square().mean()
+
+
+class LastOfTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor, penalty: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head(x), penalty
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_loss_that_a_block_leaves_on_itself_is_refused(checkpoint: str) -> None:
+    """By layer, it is that of another micro-batch, and its history ends with the block."""
+    with managed() as manager:
+        twins = Twins(manager, simple(KeepsLoss, Residual), checkpoint=checkpoint)
+        kept = twins.model.blocks[0]
+        pipe = twins.pipeline(PARTS, checkpoint, loss=lambda output, y: F.cross_entropy(output, y) + kept.kept)
+        with pytest.raises(chunkmem.StateError, match="a gradient comes to what first has returned from elsewhere"):
+            pipe.step(*features(0))
+        twins.optimizer.zero_grad()
+        kept.kept = torch.tensor(0.0)
+        assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_loss_that_is_passed_on(checkpoint: str) -> None:
+    def build() -> Chain:
+        return Chain(linear(), [PassesLoss(), PassesLoss()], LastOfTwo())
+
+    with managed() as manager:
+        loss: Loss = lambda output, target: F.cross_entropy(output[0], target) + 0.1 * output[1]  # noqa: E731
+        Twins(manager, build, checkpoint=checkpoint, loss=loss).run()
+
+
+class KeepsOutput(Owner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.kept.append(y)
+        return torch.tanh(y)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_what_a_block_keeps_stays_as_it_is(checkpoint: str) -> None:
+    with managed() as manager:
+        twins = Twins(manager, simple(KeepsOutput, Residual), checkpoint=checkpoint)
+        for step in range(STEPS):
+            kept, expected = (model.blocks[0].kept for model in (twins.model, twins.plain))
+            kept.clear()
+            expected.clear()
+            twins.backward(*features(step))
+            twins.update()
+            assert [torch.equal(a, b) for a, b in zip(kept, expected, strict=True)] == [True] * PARTS
+
+
+# What comes between steps, and beside them.
+
+
+def with_evaluation(twins: Twins, step: int) -> None:
+    for model in (twins.plain, twins.model):
+        model.eval()
+    with torch.no_grad():
+        assert torch.equal(twins.plain(features(step)[0]), twins.model(features(step)[0]))
+    for model in (twins.plain, twins.model):
+        model.train()
+    twins.backward(*features(step))
+
+
+def with_two_steps(twins: Twins, step: int) -> None:
+    """Gradients add up."""
+    twins.backward(*features(step))
+    twins.backward(*features(step + 100))
+
+
+def with_plain_backward(twins: Twins, step: int) -> None:
+    inputs, target = features(step + 100)
+    for model in (twins.plain, twins.model):
+        twins.loss(model(inputs), target).backward()
+    twins.backward(*features(step))
+
+
+def with_another_pipeline(twins: Twins, step: int) -> None:
+    twins.backward(*features(step))
+    num, pipe = twins.num, twins.pipe
+    twins.num, twins.pipe = 2, twins.pipeline(2)
+    twins.backward(*features(step + 100))
+    twins.num, twins.pipe = num, pipe
+
+
+def with_short_batches(twins: Twins, step: int) -> None:
+    twins.backward(*features(step, 5 if step % 3 == 2 else 8))
+
+
+def with_looks_at_gradients(twins: Twins, step: int) -> None:
+    twins.backward(*features(step))
+    for own, plain in zip(twins.model.parameters(), twins.plain.parameters(), strict=True):
+        assert torch.equal(own.grad, plain.grad)
+
+
+@pytest.mark.parametrize("checkpoint", [pytest.param("always", marks=FULL), "auto", pytest.param("never", marks=FULL)])
+@pytest.mark.parametrize(
+    "way",
+    [
+        with_evaluation,
+        with_two_steps,
+        with_plain_backward,
+        pytest.param(with_another_pipeline, marks=FULL),
+        with_short_batches,
+        pytest.param(with_looks_at_gradients, marks=FULL),
+    ],
+)
+def test_other_loops(way: Callable[[Twins, int], None], checkpoint: str) -> None:
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual, Residual), checkpoint=checkpoint)
+        for step in range(6):
+            way(twins, step)
+            twins.update()
+
+
+def test_gradients_are_clipped() -> None:
+    """To what plain PyTorch clips them to; its norm adds up in another order."""
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual, Residual))
+        for step in range(STEPS):
+            twins.backward(*features(step))
+            plain, own = (
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (twins.plain, twins.model)
+            )
+            torch.testing.assert_close(own, plain)
+            for optimizer in (twins.plain_optimizer, twins.optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+            state = manager.state_dict(twins.model)
+            twins.plain.load_state_dict(state)
+            assert_nothing_left(manager)
+
+
+def test_steps_in_several_threads() -> None:
+    """One after the other."""
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual, Residual))
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                for _ in range(3):
+                    twins.pipe.step(*features(0))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        for _ in range(9):
+            loop_step(twins.plain, twins.loss, *features(0), num=PARTS)
+        twins.update()
+
+
+def test_a_step_inside_of_a_step_is_refused() -> None:
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual))
+        inner: list[Any] = []
+        outer = twins.pipeline(PARTS, loss=lambda output, target: inner[0].step(*features(1)))
+        inner.append(outer)
+        with pytest.raises(chunkmem.StateError, match=r"pipe\.step\(\) inside of pipe\.step\(\)"):
+            outer.step(*features(0))
+        twins.run(steps=2)
+
+
+# Hooks of a user.
+
+
+def add_hooks(model: Chain, log: list[float]) -> None:
+    """Hooks that change what blocks are given, and their gradients, and note these."""
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+        block.register_forward_hook(lambda module, args, output: output * 0.5)
+        block.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 2,))
+        for each in (block, block.mlp):
+            each.register_full_backward_hook(lambda module, inputs, outputs: log.append(inputs[0].sum().item()))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_hooks_on_blocks(checkpoint: str) -> None:
+    with managed() as manager:
+        twins = Twins(manager, simple(Residual, Residual), checkpoint=checkpoint)
+        log: list[float] = []
+        expected: list[float] = []
+        add_hooks(twins.model, log)
+        add_hooks(twins.plain, expected)
+        twins.run()
+        assert sorted(log) == sorted(expected)  # in another order: block by block
+
+
+@pytest.mark.full
+def test_a_compiled_loss() -> None:
+    with managed() as manager:
+        Twins(manager, simple(Residual), loss=torch.compile(F.cross_entropy)).run()
+
+
+# What is saved.
+
+
+@dataclasses.dataclass
+class Lives:
+    """Of chunks of activations in a step, by what they hold."""
+
+    num_made: Counter[Content]
+    most: Counter[Content]
+    """At one time."""
+    most_nbytes: Counter[Content]
+
+
+def lives(manager: chunkmem.ChunkManager) -> Lives:
+    trace = manager.trace
+    assert trace is not None
+    found, live, live_nbytes = activation_contents(trace), Counter[Content](), Counter[Content]()
+    result = Lives(Counter(), Counter(), Counter())
+    for moment in trace.moments:
+        if moment.chunk.role is Role.ACTIVATION and moment.kind in (Kind.CREATE, Kind.CONSUME):
+            content, sign = found[moment.chunk].content, 1 if moment.kind is Kind.CREATE else -1
+            live[content] += sign
+            live_nbytes[content] += sign * trace.chunk_nbytes[moment.chunk]
+            result.num_made[content] += sign == 1
+            result.most[content] = max(result.most[content], live[content])
+            result.most_nbytes[content] = max(result.most_nbytes[content], live_nbytes[content])
+    assert not any(live.values())
+    return result
+
+
+@pytest.mark.parametrize("num", [2, pytest.param(4, marks=FULL)])
+def test_what_is_saved_follows_formulas(num: int) -> None:
+    """Of three blocks, and of the last one, whose input is the third one's output; the first one's is the user's."""
+    num_calls, hidden_nbytes = 4 * num, 8 // num * WIDTH * 4
+    found: dict[str, Lives] = {}
+    for checkpoint in ("always", "except_last", "never"):
+        with managed() as manager:
+            twins = Twins(manager, simple(Residual, Residual, Residual), checkpoint=checkpoint, num=num)
+            twins.run()
+            found[checkpoint] = lives(manager)
+    always, except_last, never = found.values()
+
+    assert always.num_made[Content.INPUTS] == always.most[Content.INPUTS] == num_calls
+    assert always.most_nbytes[Content.INPUTS] == num_calls * hidden_nbytes
+    assert always.most[Content.RECOMPUTED] == 1
+    assert always.num_made[Content.ACTIVATIONS] == 0
+
+    # All but the last micro-batch's, which comes first in backward.
+    assert except_last.most[Content.INPUTS] == num_calls - 4
+    assert except_last.most_nbytes[Content.INPUTS] == (num_calls - 4) * hidden_nbytes
+    assert except_last.most[Content.RECOMPUTED] == 1
+    assert except_last.num_made[Content.ACTIVATIONS] == 4
+    assert except_last.most_nbytes[Content.ACTIVATIONS] * num == never.most_nbytes[Content.ACTIVATIONS]
+
+    assert never.num_made[Content.ACTIVATIONS] == never.most[Content.ACTIVATIONS] == num_calls
+    assert never.num_made[Content.INPUTS] == never.num_made[Content.RECOMPUTED] == 0
+
+    for each in found.values():  # what is on its way
+        assert each.most_nbytes[Content.OUTPUTS] <= (num + 1) * hidden_nbytes
+        assert each.most_nbytes[Content.GRADIENTS] <= (num + 1) * hidden_nbytes
