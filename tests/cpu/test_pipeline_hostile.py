@@ -960,3 +960,56 @@ def test_what_is_saved_follows_formulas(num: int) -> None:
     for each in found.values():  # what is on its way
         assert each.most_nbytes[Content.OUTPUTS] <= (num + 1) * hidden_nbytes
         assert each.most_nbytes[Content.GRADIENTS] <= (num + 1) * hidden_nbytes
+
+
+class InDict(nn.Module):
+    """Carries hidden states in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Residual()
+
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {"x": [self.block(state["x"][0])]}
+
+
+class ToDict(Owner):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"x": [self.layer(x)]}
+
+
+class FromDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, state: dict[str, Any]) -> Tensor:
+        return self.head(state["x"][0])
+
+
+def test_inputs_in_containers_are_in_the_ledger() -> None:
+    """They were kept by the call, as anything that is no tensor."""
+    with managed() as manager:
+        twins = Twins(manager, lambda: Chain(ToDict(), [InDict(), InDict()], FromDict()))
+        twins.run()
+        found = lives(manager)
+        assert found.most[Content.INPUTS] == 3 * PARTS
+        assert found.most_nbytes[Content.INPUTS] == 3 * features(0)[0].nbytes
+
+
+class OneTuple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.head(x),)
+
+
+def test_without_a_last_module_loss_fn_is_given_what_the_last_block_returns() -> None:
+    def loss(output: tuple[Tensor], target: Tensor) -> Tensor:
+        assert type(output) is tuple
+        return F.cross_entropy(output[0], target)
+
+    with managed() as manager:
+        Twins(manager, lambda: Chain(linear(), [Residual(), OneTuple()]), loss=loss).run()
