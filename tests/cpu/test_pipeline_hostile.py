@@ -230,14 +230,14 @@ class TakesNested(Owner):
 @pytest.mark.parametrize(
     "blocks",
     [
-        (Residual, Same, Residual),
+        pytest.param((Residual, Same, Residual), marks=FULL),
         (Residual, View, Residual),
-        (Twice, Sum),
+        pytest.param((Twice, Sum), marks=FULL),
         (Halves, Sum),
-        (WithBuffer, Sum),
+        pytest.param((WithBuffer, Sum), marks=FULL),
         (WithParameter, Sum),
-        (WithNone, TakesNone),
-        (MakesPair, TakesPair),
+        pytest.param((WithNone, TakesNone), marks=FULL),
+        pytest.param((MakesPair, TakesPair), marks=FULL),
         (Nested, TakesNested),
     ],
     ids=lambda blocks: blocks[0].__name__ + blocks[1].__name__,
@@ -287,7 +287,7 @@ class Two(nn.Module):
         return self.one(x), self.other(x)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 def test_a_block_may_write_to_one_of_several_tensors(checkpoint: str) -> None:
     with managed() as manager:
         Twins(manager, simple(Two, WritesOne, Residual), checkpoint=checkpoint).run()
@@ -381,7 +381,9 @@ class OwnGenerator(Owner):
 
 
 @pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
-@pytest.mark.parametrize("block", [Drops, FewNumbers, ManyNumbers, OwnGenerator])
+@pytest.mark.parametrize(
+    "block", [Drops, pytest.param(FewNumbers, marks=FULL), ManyNumbers, pytest.param(OwnGenerator, marks=FULL)]
+)
 def test_random_numbers_are_those_of_a_plain_loop(block: type[nn.Module], checkpoint: str) -> None:
     with managed() as manager:
         Twins(manager, simple(block, Residual, block), checkpoint=checkpoint).run()
@@ -397,7 +399,7 @@ class NumpyNumbers(Owner):
         return self.layer(x) * float(np.random.rand())
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 @pytest.mark.parametrize("block", [PythonNumbers, NumpyNumbers])
 def test_random_numbers_of_python_and_numpy(block: type[nn.Module], checkpoint: str) -> None:
     """Recomputed calls draw the same ones, and micro-batches those of a plain loop."""
@@ -426,7 +428,7 @@ class DrawsMore(Owner):
         return F.dropout(y, 0.1)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 def test_micro_batches_that_begin_to_draw_different_amounts(checkpoint: str) -> None:
     with managed() as manager:
         twins = Twins(manager, simple(DrawsMore, Residual, DrawsMore), checkpoint=checkpoint)
@@ -614,7 +616,7 @@ def test_other_losses() -> None:
         twins.run(steps=2)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 def test_gradients_of_the_input(checkpoint: str) -> None:
     with managed() as manager:
         twins = Twins(manager, simple(Residual), checkpoint=checkpoint)
@@ -718,7 +720,7 @@ def test_a_loss_that_a_block_leaves_on_itself_is_refused(checkpoint: str) -> Non
         assert_nothing_left(manager)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 def test_a_loss_that_is_passed_on(checkpoint: str) -> None:
     def build() -> Chain:
         return Chain(linear(), [PassesLoss(), PassesLoss()], LastOfTwo())
@@ -739,7 +741,7 @@ class KeepsOutput(Owner):
         return torch.tanh(y)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 def test_what_a_block_keeps_stays_as_it_is(checkpoint: str) -> None:
     with managed() as manager:
         twins = Twins(manager, simple(KeepsOutput, Residual), checkpoint=checkpoint)
@@ -882,7 +884,7 @@ def add_hooks(model: Chain, log: list[float]) -> None:
             each.register_full_backward_hook(lambda module, inputs, outputs: log.append(inputs[0].sum().item()))
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 def test_hooks_on_blocks(checkpoint: str) -> None:
     with managed() as manager:
         twins = Twins(manager, simple(Residual, Residual), checkpoint=checkpoint)
