@@ -23,12 +23,12 @@ from torch import nn
 from chunkmem.assembly import Runtime
 from chunkmem.errors import StateError
 from chunkmem.nn.borders import cast_floats
+from chunkmem.pipeline.arguments import Given, OfTensors, OnCopies, arguments_of
 from chunkmem.pipeline.checkpoints import policy_of
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.outputs import BlockOutput
 from chunkmem.pipeline.random_streams import RandomStreams, Streams, foreign_states, states_of
-from chunkmem.pipeline.written import Given, OnCopies
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,8 @@ class LossItem(nn.Module):
         self.loss_fn = loss_fn
         self._casts = casts
 
-    def forward(self, given: tuple[Any, ...], target: Any, divisor: float) -> torch.Tensor:
-        if self.module is not None:
-            output = self.module(*given)
-        else:
-            output = given if len(given) != 1 else given[0]
+    def forward(self, given: Any, target: Any, divisor: float) -> torch.Tensor:
+        output = given if self.module is None else self.module(*arguments_of(given))
         if self._casts:
             output = cast_floats(output, torch.float32)
         loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
@@ -234,9 +231,9 @@ class ByLayerPipeline:
         """Run a block for a micro-batch. When it is over, only autograd has what it was given."""
         part = batch.parts[number]
         given = batch.outputs[at - 1][number] if at else None
-        arguments = self._first_arguments(part) if given is None else given.arguments()
-        if at == len(self._items) - 1:
-            arguments = (arguments, part.target, part.divisor)
+        value = self._first_value(part) if given is None else given.value()
+        arguments = (value, part.target, part.divisor) if at == len(self._items) - 1 else arguments_of(value)
+        del value
         policy, modules = policy_of(self._checkpoint, number, len(batch.parts)), self._runtime.modules
         # Backward comes to this call alone, whatever other micro-batches have read: it is over when gradients land.
         modules.access.num_calls = Counter()
@@ -247,16 +244,17 @@ class ByLayerPipeline:
         if given is not None:
             given.end_call()
 
-    def _first_arguments(self, part: MicroBatch) -> tuple[Any, ...]:
-        inputs = cast_floats(part.inputs, self._runtime.dtype) if self._runtime.is_lowered else part.inputs
-        return inputs if type(inputs) is tuple else (inputs,)
+    def _first_value(self, part: MicroBatch) -> Any:
+        return cast_floats(part.inputs, self._runtime.dtype) if self._runtime.is_lowered else part.inputs
 
     def _run(self, at: int, policy: str, arguments: tuple[Any, ...], *, number: int) -> Any:
         item, on_copies, regions = self._items[at], self._on_copies[at], self._runtime.modules.regions
-        again = on_copies.again
-        is_recomputed = regions.enter(item.name, policy, again, arguments, {}, start=regions.now(), number=number)
+        again = OfTensors(on_copies.again, arguments)
+        tensors = again.take_tensors()
+        is_recomputed = regions.enter(item.name, policy, again, tensors, {}, start=regions.now(), number=number)
+        del tensors
         try:
-            if is_recomputed and again is on_copies:
+            if is_recomputed and again.module is on_copies:
                 return on_copies(*arguments)
             given = Given(arguments)
             result = item.module(*arguments)

@@ -73,8 +73,8 @@ class BlockOutput:
         """
         self._parked = self._parking.park(self._content, name=self._name, what="output")
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Return what the next block is called with, on the device until `end_call`.
+    def value(self) -> Any:
+        """Return what the next block is given, on the device until `end_call`.
 
         Raises:
             CapacityError: it does not fit.
@@ -87,8 +87,7 @@ class BlockOutput:
             for at, tensor in zip(self._wanted, cut, strict=True):
                 tensors[at] = tensor
         leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
-        value = tree_unflatten(leaves, self._spec)
-        return value if type(value) is tuple else (value,)
+        return tree_unflatten(leaves, self._spec)
 
     def end_call(self) -> None:
         """The next block has returned."""

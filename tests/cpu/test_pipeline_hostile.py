@@ -230,14 +230,14 @@ class TakesNested(Owner):
 @pytest.mark.parametrize(
     "blocks",
     [
-        (Residual, Same, Residual),
+        pytest.param((Residual, Same, Residual), marks=FULL),
         (Residual, View, Residual),
-        (Twice, Sum),
+        pytest.param((Twice, Sum), marks=FULL),
         (Halves, Sum),
-        (WithBuffer, Sum),
+        pytest.param((WithBuffer, Sum), marks=FULL),
         (WithParameter, Sum),
-        (WithNone, TakesNone),
-        (MakesPair, TakesPair),
+        pytest.param((WithNone, TakesNone), marks=FULL),
+        pytest.param((MakesPair, TakesPair), marks=FULL),
         (Nested, TakesNested),
     ],
     ids=lambda blocks: blocks[0].__name__ + blocks[1].__name__,
@@ -287,7 +287,7 @@ class Two(nn.Module):
         return self.one(x), self.other(x)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 def test_a_block_may_write_to_one_of_several_tensors(checkpoint: str) -> None:
     with managed() as manager:
         Twins(manager, simple(Two, WritesOne, Residual), checkpoint=checkpoint).run()
@@ -381,7 +381,9 @@ class OwnGenerator(Owner):
 
 
 @pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
-@pytest.mark.parametrize("block", [Drops, FewNumbers, ManyNumbers, OwnGenerator])
+@pytest.mark.parametrize(
+    "block", [Drops, pytest.param(FewNumbers, marks=FULL), ManyNumbers, pytest.param(OwnGenerator, marks=FULL)]
+)
 def test_random_numbers_are_those_of_a_plain_loop(block: type[nn.Module], checkpoint: str) -> None:
     with managed() as manager:
         Twins(manager, simple(block, Residual, block), checkpoint=checkpoint).run()
@@ -397,7 +399,7 @@ class NumpyNumbers(Owner):
         return self.layer(x) * float(np.random.rand())
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 @pytest.mark.parametrize("block", [PythonNumbers, NumpyNumbers])
 def test_random_numbers_of_python_and_numpy(block: type[nn.Module], checkpoint: str) -> None:
     """Recomputed calls draw the same ones, and micro-batches those of a plain loop."""
@@ -426,7 +428,7 @@ class DrawsMore(Owner):
         return F.dropout(y, 0.1)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 def test_micro_batches_that_begin_to_draw_different_amounts(checkpoint: str) -> None:
     with managed() as manager:
         twins = Twins(manager, simple(DrawsMore, Residual, DrawsMore), checkpoint=checkpoint)
@@ -614,7 +616,7 @@ def test_other_losses() -> None:
         twins.run(steps=2)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 def test_gradients_of_the_input(checkpoint: str) -> None:
     with managed() as manager:
         twins = Twins(manager, simple(Residual), checkpoint=checkpoint)
@@ -718,7 +720,7 @@ def test_a_loss_that_a_block_leaves_on_itself_is_refused(checkpoint: str) -> Non
         assert_nothing_left(manager)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 def test_a_loss_that_is_passed_on(checkpoint: str) -> None:
     def build() -> Chain:
         return Chain(linear(), [PassesLoss(), PassesLoss()], LastOfTwo())
@@ -739,7 +741,7 @@ class KeepsOutput(Owner):
         return torch.tanh(y)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 def test_what_a_block_keeps_stays_as_it_is(checkpoint: str) -> None:
     with managed() as manager:
         twins = Twins(manager, simple(KeepsOutput, Residual), checkpoint=checkpoint)
@@ -882,7 +884,7 @@ def add_hooks(model: Chain, log: list[float]) -> None:
             each.register_full_backward_hook(lambda module, inputs, outputs: log.append(inputs[0].sum().item()))
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", ["always", pytest.param("never", marks=FULL)])
 def test_hooks_on_blocks(checkpoint: str) -> None:
     with managed() as manager:
         twins = Twins(manager, simple(Residual, Residual), checkpoint=checkpoint)
@@ -960,3 +962,56 @@ def test_what_is_saved_follows_formulas(num: int) -> None:
     for each in found.values():  # what is on its way
         assert each.most_nbytes[Content.OUTPUTS] <= (num + 1) * hidden_nbytes
         assert each.most_nbytes[Content.GRADIENTS] <= (num + 1) * hidden_nbytes
+
+
+class InDict(nn.Module):
+    """Carries hidden states in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Residual()
+
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {"x": [self.block(state["x"][0])]}
+
+
+class ToDict(Owner):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"x": [self.layer(x)]}
+
+
+class FromDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, state: dict[str, Any]) -> Tensor:
+        return self.head(state["x"][0])
+
+
+def test_inputs_in_containers_are_in_the_ledger() -> None:
+    """They were kept by the call, as anything that is no tensor."""
+    with managed() as manager:
+        twins = Twins(manager, lambda: Chain(ToDict(), [InDict(), InDict()], FromDict()))
+        twins.run()
+        found = lives(manager)
+        assert found.most[Content.INPUTS] == 3 * PARTS
+        assert found.most_nbytes[Content.INPUTS] == 3 * features(0)[0].nbytes
+
+
+class OneTuple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.head(x),)
+
+
+def test_without_a_last_module_loss_fn_is_given_what_the_last_block_returns() -> None:
+    def loss(output: tuple[Tensor], target: Tensor) -> Tensor:
+        assert type(output) is tuple
+        return F.cross_entropy(output[0], target)
+
+    with managed() as manager:
+        Twins(manager, lambda: Chain(linear(), [Residual(), OneTuple()]), loss=loss).run()

@@ -1,16 +1,56 @@
-"""Blocks that write in place to what they are given: they begin with copies where they are going to be recomputed."""
+"""What a block is called with, and called again with where it is recomputed.
+
+All tensors that it is given are inputs of the call, also those in dicts and lists. Blocks that write in place to what
+they are given begin with copies where they are going to be recomputed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from chunkmem.errors import StateError
 from chunkmem.nn.values import storage_id, tensors_in
+
+
+def arguments_of(value: Any) -> tuple[Any, ...]:
+    """Return what a block is called with that is given a value: a tuple is its arguments."""
+    return value if type(value) is tuple else (value,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Stands for a tensor in arguments."""
+
+    index: int
+
+
+class OfTensors(nn.Module):
+    """Calls a module, given all tensors in its arguments in place of those."""
+
+    def __init__(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Call `module` as with `arguments`. The same tensor twice is given once."""
+        super().__init__()
+        self.module = module
+        leaves, self._spec = tree_flatten(arguments)
+        known = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        slots = {key: _Slot(index) for index, key in enumerate(known)}
+        self._leaves = [slots.get(id(leaf), leaf) for leaf in leaves]
+        self._tensors = tuple(known.values())
+
+    def take_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors, which are not kept."""
+        tensors, self._tensors = self._tensors, ()
+        return tensors
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
+        return self.module(*tree_unflatten(leaves, self._spec))
 
 
 class Given:
