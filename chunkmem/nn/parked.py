@@ -19,8 +19,8 @@ import torch
 from chunkmem.nn.region_chunks import RegionChunks
 from chunkmem.nn.saved_storages import SavedStorage, SavedStorages
 from chunkmem.nn.values import storage_id
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk
 from chunkmem.types import ChunkId, Tier
 
 

@@ -6,6 +6,7 @@ What a block is given has no history but a node that takes the gradients.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from chunkmem.errors import StateError
+from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.parked import Parked, ParkedTensors
 from chunkmem.nn.values import tensors_in
 
@@ -29,14 +31,21 @@ class _Slot:
 class BlockOutput:
     """What a block has returned for a micro-batch. The next block is given it once."""
 
-    def __init__(self, value: Any, parking: ParkedTensors, *, name: str) -> None:
+    def __init__(self, value: Any, parking: ParkedTensors, *, name: str, calls: Counter[ManagedParameter]) -> None:
         """Take what the block of that name has returned, of which the caller is to keep nothing.
+
+        Args:
+            value: what it has returned.
+            parking: for tensors that nobody needs for a while.
+            name: of the block.
+            calls: that its backward comes to; see `AccessTracker.num_calls`.
 
         Raises:
             StateError: it has tensors in objects that cannot be taken apart.
         """
         self._parking = parking
         self._name = name
+        self.calls = calls
         self._leaves, self._spec = tree_flatten(value)
         tensors = _take_tensors(self._leaves, name)
         self._wanted = [at for at, tensor in enumerate(tensors) if tensor.requires_grad]
@@ -119,6 +128,11 @@ class BlockOutput:
                 "the loss depends on no parameter that requires gradients: unfreeze one, or do not call pipe.step()"
             )
         self._parked_gradients = self._parking.keep([torch.full_like(self.tensor, scale)])
+
+    @property
+    def has_gradients(self) -> bool:
+        """Gradients have come to what the block has returned."""
+        return self._parked_gradients is not None
 
     def backward(self, given: BlockOutput | None) -> None:
         """Run the backward of the block, if gradients have come to what it has returned.

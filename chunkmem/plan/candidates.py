@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 
 from chunkmem.errors import CapacityError, PlanError, TraceError
@@ -15,7 +16,7 @@ from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recent
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.intervals import find_stays, keep_slabs, linger, prefetch
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import Action, Plan
+from chunkmem.plan.model import Action, Copy, Plan
 from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.search import least_traffic
@@ -69,6 +70,18 @@ class Candidate:
     def nbytes(self) -> int:
         """Bytes moved in an iteration, over both links."""
         return sum(self.timeline.moved_nbytes.values())
+
+    @cached_property
+    def num_copies(self) -> int:
+        """Copies in an iteration."""
+        return sum(isinstance(action, Copy) for actions in self.plan.actions for action in actions)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; where the host computes itself, with those that it takes to hand copies over."""
+        machine = self.plan.machine
+        latency_s = max(link.latency_s for link in machine.links.values()) if machine.one_processor else 0.0
+        return self.timeline.step_s + latency_s * self.num_copies
 
 
 def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Iterator[Candidate]:

@@ -7,11 +7,13 @@ search for the least traffic after them, and `Planner.improve` continues where i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from chunkmem.plan.candidates import CLOSE, Candidate, Candidates, PlanOptions, Searched
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
+from chunkmem.plan.simulate import simulate
 from chunkmem.trace.model import Trace
 
 
@@ -19,7 +21,13 @@ class Planner:
     """Plans a step piece by piece: at once by Belady's rule, and better by and by; see [Note: Work]."""
 
     def __init__(
-        self, trace: Trace, machine: Machine, *, options: PlanOptions | None = None, known: Searched | None = None
+        self,
+        trace: Trace,
+        machine: Machine,
+        *,
+        options: PlanOptions | None = None,
+        known: Searched | None = None,
+        before: Candidate | None = None,
     ) -> None:
         """Begin; nothing is planned yet.
 
@@ -28,6 +36,7 @@ class Planner:
             machine: caps and speeds to plan for.
             options: of a user's configuration.
             known: what a planner has found for the same step with other durations, see `retimed`.
+            before: the best of that planner.
         """
         self._known: Searched = {} if known is None else known
         self._machine = machine
@@ -35,6 +44,7 @@ class Planner:
         self._pieces = Candidates(trace, machine, self._options, self._known).pieces()
         self._close: list[Candidate] = []
         """Those so far that are as fast as the fastest, in their order."""
+        self._before = before
         self.is_done = False
         """Every candidate has been tried."""
         self.work_done = 0
@@ -42,12 +52,17 @@ class Planner:
 
     @property
     def plan(self) -> Plan | None:
-        """The best plan so far: of those as fast as the fastest the one that moves least, then the first."""
+        """The best plan so far: of those as fast as the fastest the one that moves least, then the first, and the one
+        before where that moves less."""
         return self._best().plan if self._close else None
 
     def retimed(self, trace: Trace) -> Planner:
         """Return a planner for the same step with other durations; what was searched for is not searched for again."""
-        return Planner(trace, self._machine, options=self._options, known=self._known)
+        before = None
+        if self._close:
+            best = self._best()
+            before = replace(best, timeline=simulate(best.plan, trace))
+        return Planner(trace, self._machine, options=self._options, known=self._known, before=before)
 
     def improve(self, work: int | None = None) -> Plan:
         """Try candidates for about `work` units, more if there is no plan yet; None: all of them.
@@ -74,12 +89,16 @@ class Planner:
         return self._best().plan
 
     def _best(self) -> Candidate:
-        return min(self._close, key=lambda candidate: candidate.nbytes)
+        best = min(self._close, key=lambda candidate: candidate.nbytes)
+        before, fastest_s = self._before, min(candidate.step_s for candidate in self._close)
+        if before is not None and before.nbytes < best.nbytes and before.step_s <= (1 + CLOSE) * fastest_s:
+            return before
+        return best
 
     def _add(self, candidate: Candidate) -> None:
         self._close.append(candidate)
-        fastest_s = min(candidate.timeline.step_s for candidate in self._close)
-        self._close = [candidate for candidate in self._close if candidate.timeline.step_s <= (1 + CLOSE) * fastest_s]
+        fastest_s = min(candidate.step_s for candidate in self._close)
+        self._close = [candidate for candidate in self._close if candidate.step_s <= (1 + CLOSE) * fastest_s]
 
 
 def make_plan(trace: Trace, machine: Machine, *, options: PlanOptions | None = None) -> Plan:

@@ -59,3 +59,15 @@ def test_policies_for_activations_are_compared(tmp_path: Path) -> None:
     assert [len(link["caps"]) for link in links.values()] == [2, 2]
     for link in links.values():
         assert {"auto", "recompute", "checkpoint"} <= set(link["caps"][0]["variants"])
+
+
+@pytest.mark.full
+def test_ways_to_accumulate_are_compared(tmp_path: Path) -> None:
+    """All of them compute the same bits, or the run fails; by layer, less moves."""
+    out = tmp_path / "results.json"
+    options = ["--quick", "--settings", "memory", "--steps", "2", "--no-copies", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.pipeline.run", *options]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    rows = json.loads(out.read_text())["settings"]["memory"]["variants"]
+    assert rows["by-layer-always"]["traffic"]["moved_nbytes"] < rows["accumulating"]["traffic"]["moved_nbytes"] / 2
