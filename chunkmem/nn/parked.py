@@ -153,7 +153,6 @@ class ParkedTensors:
             # What was passed on is parked again before a plan frees this replica, and must not seem to be held by it.
             chunk.replicas[Tier.DEVICE].pieces = ()
         if is_pinned:
-            chunk.replicas[Tier.DEVICE].pieces = ()  # a plan may free it later: until then nobody is to count these
             self._pager.unpin(chunk, Tier.DEVICE)
         self._pager.consume(chunk)
         if Tier.DEVICE in chunk.replicas and not self._pager.policy.is_planned:

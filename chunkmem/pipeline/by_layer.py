@@ -250,9 +250,9 @@ class ByLayerPipeline:
     def _run(self, at: int, policy: str, arguments: tuple[Any, ...], *, number: int) -> Any:
         item, on_copies, regions = self._items[at], self._on_copies[at], self._runtime.modules.regions
         again = OfTensors(on_copies.again, arguments)
-        tensors = again.take_tensors()
-        is_recomputed = regions.enter(item.name, policy, again, tensors, {}, start=regions.now(), number=number)
-        del tensors
+        is_recomputed = regions.enter(
+            item.name, policy, again, again.take_tensors(), {}, start=regions.now(), number=number
+        )
         try:
             if is_recomputed and again.module is on_copies:
                 return on_copies(*arguments)
