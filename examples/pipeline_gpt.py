@@ -20,9 +20,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.nn.functional as F
-from files import load, make_folder, save
+from files import make_folder, save
 from gpt import PRESETS, VOCAB, Block, Shape, embedding, linear
 from options import fail
+from pretrain_gpt import start_of
 from ranks import Ranks, join_ranks
 from text import TextError, batch_at, load_text
 from torch import Tensor, nn
@@ -104,12 +105,12 @@ def train(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
     scheduler = LambdaLR(optimizer, lambda step: 1 - 0.9 * step / args.steps)
 
     path, first = args.out / "checkpoint.pt", 0
-    if args.resume or (ranks.num_restarts and path.exists()):
-        state = load(path)
-        manager.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
-        first = state["step"]
+    start = start_of(args, ranks)
+    if start:
+        manager.load_state_dict(start["model"])
+        optimizer.load_state_dict(start["optimizer"])
+        scheduler.load_state_dict(start["scheduler"])
+        first = start["step"]
 
     text, losses = load_text(args.data, seq=args.seq), [float("nan")]
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, unit="step", disable=not ranks.is_first)

@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TEXT = b"for word in ('chunk', 'slab', 'tier', 'role'):\n    print(word)\n" * 20
 SEQ = 16
-TINY = ("--model", "1m", "--batch", "2", "--seq", str(SEQ), "--sample", "4")
+PRETRAIN = ("pretrain_gpt.py", "--model", "1m", "--batch", "2", "--seq", str(SEQ), "--sample", "4")
+PIPELINE = ("pipeline_gpt.py", "--model", "1m", "--batch", "4", "--seq", str(SEQ), "--micro-batches", "2")
+STAGES = (*PIPELINE, "--stages", "2", "--schedule", "1f1b")
 REPORT = {"trace.json", "plan.json", "timeline.json", "timeline.html", "memory.png"}
 WRITTEN = {"checkpoint.pt", "sample.txt", *REPORT}
 PATIENCE_S = 300
@@ -43,10 +45,13 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @contextmanager
-def torchrun(*arguments: object, log: Path, restarts: int = 0) -> Iterator[subprocess.Popen[bytes]]:
-    """Start two ranks of the example; whatever happens, nothing of them is left."""
-    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", restarts)
-    command = [sys.executable, *map(str, (*start, EXAMPLES / "pretrain_gpt.py", *TINY, *arguments))]
+def torchrun(
+    *arguments: object, log: Path, restarts: int = 0, ranks: int = 2, example: tuple[str, ...] = PRETRAIN
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start ranks of an example; whatever happens, nothing of them is left."""
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--max-restarts", restarts)
+    script, *options = example
+    command = [sys.executable, *map(str, (*start, EXAMPLES / script, *options, *arguments))]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     with (
         log.open("wb") as file,
@@ -68,8 +73,8 @@ def finish(process: subprocess.Popen[bytes], log: Path) -> str:
     return said
 
 
-def train(*arguments: object, log: Path) -> str:
-    with torchrun(*arguments, log=log) as process:
+def train(*arguments: object, log: Path, ranks: int = 2, example: tuple[str, ...] = PRETRAIN) -> str:
+    with torchrun(*arguments, log=log, ranks=ranks, example=example) as process:
         return finish(process, log)
 
 
@@ -118,13 +123,16 @@ def worker(process: subprocess.Popen[bytes], rank: int) -> psutil.Process:
 
 
 @pytest.mark.full
-def test_a_killed_rank_is_started_again_and_nothing_is_lost(tmp_path: Path, text: Path) -> None:
+@pytest.mark.parametrize("example", [PRETRAIN, STAGES], ids=["shards", "stages"])
+def test_a_killed_rank_is_started_again_and_nothing_is_lost(
+    tmp_path: Path, text: Path, example: tuple[str, ...]
+) -> None:
     arguments = ("--steps", 12, "--save-every", 4, "--data", text)
-    train(*arguments, "--out", "whole", log=tmp_path / "whole.log")
+    train(*arguments, "--out", "whole", log=tmp_path / "whole.log", example=example)
     log, saved = tmp_path / "parts.log", tmp_path / "parts" / "checkpoint.pt"
     saved.parent.mkdir()
     saved.write_bytes(b"of an earlier training")
-    with torchrun(*arguments, "--out", "parts", log=log, restarts=1) as process:
+    with torchrun(*arguments, "--out", "parts", log=log, restarts=1, example=example) as process:
         # `wait` comes back early if the training ends, which it must not yet.
         while not (saved.exists() and saved.stat().st_size > 1000):
             with pytest.raises(subprocess.TimeoutExpired):
@@ -137,9 +145,25 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(tmp_path: Path, text
     assert said.count(f"{step}/12 [00:00<?") == 1
     assert not any(each.is_running() for each in workers)
     assert not [each for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info["cmdline"])]
-    assert {path.name for path in saved.parent.iterdir()} == {*WRITTEN, "earlier-checkpoint.pt"}
+    written = WRITTEN if example is PRETRAIN else {"checkpoint.pt"}
+    assert {path.name for path in saved.parent.iterdir()} == {*written, "earlier-checkpoint.pt"}
     assert (saved.parent / "earlier-checkpoint.pt").read_bytes() == b"of an earlier training"
     assert_equal(checkpoint(tmp_path / "parts"), checkpoint(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.full)])
+def test_stages_go_on_as_other_ranks(tmp_path: Path, text: Path, ranks: int) -> None:
+    """What two stages have saved, one process or two stages of two shards train on, with the same means."""
+    out = ("--save-every", 3, "--data", text, "--out", "run")
+    train("--steps", 3, *out, log=tmp_path / "stages.log", example=STAGES)
+    first = checkpoint(tmp_path / "run")
+    example = PIPELINE if ranks == 1 else STAGES
+    said = train("--steps", 5, "--resume", *out, log=tmp_path / "other.log", ranks=ranks, example=example)
+    assert "3/5 [00:00<?" in said
+    then = checkpoint(tmp_path / "run")
+    assert (first["step"], then["step"]) == (3, 5)
+    assert then["model"].keys() == first["model"].keys()
+    assert all(float(state["step"]) == 5 for state in then["optimizer"]["state"].values())
 
 
 @pytest.mark.full
