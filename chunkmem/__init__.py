@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from chunkmem.nn.tiled import TiledLinear
     from chunkmem.optim.adam import Adam, AdamW
     from chunkmem.optim.sgd import SGD
+    from chunkmem.optim.tiles import tile_optimizer_state, untile_optimizer_state
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,8 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "initialize_engine",
+    "tile_optimizer_state",
+    "untile_optimizer_state",
 ]
 
 _HOMES = MappingProxyType(
@@ -72,6 +75,8 @@ _HOMES = MappingProxyType(
         "checkpoint_sequential": "chunkmem.nn.recompute",
         "TiledLinear": "chunkmem.nn.tiled",
         "initialize_engine": "chunkmem.engine",
+        "tile_optimizer_state": "chunkmem.optim.tiles",
+        "untile_optimizer_state": "chunkmem.optim.tiles",
     }
 )
 """Where each name lives; what is not listed is in `chunkmem.errors`."""

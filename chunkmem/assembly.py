@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -25,6 +25,7 @@ from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.collect import Collector
+from chunkmem.nn.elsewhere import Unpacked, leave
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.ordinary import same_random_numbers
 from chunkmem.nn.packing import move_ordinary_tensors
@@ -81,8 +82,9 @@ class Runtime:
         require_method(exchange)
         rows = mesh_of(mesh, process_group=process_group)
         self.ranks = Ranks(process_group, mesh=rows, timeout_s=config.distributed.timeout_s)
-        for path, value in flattened(config.to_dict()).items() if self.ranks.size > 1 else ():
-            self.ranks.agree(f"{path} of the configuration", json.dumps(value))
+        for ranks in self._several_ranks():
+            for path, value in flattened(config.to_dict()).items():
+                ranks.agree(f"{path} of the configuration", json.dumps(value))
         self.scaler = LossScaler(config.fp16) if config.precision == "fp16" else None
         self.tiers = Tiers(config, compute, num_local=self.ranks.num_local)
         warn_of_fragmentation(compute, self.tiers.caps)
@@ -105,7 +107,8 @@ class Runtime:
         log_nbytes = 0 if blocking else shadow_nbytes(opts, compute, self.tiers.caps)
         speeds = partial(_machine_for, self.tiers, self.links, machine, shadow_nbytes=log_nbytes)
         self.controller = make_controller(config, self.memory, self.sharding, self.modules, self.tiers, lanes, speeds)
-        self.modules.regions.on_shortage = self.controller.excuse_iteration
+        if self.ranks.size == 1:  # else the ranks have to agree on what they learn from
+            self.memory.pager.on_failure = self.controller.access_failed
         prefetch, measure = self.sharding.units.prefetch, self.links.measure
         trial = None if prefetch is None else AheadTrial(prefetch, self.controller, self.ranks, measure=measure)
         self.foreign_steps = ForeignStepCheck(self.registry, self.gradients)
@@ -122,8 +125,11 @@ class Runtime:
             autocast=AutocastCache(compute.device.type, precision=config.precision),
             after_first_step=collect_others,
         )
+        self.modules.server.before_use = self.entry_points.begin_outside
         self.hooks = self.modules.hooks(self.entry_points)
         self.collector: Collector | None = None
+        self.unpacked: Unpacked | None = None
+        """What was built, until it is known which stage has what; None without pipeline stages."""
         collect_others()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -137,7 +143,59 @@ class Runtime:
         kept: Sequence[nn.Module] = (),
         built: Built = HERE,
     ) -> None:
-        """Pack; gradients of `kept` modules, which are excluded, are not averaged over ranks."""
+        """Pack; gradients of `kept` modules, which are excluded, are not averaged over ranks.
+
+        With pipeline stages, that is put off until `add_stages`.
+
+        Raises:
+            StateError: with pipeline stages, there is a model already.
+        """
+        if self.ranks.stages is not None:
+            if self.unpacked is not None:
+                raise StateError("a manager with pipeline stages has one model; build all of it in one manager.init()")
+            self.unpacked = Unpacked(tuple(roots), tuple(excluded), tuple(kept))
+            return
+        self._pack(roots, excluded, kept=kept, built=built)
+
+    def check_stages(self, stages: Iterable[nn.Module]) -> None:
+        """Check that the model that was built can be packed as these stages.
+
+        Raises:
+            StateError: there is no model, or its stages are packed already.
+            LayoutError: a parameter of the model is in no stage.
+        """
+        if self.unpacked is None or self.unpacked.is_packed:
+            raise StateError(
+                "manager.pipeline() packs the model that was built in manager.init(), once: build it before"
+            )
+        self.unpacked.check(stages)
+
+    def add_stages(self, stages: Mapping[int, nn.Module]) -> None:
+        """Pack the stages of this rank, and let go of the memory of all other parameters.
+
+        Args:
+            stages: all stages of the pipeline by number; those of this rank are `number % number of ranks`.
+
+        Raises:
+            LayoutError: a parameter cannot be packed.
+            CapacityError: the weights fit no tier.
+        """
+        ranks, unpacked = self.ranks.stages, self.unpacked
+        assert ranks is not None
+        assert unpacked is not None
+        own = [stage for number, stage in stages.items() if number % ranks.size == ranks.rank]
+        modules = {module for stage in own for module in stage.modules()}
+        excluded = [module for module in unpacked.excluded if module in modules]
+        unpacked.is_packed = True
+        self._pack(own, excluded, kept=[module for module in unpacked.kept if module in modules], built=HERE)
+        for number, stage in stages.items():
+            elsewhere = leave(stage, modules, where=f"stage {number}, which rank {ranks.name(number % ranks.size)} has")
+            self.registry.add_elsewhere(elsewhere)
+        self.registry.place([param for root in unpacked.roots for param in root.parameters()])
+
+    def _pack(
+        self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module], *, kept: Sequence[nn.Module], built: Built
+    ) -> None:
         self.forget_plans()
         added = self.registry.add(roots, excluded, built)
         reduced = [module for module in excluded if module not in kept]
@@ -152,9 +210,32 @@ class Runtime:
         for module in (*roots, *excluded):
             move_ordinary_tensors(module, excluded, self.device, on_host=self.registry.on_host)
 
-    def random_numbers(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def random_numbers(self) -> Iterator[None]:
         """Surround the building of a model."""
-        return same_random_numbers(self.ranks) if self.is_shared else contextlib.nullcontext()
+        with contextlib.ExitStack() as stack:
+            for ranks in self._several_ranks():
+                stack.enter_context(same_random_numbers(ranks))
+            yield
+
+    def _several_ranks(self) -> list[Ranks]:
+        """Return the ranks of this rank's pipeline, and those of its stage, where there are several."""
+        return [ranks for ranks in (self.ranks.stages, self.ranks) if ranks is not None and ranks.size > 1]
+
+    def root(self, model: nn.Module | None) -> nn.Module:
+        """Return `model`, or the only one; see `ModelRegistry.only_root`."""
+        if model is None and self.unpacked is not None and len(self.unpacked.roots) == 1:
+            model = self.unpacked.roots[0]
+        return self.registry.only_root(model)
+
+    def with_all_stages(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Put the tensors that other stages have into the state of a model; return it."""
+        if self.ranks.stages is None:
+            return state
+        tensors = ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
+        own = {key: value for key, value in tensors if not value.is_meta}
+        state.update(self.ranks.over_stages(own, label="sending the weights of a stage"))
+        return state
 
     # What optimizers see: `chunkmem.optim.host`.
 
@@ -287,7 +368,12 @@ def make_controller(
         if controller.watch is not None:
             controller.watch.leave_out(storage)
 
+    def count_again(storage: torch.UntypedStorage) -> None:
+        if controller.watch is not None:
+            controller.watch.count_again(storage)
+
     modules.regions.on_taken = modules.parked.on_taken = leave_out
+    modules.regions.on_left = count_again
     return controller
 
 

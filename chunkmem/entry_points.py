@@ -85,6 +85,13 @@ class EntryPoints:
         modules.surface.check_copies()
         modules.gradient_hooks.watch(modules.registry.parameters)
 
+    def begin_outside(self, first: ManagedParameter) -> None:
+        """A parameter is used outside of models, in what backward may come to: a step may begin with it."""
+        if self._controller.is_between_steps:
+            self._controller.begin_root(
+                id(first), grad_enabled=True, before_iteration=self._leave_to_autograd, is_model=False
+            )
+
     def _leave_to_autograd(self) -> None:
         """Another step begins: what the one before has left is no part of it."""
         self._modules.regions.give_up()

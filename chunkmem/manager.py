@@ -26,6 +26,7 @@ from chunkmem.nn.released import BuiltOverRanks
 from chunkmem.nn.tiling import tile_linears
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
+from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.timeline import Timeline
@@ -44,6 +45,7 @@ class ChunkManager:
         process_group: the ranks that train a model together; None is torch.distributed's default group, or one process.
         mesh: the ranks as a `torch.distributed.device_mesh.DeviceMesh` with the dimensions "replicate" and "shard", or
             one of them, in place of `process_group`: chunks are sharded over the one, and replicated over the other.
+            A dimension "stage" has a pipeline stage on each index: `pipeline()` then packs what `init()` has built.
         exchange: a subclass of `ExchangeMethod`, to exchange chunks in a way of one's own; None: one of chunkmem's.
         device_index: which accelerator to compute on; None is the current one.
         machine: speeds that plans are made for; None measures this machine, once, and remembers.
@@ -104,7 +106,8 @@ class ChunkManager:
             )
         collector = self.runtime.collector = Collector()
         built = HERE
-        if self.runtime.sharding.shards is not None and not self.runtime.config.release_after_init:
+        can_release = self.runtime.ranks.stages is None and not self.runtime.config.release_after_init
+        if self.runtime.sharding.shards is not None and can_release:
             built = BuiltOverRanks(self.runtime.sharding.shards, collector)
         try:
             with self.runtime.random_numbers(), collector.watching(), built.watching():
@@ -221,10 +224,15 @@ class ChunkManager:
         loss_fn: Callable[..., torch.Tensor],
         micro_batches: int,
         checkpoint: str = "auto",
-    ) -> ByLayerPipeline:
-        """Return what trains blocks by micro-batches, one block after the other: `loss = pipe.step(x, y)`.
+        schedule: str = "auto",
+        stages_per_rank: int | None = None,
+        deferred_batch_norm: bool = False,
+    ) -> ByLayerPipeline | StagedPipeline:
+        """Return what trains blocks by micro-batches: `loss = pipe.step(x, y)`.
 
-        Unlike a loop that accumulates gradients, what moves in a step does not depend on the number of micro-batches.
+        In one process, and on ranks without stages, one block runs after the other, each for all micro-batches: what
+        moves in a step does not depend on their number. Over the ranks of a mesh with a dimension "stage", each of them
+        packs its own stages now, of the model that `init()` has built, and a schedule says what runs when.
 
         Args:
             blocks: what one returns is what the next is given; a tuple is its arguments.
@@ -234,10 +242,16 @@ class ChunkManager:
             micro_batches: parts that a batch is split into; fewer if it has fewer samples.
             checkpoint: the calls of blocks that are recomputed in backward: "always"; "except_last", not those of the
                 last micro-batch; "never"; "auto" has the planner choose. What is not recomputed is kept or offloaded.
+            schedule: over stages "gpipe", "1f1b", "interleaved" or "looped-bfs"; else "by-layer". "auto" chooses.
+            stages_per_rank: with several, stage k is on rank k modulo the number of ranks.
+            deferred_batch_norm: have the running statistics of `BatchNorm` layers be those of the whole batch, counted
+                once; each micro-batch is normalised by its own all the same.
 
         Raises:
-            ConfigError: an option has no such value.
-            LayoutError: a block is no module, or one of no model of this manager.
+            ConfigError: an option has no such value, or differs between ranks.
+            LayoutError: a block is no module, or one of no model of this manager; there are fewer blocks than stages.
+            StateError: the stages of the model are packed already.
+            CapacityError: the weights of a stage fit no tier.
         """
         self.runtime.require_open()
         return make_pipeline(
@@ -248,6 +262,9 @@ class ChunkManager:
             loss_fn=loss_fn,
             micro_batches=micro_batches,
             checkpoint=checkpoint,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            deferred_batch_norm=deferred_batch_norm,
         )
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:
@@ -343,8 +360,9 @@ class ChunkManager:
         self.runtime.registry.check()
         with self.runtime.together("manager.state_dict()"):
             self.runtime.entry_points.ordinary.follow()
-            state = self.runtime.modules.surface.state_dict(self.runtime.registry.only_root(model))
-        return {} if rank0_only and self.runtime.ranks.rank > 0 else state
+            state = self.runtime.modules.surface.state_dict(self.runtime.root(model))
+            state = self.runtime.with_all_stages(state)
+        return {} if rank0_only and not self.runtime.ranks.is_first else state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], model: nn.Module | None = None, strict: bool = True
@@ -357,7 +375,7 @@ class ChunkManager:
         """
         self.runtime.require_open()
         self.runtime.registry.check()
-        root = self.runtime.registry.only_root(model)
+        root = self.runtime.root(model)
         with self.runtime.together("manager.load_state_dict()"):
             check_fits(state_dict, self.runtime.modules.surface.expected_state(root), strict=strict)
             keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
@@ -374,6 +392,7 @@ class ChunkManager:
             traces=self.runtime.controller.traces,
             padding_nbytes=self.runtime.registry.padding_nbytes,
             exchange_nbytes=(0, 0) if sharing is None else sharing.buffered_nbytes,
+            left_nbytes=self.runtime.modules.regions.left.nbytes,
         )
 
     @property

@@ -50,6 +50,9 @@ class MemoryReport:
     """Bytes of non-model data: activations, buffers, the interpreter. On an accelerator, what torch allocated there."""
     exchange_nbytes: tuple[int, int] = (0, 0)
     """Of those, now and at the peak, what reductions over ranks take to receive in: no cap covers them."""
+    left_nbytes: int = 0
+    """Of those, bytes that were activations in chunks and are held by others now: by a user who got hold of them, or by
+    autograd, whose graph outlives the step. On an accelerator the cap covers them, as other non-model data."""
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("tier", "role", "now", "last step", "peak", "cap")]
@@ -71,4 +74,6 @@ class MemoryReport:
         if self.exchange_nbytes[1]:
             received, at_peak = map(format_nbytes, self.exchange_nbytes)
             lines.append(f"to receive from other ranks {received}, at the peak {at_peak}")
+        if self.left_nbytes:
+            lines.append(f"activations held by others {format_nbytes(self.left_nbytes)}")
         return "\n".join(line.rstrip() for line in lines)

@@ -56,11 +56,12 @@ from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
 from chunkmem.optim.update import GroupUpdater
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.shadow import ShadowBuffers
-from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import TierCaps
 from chunkmem.shard.shards import ShardStore
 from chunkmem.shard.units import Units
@@ -243,6 +244,7 @@ def make_modules(
     turn = Turn(timeout_s=config.distributed.timeout_s, with_hooks=not memory.compute.is_accelerator)
     declared = DeclaredReads()
     saved = ChunkHooks(declared, pager, turn)
+    access.before_lookup = saved.replace
     policies, device = RegionPolicies(config.activations.policy), memory.compute.device
     chunks = RegionChunks(pager.store)
     regions = RegionActivations(

@@ -75,7 +75,7 @@ def weight_nbytes(args: argparse.Namespace) -> int:
 def fail(message: str, *, code: int = 2) -> NoReturn:
     """End with one line on stderr; of several ranks, it says which."""
     who = f"rank {os.environ.get('RANK')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    print(f"pretrain_gpt.py: {who}{' '.join(message.split())}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {who}{' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)
 
 

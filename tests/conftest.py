@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -12,26 +13,44 @@ SEED = 20240607
 LONG_FILES = (
     "hostile_ranks/test_hostile_ranks.py",
     "hostile/test_hostile.py",
+    "cpu/test_activations_lifecycle.py",
+    "cpu/test_activations_hostile.py",
     "cpu/test_example.py",
-    "cpu/test_precision.py",
-    "cpu/test_check.py",
+    "cpu/test_activations.py",
     "cpu/test_ranks.py",
-    "cpu/test_master_weights.py",
-    "cpu/test_interruptions.py",
-    "cpu/test_overlap.py",
-    "cpu/test_rerun.py",
+    "cpu/test_check.py",
+    "cpu/test_estimate.py",
     "cpu/test_rank_plans.py",
-    "cpu/test_lazy_gradients.py",
-    "cpu/test_zoo.py",
+    "cpu/test_activations_order.py",
     "cpu/test_happens_before.py",
-    "cpu/test_example_ranks.py",
-    "cpu/test_gpu_suite.py",
-    "unit/test_gpu_half_hour.py",
-    "cpu/test_removed_waits.py",
-    "cpu/test_evicted_parameters.py",
-    "cpu/test_estimate_truth.py",
+    "cpu/test_loops.py",
     "unit/test_plan_properties.py",
+    "cpu/test_estimate_ranks.py",
+    "cpu/test_estimate_activations.py",
+    "cpu/test_gpu_suite.py",
+    "cpu/test_overlap.py",
+    "cpu/test_checkpoint_states.py",
+    "cpu/test_deferred_updates.py",
+    "cpu/test_example_ranks.py",
+    "cpu/test_rerun.py",
+    "cpu/test_estimate_truth.py",
+    "cpu/test_host_modules.py",
+    "cpu/test_estimate_largest.py",
+    "cpu/test_full_tiers.py",
+    "unit/test_gpu_half_hour.py",
+    "cpu/test_zoo.py",
+    "cpu/test_comm.py",
+    "cpu/test_interruptions.py",
+    "cpu/test_lazy_gradients.py",
+    "cpu/test_autocast.py",
+    "cpu/test_device_time.py",
+    "cpu/test_meter.py",
+    "cpu/test_removed_waits.py",
+    "cpu/test_activations_ranks.py",
+    "cpu/test_precision.py",
     "cpu/test_resident_memory.py",
+    "cpu/test_cuda_on_cpu.py",
+    "cpu/test_evicted_parameters.py",
 )
 """What takes ten seconds or more, the longest first: begun last, one would keep its worker busy and the others idle."""
 
@@ -65,6 +84,19 @@ def place(item: pytest.Item) -> int:
     """Where the file of a test stands among those that workers are given in turn."""
     name = "/".join(item.path.parts[-2:])
     return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known_objects() -> None:
+    """Have collections of garbage pass over what is there before the tests of a file.
+
+    That is a million objects of torch, of the tests and of what they import. A manager that is made while another is
+    open asks for a collection, which took more time than all the rest of such a test.
+    """
+    if "torch" in sys.modules:
+        import tests.helpers.preloaded  # noqa: F401 - the first optimizer would import it: most of torch
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,8 @@ from chunkmem.plan.simulate import simulate
 from chunkmem.testing import ThrottledLanes
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-NUM_WARMUP_STEPS = 8
-"""The first is recorded, what is recomputed is chosen when the second begins, and plans get better meanwhile."""
+NUM_WARMUP_STEPS = 30
+"""The first is recorded, what is recomputed is chosen then, and up to twice again while plans get better."""
 AMPLE_NBYTES = 1 << 40
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkmem.cli.answer import CommandResult
@@ -29,6 +29,7 @@ the smallest change that makes it fit, and how long a step will take.
   chunkmem estimate gpt:7b --device 24GiB --host 128GiB --precision bf16 --batch 4
   chunkmem estimate path/to/config.json --hardware h200 --checkpointing
   chunkmem estimate mypackage.train:make --device 8GiB --activations auto
+  chunkmem estimate gpt:7b --stages 4 --micro-batches 16 --batch 32 --precision bf16
   chunkmem estimate gpt --largest --device 24GiB --host 120GiB --precision bf16 --checkpointing
 
 MODEL is a GPT (gpt:7b, gpt:9.4b, or width x layers: gpt:4096x45), a config.json of transformers, or module:function: a
@@ -37,7 +38,10 @@ it. It is given those of `batch`, `seq` and `layers` that it takes. Caps are tho
 --hardware unless given; they are assumptions, so times are ranges: see docs/estimates.md.
 
 With --largest, MODEL is gpt, whose width and layers are searched, or a config.json or module:function, whose layers
-are."""
+are.
+
+With --stages, MODEL is cut into stages of a pipeline over N devices, and the schedule with the shortest step is
+chosen."""
 
 _HARDWARE = ("v100", "a100", "a100-40", "h100", "h200", "rtx4090")
 _DEVICE_SHARE = 0.8
@@ -59,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--activations", choices=REGION_POLICIES, help="activations.policy: what becomes of each block's activations")
     add("--cpu-embedding", action="store_true", help="embeddings compute on HOST: use_cpu_embedding")
     add("--world", type=count, default=1, metavar="N", help="ranks, each with its own batch (default: 1)")
+    add("--stages", type=count, metavar="N", help="a pipeline over N devices, of as many stages or more")
+    add("--micro-batches", type=count, metavar="M", help="of the batch, for --stages (default: 4 for each stage)")
+    add("--picture", type=Path, metavar="FILE.png", help="draw the schedules of --stages")
     add("--accumulate", action="store_true", help="manager.accumulate(1) is called: the first step needs less of HOST")
     add("--chunk-size", type=count, metavar="NUMEL", help="default_chunk_size, in elements; default: searched")
     add("--tile", type=count, metavar="NUMEL", help="with_tiling_linear: split larger weights of linear layers")
@@ -80,8 +87,13 @@ def run(options: argparse.Namespace) -> CommandResult:
     from chunkmem.cli.estimate_answer import no, without_plan, yes
     from chunkmem.estimate.changes import smallest_changes
     from chunkmem.estimate.forked import in_fork
-    from chunkmem.estimate.question import device_need, find, trains_on_demand
+    from chunkmem.estimate.question import device_need, find, find_chosen, trains_on_demand
 
+    if options.stages:
+        return _pipeline(options)
+    if options.micro_batches or options.picture:
+        name = "--micro-batches" if options.micro_batches else "--picture"
+        raise ConfigError(f"{name} is about a pipeline; give --stages, too")
     if options.largest:
         return _largest(options)
     question = _question(options)
@@ -111,11 +123,7 @@ def run(options: argparse.Namespace) -> CommandResult:
                 known[other] = of_other
             changes = smallest_changes(question, rehearsal, rehearse=rehearse)
             return no(question, rehearsal, of_other, need, error, changes)
-        chosen = question.rehearse_chosen(rehearsal)
-        if chosen is not rehearsal:
-            with contextlib.suppress(CapacityError):
-                finding = find(question, chosen)
-                rehearsal = chosen
+        rehearsal, finding = find_chosen(question, rehearsal, finding)
         return yes(question, rehearsal, rehearse_other(), need, finding)
 
 
@@ -181,6 +189,22 @@ def _largest(options: argparse.Namespace) -> CommandResult:
             bar.update()
 
         return answer(largest(family, question, note=note))
+
+
+def _pipeline(options: argparse.Namespace) -> CommandResult:
+    from chunkmem.cli.stages import pipeline_answer, refuse_with
+
+    refuse_with("--stages", ["--largest"] * options.largest + ["--world"] * (options.world > 1))
+    question = _question(options)
+    gc.freeze()
+    with silenced("torch._subclasses.fake_tensor"):
+        return pipeline_answer(
+            question,
+            question.rehearse(),
+            options.stages,
+            num_micro_batches=options.micro_batches,
+            picture=options.picture,
+        )
 
 
 def _device_nbytes(options: argparse.Namespace, hardware: Hardware) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
-from chunkmem.cli.machine import add_machine_arguments, machine_of
+from chunkmem.cli.machine import add_machine_arguments, count, machine_of, parse_size
+from chunkmem.cli.stages import blocks_named, cut_answer, refuse_with
 from chunkmem.errors import CapacityError, ConfigError, PlanError
 from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.machine import Machine
@@ -35,11 +36,17 @@ wait for, and what it would move, next to the least that any plan could.
   chunkmem plan runs/demo --device 8GiB
   chunkmem plan trace.json --device 24GiB --host 128GiB --h2d 25GB --d2h 22GB --out plan.json
   chunkmem plan trace.json --device 16GiB --machine plan.json
+  chunkmem plan runs/demo --stages 4
+  chunkmem plan gpt:7b --stages 8
 
 TRACE is a file that manager.trace.save(path) wrote, or a run directory of manager.record(directory). The plan that
 --out writes is for manager.plan, in a manager with the same caps. Times are those of the machine that recorded the
 step; only copies, and updates on an accelerator, take the speeds given here. The lower bound holds for every plan with
-this cap on DEVICE that updates each group where this plan does."""
+this cap on DEVICE that updates each group where this plan does.
+
+With --stages N, its blocks are cut into N stages of a pipeline: least time of the slowest stage, then least bytes of
+the largest one. TRACE may be a model then, as `chunkmem estimate` takes it (which asks about other batches and
+hardware, and about schedules). A stage may have as many bytes as --device and --host together, if both are given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,12 +60,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the space left on DEVICE that optimizer states may take, 0 to 1 (default: %(default)s)",
     )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan here, as a whole or not at all")
+    parser.add_argument("--stages", type=count, metavar="N", action=_Stages, help="cut the model into N stages instead")
+    parser.add_argument("--keep-ties", action="store_true", help="blocks that share a parameter stay in one stage")
+
+
+class _Stages(argparse.Action):
+    """Stages are cut for any machine, so none has to be given."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *values: Any) -> None:
+        setattr(namespace, self.dest, values[0])
+        for action in parser._actions:
+            action.required &= action.dest != "device"
 
 
 def run(options: argparse.Namespace) -> CommandResult:
     """Plan the trace, and answer how it would run or why it does not fit."""
     from chunkmem.bound import traffic_bound
 
+    if options.stages is not None:
+        return _cut(options)
+    if options.keep_ties:
+        raise ConfigError("--keep-ties is about stages; give --stages, too")
     ratio = _share("--margin-use-ratio", options.margin_use_ratio)
     path: str = os.path.join(options.trace, "trace.json") if os.path.isdir(options.trace) else options.trace
     trace = Trace.load(path)
@@ -74,6 +96,18 @@ def run(options: argparse.Namespace) -> CommandResult:
         plan.save(options.out)
     result = Result(path, trace, plan, simulate(plan, trace), bound, options.out)
     return CommandResult(result.data(), _printable("\n".join(result.lines())))
+
+
+def _cut(options: argparse.Namespace) -> CommandResult:
+    refuse_with("--stages", [f"--{name}" for name in ("machine", "h2d", "d2h", "out") if getattr(options, name)])
+    device_nbytes = None if options.device is None else parse_size("--device", options.device)
+    host_nbytes = None if options.host is None else parse_size("--host", options.host, least=0)
+    if host_nbytes is not None and device_nbytes is None:
+        raise ConfigError("--host bounds the bytes of a stage together with --device; give that, too")
+    cap_nbytes = None if host_nbytes is None or device_nbytes is None else device_nbytes + host_nbytes
+    blocks = blocks_named(options.trace)
+    answer = cut_answer(options.trace, blocks, options.stages, cap_nbytes=cap_nbytes, keeps_ties=options.keep_ties)
+    return replace(answer, text=_printable(answer.text))
 
 
 def _share(option: str, value: str | float) -> float:

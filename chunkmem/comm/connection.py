@@ -125,6 +125,15 @@ class Connection:
         return RankGroup(rank, size, in_ram=in_ram, elsewhere=elsewhere, waiting=self.waiting)
 
     @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """What was given, or the default group; None: this process alone, or `close` was called."""
+        return self._given
+
+    def name(self, rank: int) -> int:
+        """Return the number in the whole job of one of these ranks."""
+        return self._names[rank]
+
+    @property
     def _detection_s(self) -> float:
         return min(_MAX_DETECTION_S, _DETECTION_SHARE * self.timeout_s)
 
@@ -251,6 +260,11 @@ class Connection:
             if is_own or not isinstance(error, RuntimeError):  # gloo and NCCL raise those
                 raise self._leave(label, error) from error
             raise self._give_up(label, time.monotonic() - started_s, error) from error
+
+    def leave(self, label: str, error: Exception) -> None:
+        """Have the others hear at once what this rank raises: nothing can be done together any more."""
+        if self.size > 1:
+            self._leave(label, error)
 
     def _leave(self, label: str, error: Exception) -> RankError:
         """Have the others hear at once what this rank raises, who may be waiting for it."""

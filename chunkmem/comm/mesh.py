@@ -1,4 +1,7 @@
-"""Ranks as a mesh: each row has a replica of the model, sharded over the row; a column has the same shard of each."""
+"""Ranks as a mesh: each row has a replica of the weights, sharded over the row; a column has the same shard of each.
+
+With pipeline stages each stage has rows and columns of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,27 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from chunkmem.errors import ConfigError
 
-_DIMENSIONS = ("replicate", "shard")
+_DATA_PARALLEL = ("replicate", "shard")
+_DIMENSIONS = ("stage", *_DATA_PARALLEL)
 _NEXT = (
     'pass a mesh with the dimensions "replicate" and "shard", or one of them, as init_device_mesh("cuda", (2, 4), '
-    'mesh_dim_names=("replicate", "shard")) returns; of a larger mesh, that is mesh["replicate", "shard"]'
+    'mesh_dim_names=("replicate", "shard")) returns; of a larger mesh, that is mesh["replicate", "shard"]. A dimension '
+    '"stage" in addition, or alone, has a pipeline stage on each index'
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The ranks that train a model together, by replica and shard."""
+    """The ranks that train a model together, by replica and shard; with pipeline stages, those of this rank's stage."""
 
     rows: tuple[tuple[int, ...], ...]
     """By replica: the ranks that it is sharded over, by their number in the job."""
-    shard_group: dist.ProcessGroup | None
+    shard_group: dist.ProcessGroup | None = None
     """Of this rank's row; None where that is this rank alone."""
-    replicate_group: dist.ProcessGroup | None
+    replicate_group: dist.ProcessGroup | None = None
     """Of this rank's column."""
+    stage_group: dist.ProcessGroup | None = None
+    """Of the ranks, one of each pipeline stage, that exchange activations with this one; None without stages."""
 
 
 def mesh_of(given: object, *, process_group: object = None) -> Mesh | None:
@@ -44,18 +51,22 @@ def mesh_of(given: object, *, process_group: object = None) -> Mesh | None:
         raise ConfigError("process_group and mesh were given, which both say what the ranks are; pass one of them")
     if not isinstance(given, DeviceMesh):
         raise ConfigError(f"mesh is a {type(given).__name__}; pass a torch.distributed.device_mesh.DeviceMesh")
-    names = given.mesh_dim_names or _DIMENSIONS[-given.ndim :]
+    names = given.mesh_dim_names or _DATA_PARALLEL[-given.ndim :]
     if len(names) != given.ndim or not set(names) <= set(_DIMENSIONS):
         named = "without names" if given.mesh_dim_names is None else ", ".join(names)
         raise ConfigError(f"mesh has {given.ndim} dimensions, {named}; {_NEXT}")
-    if given.get_coordinate() is None:
+    coordinate = given.get_coordinate()
+    if coordinate is None:
         raise ConfigError("this process is not one of the ranks of mesh; pass it on its ranks only")
     sizes = dict(zip(names, given.mesh.shape, strict=True))
-    table = given.mesh if names == _DIMENSIONS[-given.ndim :] else given.mesh.t()
-    rows = table.reshape(sizes.get("replicate", 1), sizes.get("shard", 1)).tolist()
+    own = dict(zip(names, coordinate, strict=True))
+    order = sorted(range(given.ndim), key=lambda index: _DIMENSIONS.index(names[index]))
+    table = given.mesh.permute(order).reshape([sizes.get(name, 1) for name in _DIMENSIONS])
+    rows = table[own.get("stage", 0)].tolist()
+    stages = table[:, own.get("replicate", 0), own.get("shard", 0)].tolist()
     # Process groups count their ranks in ascending order, whatever a mesh says.
-    for members in (*rows, *map(list, zip(*rows, strict=True))):
+    for members in (*rows, *map(list, zip(*rows, strict=True)), stages):
         if members != sorted(members):
             raise ConfigError(f"mesh has ranks {members} in one dimension; list them in ascending order")
     groups = {name: given.get_group(index) for index, name in enumerate(names) if sizes[name] > 1}
-    return Mesh(tuple(map(tuple, rows)), groups.get("shard"), groups.get("replicate"))
+    return Mesh(tuple(map(tuple, rows)), *(groups.get(name) for name in ("shard", "replicate", "stage")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,13 +16,17 @@ from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.mesh import Mesh
 from chunkmem.errors import ConfigError
 
+_K = TypeVar("_K")
 _T = TypeVar("_T")
 _BUCKET_NBYTES = 64 << 20
 """Of tensors that are sent together."""
 
 
 class Ranks(Connection):
-    """The processes that train one model together; without a process group, one."""
+    """The processes that train one model, or one pipeline stage of it, together; without a process group, one."""
+
+    stages: Ranks | None = None
+    """One of each pipeline stage, with which this one exchanges activations; None without stages."""
 
     def __init__(self, process_group: Any = None, *, mesh: Mesh | None = None, timeout_s: float) -> None:
         """Find the others: those of `mesh`, or all of `process_group`. For arguments and errors see `Connection`."""
@@ -33,13 +37,32 @@ class Ranks(Connection):
         self.replicate: Members | None = None
         """Those that have the same shard; None if there is one replica."""
         self.num_local = 1
-        """Ranks on this machine, this one included."""
+        """Ranks on this machine, those of other stages and this one included."""
         if self.size > 1:
             here = socket.gethostname().encode()
             self.num_local = self._all_bytes(here, "looking for ranks on the same machine").count(here)
             self.agree("the mesh of the ranks", str(rows))
         if mesh is not None:
             self._divide(mesh)
+        if mesh is not None and mesh.stage_group is not None:
+            self._join_stages(Ranks(mesh.stage_group, timeout_s=timeout_s))
+
+    @property
+    def are_one(self) -> bool:
+        """This rank trains alone."""
+        return self.size == 1 and self.stages is None
+
+    @property
+    def is_first(self) -> bool:
+        """This is the first of all ranks that train the model."""
+        return self.rank == 0 and (self.stages is None or self.stages.rank == 0)
+
+    def _join_stages(self, stages: Ranks) -> None:
+        self.stages = stages
+        here = socket.gethostname()
+        found = stages._all_bytes(f"{self.num_local} {here}".encode(), "looking for stages on the same machine")
+        pairs = [text.decode().split(" ", 1) for text in found]
+        self.num_local = sum(int(num) for num, host in pairs if host == here)
 
     def _divide(self, mesh: Mesh) -> None:
         num_shards = len(mesh.rows[0])
@@ -51,9 +74,15 @@ class Ranks(Connection):
     def close(self) -> None:
         """Give the groups back. The second time, do nothing."""
         super().close()
-        for part in (self.shard, self.replicate):
-            if isinstance(part, RankGroup):
+        for part in (self.shard, self.replicate, self.stages):
+            if isinstance(part, RankGroup | Ranks) and part is not self:
                 part.close()
+
+    def note_error(self, error: BaseException) -> None:
+        """Have the others say what this rank raises, those of other stages included."""
+        super().note_error(error)
+        if self.stages is not None:
+            self.stages.note_error(error)
 
     def agree(self, name: str, digest: str) -> None:
         """Check that all ranks have the same of something.
@@ -76,7 +105,8 @@ class Ranks(Connection):
     def sum_over(self, values: Sequence[float], *, label: str = "summing numbers") -> tuple[float, ...]:
         """Return the sums over the ranks of one replica, in float64 and in their order: the same bits on all ranks.
 
-        All replicas have the same numbers, so it is those of the first that are added.
+        All replicas have the same numbers, so it is those of the first that are added. Those of all pipeline stages are
+        added up.
 
         Args:
             values: as many on every rank.
@@ -88,7 +118,21 @@ class Ranks(Connection):
         first, *others = self._all_values(values, label)[: self.size if self.replicate is None else self.shard.size]
         for row in others:
             first += row
-        return tuple(first.tolist())
+        return tuple(first.tolist()) if self.stages is None else self.stages.sum_over(first.tolist(), label=label)
+
+    def over_stages(self, found: Mapping[_K, _T], *, label: str) -> dict[_K, _T]:
+        """Return the entries that the pipeline stages have, all of them; of what several have, the last one's.
+
+        Raises:
+            RankError: a rank did not come.
+        """
+        if self.stages is None:
+            return dict(found)
+        together: dict[_K, _T] = {}
+        for source in range(self.stages.size):
+            own = dict(found) if source == self.stages.rank else {}
+            together.update(self.stages.broadcast_object(own, label=label, source=source))
+        return together
 
     def max_over(self, values: Sequence[float], *, label: str = "comparing numbers") -> tuple[float, ...]:
         """Return the largest over ranks, NaN if one is NaN. Arguments and errors are those of `sum_over`."""

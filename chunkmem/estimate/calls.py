@@ -17,8 +17,9 @@ import torch
 from chunkmem.layout.spec import Layout, Slot
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
+from chunkmem.runtime.chunk import Chunk, Replica
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk, ChunkStore, Replica
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.shard.shards import ShardStore
 from chunkmem.shard.units import Unit, Units
 from chunkmem.trace.model import Region

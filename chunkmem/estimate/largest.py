@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from chunkmem.errors import CapacityError
 from chunkmem.estimate.families import Family
-from chunkmem.estimate.question import Finding, Question, device_need, find
+from chunkmem.estimate.question import Finding, Question, device_need, find, find_chosen
 from chunkmem.estimate.rehearse import Rehearsal
 
 MOST_LAYERS = 1000
@@ -73,7 +73,7 @@ def largest(family: Family, question: Question, *, note: Callable[[Tried], None]
         return Largest(None, fitting, num_tried)
     second = tried(width, 2)
     if second.finding is None:
-        return Largest(fitting, second, num_tried)
+        return Largest(_as_trained(fitting), second, num_tried)
     layer_nbytes = max(1, second.nbytes - fitting.nbytes)
     on_device_nbytes = max(1, _on_device(second) - _on_device(fitting))
     fitting, beyond = second, None
@@ -93,7 +93,14 @@ def largest(family: Family, question: Question, *, note: Callable[[Tried], None]
             guess = found.layers - _layers_too_many(found, each_nbytes)
             if guess <= fitting.layers:
                 guess = (fitting.layers + found.layers) // 2
-    return Largest(fitting, beyond, num_tried)
+    return Largest(_as_trained(fitting), beyond, num_tried)
+
+
+def _as_trained(tried: Tried) -> Tried:
+    """Return a model that fits as it is trained: when it was tried, all regions were recomputed."""
+    assert tried.finding is not None
+    rehearsal, finding = find_chosen(tried.question, tried.rehearsal, tried.finding)
+    return replace(tried, rehearsal=rehearsal, finding=finding)
 
 
 def _try(question: Question, width: int, layers: int) -> Tried:

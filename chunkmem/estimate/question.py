@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -171,6 +172,15 @@ def find(question: Question, rehearsal: Rehearsal) -> Finding:
     lower_bounds = lower_bounds_of(plan, step.trace, question.hardware, exchange_s=exchange_s)
     least, taken = _least_on_host(question, steps), _on_host_nbytes(step)
     return Finding(step.trace, plan, timeline, lower_bounds, step.exchanged, taken, least)
+
+
+def find_chosen(question: Question, rehearsal: Rehearsal, finding: Finding) -> tuple[Rehearsal, Finding]:
+    """Return the step that training would choose, if it fits; given is one that recomputes all, and its plan."""
+    chosen = question.rehearse_chosen(rehearsal)
+    if chosen is not rehearsal:
+        with contextlib.suppress(CapacityError):
+            return chosen, find(question, chosen)
+    return rehearsal, finding
 
 
 def step_range(question: Question, finding: Finding) -> StepRange:

@@ -21,9 +21,9 @@ from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.speculative import Intent
 from chunkmem.parts import Memory, make_sharding, make_updater
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.policy import OnDemand
-from chunkmem.runtime.store import Chunk
 from chunkmem.runtime.timestamps import HostClock
 from chunkmem.shard.units import Unit, Units
 from chunkmem.trace.model import Kind, Mode, Moments, Region, Trace

@@ -9,11 +9,12 @@ import torch
 
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.parts import Memory
+from chunkmem.runtime.chunk import Chunk, Replica
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.pool import Slab
-from chunkmem.runtime.store import Chunk, ChunkStore, Replica
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import TierCaps
 from chunkmem.runtime.timestamps import HostClock
 from chunkmem.types import Tier

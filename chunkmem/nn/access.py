@@ -26,11 +26,10 @@ from torch import nn
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.guard import AccessGuard
-from chunkmem.nn.saved_tensors import PushedHooks, has_foreign_hooks
 from chunkmem.nn.transforms import check_transforms, unwrapped, wrapped_error
 from chunkmem.nn.values import storage_id
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk
 from chunkmem.shard.units import Unit
 from chunkmem.types import ChunkId, Role, Tier
 
@@ -126,7 +125,7 @@ class Frame:
     """One running call of a module, or of an operator outside of modules: what it has read, and so what it pins."""
 
     __slots__ = (
-        "before", "containers", "first_node", "given", "groups", "guard", "hooks", "inputs", "inside", "left_inside",
+        "before", "containers", "first_node", "given", "groups", "guard", "inputs", "inside", "left_inside",
         "module", "name", "opened", "reads", "recomputing", "thread", "tier", "took_turn", "unit",
     )  # fmt: skip
 
@@ -156,8 +155,6 @@ class Frame:
         """The same if it was entered by this call."""
         self.guard: AccessGuard | None = None
         """The check that runs while this frame does."""
-        self.hooks: PushedHooks | None = None
-        """For what autograd saves while this frame runs, over those of a user."""
         self.inputs: list[tuple[torch.Tensor, int]] = []
         """(input that requires grad, its version at entry); noted where a frozen read ends with its gradient."""
         self.containers: list[object] = []
@@ -185,6 +182,8 @@ class AccessTracker:
         """Optimizer steps so far; what was awaited before the last one counts no more."""
         self._addressed: set[int] = set()
         """Groups of which somebody has an address: it is kept until the next call of a model or step."""
+        self.before_lookup: Callable[[], None] = lambda: None
+        """Called before each one inside of modules."""
         self._held: dict[int, None] = {}
         """Groups that are pinned for somebody who keeps references; see [Note: References]."""
         pager.holder = self
@@ -201,11 +200,9 @@ class AccessTracker:
             self.chunks[managed.group] = self._pager.store.chunks[ChunkId(Role.PARAM, managed.group)]
 
     def look_up(self, managed: ManagedParameter) -> None:
-        """Serve a lookup: inside of modules the parameter is on DEVICE when this returns. Raises what `read` does.
-
-        Under saved-tensor hooks that a module's own forward has set it serves itself; see `chunkmem.nn.saved_tensors`.
-        """
-        if self.stack and self.stack[-1].thread == threading.get_ident() and not has_foreign_hooks():
+        """Serve a lookup: inside of modules the parameter is on DEVICE when this returns. Raises what `read` does."""
+        if self.stack and self.stack[-1].thread == threading.get_ident():
+            self.before_lookup()
             self.read(self.stack[-1], managed)
 
     def read(self, frame: Frame, managed: ManagedParameter) -> None:
@@ -314,9 +311,6 @@ class AccessTracker:
         if frame.guard is not None:
             frame.guard.leave()
             frame.guard = None
-        if frame.hooks is not None:
-            frame.hooks.leave()
-            frame.hooks = None
         reads, frame.reads = frame.reads, {}
         groups, frame.groups = frame.groups, {}
         try:

@@ -29,8 +29,8 @@ from chunkmem.nn.regions import RegionActivations
 from chunkmem.nn.saved_tensors import hides_saved_tensors
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import kept_tensors, tensors_in
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk
 from chunkmem.shard.units import Unit, Units
 
 _NOTHING = Findings({}, frozenset())

@@ -13,8 +13,9 @@ from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.reduction import Reduction
+from chunkmem.nn.whole import WholeParameter
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk
 from chunkmem.shard.shards import ShardStore
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
@@ -148,7 +149,17 @@ def _require_room(chunks: list[Chunk], pager: Pager) -> None:
 
 
 def parameters_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the parameters a caller may mean: a Parameter, a Module, or an iterable of either."""
+    """Yield the parameters a caller may mean: a Parameter, a Module, or an iterable of either.
+
+    Raises:
+        StateError: it is something else, or a tiled layer's weight or bias, which is no parameter.
+    """
+    if isinstance(value, WholeParameter):
+        raise StateError(
+            f"the weight or bias {tuple(value.shape)} of a tiled layer is in {len(value.tiles)} parameters, "
+            f"{', '.join(value.tiles)}: gather the layer, manager.gather(layer), and write to those; to read the "
+            "whole, layer.weight.clone() needs no gather"
+        )
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, nn.Module):

@@ -8,9 +8,9 @@ import torch
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.types import ChunkId, Role
 
 
@@ -171,6 +171,14 @@ class GradientSlots:
             for tier in chunk.replicas:
                 if chunk.ready(tier):
                     self._pager.store.views(chunk, tier)[managed.position].zero_()
+
+    def value(self, managed: ManagedParameter) -> torch.Tensor:
+        """Return the slot of a gradient that has landed, on the tier with the newest values; not a copy."""
+        self._pager.policy.drain()
+        chunk = self.chunks[managed.group]
+        tier = chunk.newest_tier()
+        assert tier is not None
+        return self._pager.store.views(chunk, tier)[managed.position]
 
     def _slot(self, managed: ManagedParameter) -> torch.Tensor:
         chunk = self.chunks[managed.group]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.values import storage_id
-from chunkmem.runtime.store import Chunk
+from chunkmem.runtime.chunk import Chunk
 
 
 class DeclaredReads:

@@ -169,7 +169,7 @@ class ModuleHooks:
         start = self._regions.now()
         if fitted.unit is not None:
             self._enter_unit(fitted.unit, frame)
-        frame.hooks = self._saved.push()
+        self._saved.replace()
         access.push(frame, fitted.unseen)
         if fitted.region is not None and not recomputing:
             self._regions.enter(fitted.name, fitted.region, module, args, kwargs, start=start)

@@ -15,10 +15,10 @@ from chunkmem.layout.spec import Group, Layout, MasterCopy, TensorSpec
 from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.precision import AS_BUILT, Precision
+from chunkmem.runtime.chunk import FIRST_CONTENT, Chunk
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.shortage import enough_for_all
-from chunkmem.runtime.store import FIRST_CONTENT, Chunk
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
 

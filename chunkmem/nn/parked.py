@@ -19,8 +19,8 @@ import torch
 from chunkmem.nn.region_chunks import RegionChunks
 from chunkmem.nn.saved_storages import SavedStorage, SavedStorages
 from chunkmem.nn.values import storage_id
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk
 from chunkmem.types import ChunkId, Tier
 
 
@@ -149,6 +149,9 @@ class ParkedTensors:
         is_pinned = self._live.pop(chunk.id)
         assert isinstance(chunk.saved, SavedStorages)
         chunk.saved.let_go()
+        if Tier.DEVICE in chunk.replicas:
+            # What was passed on is parked again before a plan frees this replica, and must not seem to be held by it.
+            chunk.replicas[Tier.DEVICE].pieces = ()
         if is_pinned:
             self._pager.unpin(chunk, Tier.DEVICE)
         self._pager.consume(chunk)

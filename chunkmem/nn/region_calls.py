@@ -15,7 +15,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from chunkmem.nn.saved_storages import SavedStorage, aligned
 from chunkmem.nn.saved_tensors import OwnHooks
 from chunkmem.nn.values import storage_id
-from chunkmem.runtime.store import Chunk
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.trace.model import Region
 
 
@@ -25,6 +25,8 @@ class CallRecord:
 
     name: str
     policy: str
+    number: int
+    """Of the call, among those of the step."""
     is_recomputed: bool
     forward: list[int] = field(default_factory=list)
     again: list[int] = field(default_factory=list)
@@ -37,8 +39,8 @@ class CallRecord:
         """Whether it is recomputed is decided for each kind of step."""
         return self.policy == "auto"
 
-    def region(self, number: int) -> Region | None:
-        """Return it for a trace, as the call of that number; None if its backward has not run, or it saved nothing."""
+    def region(self) -> Region | None:
+        """Return it for a trace; None if its backward has not run, or it saved nothing."""
         if self.chunk is None or not (len(self.forward) == len(self.backward) == 2):
             return None
         return Region(
@@ -49,14 +51,14 @@ class CallRecord:
             (self.backward[0], self.backward[1]),
             (self.again[0], self.again[-1]) if self.is_recomputed else None,
             None if self.inputs is None else self.inputs.id,
-            number,
+            self.number,
         )
 
 
 class RegionCall:
     """One call of a region. Lives as long as autograd keeps something that it saved in it."""
 
-    __slots__ = ("__weakref__", "around", "chunk", "given", "name", "record", "storages")
+    __slots__ = ("__weakref__", "around", "chunk", "given", "handled", "name", "record", "storages")
 
     def __init__(self, name: str, record: CallRecord) -> None:
         self.name = name
@@ -69,6 +71,8 @@ class RegionCall:
         """That has its content; None if there is none, or not yet."""
         self.around: Generator[None, None, None] | None = None
         """Surrounds it while it runs, if it is going to be recomputed."""
+        self.handled: BaseException | None = None
+        """What the caller was handling when it began, while it runs."""
 
     def __str__(self) -> str:
         return f"{self.name} backward"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence, Set
+from itertools import takewhile
 
 import torch
 
@@ -10,17 +11,18 @@ from chunkmem.errors import TraceError
 from chunkmem.layout.spec import Group, Slot
 from chunkmem.nn.region_policies import RegionPolicies
 from chunkmem.nn.saved_storages import SavedStorages
-from chunkmem.runtime.store import Chunk, ChunkStore
-from chunkmem.trace.activations import Content, Contents, activation_contents
-from chunkmem.trace.model import Trace
+from chunkmem.runtime.chunk import Chunk
+from chunkmem.runtime.store import ChunkStore
+from chunkmem.trace.activations import Content, activation_contents
+from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId, Role
 
-_CONTENTS: Mapping[str | None, set[Content]] = {
-    "keep": {Content.ACTIVATIONS},
-    "offload": {Content.ACTIVATIONS},
-    "recompute": {Content.INPUTS, Content.RECOMPUTED},
+_POLICIES: Mapping[Content, Set[str]] = {
+    Content.ACTIVATIONS: {"keep", "offload", "auto"},
+    Content.INPUTS: {"recompute", "auto"},
+    Content.RECOMPUTED: {"recompute", "auto"},
 }
-"""By policy: what chunks may hold."""
+"""By what a chunk holds: of the region that it is of."""
 FIRST_GROUP = 1 << 20
 """Groups of activations are numbered from here on, those of parameters from 0."""
 
@@ -64,13 +66,15 @@ class RegionChunks:
         Raises:
             TraceError: other regions were managed in it, or others have been here.
         """
-        contents, policy = activation_contents(trace), policies.default
-        is_alike = bool(contents) is not (policy is None) and _of_all(contents) <= _CONTENTS.get(policy, set(Content))
-        if not (policies.has_marked or is_alike):
-            raise TraceError(
-                f"the trace is of a run with another activations.policy, and here it is {policy or 'null'}: set it as "
-                "it was, or leave the trace out"
-            )
+        contents = activation_contents(trace)
+        if policies.by_name and not contents:
+            raise _of_other_policy(policies.default, "")
+        for key, held in contents.items():
+            fitting = _POLICIES[held.content]
+            if held.content is Content.ACTIVATIONS and (kept := _is_kept(key, held.region, trace.moments)) is not None:
+                fitting = fitting & {"keep" if kept else "offload", "auto"}
+            if not fitting & (found := policies.by_name.get(held.region, set())):
+                raise _of_other_policy(next(iter(found), None), f" for {held.region}")
         chunks = self._store.chunks
         for key, held in contents.items():
             if key in chunks and (chunks[key].label, chunks[key].nbytes) != (str(held), trace.chunk_nbytes[key]):
@@ -82,8 +86,26 @@ class RegionChunks:
                 chunk.saved = SavedStorages()
 
 
-def _of_all(contents: Mapping[ChunkId, Contents]) -> set[Content]:
-    return {held.content for held in contents.values()}
+def _is_kept(chunk: ChunkId, region: str, moments: Sequence[Moment]) -> bool | None:
+    """Tell whether a chunk of activations is held from where it is made; None: nobody can tell.
+
+    What is held at once until the region's own backward is over may be that of the last region in forward, whose
+    backward comes next whatever its policy is.
+    """
+    made = next(at for at, moment in enumerate(moments) if (moment.kind, moment.chunk) == (Kind.CREATE, chunk))
+    following = moments[made + 1 :]
+    if not following or (following[0].kind, following[0].chunk) != (Kind.HOLD, chunk):
+        return False
+    held = takewhile(lambda moment: (moment.kind, moment.chunk) != (Kind.RELEASE, chunk), following)
+    readers = (moment.label for moment in held if moment.kind is Kind.HOLD)
+    return True if any(not f"{reader} ".startswith((f"{region} ", f"{region}.")) for reader in readers) else None
+
+
+def _of_other_policy(policy: str | None, where: str) -> TraceError:
+    return TraceError(
+        f"the trace is of a run with another activations.policy, and here it is {policy or 'null'}{where}: set it, and "
+        "those that manager.region() has set, as they were, or leave the trace out"
+    )
 
 
 def activation_chunk(group: int, label: str, nbytes: int) -> Chunk:

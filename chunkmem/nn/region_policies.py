@@ -13,21 +13,23 @@ class RegionPolicies:
     def __init__(self, policy: str | None) -> None:
         """Have all blocks be regions of a policy; None: only marked modules."""
         self.default = policy
-        self.has_marked = False
-        """Some regions have policies of their own."""
+        self.by_name: dict[str, set[str]] = {}
+        """Of the regions of models that were packed; two models may have regions of one name."""
         self._marked: list[tuple[nn.Module, str]] = []
 
     def mark(self, module: nn.Module, policy: str) -> None:
         """Make a module a region of a policy when it is packed."""
         self._marked.append((module, policy))
-        self.has_marked = True
 
     def of(self, root: nn.Module) -> dict[nn.Module, str]:
         """Return the policies of the regions under `root`, a model that was packed."""
-        marked, self._marked = dict(self._marked), []
-        if self.default is None:
-            return marked
-        return dict.fromkeys(_regions_in(root, marked) or root.children(), self.default) | marked
+        found, self._marked = dict(self._marked), []
+        if self.default is not None:
+            found = dict.fromkeys(_regions_in(root, found) or root.children(), self.default) | found
+        for name, module in root.named_modules():
+            if module in found:
+                self.by_name.setdefault(name or type(module).__name__, set()).add(found[module])
+        return found
 
 
 def _regions_in(module: nn.Module, marked: Collection[nn.Module]) -> list[nn.Module]:

@@ -28,17 +28,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkmem.errors import CapacityError, TierIOError
 from chunkmem.nn.recompute import Recomputation
 from chunkmem.nn.region_calls import CallRecord, Recomputing, RegionCall
 from chunkmem.nn.region_chunks import RegionChunks
 from chunkmem.nn.region_policies import RegionPolicies
-from chunkmem.nn.saved_storages import SavedStorage, SavedStorages, SavedTensor
+from chunkmem.nn.saved_storages import LeftStorages, SavedStorage, SavedStorages, SavedTensor
 from chunkmem.nn.saved_tensors import ChunkHooks, OwnHooks, SavedReference
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import storage_id
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk
 from chunkmem.trace.model import Region, Trace
 from chunkmem.types import ChunkId, Tier
 
@@ -114,10 +115,11 @@ class RegionActivations(OwnHooks):
         """Tells the number of moments so far."""
         self.records: list[CallRecord] = []
         """Of the calls of the iteration."""
-        self.on_shortage: Callable[[], None] = lambda: None
-        """Called when what a call has saved does not fit: the step is not like others."""
         self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
         """Called with each storage that is about to become part of a chunk."""
+        self.on_left: Callable[[torch.UntypedStorage], None] = lambda storage: None
+        """Called with each that was part of one, and is others' now."""
+        self.left = LeftStorages()
 
     @property
     def is_auto(self) -> bool:
@@ -132,7 +134,7 @@ class RegionActivations(OwnHooks):
 
     def recorded(self) -> tuple[Region, ...]:
         """Return the regions of the iteration that may be recomputed or not, in the order of their forward."""
-        found = (record.region(number) for number, record in enumerate(self.records) if record.is_auto)
+        found = (record.region() for record in self.records if record.is_auto)
         return tuple(region for region in found if region is not None)
 
     def adopt(self, trace: Trace) -> None:
@@ -142,29 +144,50 @@ class RegionActivations(OwnHooks):
     # Forward.
 
     def enter(
-        self, name: str, policy: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, start: int
-    ) -> None:
-        """A call of a region begins, of which torch gives the arguments; `start` moments came before its weights."""
+        self,
+        name: str,
+        policy: str,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        start: int,
+        number: int | None = None,
+    ) -> bool:
+        """A call of a region begins; return whether it is recomputed in backward.
+
+        Args:
+            name: of the region.
+            policy: for what the call saves.
+            module: that is called.
+            args, kwargs: with these.
+            start: how many moments came before its weights.
+            number: among the calls of all steps of this kind; None: that of calls so far.
+        """
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled():
-            return
+            return False
         self.settle()
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-            return  # as in transforms of torch.func
+            return False  # as in transforms of torch.func
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            return  # the user's own decide what is saved
-        record = CallRecord(name, policy, policy == "recompute", [start])
+            return False  # the user's own decide what is saved
+        number = len(self.records) if number is None else number
+        record = CallRecord(name, policy, number, policy == "recompute", [start])
         if record.is_auto:
-            record.is_recomputed = len(self.records) not in self._kept
+            record.is_recomputed = number not in self._kept
         self.records.append(record)
         self._open = RegionCall(name, record)
+        self._open.handled = sys.exception()
         torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
         if record.is_recomputed:
             again = Recomputing(self, self._open)
-            recomputation = Recomputation(context_fn=lambda: (contextlib.nullcontext(), again))
+            contexts = contextlib.nullcontext(), again
+            recomputation = Recomputation(rng=("python", "numpy"), context_fn=lambda: contexts)
             around = recomputation.around(module, args, kwargs, name=name)
             next(around)
             self._open.around = around
+        return record.is_recomputed
 
     def leave(self) -> None:
         """It is over, or has raised something."""
@@ -176,8 +199,9 @@ class RegionActivations(OwnHooks):
         call, self._open = self._open, None
         assert call is not None
         around, call.around = call.around, None
+        handled, call.handled = call.handled, None
         try:
-            if around is not None and not is_interrupted and sys.exception() is None:
+            if around is not None and not is_interrupted and sys.exception() in (None, handled):
                 next(around, None)
             elif around is not None:
                 around.close()
@@ -207,7 +231,7 @@ class RegionActivations(OwnHooks):
         if taken:
             for each in taken:
                 self.on_taken(each.storage)
-            saved = SavedStorages()
+            saved = SavedStorages(self._leave)
             what = "inputs" if call.record.is_recomputed else "activations"
             call.chunk = self._begin(call, saved, saved.hold(taken), reader=f"{call.name} forward", what=what)
             if call.record.is_recomputed:
@@ -222,7 +246,7 @@ class RegionActivations(OwnHooks):
         """Return a chunk whose content is what a call has saved, or its inputs, or what was recomputed."""
         num_made = self._chunks.num_made
         chunk = self._chunks.get(f"{what} of {call.name}", nbytes, live=self._live)
-        if Tier.DEVICE in chunk.replicas:  # of a call that is over; a plan was to free it
+        if Tier.DEVICE in chunk.replicas and not self._pager.policy.is_planned:  # of a call that is over
             self._pager.store.drop(chunk, Tier.DEVICE)
         chunk.saved = saved
         sight = self._live[chunk.id] = _Sight(call, self._gone.append)
@@ -234,7 +258,6 @@ class RegionActivations(OwnHooks):
             saved.let_go()
             if num_made < self._chunks.num_made:
                 self._chunks.forget(chunk)  # it is too large: what fits takes another one
-            self.on_shortage()
             raise
         return chunk
 
@@ -355,6 +378,10 @@ class RegionActivations(OwnHooks):
         if Tier.DEVICE in chunk.replicas and not self._pager.policy.is_planned:
             self._pager.store.drop(chunk, Tier.DEVICE)
 
+    def _leave(self, storage: torch.UntypedStorage) -> None:
+        self.left.add(storage)
+        self.on_left(storage)
+
     # Interruptions, and the end of a step.
 
     @property
@@ -367,7 +394,8 @@ class RegionActivations(OwnHooks):
         if self._open is not None:
             self._close_open(is_interrupted=True)
         self._depth = 0
-        self.settle()
+        with contextlib.suppress(CapacityError, TierIOError):  # then it is left to autograd
+            self.settle()
         for key in [key for key in self._pinned if not self._is_used_elsewhere(key)]:
             self._unpin(key)
         if step:
@@ -386,8 +414,11 @@ class RegionActivations(OwnHooks):
                 self._give_up(sight.chunk, call)
 
     def _give_up(self, chunk: Chunk, call: RegionCall) -> None:
-        """Leave the content of a chunk to autograd, which has not let go of it."""
-        self._pager.pin(chunk, Tier.DEVICE, reader=call)
+        """Leave the content of a chunk to autograd, which has not let go of it; it stays if it cannot be brought."""
+        try:
+            self._pager.pin(chunk, Tier.DEVICE, reader=call)
+        except (CapacityError, TierIOError):  # raised again where autograd asks for it
+            return
         assert isinstance(chunk.saved, SavedStorages)
         chunk.saved.let_go()
         call.chunk = None

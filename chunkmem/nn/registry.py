@@ -49,8 +49,12 @@ class ModelRegistry:
         self._slab_nbytes: int | None = None
         self._managed: dict[int, ManagedParameter] = {}
         self._excluded: dict[int, torch.Tensor] = {}
+        self._elsewhere: dict[int, torch.Tensor] = {}
+        """Parameters that only other pipeline stages have."""
         self._place_of: dict[int, int] = {}
         """By the identity of a parameter, managed or excluded: the place in `model.parameters()`, model after model."""
+        self.counted_elsewhere: set[ManagedParameter] = set()
+        """Parameters that another pipeline stage has, too, and counts in norms."""
         self.models: list[PackedModel] = []
         self.precision = AS_BUILT
         """Of what was added last."""
@@ -108,10 +112,22 @@ class ModelRegistry:
             self._managed.update((id(managed.param), managed) for managed in packed.parameters)
         for module in excluded:
             self._excluded.update((id(param), param) for param in module.parameters(recurse=False))
-        for module in (*roots, *excluded):
-            for param in module.parameters():
-                self._place_of.setdefault(id(param), len(self._place_of))
+        self.place(param for module in (*roots, *excluded) for param in module.parameters())
         return added
+
+    def place(self, params: Iterable[nn.Parameter]) -> None:
+        """Give those parameters that have none yet a place after all others."""
+        for param in params:
+            self._place_of.setdefault(id(param), len(self._place_of))
+
+    def add_elsewhere(self, params: Iterable[nn.Parameter]) -> None:
+        """Take in parameters of other pipeline stages, which never have a gradient here."""
+        self._elsewhere.update((id(param), param) for param in params)
+        self._excluded.update(self._elsewhere)
+
+    def is_elsewhere(self, param: torch.Tensor) -> bool:
+        """Tell whether only another pipeline stage has a parameter."""
+        return id(param) in self._elsewhere
 
     def _pack(
         self,

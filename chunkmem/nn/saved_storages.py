@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -133,10 +133,32 @@ def _is_plain(tensor: torch.Tensor, plain: type[torch.Tensor]) -> bool:
     return type(tensor) is plain and not is_odd
 
 
+class LeftStorages:
+    """Counts storages that were a chunk's and are others' now, until they are freed."""
+
+    def __init__(self) -> None:
+        self._nbytes: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        self._freed: deque[weakref.ref[torch.UntypedStorage]] = deque()
+        """From any thread: a C function is all that runs where a storage is freed."""
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage from now on."""
+        self._nbytes[weakref.ref(storage, self._freed.append)] = storage.nbytes()
+
+    @property
+    def nbytes(self) -> int:
+        """Of those that are alive."""
+        while self._freed:
+            del self._nbytes[self._freed.popleft()]
+        return sum(self._nbytes.values())
+
+
 class SavedStorages:
     """The memory of an ACTIVATION chunk on DEVICE; see `SavedMemory`."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_left: Callable[[torch.UntypedStorage], object] = lambda storage: None) -> None:
+        """Hold none. `on_left` is called with each that somebody else has from then on."""
+        self._on_left = on_left
         self._storages: list[tuple[int, int, SavedStorage]] = []
         """Offset and bytes of each."""
 
@@ -151,7 +173,9 @@ class SavedStorages:
 
     def let_go(self) -> None:
         """Leave the storages as they are; there is nothing here any more."""
-        self._storages = []
+        storages, self._storages = self._storages, []
+        for _, _, each in storages:
+            self._on_left(each.storage)
 
     def fill(self) -> Sequence[tuple[int, torch.Tensor]]:
         pieces = []
@@ -163,9 +187,13 @@ class SavedStorages:
 
     def empty(self) -> None:
         # What somebody else has got hold of stays as it is from now on: its content is not ours to take away.
-        self._storages = [item for item in self._storages if not item[2].is_escaped()]
-        for _, _, each in self._storages:
-            each.storage.resize_(0)
+        storages, self._storages = self._storages, []
+        for at, nbytes, each in storages:
+            if each.is_escaped():
+                self._on_left(each.storage)
+            else:
+                self._storages.append((at, nbytes, each))
+                each.storage.resize_(0)
 
 
 def aligned(nbytes: int) -> int:

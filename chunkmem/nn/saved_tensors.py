@@ -1,13 +1,14 @@
 """A user's saved-tensor hooks (`save_on_cpu` among them) get activations, and never chunk memory.
 
-[Note: Hooks over hooks] torch asks the hooks on top of its stack alone what to keep of a tensor that autograd saves. So
-where a user's are on top when a module begins, ours are pushed over them until it ends. They keep a tensor in chunk
-memory as another tensor at the same place, whose memory goes and comes back with the chunk, and hand all others to the
-user's:
+[Note: Hooks in place of hooks] torch asks the hooks on top of its stack alone what to keep of a tensor that autograd
+saves. Where a user's are on top when a module begins, or looks a parameter up, or an operator gets one, ours take their
+place on the stack until the user's `with` ends. They keep a tensor in chunk memory as another tensor at the same place,
+whose memory goes and comes back with the chunk, and hand all others to the user's:
 
     with save_on_cpu():          user's
-        model(x)                 user's, ours
+        model(x)                 ours
             F.linear(x, weight)  ours: x to the user's, weight stays where it is
+        y.exp()                  ours: y to the user's
 
 Those of torch's checkpoint are left alone: they keep nothing, and count what is saved.
 """
@@ -18,14 +19,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from chunkmem.errors import StateError
 from chunkmem.nn.guard import DeclaredReads
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import storage_id
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk
 from chunkmem.types import Tier
 
 Pack = Callable[[torch.Tensor], Any]
@@ -48,45 +48,51 @@ class OwnHooks:
     """What they keep of a tensor does not lead to its memory."""
 
 
-class PushedHooks(OwnHooks):
-    """Ours over those of a user, for one call."""
+class HooksOfUser(OwnHooks):
+    """Ours, in place of those of a user."""
 
     def __init__(self, chunks: ChunkHooks, pack: Pack, unpack: Unpack) -> None:
-        """Push them over `pack` and `unpack`."""
-        self._chunks = chunks
-        self._pack = pack
+        """Stand for `pack` and `unpack`."""
+        self.chunks = chunks
+        self.inner = pack
         self._unpack = unpack
-        self._hooks = saved_tensors_hooks(self.pack, self.unpack)
-        self._hooks.__enter__()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to keep of a tensor."""
-        reference = self._chunks.reference(tensor)
-        return self._pack(tensor) if reference is None else reference
+        reference = self.chunks.reference(tensor)
+        return self.inner(tensor) if reference is None else reference
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor."""
-        return self._chunks.read(packed) if isinstance(packed, SavedReference) else self._unpack(packed)
-
-    def leave(self) -> None:
-        """The call is over, or was torn down. Then leaving the user's `with` has popped ours in place of the user's."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if top is not None and (getattr(top[0], "__self__", None) is self or top[0] is self._pack):
-            self._hooks.__exit__()
+        return self.chunks.read(packed) if isinstance(packed, SavedReference) else self._unpack(packed)
 
 
 class ChunkHooks:
-    """Pushes such hooks, and keeps chunk memory for them."""
+    """Puts such hooks in place of a user's, and keeps chunk memory for them."""
 
     def __init__(self, declared: DeclaredReads, pager: Pager, turn: Turn) -> None:
         self._declared = declared
         self._pager = pager
         self._turn = turn
 
-    def push(self) -> PushedHooks | None:
-        """Push ours if a user's are on top; the caller has to `leave` them."""
+    def replace(self) -> None:
+        """Put ours in place of a user's, if those are on top of the stack."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return PushedHooks(self, *top) if top is not None and _is_foreign(top[0]) else None
+        if top is None or not self._are_foreign(top[0]):
+            return
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return  # as in transforms of torch.func
+        hooks = HooksOfUser(self, *top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+
+    def _are_foreign(self, pack: Any) -> bool:
+        owner = getattr(pack, "__self__", None)
+        while isinstance(owner, HooksOfUser):  # of this manager, or over those of another one
+            if owner.chunks is self:
+                return False
+            pack, owner = owner.inner, getattr(owner.inner, "__self__", None)
+        return not isinstance(owner, OwnHooks) and getattr(pack, "__module__", None) != "torch.utils.checkpoint"
 
     def is_chunk(self, storage: int) -> bool:
         """Tell whether parameters live in a storage, by its identity."""
@@ -129,12 +135,6 @@ class ChunkHooks:
                 self._turn.give_back()
 
 
-def has_foreign_hooks() -> bool:
-    """Tell whether hooks of a user are on top of the stack."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return top is not None and _is_foreign(top[0])
-
-
 def hides_saved_tensors() -> bool:
     """Tell whether what autograd saves now is kept where its graph does not show it: by hooks that are not ours."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -142,8 +142,3 @@ def hides_saved_tensors() -> bool:
         return False
     owner = getattr(top[0], "__self__", None)
     return not isinstance(owner, OwnHooks) or owner.hides
-
-
-def _is_foreign(pack: Any) -> bool:
-    is_ours = isinstance(getattr(pack, "__self__", None), OwnHooks)
-    return not is_ours and getattr(pack, "__module__", None) != "torch.utils.checkpoint"

@@ -77,6 +77,7 @@ _DATA: Any = _TENSOR.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 _WITH_STORAGE = frozenset({_GET_DATA, _TENSOR.untyped_storage, _TENSOR.storage, _TENSOR._typed_storage})
 """What shows how large the storage is: it has to be the parameter's alone, and not its chunk's."""
+_NOT_DIFFERENTIATED = _WITH_STORAGE | {_TENSOR.detach, _TENSOR.data_ptr, _TENSOR.__repr__, torch.autograd.grad}
 
 
 class ParameterServer:
@@ -107,6 +108,8 @@ class ParameterServer:
         self._classes: dict[type[nn.Parameter], type[nn.Parameter]] = {}
         self._taken = WeakTensorKeyDictionary()
         """Tensors that were taken out of parameters, each with how often others had been assigned to `.data` then."""
+        self.before_use: Callable[[ManagedParameter], None] = lambda managed: None
+        """Called before an operator outside of modules that backward may come to, with the first parameter it gets."""
         self._being_saved: set[int] = set()
         """Identities of Parameters whose module is putting together its `state_dict`, which is then filled in."""
 
@@ -174,24 +177,24 @@ class ParameterServer:
             if self._access.stack:
                 for managed in parameters:
                     self._access.read(self._access.stack[-1], managed)
-                hooks = self._saved.push()
-                try:
-                    return func(*args, **kwargs)
-                finally:
-                    if hooks is not None:
-                        hooks.leave()
+                self._saved.replace()
+                return func(*args, **kwargs)
             return self._run(parameters, func, args, kwargs)
 
     def _run(self, parameters: Sequence[ManagedParameter], func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run an operator outside of modules as a call of its own."""
         access = self._access
+        if torch.is_grad_enabled() and func not in _NOT_DIFFERENTIATED:
+            trainable = next((managed for managed in parameters if managed.requires_grad), None)
+            if trainable is not None and not in_backward():
+                self.before_use(trainable)
         access.relieve()
         frame = Frame(f"{getattr(func, '__name__', func)} outside of modules")
         held: set[int] = set()
         try:
             for managed in parameters:
                 access.read(frame, managed)
-            frame.hooks = self._saved.push()
+            self._saved.replace()
             result = _alone(args[0], func) if func in _WITH_STORAGE else func(*args, **kwargs)
             own = {id(managed.param) for managed in parameters}
             held = self._backward.watch(frame, None if id(result) in own else result)

@@ -94,7 +94,8 @@ class ModuleSurface:
             self._copies = None
         made = {id(tensor) for tensor in copies.values()}
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and id(value) not in made:
+            # What is on no device is in another pipeline stage.
+            if isinstance(value, torch.Tensor) and id(value) not in made and not value.is_meta:
                 state[key] = value.detach().to("cpu", copy=True)
         return state
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from chunkmem.errors import LayoutError
+from chunkmem.errors import CheckpointError, LayoutError
 from chunkmem.nn.whole import WholeParameter
 
 _NAMES = ("weight", "bias")
@@ -99,9 +99,34 @@ class TiledLinear(nn.Module):
         shape = _shapes(self)[name]
 
         def join() -> Tensor:
-            return _join({key: self.get_parameter(key) for key in keys}, self, name)
+            return self.join(name, [self.get_parameter(key) for key in keys])
 
-        return WholeParameter(join, shape, like=like, requires_grad=like.requires_grad)
+        return WholeParameter(join, shape, tiles=keys, like=like, requires_grad=like.requires_grad)
+
+    def tiles(self) -> dict[str, list[nn.Parameter]]:
+        """Return the parameters of tiles by the name of the whole one, row by row."""
+        found: dict[str, list[nn.Parameter]] = {}
+        for name, key, _ in _places(self):
+            tile, _, kind = key.partition(".")
+            found.setdefault(name, []).append(dict(getattr(self, tile).named_parameters())[kind])
+        return found
+
+    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Return what has the shape of the whole `weight` or `bias`, given what has that of its `tiles`."""
+        keys = [key for kind, key, _ in _places(self) if kind == name]
+        return _join(dict(zip(keys, parts, strict=True)), self, name)
+
+    def split(self, name: str, whole: Tensor) -> list[Tensor]:
+        """Undo `join`: copies.
+
+        Raises:
+            CheckpointError: `whole` has another shape.
+        """
+        if whole.shape != _shapes(self)[name]:
+            raise CheckpointError(
+                f"a state of shape {list(whole.shape)}, and the {name} of a tiled layer has {list(_shapes(self)[name])}"
+            )
+        return [_piece(whole, place) for kind, _, place in _places(self) if kind == name]
 
     def reset_parameters(self) -> None:
         """Draw the parameters again, as `nn.Linear` does."""

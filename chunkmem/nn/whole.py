@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,16 +35,24 @@ class WholeParameter(torch.Tensor):
     """
 
     _join: Callable[[], torch.Tensor]
+    tiles: Sequence[str]
+    """Names of the parameters, in the layer."""
 
     @staticmethod
     def __new__(
-        cls, join: Callable[[], torch.Tensor], shape: tuple[int, ...], *, like: torch.Tensor, requires_grad: bool
+        cls,
+        join: Callable[[], torch.Tensor],
+        shape: tuple[int, ...],
+        *,
+        tiles: Sequence[str],
+        like: torch.Tensor,
+        requires_grad: bool,
     ) -> WholeParameter:
         """Make one of a function that joins the tiles; dtype and device are those of `like`."""
         made: WholeParameter = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
         )
-        made._join = join
+        made._join, made.tiles = join, tiles
         return made
 
     @classmethod
@@ -63,7 +71,8 @@ class WholeParameter(torch.Tensor):
             )
         if func in _ALIAS:  # a write to it would be lost, too
             whole: WholeParameter = args[0]
-            return cls(lambda: whole._join().detach(), tuple(whole.shape), like=whole, requires_grad=False)
+            join = whole._join
+            return cls(lambda: join().detach(), tuple(whole.shape), tiles=whole.tiles, like=whole, requires_grad=False)
         joined, options = tree_map_only(cls, lambda whole: whole._join(), (args, kwargs))
         return func(*joined, **options)
 

@@ -11,7 +11,8 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.room import require_room
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.speculative import Intent
-from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.runtime.chunk import Chunk
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import ChunkId, Role
 
 Wanted = Mapping[ManagedParameter, Sequence[StateSpec]]

@@ -99,7 +99,8 @@ class RuleOptimizer(StatefulOptimizer):
         with self._host.step(self._options_in_words(), updates=True):
             self._updater.claims.check(self._managed(), self)
             pending, anywhere = self._pending(), self._pending_anywhere()
-            if anywhere or any(p.grad is not None for p in self._excluded()):
+            has_gradients = anywhere or any(p.grad is not None for p in self._excluded())
+            if has_gradients or self._is_counted_on():
                 self._step_over(pending)
                 self._updater.gradients.anywhere.difference_update(anywhere)
             elif self._is_trainable() and not self._host.is_shared:
@@ -167,9 +168,14 @@ class RuleOptimizer(StatefulOptimizer):
         with self._host.step(f"a norm of {float(max_norm)}", updates=False):
             pending = self._pending()
             excluded = self._excluded()
-            if not pending and not self._is_trainable() and all(p.grad is None for p in excluded):
+            is_without = not pending and not self._is_trainable() and all(p.grad is None for p in excluded)
+            if is_without and not self._is_counted_on():
                 return torch.zeros((), device=self._host.device)
             return self._gradients(pending).clip(max_norm)
+
+    def _is_counted_on(self) -> bool:
+        """Tell whether other pipeline stages form a norm with this rank although it may have no gradients."""
+        return self._host.ranks.stages is not None and (self._host.is_shared or not self._is_trainable())
 
     def _options_in_words(self) -> str:
         """Return what an update depends on in addition to gradients and states."""
@@ -198,6 +204,7 @@ class RuleOptimizer(StatefulOptimizer):
             is_lowered=host.is_lowered,
             scaler=host.scaler,
             ranks=host.ranks,
+            counted_elsewhere=host.registry.counted_elsewhere,
         )
 
     def _update(self, pending: list[ManagedParameter], *, multiplier: float | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -29,6 +29,7 @@ class PendingGradients:
         is_lowered: bool,
         scaler: LossScaler | None,
         ranks: Ranks,
+        counted_elsewhere: Collection[ManagedParameter] = (),
     ) -> None:
         """Look the gradients up.
 
@@ -40,6 +41,7 @@ class PendingGradients:
             is_lowered: the model computes in less than float32, and squares are summed in that.
             scaler: by which the losses were multiplied; None: they were not.
             ranks: over which the norm is formed: each has the gradients of its own groups, all those of `.grad`.
+            counted_elsewhere: managed parameters that are part of the norm on another rank.
 
         Raises:
             StateError: there is no gradient.
@@ -49,13 +51,14 @@ class PendingGradients:
         self._is_lowered = is_lowered
         self._scaler = scaler
         self._ranks = ranks
+        self._counted_elsewhere = counted_elsewhere
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
         for param in params:
             if param in self._managed:
                 self._grads[param] = updater.gradient(self._managed[param])
             elif param.grad is not None and not isinstance(param.grad, LazyGradient):  # that is another rank's
                 self._grads[param] = param.grad
-        if not self._grads and ranks.size == 1:
+        if not self._grads and ranks.are_one:
             raise StateError("no gradient to clip: call manager.backward(loss) or loss.backward() before it")
 
     def clip(self, max_norm: float) -> torch.Tensor:
@@ -100,7 +103,8 @@ class PendingGradients:
 
     def _norm(self) -> torch.Tensor:
         by_group: dict[int, list[ManagedParameter]] = {}
-        for managed in sorted(self._managed.values(), key=lambda managed: managed.position):
+        counted = (managed for managed in self._managed.values() if managed not in self._counted_elsewhere)
+        for managed in sorted(counted, key=lambda managed: managed.position):
             by_group.setdefault(managed.group, []).append(managed)
         if self._is_lowered:
             norm = self._norm_in_float32(by_group)
@@ -111,7 +115,7 @@ class PendingGradients:
         }
         grads = self._counted()
         norm = global_norm(grads, known=known) if grads else torch.zeros(())
-        if self._ranks.size == 1:
+        if self._ranks.are_one:
             return norm
         (total,) = self._ranks.sum_over((float(norm.double().square()),), label="norm of the gradients")
         return torch.tensor(total, dtype=torch.float64).sqrt().float()
@@ -125,16 +129,20 @@ class PendingGradients:
         squares += [self._updater.native.squares(alike) for alike in excluded.values()]
         total = math.fsum(float(square) for square, _ in squares)
         num_infinite = float(sum(not is_finite for _, is_finite in squares))
-        if self._ranks.size > 1:
+        if not self._ranks.are_one:
             total, num_infinite = self._ranks.sum_over((total, num_infinite), label="norm of the gradients")
         return torch.tensor(math.inf if num_infinite else math.sqrt(total))
 
     def _counted(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients that this rank adds: every rank has those of excluded parameters, one counts them."""
-        if self._ranks.rank == 0:
-            return self._grads
-        return {param: grad for param, grad in self._grads.items() if param in self._managed}
+        elsewhere = {managed.param for managed in self._counted_elsewhere}
+        return {
+            param: grad
+            for param, grad in self._grads.items()
+            if (self._ranks.rank == 0 or param in self._managed) and param not in elsewhere
+        }
 
     def _squares_of(self, group: int, members: list[ManagedParameter]) -> torch.Tensor:
-        known = self._updater.ahead.norm_parts(group).squares
+        is_whole = not any(managed.group == group for managed in self._counted_elsewhere)
+        known = self._updater.ahead.norm_parts(group).squares if is_whole else None
         return self._updater.native.squares([self._grads[m.param] for m in members]) if known is None else known

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from chunkmem.plan.placement import GroupNeed, first_residents
-from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.runtime.chunk import Chunk
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import TierCaps
 from chunkmem.types import Role, Tier
 

@@ -8,7 +8,8 @@ from math import gcd
 from statistics import mode
 
 from chunkmem.errors import CapacityError
-from chunkmem.runtime.store import NO_CONTENT, ChunkStore
+from chunkmem.runtime.chunk import NO_CONTENT
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
 

@@ -16,7 +16,7 @@ import torch
 
 from chunkmem.layout.spec import ALIGN_NBYTES, Group, MasterCopy, Slot
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.runtime.store import Chunk
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.types import ChunkId, Role
 
 H = TypeVar("H", bound=Hashable)

@@ -51,7 +51,12 @@ class StatefulOptimizer(ChunkedOptimizer):
         """
         self._host.require_open()
         with self._host.together("optimizer.state_dict()"):
-            return self._saved()
+            state_dict = self._saved()
+            for key in ("state", MASTER_KEY):
+                found = self._host.ranks.over_stages(state_dict.get(key, {}), label=f"sending the {key} of a stage")
+                if found or key in state_dict:
+                    state_dict[key] = dict(sorted(found.items()))
+            return state_dict
 
     def _saved(self) -> dict[str, Any]:
         self._updater.claims.check(self._managed(), self)
@@ -206,6 +211,10 @@ class StatefulOptimizer(ChunkedOptimizer):
         """Move the states of managed parameters to `taken`, once it is certain that they can be loaded."""
         check_state(state_dict, self.param_groups, self._rule, name_of=self._name_of)
         states = dict(state_dict["state"])
+        for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for index, param in zip(saved["params"], own["params"], strict=True):
+                if self._host.registry.is_elsewhere(param):
+                    states.pop(index, None)
         for index, managed in self._by_index(state_dict["param_groups"]):
             taken[managed] = {k: value for k, value in states.pop(index, {}).items() if value is not None}
         # The states that are saved may be others than those that the options so far call for.

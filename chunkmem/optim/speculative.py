@@ -21,11 +21,12 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.rule import ChunkMemory, UpdateItem, UpdateRule
 from chunkmem.optim.speculation import MAX_WRONG, WINDOW, Speculation, UpdateInputs
+from chunkmem.runtime.chunk import Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Event, Lanes
 from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.shadow import ShadowBuffers
-from chunkmem.runtime.store import Chunk, ChunkStore, Replica, slot_views
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import Role, Tier
 
 

@@ -17,10 +17,10 @@ from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.rule import UpdateItem, UpdateRule, fill, slot_tensors
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.failed import lost_error
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.types import TIERS, ChunkId, Role, Tier
 
 

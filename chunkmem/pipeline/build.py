@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
 
 from chunkmem.assembly import Runtime
 from chunkmem.errors import ConfigError, LayoutError
-from chunkmem.pipeline.by_layer import CHECKPOINTS, ByLayerPipeline, Item, LossItem
+from chunkmem.pipeline.by_layer import ByLayerPipeline, Item, LossItem
+from chunkmem.pipeline.checkpoints import CHECKPOINTS
+from chunkmem.pipeline.deferred_norm import DeferredStatistics
+from chunkmem.pipeline.staged import StagedPipeline, staged_pipeline
 from chunkmem.sizes import shown
 
 
@@ -23,7 +25,10 @@ def make_pipeline(
     loss_fn: Callable[..., torch.Tensor],
     micro_batches: int,
     checkpoint: str,
-) -> ByLayerPipeline:
+    schedule: str,
+    stages_per_rank: int | None,
+    deferred_batch_norm: bool,
+) -> ByLayerPipeline | StagedPipeline:
     """Return what `ChunkManager.pipeline` does, and raise what it does."""
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList | nn.Sequential):
         raise LayoutError(f"manager.pipeline() takes a list of blocks, not a {type(blocks).__name__}")
@@ -42,13 +47,32 @@ def make_pipeline(
         raise ConfigError(f"micro_batches is {shown(micro_batches)}; give a number of at least 1")
     if checkpoint not in CHECKPOINTS:
         raise ConfigError(f"checkpoint is {shown(checkpoint)}; give one of {', '.join(CHECKPOINTS)}")
+    if runtime.ranks.stages is not None:
+        return staged_pipeline(
+            runtime,
+            modules,
+            first=first,
+            last=last,
+            loss_fn=loss_fn,
+            micro_batches=micro_batches,
+            checkpoint=checkpoint,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            deferred_batch_norm=deferred_batch_norm,
+        )
+    if schedule not in ("auto", "by-layer") or stages_per_rank is not None:
+        raise ConfigError(
+            f"schedule {shown(schedule)} is for stages over ranks: make the manager with a mesh that has a dimension "
+            '"stage", or leave out schedule and stages_per_rank'
+        )
     chain = [*([] if first is None else [first]), *modules]
     named = [*chain, *([] if last is None else [last])]
     names = _names(runtime, named)
     items = [Item(names[id(module)], module) for module in chain]
     name = "loss" if last is None else names[id(last)]
     items.append(Item(name, LossItem(last, loss_fn, casts=runtime.is_lowered)))
-    return ByLayerPipeline(runtime, items, micro_batches=micro_batches, checkpoint=checkpoint)
+    statistics = DeferredStatistics(named if deferred_batch_norm else ())
+    return ByLayerPipeline(runtime, items, micro_batches=micro_batches, checkpoint=checkpoint, statistics=statistics)
 
 
 def _names(runtime: Runtime, modules: list[nn.Module]) -> dict[int, str]:
@@ -58,15 +82,18 @@ def _names(runtime: Runtime, modules: list[nn.Module]) -> dict[int, str]:
         LayoutError: one has parameters that the manager does not have.
     """
     known: dict[int, str] = {}
+    parameters: set[int] = set()
     for model in runtime.registry.models:
+        parameters.update(map(id, model.root.parameters()))
         for name, module in model.root.named_modules():
             known.setdefault(id(module), name or type(module).__name__)
     for module in modules:
-        own: Any = next(module.parameters(), None)
-        if id(module) not in known and own is not None:
+        # What is not part of a model may be a wrapper of something that is.
+        inner = next((known[id(each)] for each in module.modules() if id(each) in known), type(module).__name__)
+        if not parameters.issuperset(map(id, module.parameters())):
             raise LayoutError(
-                f"manager.pipeline(): a {type(module).__name__} is part of no model of this manager; build it inside "
-                "manager.init(), or give its model to manager.wrap()"
+                f"manager.pipeline(): a {type(module).__name__} has parameters of no model of this manager; build it "
+                "inside manager.init(), or give its model to manager.wrap()"
             )
-        known.setdefault(id(module), type(module).__name__)
+        known.setdefault(id(module), inner)
     return known

@@ -13,7 +13,7 @@ blocks share gets those of the later block first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,19 +23,12 @@ from torch import nn
 from chunkmem.assembly import Runtime
 from chunkmem.errors import StateError
 from chunkmem.nn.borders import cast_floats
+from chunkmem.pipeline.arguments import Given, OfTensors, OnCopies, arguments_of
+from chunkmem.pipeline.checkpoints import policy_of
+from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.outputs import BlockOutput
-from chunkmem.pipeline.random_streams import RandomStreams, Streams, states_of
-
-CHECKPOINTS = ("auto", "always", "except_last", "never")
-
-
-def policy_of(checkpoint: str, number: int, num: int) -> str:
-    """Return the policy for what micro-batch `number` of `num` saves in a block, as `activations.policy` has them."""
-    if checkpoint == "auto":
-        return "auto"
-    is_recomputed = checkpoint == "always" or (checkpoint == "except_last" and number < num - 1)
-    return "recompute" if is_recomputed else "offload"
+from chunkmem.pipeline.random_streams import RandomStreams, Streams, foreign_states, states_of
 
 
 @dataclass(frozen=True)
@@ -44,6 +37,12 @@ class Item:
 
     name: str
     module: nn.Module
+
+    @property
+    def unit(self) -> nn.Module:
+        """What is exchanged between ranks before it runs."""
+        own = self.module.module if isinstance(self.module, LossItem) else self.module
+        return self.module if own is None else own
 
 
 class _Outermost(nn.Module):
@@ -62,11 +61,8 @@ class LossItem(nn.Module):
         self.loss_fn = loss_fn
         self._casts = casts
 
-    def forward(self, given: tuple[Any, ...], target: Any, divisor: float) -> torch.Tensor:
-        if self.module is not None:
-            output = self.module(*given)
-        else:
-            output = given if len(given) != 1 else given[0]
+    def forward(self, given: Any, target: Any, divisor: float) -> torch.Tensor:
+        output = given if self.module is None else self.module(*arguments_of(given))
         if self._casts:
             output = cast_floats(output, torch.float32)
         loss = self.loss_fn(output) if target is None else self.loss_fn(output, target)
@@ -87,7 +83,15 @@ class _Batch:
 class ByLayerPipeline:
     """Blocks in one process, or on ranks that share all chunks; see [Note: By layer]."""
 
-    def __init__(self, runtime: Runtime, items: Sequence[Item], *, micro_batches: int, checkpoint: str) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        items: Sequence[Item],
+        *,
+        micro_batches: int,
+        checkpoint: str,
+        statistics: DeferredStatistics,
+    ) -> None:
         """Run `items` in turn, of which the last is a `LossItem`.
 
         Args:
@@ -95,13 +99,17 @@ class ByLayerPipeline:
             items: what to run.
             micro_batches: parts of a batch.
             checkpoint: which of their calls are recomputed: see `ChunkManager.pipeline`.
+            statistics: of layers whose running statistics are to be those of whole batches.
         """
         self._runtime = runtime
         self._items = tuple(items)
+        self._on_copies = [OnCopies(item.module, name=item.name) for item in items]
         self._num = micro_batches
         self._checkpoint = checkpoint
+        self._statistics = statistics
         self._outermost = _Outermost()
         runtime.hooks.fit_outermost(self._outermost, name="pipeline")
+        self._is_running = False
         self._random = RandomStreams(runtime.memory.compute.generators())
 
     def step(self, inputs: Any, target: Any = None) -> torch.Tensor:
@@ -120,26 +128,52 @@ class ByLayerPipeline:
         runtime.require_open()
         if not torch.is_grad_enabled():
             raise StateError("pipe.step() computes gradients; under torch.no_grad() call the model itself")
-        batch = _Batch(split(inputs, target, num=self._num), [[] for _ in self._items])
+        batch = self._batch(inputs, target)
         access = runtime.modules.access
-        others = access.num_calls
-        try:
-            loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
-            with runtime.backward():
-                self._backward(batch)
-        finally:
-            access.num_calls = others
-            with runtime.modules.turn.taken():
-                for output in (output for row in batch.outputs for output in row):
-                    output.drop()
+        with runtime.modules.turn.taken():
+            if self._is_running:
+                raise StateError("pipe.step() inside of pipe.step(): end the one before the next begins")
+            self._is_running, others = True, access.num_calls
+            try:
+                with self._statistics.mini_batch():
+                    loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
+                    with runtime.backward(), runtime.sharding.units.one_backward():
+                        self._backward(batch)
+            except BaseException:
+                runtime.controller.excuse_iteration()
+                raise
+            finally:
+                self._is_running, access.num_calls = False, others
+                self._drop(batch)
         return loss
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
+        """Run forward of a batch, and return its loss. Arguments and errors are those of `step`."""
+        self._runtime.require_open()
+        batch = self._batch(inputs, target)
+        with self._runtime.modules.turn.taken():
+            try:
+                loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
+            finally:
+                self._drop(batch)
+        return loss
+
+    def _batch(self, inputs: Any, target: Any) -> _Batch:
+        return _Batch(split(inputs, target, num=self._num), [[] for _ in self._items])
+
+    def _drop(self, batch: _Batch) -> None:
+        """Free what an interrupted step has left."""
+        for output in (output for row in batch.outputs for output in row):
+            output.drop()
 
     # Forward.
 
     def _forward(self, batch: _Batch) -> torch.Tensor:
-        form = batch.parts[0].form
+        form = self._form(batch.parts[0])
         streams = self._random.begin(form, len(batch.parts))
-        if streams is None:
+        is_known = self._agree("random numbers are known", holds=streams is not None)
+        if streams is None or not is_known:
             self._forward_in_turn(batch)
         else:
             self._forward_by_layer(batch, streams)
@@ -158,63 +192,89 @@ class ByLayerPipeline:
         return loss
 
     def _forward_by_layer(self, batch: _Batch, streams: Streams) -> None:
-        for at, row in enumerate(batch.outputs):
-            for number in range(len(batch.parts)):
-                with streams.of(number):
-                    self._call(batch, at, number)
-                if at < len(self._items) - 1:
-                    row[-1].park()
+        for at, (item, row) in enumerate(zip(self._items, batch.outputs, strict=True)):
+            with self._runtime.sharding.units.held(item.unit):
+                for number in range(len(batch.parts)):
+                    with streams.of(number):
+                        self._call(batch, at, number)
+                    if at < len(self._items) - 1:
+                        row[-1].park()
 
     def _forward_in_turn(self, batch: _Batch) -> None:
-        """Run one micro-batch after the other."""
-        form, states = batch.parts[0].form, []
-        for number in range(len(batch.parts)):
-            states.append(states_of(self._random.generators))
-            for at in range(len(self._items)):
-                self._call(batch, at, number)
-        if batch.parts[-1].form == form:
+        """Run one micro-batch after the other. All ranks bring together what they run, also if one has fewer."""
+        form, states, number, num = self._form(batch.parts[0]), [], 0, len(batch.parts)
+        foreign = foreign_states()
+        while not self._agree(f"micro-batch {number} is not there", holds=number >= num):
+            states += [states_of(self._random.generators)] if number < num else []
+            for at, item in enumerate(self._items):
+                with self._runtime.sharding.units.held(item.unit):
+                    if number < num:
+                        self._call(batch, at, number)
+            number += 1
+        if batch.parts[-1].form == batch.parts[0].form:
             states.append(states_of(self._random.generators))
         self._random.learn(form, states)
-        if self._random.are_known(form):
-            self._runtime.controller.excuse_iteration()  # the next ones go by layer
+        if foreign_states() != foreign:
+            self._random.forget(form)
+        goes_by_layer = self._agree("the next step goes by layer", holds=self._random.are_known(form))
+        if goes_by_layer and torch.is_grad_enabled():
+            self._runtime.controller.excuse_iteration()
+
+    def _form(self, part: MicroBatch) -> Hashable:
+        """Return what random numbers a micro-batch draws depends on."""
+        return part.form, torch.is_grad_enabled(), tuple(item.module.training for item in self._items)
+
+    def _agree(self, question: str, *, holds: bool) -> bool:
+        return self._runtime.sharding.units.agree(f"pipe.step(): {question}", holds=holds)
 
     def _call(self, batch: _Batch, at: int, number: int) -> None:
         """Run a block for a micro-batch. When it is over, only autograd has what it was given."""
-        item, part = self._items[at], batch.parts[number]
+        part = batch.parts[number]
         given = batch.outputs[at - 1][number] if at else None
-        arguments = self._first_arguments(part) if given is None else given.arguments()
-        if at == len(self._items) - 1:
-            arguments = (arguments, part.target, part.divisor)
-        modules = self._runtime.modules
+        value = self._first_value(part) if given is None else given.value()
+        arguments = (value, part.target, part.divisor) if at == len(self._items) - 1 else arguments_of(value)
+        del value
+        policy, modules = policy_of(self._checkpoint, number, len(batch.parts)), self._runtime.modules
         # Backward comes to this call alone, whatever other micro-batches have read: it is over when gradients land.
         modules.access.num_calls = Counter()
-        result = self._run(item, policy_of(self._checkpoint, number, len(batch.parts)), arguments)
-        batch.outputs[at].append(BlockOutput(result, modules.parked, name=item.name, calls=modules.access.num_calls))
+        with self._statistics.micro_batch(number):
+            result = self._run(at, policy, arguments, number=at * self._num + number)
+        output = BlockOutput(result, modules.parked, name=self._items[at].name, calls=modules.access.num_calls)
+        batch.outputs[at].append(output)
         if given is not None:
             given.end_call()
 
-    def _first_arguments(self, part: MicroBatch) -> tuple[Any, ...]:
-        inputs = cast_floats(part.inputs, self._runtime.dtype) if self._runtime.is_lowered else part.inputs
-        return inputs if type(inputs) is tuple else (inputs,)
+    def _first_value(self, part: MicroBatch) -> Any:
+        return cast_floats(part.inputs, self._runtime.dtype) if self._runtime.is_lowered else part.inputs
 
-    def _run(self, item: Item, policy: str, arguments: tuple[Any, ...]) -> Any:
-        regions = self._runtime.modules.regions
-        regions.enter(item.name, policy, item.module, arguments, {}, start=regions.now())
+    def _run(self, at: int, policy: str, arguments: tuple[Any, ...], *, number: int) -> Any:
+        item, on_copies, regions = self._items[at], self._on_copies[at], self._runtime.modules.regions
+        again = OfTensors(on_copies.again, arguments)
+        is_recomputed = regions.enter(
+            item.name, policy, again, again.take_tensors(), {}, start=regions.now(), number=number
+        )
         try:
-            return item.module(*arguments)
+            if is_recomputed and again.module is on_copies:
+                return on_copies(*arguments)
+            given = Given(arguments)
+            result = item.module(*arguments)
+            on_copies.writes = given.is_written(item.name) or bool(on_copies.writes)
+            return result
         finally:
             regions.leave()
 
     def _backward(self, batch: _Batch) -> None:
         """Run the backward of each block for all micro-batches, the last one first."""
-        access, turn, scaler = self._runtime.modules.access, self._runtime.modules.turn, self._runtime.scaler
+        access, scaler = self._runtime.modules.access, self._runtime.scaler
         for output in batch.outputs[-1]:
             output.begin_backward(1.0 if scaler is None else scaler.scale)
         for at in reversed(range(len(self._items))):
+            if any(output.has_gradients for output in batch.outputs[at]):
+                # Before it is known whether the unit is recomputed: that may differ between ranks.
+                self._runtime.sharding.units.announce_module(self._items[at].unit)
             for number in reversed(range(len(batch.parts))):
-                output = batch.outputs[at].pop()
+                output, given = batch.outputs[at].pop(), batch.outputs[at - 1][number] if at else None
                 access.num_calls = output.calls
-                output.backward(turn)
-                if at:
-                    with turn.taken():
-                        batch.outputs[at - 1][number].park_gradients()
+                output.backward(given)
+                if given is not None:
+                    given.park_gradients()

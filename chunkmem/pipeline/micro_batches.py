@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
@@ -35,9 +36,12 @@ def split(inputs: Any, target: Any, *, num: int) -> list[MicroBatch]:
         num: how many parts there are at most.
 
     Raises:
-        StateError: tensors have first dimensions that differ, or there is nothing to be split.
+        StateError: tensors have first dimensions that differ, there is nothing to be split, or an array of numpy.
     """
     keyed, spec = tree_flatten_with_path((inputs, target))
+    for path, leaf in keyed:
+        if isinstance(leaf, np.ndarray):
+            raise StateError(f"pipe.step(): {_named(path)} is a numpy.ndarray; give torch.from_numpy() of it")
     sizes = {_named(path): leaf.shape[0] for path, leaf in keyed if isinstance(leaf, torch.Tensor) and leaf.ndim}
     if not sizes or not next(iter(sizes.values())):
         raise StateError("pipe.step() was given no tensor with samples along its first dimension to split")

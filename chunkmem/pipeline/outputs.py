@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.parked import Parked, ParkedTensors
-from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import tensors_in
 
 
@@ -57,6 +56,8 @@ class BlockOutput:
         self._gradients: list[torch.Tensor | None] = []
         """Of the tensors that require them, from the backward of the block that was given those."""
         self._parked_gradients: Parked | None = None
+        self._is_next_running = False
+        """The backward of the block that was given the tensors runs."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -72,8 +73,8 @@ class BlockOutput:
         """
         self._parked = self._parking.park(self._content, name=self._name, what="output")
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Return what the next block is called with, on the device until `end_call`.
+    def value(self) -> Any:
+        """Return what the next block is given, on the device until `end_call`.
 
         Raises:
             CapacityError: it does not fit.
@@ -86,8 +87,7 @@ class BlockOutput:
             for at, tensor in zip(self._wanted, cut, strict=True):
                 tensors[at] = tensor
         leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
-        value = tree_unflatten(leaves, self._spec)
-        return value if type(value) is tuple else (value,)
+        return tree_unflatten(leaves, self._spec)
 
     def end_call(self) -> None:
         """The next block has returned."""
@@ -96,7 +96,17 @@ class BlockOutput:
             parked.end()
 
     def take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The backward of the next block has come to what it was given."""
+        """The backward of the next block has come to what it was given.
+
+        Raises:
+            StateError: it is the backward of another one.
+        """
+        if not self._is_next_running:
+            raise StateError(
+                f"a gradient comes to what {self._name} has returned from elsewhere than the next block: a block has "
+                "kept a tensor, such as a loss of its own, that another one or loss_fn uses, whose history ends with "
+                "the block. Return it with the block's output, and pass it on"
+            )
         self._gradients = list(gradients)
 
     def park_gradients(self) -> None:
@@ -119,24 +129,35 @@ class BlockOutput:
             )
         self._parked_gradients = self._parking.keep([torch.full_like(self.tensor, scale)])
 
-    def backward(self, turn: Turn) -> None:
+    @property
+    def has_gradients(self) -> bool:
+        """Gradients have come to what the block has returned."""
+        return self._parked_gradients is not None
+
+    def backward(self, given: BlockOutput | None) -> None:
         """Run the backward of the block, if gradients have come to what it has returned.
+
+        Args:
+            given: what the block was given, if that is another one's output.
 
         Raises:
             CapacityError: something does not fit.
+            StateError: gradients come to what another block was given.
         """
         parked, self._parked_gradients = self._parked_gradients, None
         if parked is None:
             return
+        if given is not None:
+            given._is_next_running = True
         try:
-            with turn.taken():
-                gradients = parked.bring()
+            gradients = parked.bring()
             torch.autograd.backward(self._edges, gradients)
         finally:
+            if given is not None:
+                given._is_next_running = False
             self._edges = []
             gradients = []
-            with turn.taken():
-                parked.end()
+            parked.end()
 
     def drop(self) -> None:
         """What is here is not needed any more."""

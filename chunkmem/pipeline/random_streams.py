@@ -4,16 +4,19 @@
 by block, both have begun before either is over. So each has a stream of its own, which begins where the one before is
 going to end. How many numbers a micro-batch draws is not known before one has run: the first batch of a form runs one
 micro-batch after the other, and their draws are counted. What is drawn block by block is compared with that before
-backward begins. Where micro-batches of a form draw different amounts (layers that are dropped at random), all batches
-of that form run one micro-batch after the other.
+backward begins. Where micro-batches of a form draw different amounts (layers that are dropped at random), or numbers of
+Python's `random` or of numpy, all batches of that form run one micro-batch after the other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 
 _PERIOD = 624
@@ -109,6 +112,13 @@ class RandomStreams:
 def states_of(generators: Sequence[torch.Generator]) -> States:
     """Return the state of each."""
     return tuple(generator.get_state() for generator in generators)
+
+
+def foreign_states() -> tuple[object, ...]:
+    """Return the states of Python's and of numpy's global generators, to be compared."""
+    numpy_state: Any = np.random.get_state(legacy=False)
+    position = numpy_state["state"]["pos"], numpy_state["has_gauss"]
+    return random.getstate(), numpy_state["state"]["key"].tobytes(), position
 
 
 def _same(one: States, other: States) -> bool:

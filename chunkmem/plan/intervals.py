@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from chunkmem.plan.gaps import After, Gap, Problem
@@ -155,7 +156,8 @@ def prefetch(problem: Problem, stays: Stays, budget: Sequence[int], machine: Mac
 def linger(problem: Problem, stays: Stays, budget: Sequence[int], machine: Machine) -> None:
     """Free what is copied to the tier below when the copy is over, where there is room for so long. Changes `stays`.
 
-    A slab freed sooner is the next to be taken, and computing would wait for the copy.
+    A slab freed sooner is the next to be taken, and computing would wait for the copy. Memory of activations is given
+    back when it is freed, so computing waits then: that is put off for as long as there is room at all.
     """
     n = len(problem.trace.moments)
     begins = [0.0, *accumulate(moment.duration_s for moment in problem.trace.moments)]
@@ -168,9 +170,16 @@ def linger(problem: Problem, stays: Stays, budget: Sequence[int], machine: Machi
         nbytes = problem.nbytes[stay.chunk]
         over_s = max(over_s, begins[stop]) + link.copy_s(nbytes)
         freed = min(bisect_left(begins, over_s, hi=n), limits[stay.chunk, stay.start] - stay.stop + stop)
+        if not is_reused(problem.chunks[stay.chunk], Tier.DEVICE):
+            short = partial(_is_short_up_to, free, stop, nbytes)
+            freed = stop + bisect_left(range(stop, freed), True, key=short)
         if stop < freed and free.last_short(stop, freed, nbytes) is None:
             free.take(stop, freed, nbytes)
             stay.freed = stay.stop + freed - stop
+
+
+def _is_short_up_to(free: Room, start: int, nbytes: int, at: int) -> bool:
+    return free.last_short(start, at + 1, nbytes) is not None
 
 
 def free_room(problem: Problem, stays: Stays, budget: Sequence[int]) -> Room:

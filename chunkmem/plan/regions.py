@@ -25,6 +25,7 @@ from statistics import mean
 
 from chunkmem.errors import CapacityError
 from chunkmem.plan.candidates import Candidate, Candidates, PlanOptions
+from chunkmem.plan.gaps import in_use_nbytes
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import LINK_LANES, Copy, Plan
 from chunkmem.trace.model import Kind, Region, Trace
@@ -123,8 +124,26 @@ def summary(trace: Trace, choice: Collection[int], plan: Plan) -> tuple[RegionPo
 class RegionSearch:
     """Looks for a choice piece by piece."""
 
-    def __init__(self, trace: Trace, machine: Machine, *, options: PlanOptions | None = None) -> None:
-        self._judge = _Judge(trace, machine, options or PlanOptions())
+    def __init__(
+        self,
+        trace: Trace,
+        machine: Machine,
+        *,
+        options: PlanOptions | None = None,
+        now: Collection[int] | None = None,
+        spare_nbytes: int = 0,
+    ) -> None:
+        """Begin.
+
+        Args:
+            trace: of the step, whichever regions are recomputed in it.
+            machine: caps and speeds.
+            options: of the planner.
+            now: the regions that are recomputed in steps until now, which fit; None: all of them.
+            spare_nbytes: bytes of DEVICE that no moment may need with any other choice.
+        """
+        self._now = frozenset(range(len(trace.regions)) if now is None else now)
+        self._judge = _Judge(trace, machine, options or PlanOptions(), fits=self._now, spare_nbytes=spare_nbytes)
         self._regions = trace.regions
         self._classes = _classes(trace)
         self._order = _by_density(with_recomputed(trace, ()), self._classes)
@@ -133,6 +152,11 @@ class RegionSearch:
     def num_plans(self) -> int:
         """Plans made so far."""
         return self._judge.num_plans
+
+    @property
+    def now_s(self) -> float:
+        """How long a step takes with the choice until now; inf before it was judged, or if it has no plan."""
+        return self._judge.known.get(self._now, inf)
 
     def choice(self) -> RegionChoice:
         """Return the fastest one so far.
@@ -146,7 +170,7 @@ class RegionSearch:
         """Yield the work done, in the planner's units, until the search is over."""
         judge, every = self._judge, range(len(self._regions))
         uniform = frozenset[int](), frozenset(every)
-        for recomputed in uniform:
+        for recomputed in dict.fromkeys((*uniform, self._now)):
             yield from judge.seconds(recomputed)
             if judge.is_best_of_all:
                 return
@@ -161,7 +185,7 @@ class RegionSearch:
                 yield from judge.seconds(before ^ changed)
                 if judge.best != before:
                     break
-        for recomputed in dict.fromkeys((judge.best, *uniform)):
+        for recomputed in dict.fromkeys((judge.best, *uniform, self._now)):
             yield from judge.seconds(recomputed, is_quick=False)
 
     def _scan(
@@ -200,9 +224,12 @@ class RegionSearch:
 class _Judge:
     """Says how long a step takes if some regions are recomputed, and remembers the fastest choice."""
 
-    def __init__(self, trace: Trace, machine: Machine, options: PlanOptions) -> None:
+    def __init__(
+        self, trace: Trace, machine: Machine, options: PlanOptions, *, fits: frozenset[int], spare_nbytes: int
+    ) -> None:
         self._trace, self._machine, self._options = trace, machine, options
-        self._known: dict[frozenset[int], float] = {}
+        self._fits, self._spare_nbytes = fits, spare_nbytes
+        self.known: dict[frozenset[int], float] = {}
         self._found: Candidate | None = None
         self._shortage: CapacityError | None = None
         self._kept_s = sum(m.duration_s for m in with_recomputed(trace, ()).moments if m.kind is not Kind.UPDATE)
@@ -233,8 +260,8 @@ class _Judge:
             recomputed: the choice.
             is_quick: take few candidates, and stop when as many choices have been judged as may be.
         """
-        if is_quick and recomputed in self._known:
-            return self._known[recomputed]
+        if is_quick and recomputed in self.known:
+            return self.known[recomputed]
         least_s = self._kept_s + sum(self._again_s[index] for index in recomputed)
         is_hopeless = self._found is not None and least_s >= self._found.timeline.step_s
         if is_quick and (is_hopeless or self._num_left <= 0):
@@ -243,6 +270,7 @@ class _Judge:
         found: Candidate | None = None
         trace = with_recomputed(self._trace, recomputed)
         try:
+            self._require_spare(trace, recomputed)
             for work, candidate in Candidates(trace, self._machine, self._options, {}, is_quick=is_quick).pieces():
                 yield work
                 self.num_plans += candidate is not None
@@ -252,10 +280,19 @@ class _Judge:
             if self._shortage is None or error.needed_nbytes < self._shortage.needed_nbytes:
                 self._shortage = error
         step_s = inf if found is None else found.timeline.step_s
-        self._known[recomputed] = step_s
+        self.known[recomputed] = step_s
         if found is not None and (self._found is None or step_s < self._found.timeline.step_s):
             self._found, self.best = found, recomputed
         return step_s
+
+    def _require_spare(self, trace: Trace, recomputed: frozenset[int]) -> None:
+        if self._spare_nbytes == 0 or recomputed == self._fits:
+            return
+        charges, cap_nbytes = self._machine.charges_non_model, self._machine.device_nbytes
+        least_nbytes = max(in_use_nbytes(trace, charges_non_model=charges)) + self._spare_nbytes
+        if least_nbytes > cap_nbytes:
+            text = f"DEVICE needs {least_nbytes} bytes and has {cap_nbytes}"
+            raise CapacityError(text, needed_nbytes=least_nbytes, cap_nbytes=cap_nbytes)
 
 
 def forward_s(trace: Trace, region: Region) -> float:

@@ -1,7 +1,8 @@
 """Put into a program the waits it needs, and no others. Pure.
 
 Operations on one lane run in order; everything else that has to come after something gets a `Wait`: what reads a slab
-comes after its last write, what writes one comes after its last write and all reads since. A wait that others imply is
+comes after its last write, what writes one comes after its last write and all reads since. Memory of activations on
+DEVICE is given back for good, and COMPUTE waits before that for the copies that read it. A wait that others imply is
 left out; vector clocks (for each lane, how far it knows the others to be) tell.
 """
 
@@ -96,6 +97,8 @@ class _Follower:
             is_idle = bool(idle) and is_reused(action.chunk, action.tier)
             self.slabs[action.chunk, action.tier] = idle.pop() if is_idle else _SlabUses()
         elif isinstance(action, Free):
+            if not is_reused(action.chunk, action.tier):  # its memory goes back to the system at once
+                self._compute_waits(self.slabs[action.chunk, action.tier])
             self._free(action.chunk, action.tier)
         elif isinstance(action, Copy):
             lane = _INDEX[action.lane]
@@ -178,6 +181,13 @@ class _Follower:
         for slab in writes:
             slab.written = (lane, count)
             slab.reads.clear()
+
+    def _compute_waits(self, slab: _SlabUses) -> None:
+        """Have COMPUTE wait for the copies that read a slab."""
+        known = self.known[_COMPUTE]
+        needs = {lane: count for lane, count in slab.reads.items() if lane != _COMPUTE and count > known[lane]}
+        if needs:
+            self._wait(_COMPUTE, needs)
 
     def _wait(self, lane: int, open_needs: dict[int, int]) -> None:
         """Add the waits of an operation for what its lane does not know to be over: a count of each other lane."""

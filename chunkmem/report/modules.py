@@ -40,6 +40,11 @@ def submodule_runs(trace: Trace) -> list[ModuleRun]:
     ]
 
 
+def layer_of(path: str) -> str:
+    """Return the layer that a module belongs to: itself, if it is in no list."""
+    return _split(path)[0]
+
+
 def _paths(trace: Trace) -> list[str]:
     """Return the module of each moment; one that names none, as most releases do, belongs to the module before it."""
     found: list[str] = []

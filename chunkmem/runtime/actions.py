@@ -20,12 +20,13 @@ from functools import partial
 from chunkmem.plan.facts import PlanFacts
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update, Wait
 from chunkmem.plan.semantics import ABSENT, NEWEST
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.copy_order import CopyOrder, Step
 from chunkmem.runtime.events import COPY_LANES, Copies, DoneEvent, Lanes
 from chunkmem.runtime.failed import drain
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.store import NO_CONTENT, Chunk, IssuedCopy, LeftUpdate
+from chunkmem.runtime.store import IssuedCopy, LeftUpdate
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from chunkmem.plan.model import FETCH, LINK_LANES, Lane, Wait
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import COPY_LANES, Event, Lanes, host_waits
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.store import Chunk
 from chunkmem.types import TIERS, Tier, neighbor
 
 Step = Callable[[], object]

@@ -7,12 +7,13 @@ from typing import Protocol
 
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.demand import RoomPlan, Shortage, make_room
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.leaving import Leaving
 from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.policy import SpeculativeUpdates
 from chunkmem.runtime.shortage import shortage_error
-from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import Tier, neighbor
 
 

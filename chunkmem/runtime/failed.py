@@ -7,10 +7,11 @@ import contextlib
 import torch
 
 from chunkmem.errors import TierIOError
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.pool import Slab
-from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import Role
 
 

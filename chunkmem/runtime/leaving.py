@@ -8,7 +8,8 @@ from functools import partial
 from chunkmem.plan.demand import TierRoom
 from chunkmem.plan.semantics import NEWEST
 from chunkmem.plan.victims import LeavingOrder, Resident, Standing
-from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.runtime.chunk import Chunk
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import ChunkId, Role, Tier
 
 

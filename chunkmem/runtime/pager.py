@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from chunkmem.errors import CapacityError, StateError
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.eviction import Evictor, Holder, NoHolder
 from chunkmem.runtime.failed import lost_error
 from chunkmem.runtime.leaving import Leaving
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.policy import NoSpeculativeUpdates, OnDemand, SpeculativeUpdates, StepPolicy
-from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore, Replica
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.runtime.writes import notice_writes
 from chunkmem.trace.model import Kind
@@ -45,6 +46,8 @@ class Pager:
         self.policy: StepPolicy = OnDemand()
         """Of the step that runs."""
         self.speculative: SpeculativeUpdates = NoSpeculativeUpdates()
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when an access that was announced to the policy has failed: it has not happened."""
         store.on_copy = lambda *copy: self.policy.copied(*copy)
         self._clock = 0
 
@@ -76,7 +79,11 @@ class Pager:
         replica = chunk.replicas.get(tier)
         if tier is Tier.DEVICE and (replica is None or replica.pins == 0):
             self.policy.event(Kind.HOLD, chunk, reader)
-        return self._hold(chunk, tier, reader, elastic)
+        try:
+            return self._hold(chunk, tier, reader, elastic)
+        except BaseException:
+            self.on_failure()
+            raise
 
     def _hold(self, chunk: Chunk, tier: Tier, reader: object, elastic: bool) -> Replica:
         replica = chunk.replicas.get(tier)
@@ -225,7 +232,11 @@ class Pager:
             self.policy.event(Kind.WRITE, chunk, reader)
         replica = chunk.replicas.get(tier)
         if replica is None or replica.version != chunk.version:
-            replica = self._bring(chunk, tier, reader, elastic=False)
+            try:
+                replica = self._bring(chunk, tier, reader, elastic=False)
+            except BaseException:
+                self.on_failure()
+                raise
         elif replica.pins == 0:
             self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
         self._touch(replica)
@@ -238,11 +249,15 @@ class Pager:
             self.policy.event(Kind.CREATE, chunk, reader)
         if elastic or tier not in chunk.replicas:
             self.policy.before_demand()
-        if tier not in chunk.replicas:
-            self._make_room(chunk, tier, reader, elastic)
-        elif not elastic:
-            self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
-        replica = self.store.create(chunk, tier, zero=zero)
+        try:
+            if tier not in chunk.replicas:
+                self._make_room(chunk, tier, reader, elastic)
+            elif not elastic:
+                self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
+            replica = self.store.create(chunk, tier, zero=zero)
+        except BaseException:
+            self.on_failure()
+            raise
         self._touch(replica)
         return replica
 

@@ -36,13 +36,13 @@ from chunkmem.plan.cursor import Said, TraceCursor
 from chunkmem.plan.model import Action, Plan
 from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.runtime.actions import PlanActions
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk, residency
 from chunkmem.runtime.copy_order import Step
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.garbage import no_collections
 from chunkmem.runtime.left_out import LeftOut
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.store import NO_CONTENT, Chunk, residency
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.runtime.transition import actions_to, go

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import Event
-from chunkmem.runtime.store import Chunk
 from chunkmem.runtime.timestamps import Interval, Timestamp
 from chunkmem.trace.model import Kind
 from chunkmem.types import Tier

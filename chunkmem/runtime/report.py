@@ -19,6 +19,7 @@ def memory_report(
     traces: Iterable[Trace],
     padding_nbytes: int,
     exchange_nbytes: tuple[int, int],
+    left_nbytes: int,
 ) -> MemoryReport:
     """Return the ledgers' state as plain data; `traces` are of the kinds of steps that are known."""
     required = {Tier.DEVICE: _required_on_device(tiers, pager, traces), Tier.HOST: pager.required_nbytes[Tier.HOST]}
@@ -42,6 +43,7 @@ def memory_report(
         padding_nbytes=padding_nbytes,
         non_model_nbytes=tiers.non_model_nbytes(),
         exchange_nbytes=exchange_nbytes,
+        left_nbytes=left_nbytes,
     )
 
 

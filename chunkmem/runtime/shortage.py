@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from chunkmem.errors import CapacityError
 from chunkmem.plan.demand import Shortage
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.pool import SlabPool
-from chunkmem.runtime.store import Chunk
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import Role, Tier
 

@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise
 
 from chunkmem.plan.model import FETCH, LANE_LINKS, LINK_LANES, Lane
 from chunkmem.plan.timeline import Span, Timeline
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import DoneEvent, Event
-from chunkmem.runtime.store import Chunk
 from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import Tier

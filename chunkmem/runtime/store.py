@@ -3,160 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from chunkmem.errors import TierIOError
-from chunkmem.layout.spec import Group
-from chunkmem.plan.semantics import ReplicaState, Residency
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Event, copy_error
 from chunkmem.runtime.pool import DevicePool, Slab, SlabPool
 from chunkmem.runtime.timestamps import Clock, Interval
-from chunkmem.types import LINKS, TIERS, ChunkId, Link, Role, Tier
+from chunkmem.types import LINKS, ChunkId, Link, Role, Tier
 
-NO_CONTENT = -1
-"""The version of a chunk, or of a replica, that holds nothing."""
-FIRST_CONTENT = NO_CONTENT + 1
-"""The version of a chunk that was written to once."""
 _MANY_COPIES = 32
 """So many are kept account of before those that are done are looked for."""
-
-
-class ChunkHome(Protocol):
-    """What a PARAM chunk's slab becomes part of on DEVICE: the storage its parameters are views of."""
-
-    is_bound: bool
-    """The parameters point into the slab."""
-
-    def attach(self, slab: Slab) -> torch.Tensor:
-        """Take the slab's memory; return the chunk as 1-D elements, contents undefined."""
-        ...
-
-    def bind(self) -> None:
-        """The contents are there: point the parameters at them."""
-        ...
-
-    def detach(self) -> None:
-        """Point the parameters at their placeholders and give the memory back to the slab."""
-        ...
-
-    def take_written(self) -> bool:
-        """Tell, once, whether a user has written to a bound parameter since the last time this was asked."""
-        ...
-
-
-class SavedMemory(Protocol):
-    """What an ACTIVATION chunk is on DEVICE: storages whose tensors autograd has saved, each at its offset."""
-
-    def fill(self) -> Sequence[tuple[int, torch.Tensor]]:
-        """Give storages that are empty memory, contents undefined; return the bytes of all, 1-D, with their offsets."""
-        ...
-
-    def empty(self) -> None:
-        """Give their memory back to the allocator. They stay, and so do the tensors."""
-        ...
-
-
-@dataclass(eq=False, slots=True)
-class Replica:
-    """A chunk's copy on one tier: `NEWEST` if its version is the chunk's, else `EMPTY`; see `plan.semantics`."""
-
-    slab: Slab
-    flat: torch.Tensor
-    """1-D, all elements of the chunk; of activations on DEVICE none."""
-    version: int = NO_CONTENT
-    pins: int = 0
-    last_use: int = 0
-    views: tuple[torch.Tensor, ...] | None = None
-    """One tensor per slot, made when first asked for."""
-    pieces: Sequence[tuple[int, torch.Tensor]] | None = None
-    """Of activations on DEVICE: see `SavedMemory.fill`."""
-
-    def copied_from(self, source: Replica) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """Return what is copied to what when `source` is copied here, one after the other."""
-        if not self.pieces and not source.pieces:
-            return [(self.flat, source.flat)] if self.pieces is source.pieces else [(self.flat[:0], source.flat[:0])]
-        if self.pieces is None:
-            return [(self.flat.narrow(0, at, piece.numel()), piece) for at, piece in source.pieces or ()]
-        return [(piece, source.flat.narrow(0, at, piece.numel())) for at, piece in self.pieces]
-
-
-@dataclass(eq=False, slots=True)
-class Chunk:
-    """One chunk: its newest version and where copies of it are."""
-
-    id: ChunkId
-    group: Group
-    dtype: torch.dtype
-    label: str
-    """For messages: the role, the number and the parameters inside."""
-    forms: tuple[tuple[torch.Size, tuple[int, ...]], ...]
-    """Shape and stride of each slot's tensor."""
-    home: ChunkHome | None = None
-    saved: SavedMemory | None = None
-    """Of an ACTIVATION chunk."""
-    master: Chunk | None = None
-    """The float32 chunk that this one is rounded from: what is lost of this one can be made again."""
-    is_remote: bool = False
-    """Another rank owns it: here it has content only while it is pinned on DEVICE."""
-    is_copy: bool = False
-    """Another rank owns it, and sends its content to this one's HOST, where modules compute with it."""
-    version: int = NO_CONTENT
-    is_written_past: bool = False
-    """Modules write to it in a way that autograd's version counters do not tell of (`self.weight.data.clamp_()`)."""
-    settled: bool = False
-    """Complete, and wanted next where it is updated, not on DEVICE."""
-    replicas: dict[Tier, Replica] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return self.group.nbytes
-
-    @property
-    def compute_tier(self) -> Tier:
-        """Where modules compute with it, gradients land in it, and `home` is."""
-        return Tier.HOST if self.group.is_on_host else Tier.DEVICE
-
-    def on(self, tier: Tier) -> ReplicaState:
-        """What there is of it on a tier, as plans see it."""
-        if tier not in self.replicas:
-            return ReplicaState.ABSENT
-        return ReplicaState.NEWEST if self.ready(tier) else ReplicaState.EMPTY
-
-    def ready(self, tier: Tier) -> bool:
-        """Whether `tier` holds the newest version."""
-        replica = self.replicas.get(tier)
-        return replica is not None and replica.version == self.version != NO_CONTENT
-
-    def newest_tier(self) -> Tier | None:
-        """The first tier of the chain that holds the newest version; None if the chunk has no content."""
-        return next((tier for tier in TIERS if self.ready(tier)), None)
-
-    @property
-    def can_be_rounded(self) -> bool:
-        """Whether its content may be dropped everywhere, since it can be made again from `master`."""
-        return self.master is not None and not self.is_remote and self.master.newest_tier() is not None
-
-    def newest_besides(self, tier: Tier) -> Tier | None:
-        """A tier other than `tier` that holds the newest version."""
-        return next((other for other in self.replicas if other is not tier and self.ready(other)), None)
-
-    def is_last(self, tier: Tier) -> bool:
-        """Whether its content goes with the replica on `tier`: no other one has it, and it cannot be made again."""
-        can_be_had = self.can_be_rounded or self.is_remote
-        return self.ready(tier) and self.newest_besides(tier) is None and not can_be_had
-
-
-def slot_views(chunk: Chunk, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return one tensor per slot of `flat`, which is laid out as the chunk, in slot order and as the chunk's forms."""
-    return tuple(
-        torch.as_strided(flat, shape, stride, flat.storage_offset() + slot.offset)
-        for slot, (shape, stride) in zip(chunk.group.slots, chunk.forms, strict=True)
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,11 +71,6 @@ class LeftUpdate:
     @property
     def has_failed(self) -> bool:
         return self.event is not None and self.event.failure is not None
-
-
-def residency(chunks: Iterable[Chunk]) -> Residency:
-    """Return what there is of some chunks, as plans see it."""
-    return Residency({(chunk.id, tier): chunk.ready(tier) for chunk in chunks for tier in chunk.replicas})
 
 
 class ChunkStore:

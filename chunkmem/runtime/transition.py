@@ -8,8 +8,9 @@ from chunkmem.errors import PlanError
 from chunkmem.plan.model import Action, Alloc, Copy, Free
 from chunkmem.plan.resync import resync
 from chunkmem.plan.semantics import Residency
+from chunkmem.runtime.chunk import residency
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import ChunkStore, residency
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import ChunkId, Tier
 
 

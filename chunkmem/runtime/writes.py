@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.policy import StepPolicy
-from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.runtime.store import ChunkStore
 
 
 def notice_writes(chunk: Chunk, store: ChunkStore, policy: StepPolicy, *, is_held: bool) -> None:

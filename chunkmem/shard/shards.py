@@ -12,9 +12,10 @@ from typing import TypeVar
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Exchange, Shard, Work
 from chunkmem.comm.ranks import Ranks
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.timestamps import Timestamp
 from chunkmem.shard.ownership import Ownership, RoundRobin
 from chunkmem.types import ChunkId, Role, Tier
@@ -153,6 +154,18 @@ class ShardStore:
             self._issue(together, reader=reader)
             self._present.update(together)
         return True
+
+    def are_present(self, groups: Iterable[int]) -> bool:
+        """Tell whether groups, which the caller holds, have come together since they were first held."""
+        return self._present.issuperset(groups)
+
+    def agree(self, question: str, *, holds: bool) -> bool:
+        """Tell whether something holds on all ranks; those that only wait for the others have no say in it.
+
+        Raises:
+            RankError: a rank is missing, or somewhere else.
+        """
+        return self.ranks.begin(Operation(question, joinable=("gather", []), can=holds))
 
     def join_gather(self, lists: Iterable[Sequence[int]]) -> None:
         """Take part in a gather that other ranks have begun and this one has no use for. Raises what `hold` does."""

@@ -22,8 +22,10 @@ backward, takes part in what they exchange until they come, too; its gradients c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -65,6 +67,7 @@ class Units:
         self._marked: list[nn.Module] = []
         self._users: dict[int, set[Unit]] = {}
         """By group: the units that have a part in it."""
+        self._unit_of: WeakKeyDictionary[nn.Module, Unit] = WeakKeyDictionary()
         self._running: list[Unit] = []
         """Held by calls."""
         self._backward: dict[Unit, None] = {}
@@ -72,6 +75,8 @@ class Units:
         self._last: Unit | None = None
         """The one that backward is in."""
         self._in_backward = False
+        self._is_extended = False
+        """The running backward is one of several that count as one."""
         self._recomputed: dict[Unit, int] = {}
         """How often forward came to each again, less how often backward has come to it since; last at the end."""
         self._visited: dict[Unit, int] = {}
@@ -127,6 +132,7 @@ class Units:
         for unit, groups in members.items():
             unit.groups = tuple(sorted(groups))
         self.add(members)
+        self._unit_of.update(found)
         return found
 
     def add(self, units: Iterable[Unit]) -> None:
@@ -151,6 +157,38 @@ class Units:
             self._gather(unit, unit)
         else:
             unit.depth += 1
+
+    def agree(self, question: str, *, holds: bool) -> bool:
+        """Tell whether something holds on all ranks that have a batch; each of them asks, in the same words.
+
+        Raises:
+            RankError: a rank is missing, or somewhere else.
+        """
+        return holds if self._shards is None else self._shards.agree(question, holds=holds)
+
+    def announce_module(self, module: nn.Module) -> None:
+        """Backward continues in the unit of a module. Raises what `enter` does."""
+        self.announce(self._unit_of.get(module))
+
+    @contextmanager
+    def held(self, module: nn.Module) -> Iterator[None]:
+        """Have the unit of a module here for several calls of it, that all ranks make. Raises what `enter` does."""
+        unit = self._unit_of.get(module)
+        if unit is not None:
+            self.enter(unit)
+        yield
+        if unit is not None:
+            self.leave(unit)
+
+    @contextmanager
+    def one_backward(self) -> Iterator[None]:
+        """Have all backwards inside count as one: what they have been in is reduced when they have left it."""
+        self._is_extended = True
+        try:
+            yield
+        finally:
+            self._is_extended = False
+        self.end_backward()
 
     def leave(self, unit: Unit) -> None:
         """That call is over."""
@@ -230,6 +268,8 @@ class Units:
 
     def end_backward(self) -> None:
         """No backward runs any more."""
+        if self._is_extended:
+            return
         if self._in_backward:
             self._release_backward()
             self._reduce_left(is_over=True)

@@ -169,6 +169,11 @@ class CachedPlan:
         """Tell whether the plan is made again with the durations of the next step that follows it."""
         return self._num_refinements < _MAX_REFINEMENTS
 
+    @property
+    def has_measured_times(self) -> bool:
+        """The plan was made here, and with the durations of steps that followed it."""
+        return self._planner is not None and not self.wants_durations
+
     def learn(self) -> Outcome:
         """A step is over: keep the plan, or make it again with better times; tell what became of it."""
         plan_executor = self.plan_executor

@@ -13,12 +13,12 @@ from typing import Protocol
 from chunkmem.errors import TraceError
 from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.machine import Machine
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.failed import drain
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.plan_executor import PlanExecutor, label_of
 from chunkmem.runtime.policy import BetweenSteps, OnDemand
-from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.steps.cached_plan import CachedPlan
 from chunkmem.steps.factory import CachedPlanFactory
@@ -135,7 +135,21 @@ class StepController(KnownSteps):
         """Nothing is to be learnt from the iteration that runs, or ran last."""
         return self.now.is_excused
 
-    def begin_root(self, root: int, *, grad_enabled: bool, before_iteration: Callable[[], None] = lambda: None) -> None:
+    @property
+    def is_between_steps(self) -> bool:
+        """A step or an evaluation was the last thing, and a parameter that is used begins the next one."""
+        return self._is_lone and (
+            self.now.mode is Mode.EVAL or (self.now.mode is Mode.TRAIN and not self.now.is_running)
+        )
+
+    def begin_root(
+        self,
+        root: int,
+        *,
+        grad_enabled: bool,
+        before_iteration: Callable[[], None] = lambda: None,
+        is_model: bool = True,
+    ) -> None:
         """A model is called from outside: maybe an iteration begins.
 
         Args:
@@ -143,6 +157,8 @@ class StepController(KnownSteps):
             grad_enabled: it is training.
             before_iteration: called if one may begin. Its events end the training step before it; after an evaluation
                 they are of no iteration.
+            is_model: else it is a parameter, which an operator outside of models gets. An iteration may begin with it,
+                unless an evaluation comes next.
 
         Raises:
             CapacityError: a moment of the step cannot fit; nothing of it has run.
@@ -151,11 +167,16 @@ class StepController(KnownSteps):
             self._pager.policy = BetweenSteps(self._pager.policy, hears=False)
         if self.now.mode is not Mode.TRAIN or not self.now.is_running or self._iteration_end.is_over:
             before_iteration()
-        if self.now.mode is Mode.TRAIN and not self._iteration_end.is_over:
+        is_no_step = self.now.is_prelude and not grad_enabled
+        if self.now.mode is Mode.TRAIN and not self._iteration_end.is_over and not is_no_step:
+            self.now.is_prelude = self.now.is_prelude and not is_model
             self._go_on()
             return
+        if is_no_step:
+            self.excuse_iteration()
         self._end_iteration()
         self._begin_iteration(Mode.TRAIN if grad_enabled else Mode.EVAL, root)
+        self.now.is_prelude = not is_model
 
     def end_step(self) -> None:
         """The optimizer has stepped: the iteration is over but for other optimizers of the same step."""
@@ -178,6 +199,10 @@ class StepController(KnownSteps):
         """The iteration that runs is not like the others: the next one is recorded instead, and no plan suffers from
         it."""
         self.now.is_excused = True
+
+    def access_failed(self) -> None:
+        """An access has raised an error: if a step runs, it is not like others."""
+        self.now.is_excused = self.now.is_excused or self.now.is_running
 
     def forget(self) -> None:
         """There is more to manage than was recorded: record again."""
@@ -244,6 +269,8 @@ class StepController(KnownSteps):
                 self.now.plan_executor.end_iteration()
             self.kinds[mode].used(entry, self.now.key)
             self.kinds[mode].learn(entry)
+            if mode is Mode.TRAIN and self._is_lone:
+                self._choose_regions_again(entry)
 
     def _learn_record(self, recorder: Recorder) -> None:
         is_even = recorder.mode is Mode.EVAL or self._iteration_end.is_even
@@ -272,6 +299,14 @@ class StepController(KnownSteps):
         except TraceError:
             trace = None  # it was torn down in the middle
         return frozenset() if trace is None or not trace.regions else self._choices.choose(trace)
+
+    def _choose_regions_again(self, entry: CachedPlan) -> None:
+        """A step has followed a plan: if another choice is faster by what is known now, the next step is recorded."""
+        trace, plan = entry.trace, entry.plan
+        if not (self._regions.is_auto and entry.has_measured_times) or trace is None or plan is None:
+            return
+        if self._choices.choose_again(self.now.key, trace, plan):
+            self.kinds[Mode.TRAIN].drop(self.now.key)
 
     def keep_regions(self, kept: frozenset[int]) -> None:
         """Have steps of this kind recompute all calls of regions but these; what was recorded is of another kind."""

@@ -231,6 +231,11 @@ class PlanCache:
             self._let_go(next(iter(self._of)))
         self.used(entry)
 
+    def drop(self, key: Key) -> None:
+        """Forget what steps with this key do: from now on they do something else."""
+        for entry in list(self._known(key)):
+            self._let_go(entry)
+
     def _let_go(self, entry: CachedPlan) -> None:
         entry.stop()
         del self._of[entry]

@@ -6,13 +6,19 @@ recomputed, its forward's HOLDs come again in backward, and what it saves is non
     kept          forward CREATE  ...  HOLD                 backward RELEASE CONSUME
     recomputed    forward         ...       forward again   backward
 
+A backward may have no moments: its recomputation and its gradients are part of the moment before if its weights are
+held all along, as of a block that is called several times. Kept, it has the moments of its chunk.
+
+What a recomputed region is recomputed from may be a chunk, too, from forward to the end of backward. If the region is
+kept, it is part of what that saves.
+
 The bytes saved grow in proportion to the time of forward that has passed, and stay until its backward is over. In
 forward they are non-model data until the CREATE if the region is kept, and freed at once if it is recomputed.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -62,7 +68,16 @@ class _Edit:
         self.closing: dict[int, list[Moment]] = defaultdict(list)
         """Moments to be inserted before an index, that end a region's forward or backward."""
         self.opening: dict[int, list[Moment | _Folded]] = defaultdict(list)
-        """The same within a backward, after those of `closing`."""
+        """The same within a backward, after those of `closing` and `lone`."""
+        self.lone: dict[int, list[Moment]] = defaultdict(list)
+        """The same of whole backwards that have no other moments."""
+        self.unseen = Counter(r.recomputed[0] - 1 for r in trace.regions if r.recomputed and _is_empty(r.recomputed))
+        """By moment: how many regions are recomputed in it without events of their own."""
+        self.saved = {
+            at: {i: self._again_nbytes(r) for i, r in enumerate(trace.regions) if _is_saved(r, at)}
+            for at in self.unseen
+        }
+        """By such a moment: the bytes of the regions that have been recomputed then or are, one after the other."""
         self.changed: dict[int, int | None] = {}
         """By region that is changed: where its forward is inserted; None: it is kept."""
 
@@ -70,29 +85,27 @@ class _Edit:
         """Let a region that is recomputed be kept."""
         region, given = self.trace.regions[index], self.trace.moments
         forward, after = _plain(self.trace, region), range(again[1], region.backward[1])
+        again_nbytes = self._again_nbytes(region)
         forward_s = sum(given[at].duration_s for at in forward)
         # The recomputation began in the moment before its first event, and ended in that of its last one.
         whole_s = sum(given[at].duration_s for at in range(*again))
-        last = again[1] - 1
-        before_s = given[again[0] - 1].duration_s
-        if again[0] == again[1]:
-            whole_s, before_s = whole_s + before_s, 0.0
+        before, last = again[0] - 1, again[1] - 1
+        before_s = max(0.0, forward_s - whole_s)
+        if before == last:  # nobody knows when in it one recomputation ends and another one begins
+            whole_s = before_s = given[last].duration_s / self.unseen[last]
+        self._change(before, duration_s=max(0.0, self.moments[before].duration_s - before_s))
         rest_s = max(0.0, whole_s - forward_s)
-        self._change(again[0] - 1, duration_s=max(0.0, before_s - max(0.0, forward_s - whole_s)))
-        if again[0] == again[1]:
-            self._charge([last], [-region.nbytes])
-        hold_peak_nbytes = max(0, given[last].non_model_peak_nbytes - region.nbytes)
+        most_nbytes = max(self.saved[last].values()) if last in self.saved else again_nbytes
+        hold_peak_nbytes = max(0, given[last].non_model_peak_nbytes - most_nbytes)
         pairs = _read_in(given, range(*again), held=())
         for at in range(*again):
-            if at in pairs:
-                self.moments[at] = _Folded()
-            else:
-                self._change(at, duration_s=0.0)
-                self._charge([at], [-region.nbytes])
-        self._charge(after, [-region.nbytes] * len(after))
+            self.moments[at] = _Folded() if at in pairs else replace(self.moments[at], duration_s=0.0)
+        during = [last] if before == last else [at for at in range(*again) if at not in pairs]
+        self._uncharge(index, [*during, *after])
         created_peak_nbytes = given[max(0, region.forward[1] - 1)].non_model_peak_nbytes
         self._charge(forward, _growing(region.nbytes, [given[at].duration_s for at in forward]))
         self.changed[index] = None
+        self._drop_inputs(region)
         if region.nbytes == 0:
             self.opening[again[0]].append(_Folded(rest_s, hold_peak_nbytes))
             return
@@ -101,10 +114,35 @@ class _Edit:
         end_peak_nbytes = self.moments[stop - 1].non_model_peak_nbytes if after else hold_peak_nbytes
         created = Moment(Kind.CREATE, region.chunk, f"{region.name} forward", 0.0, created_peak_nbytes)
         self.closing[region.forward[1]].append(created)
-        self.opening[again[0]].append(Moment(Kind.HOLD, region.chunk, label, rest_s, hold_peak_nbytes))
-        self.closing[stop] += (
-            Moment(kind, region.chunk, label, 0.0, end_peak_nbytes) for kind in (Kind.RELEASE, Kind.CONSUME)
-        )
+        held = Moment(Kind.HOLD, region.chunk, label, rest_s, hold_peak_nbytes)
+        ends = [Moment(kind, region.chunk, label, 0.0, end_peak_nbytes) for kind in (Kind.RELEASE, Kind.CONSUME)]
+        if again[0] == stop:
+            self.lone[stop][:0] = held, *ends  # in front: what came later in forward comes first in backward
+        else:
+            self.opening[again[0]].append(held)
+            self.closing[stop] += ends
+
+    def _again_nbytes(self, region: Region) -> int:
+        """Return what a region saves when it is recomputed, besides what it is recomputed from, if that is a chunk."""
+        inputs_nbytes = 0 if region.inputs is None else self.trace.chunk_nbytes.get(region.inputs, 0)
+        return max(0, region.nbytes - inputs_nbytes)
+
+    def _uncharge(self, index: int, moments: Iterable[int]) -> None:
+        """Take what a recomputed region saves off the non-model peaks of moments."""
+        nbytes = self._again_nbytes(self.trace.regions[index])
+        for at in moments:
+            left = [left for i, left in self.saved.get(at, {}).items() if i != index and i not in self.changed]
+            self._charge([at], [min(0, max(left, default=0) - nbytes)])
+
+    def _drop_inputs(self, region: Region) -> None:
+        """Let a region have no chunk that it is recomputed from."""
+        if region.inputs is None:
+            return
+        for at in range(region.forward[1], len(self.moments)):
+            if self.trace.moments[at].chunk == region.inputs:
+                self.moments[at] = _Folded(self.moments[at].duration_s, self.moments[at].non_model_peak_nbytes)
+                if self.trace.moments[at].kind is Kind.CONSUME:
+                    return  # what follows is of another call
 
     def recompute(self, index: int) -> None:
         """Let a region that is kept be recomputed."""
@@ -123,7 +161,8 @@ class _Edit:
         self._charge(after, [region.nbytes] * len(after))
         for at in own:
             nbytes = region.nbytes if at == start else 0
-            self.moments[at] = _Folded(given[at].duration_s, given[at].non_model_peak_nbytes + nbytes)
+            now = self.moments[at]  # another region may have been taken out of it
+            self.moments[at] = _Folded(now.duration_s, now.non_model_peak_nbytes + nbytes)
         self.sizes.pop(region.chunk, None)
         self.changed[index] = start
 
@@ -135,27 +174,33 @@ class _Edit:
         for at in range(len(self.moments) + 1):
             moments += self.closing[at]
             places.append(len(moments))
+            moments += self.lone[at]
             for entry in (*self.opening[at], *self.moments[at : at + 1]):
                 if isinstance(entry, Moment):
                     moments.append(entry)
                 elif moments:
                     moments[-1] = _with_folded(moments[-1], entry)
         regions = tuple(self._moved(index, places) for index in range(len(self.trace.regions)))
-        return replace(self.trace, chunk_nbytes=self.sizes, moments=tuple(moments), regions=regions)
+        used = {moment.chunk for moment in moments}
+        sizes = {key: n for key, n in self.sizes.items() if key.role is not Role.ACTIVATION or key in used}
+        return replace(self.trace, chunk_nbytes=sizes, moments=tuple(moments), regions=regions)
 
     def _moved(self, index: int, places: Sequence[int]) -> Region:
         """Return a region with its new moments."""
         region = self.trace.regions[index]
         forward, backward = ((places[span[0]], places[span[1]]) for span in (region.forward, region.backward))
-        again = region.recomputed
+        again, inputs = region.recomputed, region.inputs
         if index not in self.changed:
             again = None if again is None else (places[again[0]], places[again[1]])
         elif (start := self.changed[index]) is None:
-            again = None
+            assert again is not None
+            if again[0] == region.backward[1]:
+                backward = backward[0], backward[1] + len(self.lone[again[0]])
+            again = inputs = None
         else:
             num = sum(isinstance(entry, Moment) for entry in self.opening[start])
             again = (places[start], places[start] + num)
-        return replace(region, forward=forward, backward=backward, recomputed=again)
+        return replace(region, forward=forward, backward=backward, recomputed=again, inputs=inputs)
 
     def _change(self, at: int, *, duration_s: float) -> None:
         self.moments[at] = replace(self.moments[at], duration_s=duration_s)
@@ -211,3 +256,13 @@ def _growing(nbytes: int, durations_s: Sequence[float]) -> list[int]:
     """Return what forward has saved at the end of each of its moments."""
     total_s = sum(durations_s)
     return [int(nbytes * done_s / total_s) if total_s else nbytes for done_s in accumulate(durations_s)]
+
+
+def _is_empty(span: Moments) -> bool:
+    return span[0] == span[1]
+
+
+def _is_saved(region: Region, at: int) -> bool:
+    """Tell whether a region that is recomputed has what it saves in a moment, or at some time of it."""
+    again = region.recomputed
+    return again is not None and again[0] - _is_empty(again) <= at < max(region.backward[1], again[1])

@@ -1,37 +1,41 @@
 """A step whose regions are all recomputed, as `with_recomputed` takes it: what they save is non-model data. Pure.
 
-What was recorded has chunks for that (see `chunkmem.nn.regions`): one for what a region is recomputed from, and one for
-what it saves then. Neither is there if the region is kept.
+What was recorded has two chunks for a region (see `chunkmem.nn.regions`): what it is recomputed from, and what it saves
+then. The first stays a chunk, which may be offloaded; `with_recomputed` drops it where the region is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from chunkmem.trace.model import Kind, Moment, Moments, Region, Trace
 from chunkmem.types import ChunkId, Role
 
+_UNKNOWN: Mapping[int, int] = MappingProxyType({})
 
-def uncharged(trace: Trace, *, charges_non_model: bool) -> Trace:
-    """Return the same step without the chunks of regions that are recomputed; their bytes are non-model data.
+
+def uncharged(trace: Trace, *, charges_non_model: bool, kept_nbytes: Mapping[int, int] = _UNKNOWN) -> Trace:
+    """Return the same step without the chunks that recomputed regions fill; their bytes are non-model data.
 
     Args:
-        trace: of a step in which each region is recomputed.
+        trace: of a step in which each of its regions is recomputed. What others save, whose policy is not to be
+            chosen, stays as it is.
         charges_non_model: other non-model data counts, too; else it is left out.
+        kept_nbytes: what regions save where they are kept, by number of the call, as far as that is known. Else it is
+            taken to be what they are recomputed from and what they save then.
     """
     moments = list(trace.moments)
     if not charges_non_model:
         moments = [replace(moment, non_model_peak_nbytes=0) for moment in moments]
     gone: set[int] = set()
     for region in trace.regions:
-        for chunk in (region.chunk, region.inputs):
-            if chunk is not None:
-                own = _life_of(chunk, region, trace.moments)
-                gone.update(at for at in own if trace.moments[at].chunk == chunk)
-                for at in own:
-                    peak_nbytes = moments[at].non_model_peak_nbytes + trace.chunk_nbytes[chunk]
-                    moments[at] = replace(moments[at], non_model_peak_nbytes=peak_nbytes)
+        own = _life_of(region, trace.moments)
+        gone.update(at for at in own if trace.moments[at].chunk == region.chunk)
+        for at in own:
+            peak_nbytes = moments[at].non_model_peak_nbytes + trace.chunk_nbytes[region.chunk]
+            moments[at] = replace(moments[at], non_model_peak_nbytes=peak_nbytes)
     left: list[Moment] = []
     places = []
     """By index of a moment: the new one."""
@@ -44,32 +48,33 @@ def uncharged(trace: Trace, *, charges_non_model: bool) -> Trace:
         peak_nbytes = max(last.non_model_peak_nbytes, moment.non_model_peak_nbytes)
         left[-1] = replace(last, duration_s=last.duration_s + moment.duration_s, non_model_peak_nbytes=peak_nbytes)
     places.append(len(left))
-    used = {moment.chunk for moment in left}
-    sizes = {c: nbytes for c, nbytes in trace.chunk_nbytes.items() if c.role is not Role.ACTIVATION or c in used}
+    own_chunks = {region.chunk for region in trace.regions}
+    sizes = {chunk: nbytes for chunk, nbytes in trace.chunk_nbytes.items() if chunk not in own_chunks}
     first = 1 + max((chunk.group for chunk in trace.chunk_nbytes), default=0)
+
+    def moved(span: Moments) -> Moments:
+        return places[span[0]], places[span[1]]
+
     regions = tuple(
-        _moved(region, places, ChunkId(Role.ACTIVATION, first + index), _saved_nbytes(region, trace))
+        replace(
+            region,
+            chunk=ChunkId(Role.ACTIVATION, first + index),
+            nbytes=kept_nbytes.get(region.number, _saved_nbytes(region, trace)),
+            forward=moved(region.forward),
+            backward=moved(region.backward),
+            recomputed=None if region.recomputed is None else moved(region.recomputed),
+        )
         for index, region in enumerate(trace.regions)
     )
     return replace(trace, moments=tuple(left), chunk_nbytes=sizes, regions=regions)
 
 
-def _life_of(chunk: ChunkId, region: Region, moments: Sequence[Moment]) -> range:
-    """Return the moments from a chunk's CREATE to its CONSUME; other calls of the same region may have it, too."""
-    start = region.forward[1] if chunk == region.inputs else region.backward[0]
-    own = [at for at in range(start, len(moments)) if moments[at].chunk == chunk]
+def _life_of(region: Region, moments: Sequence[Moment]) -> range:
+    """Return the moments in which a region's own chunk has content; other calls of the same module may fill it, too."""
+    own = [at for at in range(region.backward[0], len(moments)) if moments[at].chunk == region.chunk]
     stop = next((at for at in own if moments[at].kind is Kind.CONSUME), len(moments) - 1)
     return range(own[0] if own else stop, stop + 1)
 
 
 def _saved_nbytes(region: Region, trace: Trace) -> int:
     return sum(trace.chunk_nbytes[chunk] for chunk in (region.chunk, region.inputs) if chunk is not None)
-
-
-def _moved(region: Region, places: Sequence[int], chunk: ChunkId, nbytes: int) -> Region:
-    def moved(span: Moments) -> Moments:
-        return places[span[0]], places[span[1]]
-
-    again = None if region.recomputed is None else moved(region.recomputed)
-    forward, backward = moved(region.forward), moved(region.backward)
-    return Region(region.name, chunk, nbytes, forward, backward, again, number=region.number)

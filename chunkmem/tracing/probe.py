@@ -99,6 +99,12 @@ class LiveStorageProbe:
             self._now_nbytes -= sighting.nbytes
             sighting.nbytes = 0
 
+    def count_again(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that was part of a chunk, and is others' now."""
+        self.leave_out(storage)
+        self._count(int(storage._cdata), storage)
+        self._peak_nbytes = max(self._peak_nbytes, self._now_nbytes)
+
     def run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operator and count the storages it has made."""
         result = operator(*args, **kwargs)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.plan_executor import label_of
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.store import NO_CONTENT, Chunk
 from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
 from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Kind, Mode, Moment, Region, Trace
@@ -47,9 +47,16 @@ class Recorder(OnDemand):
         self._left_nbytes = 0
         self._events: list[tuple[Kind, ChunkId, str]] = []
         self._peaks: list[tuple[int, int]] = []
+        self._held: set[ChunkId] = set()
 
     def event(self, kind: Kind, chunk: Chunk, reader: object) -> None:
-        """Something happens: the moment before is over."""
+        """Something happens: the moment before is over. What was held before the step began is released unseen."""
+        if kind is Kind.HOLD:
+            self._held.add(chunk.id)
+        elif kind is Kind.RELEASE:
+            if chunk.id not in self._held:
+                return
+            self._held.remove(chunk.id)
         self._close_moment()
         self._events.append((kind, chunk.id, label_of(kind, chunk.id, reader)))
         self.step_log.begin(len(self._events) - 1, kind, chunk)

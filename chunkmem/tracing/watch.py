@@ -52,6 +52,11 @@ class Watch:
         if isinstance(self._probe, LiveStorageProbe):
             self._probe.leave_out(storage)
 
+    def count_again(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that is no part of a chunk any more; the allocator's count has it already."""
+        if isinstance(self._probe, LiveStorageProbe):
+            self._probe.count_again(storage)
+
     @property
     def sampling_interval_s(self) -> float:
         """Longest time between two looks of the sampling thread, in seconds; 0 if none ran. Stays after `stop`."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import chunkmem
+from chunkmem.nn.binding import BoundChunk
 from chunkmem.plan.model import Lane
+from chunkmem.runtime.store import Chunk
+from chunkmem.trace.activations import activation_contents
 from chunkmem.types import Role
 from tests.helpers.lanes import adversarial
 from tests.helpers.training import (
@@ -65,10 +69,10 @@ def train(case: ZooModel, variant: Variant, policy: str, device_nbytes: int, see
 
 
 FEW = {
-    "keep": [("gpt", "plain"), ("reused", "micro_batches")],
-    "offload": [("cnn", "evaluation"), ("lstm", "plain"), ("moe", "plain"), ("t5", "half_frozen")],
-    "recompute": [("gpt", "micro_batches"), ("cnn", "plain"), ("direct", "plain")],
-    "auto": [("gpt", "plain"), ("cnn", "scheduler"), ("vit", "plain"), ("inplace", "plain"), ("reused", "plain")],
+    "keep": [("gpt", "plain")],
+    "offload": [("cnn", "evaluation"), ("lstm", "plain"), ("t5", "half_frozen")],
+    "recompute": [("gpt", "micro_batches"), ("direct", "plain")],
+    "auto": [("cnn", "scheduler"), ("vit", "plain"), ("moe", "plain"), ("inplace", "plain"), ("reused", "plain")],
 }
 """By policy: what an ordinary run has of the matrix."""
 
@@ -106,6 +110,63 @@ def test_the_smallest_cap_is_as_reported(policy: str) -> None:
     train(case, variant, policy, least, None)
     with pytest.raises(chunkmem.CapacityError):
         train(case, variant, policy, least - 1, None)
+
+
+OUTSIDE: dict[str, tuple[str, ...]] = {"gpt": (), "cnn": ("scales.0", "scales.1", "scales.2")}
+"""By model: weights that the model itself reads between blocks, and autograd has saved there."""
+
+
+@pytest.mark.parametrize("policy", FEW)
+@pytest.mark.parametrize("model", OUTSIDE)
+def test_the_smallest_cap_is_what_the_backward_of_a_block_takes(model: str, policy: str) -> None:
+    """Activations, the weights of one layer that still wait for their gradients, and one chunk of gradients.
+
+    Activations are those of all blocks if they are kept, of one if they are offloaded; of one that is recomputed, with
+    its inputs. The first step of `auto` recomputes all.
+    """
+    case = CASES[model]
+    with chunkmem.ChunkManager(config(case, AMPLE_NBYTES, "recompute" if policy == "auto" else policy)) as manager:
+        trainer = Trainer(case, VARIANTS[0], Chunked(manager))
+        trainer.run(2)
+        assert manager.trace is not None
+        sizes = Counter[str]()
+        for chunk, held in activation_contents(manager.trace).items():
+            sizes[held.region] += manager.trace.chunk_nbytes[chunk]
+        chunks = manager.runtime.memory.store.chunks.values()
+        found = {name: chunk for chunk in chunks for name in names_in(chunk)}
+        homes = {name: found[name] for name, _ in trainer.model.named_parameters()}
+    nbytes = {block: most_nbytes(homes, block, OUTSIDE[model]) for block in blocks_of(homes)}
+    assert sizes.keys() == nbytes.keys()
+    if policy == "keep":
+        expected = sizes.total() + nbytes[max(nbytes)]
+    else:
+        expected = max(sizes[block] + nbytes[block] for block in nbytes)
+    assert smallest_nbytes(case, VARIANTS[0], policy) == expected
+
+
+def names_in(chunk: Chunk) -> list[str]:
+    """The parameters whose values a chunk has."""
+    if chunk.id.role is not Role.PARAM:
+        return []
+    assert isinstance(chunk.home, BoundChunk)
+    return [managed.name for managed in chunk.home.parameters]
+
+
+def blocks_of(homes: dict[str, Chunk]) -> list[str]:
+    return sorted({".".join(name.split(".")[:2]) for name in homes if name.startswith("blocks.")})
+
+
+def most_nbytes(homes: dict[str, Chunk], block: str, outside: tuple[str, ...]) -> int:
+    """What backward has of weights and gradients at most, gradients coming in the reverse order of parameters."""
+    layers: dict[str, list[str]] = {}
+    for name in homes:
+        if name.startswith(f"{block}."):
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+    return max(
+        sum(chunk.nbytes for chunk in {homes[name] for name in (*waiting, *outside)}) + homes[waiting[-1]].nbytes
+        for names in layers.values()
+        for waiting in (names[: at + 1] for at in range(len(names)))
+    )
 
 
 def activation_copies(manager: chunkmem.ChunkManager) -> dict[Lane, list[int]]:
@@ -149,3 +210,26 @@ def test_a_last_batch_that_is_smaller_follows_the_plan() -> None:
         timeline = manager.timeline()
         assert timeline is not None
         assert timeline.plan_misses == 0
+
+
+def test_a_step_while_an_exception_is_handled_has_inputs_in_the_ledger() -> None:
+    """What a call is recomputed from was left out: the call seemed to have been interrupted."""
+    case = CASES["gpt"]
+    with chunkmem.ChunkManager(config(case, AMPLE_NBYTES, "recompute")) as manager:
+        trainer = Trainer(case, VARIANTS[0], Chunked(manager))
+        try:
+            raise ValueError
+        except ValueError:
+            outcome = trainer.run(3)
+        chunks = manager.runtime.memory.store.chunks.values()
+        assert any(chunk.label.startswith("inputs of") for chunk in chunks)
+    assert_same(outcome, train_plain(case, VARIANTS[0], 3))
+
+
+def test_a_block_that_is_called_several_times_is_kept_where_there_is_room() -> None:
+    """Its weights stay held from one call's backward to the next, so recomputing most calls has no events."""
+    case = CASES["reused"]
+    with chunkmem.ChunkManager(config(case, AMPLE_NBYTES, "auto")) as manager:
+        Trainer(case, VARIANTS[0], Chunked(manager, follows=True)).run(STEPS)
+        assert manager.trace is not None
+        assert [region.recomputed for region in manager.trace.regions] == [None] * 5

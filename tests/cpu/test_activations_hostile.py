@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import chunkmem
-from chunkmem.runtime.store import NO_CONTENT
+from chunkmem.runtime.chunk import NO_CONTENT
 from chunkmem.types import Role
 from tests.helpers.lanes import adversarial
 from tests.helpers.twins import (

@@ -20,6 +20,7 @@ import chunkmem
 from chunkmem.errors import CapacityError, StateError, TierIOError
 from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.store import ChunkStore
+from chunkmem.types import Role, Tier
 from tests.cpu.test_activations_hostile import (
     OFFLOAD,
     STEPS,
@@ -33,6 +34,7 @@ from tests.cpu.test_activations_hostile import (
     train,
 )
 from tests.helpers.audit import audit_ledgers, audit_pins
+from tests.helpers.spread import spread
 from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Blocks, Twin, config, cpu_only, features
 
 pytestmark = cpu_only
@@ -405,9 +407,11 @@ class Raises(nn.Module):
             raise error("in backward")
 
 
-@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["forward_error", "backward_error"])
-@pytest.mark.parametrize("keeps_graph", [False, True])
+@spread(
+    keeps_graph=(False, True),
+    place=("forward_error", "backward_error"),
+    error=(Interrupted, KeyboardInterrupt),
+)
 def test_a_clean_step_after_an_error(error: type[BaseException], place: str, keeps_graph: bool) -> None:
     def scenario(twin: Twin) -> list[float]:
         seen = []
@@ -459,6 +463,141 @@ def test_a_smaller_batch_after_one_that_does_not_fit() -> None:
             seen.append(twin.step(features(seed)))
         assert seen == expected
         assert_nothing_left(twin)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("keys", [OFFLOAD, {}], ids=["activations", "weights alone"])
+def test_steps_that_did_not_fit_at_first_are_planned_later(keys: dict[str, Any]) -> None:
+    """As where a batch size is tried out: whichever access fails, the steps that follow are recorded and planned."""
+    model = lambda: Blocks(Mlp(), nn.Linear(WIDTH, 64 * WIDTH), nn.Linear(64 * WIDTH, WIDTH), num_blocks=1)  # noqa: E731
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, **keys)) as manager:
+        twin = Twin(manager, model)
+        twin.step(features(0))
+        least = required_nbytes(twin)
+    with chunkmem.ChunkManager(config(least, **keys)) as manager:
+        twin = Twin(manager, model)
+        store, kinds = manager.runtime.memory.store, set()
+        take = store.take_slab
+        for seed in range(12):
+            left = seed
+
+            def take_slab(chunk: Any, tier: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    kinds.add(chunk.id.role)
+                    store.take_slab = take
+                    raise CapacityError("tried", needed_nbytes=least, cap_nbytes=least)
+                return take(chunk, tier)
+
+            store.take_slab = take_slab  # type: ignore[method-assign]
+            with pytest.raises(CapacityError, match="tried"):
+                twin.loss(features(seed)).backward()
+            store.take_slab = take  # type: ignore[method-assign]
+            twin.optimizer.zero_grad()
+            twin.step(features(seed))
+        assert len(kinds) > 1
+        for seed in range(4):
+            twin.step(features(seed))
+        timeline = manager.timeline()
+        assert timeline is not None
+        assert timeline.plan_misses == 0
+
+
+# What autograd keeps when a step is over, and what a user gets hold of.
+
+
+@pytest.mark.parametrize("error", [TierIOError("tried"), CapacityError("tried", needed_nbytes=1, cap_nbytes=1)])
+@pytest.mark.parametrize("end", ["step", "close"])
+def test_a_graph_that_is_kept_raises_nothing_at_the_end(
+    error: Exception, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its activations are on HOST, and cannot be brought."""
+    with managed(stack(Mlp), AMPLE_NBYTES) as twin:
+        least = [twin.step(features(0)), required_nbytes(twin)][1]
+    with managed(stack(Mlp), int(least)) as twin:
+        twin.steps(0, 1, 2)
+        loss, other = twin.loss(features(3)), twin.loss(features(4))
+        other.backward()
+        assert twin.manager is not None
+        copy_of, tried = ChunkStore.copy, []
+
+        def copy_one(store: ChunkStore, chunk: Any, source: Any, target: Any) -> None:
+            if chunk.id.role is Role.ACTIVATION and target is Tier.DEVICE:
+                tried.append(chunk)
+                raise error
+            copy_of(store, chunk, source, target)
+
+        monkeypatch.setattr(ChunkStore, "copy", copy_one)
+        if end == "close":
+            twin.manager.close()
+            with pytest.raises(StateError, match="closed"):
+                loss.backward()
+        else:
+            twin.optimizer.step()
+            twin.optimizer.zero_grad()
+            with pytest.raises((type(error), RuntimeError), match=r"tried|modified by an inplace"):
+                loss.backward()
+            twin.optimizer.zero_grad()
+            monkeypatch.undo()
+            del loss
+            twin.steps(4, 5)
+            assert_nothing_left(twin)
+        assert tried
+
+
+def test_what_autograd_keeps_after_a_step_is_in_the_report() -> None:
+    with managed(stack(Mlp), AMPLE_NBYTES) as twin:
+        manager = twin.manager
+        assert manager is not None
+        twin.steps(0, 1, 2)
+        assert manager.memory().left_nbytes == 0
+        loss = twin.loss(features(3))
+        manager.runtime.modules.regions.settle()
+        nbytes = manager.memory().device.by_role["activation"][0]
+        assert nbytes > 0
+        twin.loss(features(4)).backward()
+        twin.optimizer.step()
+        twin.optimizer.zero_grad()
+        assert manager.memory().left_nbytes == nbytes
+        assert "held by others" in str(manager.memory())
+        del loss
+        assert manager.memory().left_nbytes == 0
+        twin.steps(4, 5)
+        assert "held by others" not in str(manager.memory())
+
+
+class HandsOn(torch.autograd.Function):
+    """Its backward shows a user what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: list[Tensor]) -> Tensor:
+        ctx.kept = kept
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        ctx.kept.append(y)
+        return grad * y, None
+
+
+def test_what_a_user_got_hold_of_is_in_the_report_and_in_the_trace() -> None:
+    kept: list[Tensor] = []
+    with managed(stack(lambda: Mlp(lambda t: HandsOn.apply(t, kept))), AMPLE_NBYTES) as twin:
+        manager = twin.manager
+        assert manager is not None
+        twin.step(features(0))
+        nbytes = sum(tensor.untyped_storage().nbytes() for tensor in kept)
+        assert manager.memory().left_nbytes == nbytes > 0
+        assert manager.trace is None or manager.trace.moments[-1].non_model_peak_nbytes >= nbytes
+        twin.step(features(1))
+        assert manager.trace is not None
+        assert manager.trace.moments[-1].non_model_peak_nbytes >= nbytes
+        kept.clear()
+        assert manager.memory().left_nbytes == 0
 
 
 # The end.
@@ -519,6 +658,62 @@ def test_two_threads() -> None:
             thread.join(60)
         assert [found[seed] for seed in range(8)] == expected
         assert not any(grad.isnan().any() for grad in grads)
+        assert_nothing_left(twin)
+
+
+class Pausing(nn.Module):
+    """Calls somebody in the middle of its backward, which needs its weight at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.pause: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ self.weight)
+        y.register_hook(lambda _: self.pause())
+        return x + y.exp() @ self.weight
+
+
+@pytest.mark.parametrize("takes_gradient", [False, True], ids=["forward", "forward and backward"])
+def test_another_thread_in_the_middle_of_a_backward(takes_gradient: bool) -> None:
+    """Its calls drop what an interrupted one has left, and nothing that the running backward has pinned."""
+    build = lambda: Blocks(Mlp(), Pausing(), Mlp(), num_blocks=0)  # noqa: E731
+    with managed(build, AMPLE_NBYTES) as twin:
+        x = features(0).requires_grad_()
+        twin.loss(x).backward()
+        expected = x.grad
+        twin.update()
+        least = required_nbytes(twin)
+    with managed(build, 2 * least, seed=1) as twin:
+        model, pinning = twin.model, lambda: twin.manager.runtime.modules.backward.pinning  # type: ignore[union-attr]
+        seen: list[tuple[str, ...]] = []
+
+        def other() -> None:
+            y = features(1).requires_grad_()
+            loss = twin.loss(y)
+            if takes_gradient:
+                torch.autograd.grad(loss, y)
+
+        def pause() -> None:
+            model.blocks[1].pause = lambda: None
+            seen.append(pinning())
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join(60)
+            seen.append(pinning())
+            if seen[0] != seen[1]:
+                raise AssertionError(f"pinned were {seen[0]}, and are {seen[1]}")  # before memory that is gone is used
+
+        x = features(0).requires_grad_()
+        loss = twin.loss(x)
+        model.blocks[1].pause = pause
+        loss.backward()
+        assert torch.equal(x.grad, expected)
+        assert len(seen) == 2
+        assert seen[0] == ("blocks.1 backward", "activations of blocks.1")
+        del loss
+        twin.update()
         assert_nothing_left(twin)
 
 
@@ -606,7 +801,8 @@ class Disk:
         ctypes.memmove(target, source, nbytes)
 
 
-@pytest.mark.parametrize("fails_in", [0, 3])
+@pytest.mark.filterwarnings("error:no plan is followed")
+@pytest.mark.parametrize("fails_in", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_each_copy_of_a_step_fails(fails_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is named, the step can be repeated, and nothing but the step is lost."""
     disk = Disk()

@@ -19,6 +19,7 @@ from tests.cpu.test_activations import CASES, config, smallest_nbytes
 from tests.helpers.happens_before import HappensBefore
 from tests.helpers.scenes import Undisturbed
 from tests.helpers.simulated import ClockedLanes
+from tests.helpers.spread import spread
 from tests.helpers.training import VARIANTS, Trainer, assert_same, train_plain
 from tests.helpers.twins import cpu_only
 
@@ -45,20 +46,20 @@ def train(model: str, way: str, *, spare: float = 0.0, policy: str = "offload") 
     return checker, len(moved)
 
 
-@pytest.mark.parametrize("spare", [0.0, 0.3])
-@pytest.mark.parametrize(
-    ("model", "way"),
-    [("gpt", "plain"), ("cnn", "plain"), ("bert", "micro_batches"), ("t5", "half_frozen"), ("inplace", "plain"),
-     ("moe", "plain"), ("reused", "evaluation"), ("vit", "plain")],
+CASES_HERE = (
+    ("gpt", "plain"), ("cnn", "plain"), ("bert", "micro_batches"), ("t5", "half_frozen"), ("inplace", "plain"),
+    ("moe", "plain"), ("reused", "evaluation"), ("vit", "plain"),
 )  # fmt: skip
-def test_no_race(model: str, way: str, spare: float) -> None:
-    checker, moved = train(model, way, spare=spare)
+
+
+@spread(case=CASES_HERE, spare=(0.0, 0.3))
+def test_no_race(case: tuple[str, str], spare: float) -> None:
+    checker, moved = train(*case, spare=spare)
     checker.assert_ordered()
     assert moved > 0 or spare
 
 
-@pytest.mark.parametrize("policy", ["recompute", "auto"])
-@pytest.mark.parametrize("model", ["gpt", "cnn"])
+@spread(model=("gpt", "cnn"), policy=("recompute", "auto"))
 def test_no_race_where_blocks_are_recomputed(model: str, policy: str) -> None:
     checker, _ = train(model, "plain", policy=policy)
     checker.assert_ordered()

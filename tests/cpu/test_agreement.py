@@ -16,6 +16,7 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ChunkmemError
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import WIDTH, Block
+from tests.helpers.spread import spread
 
 WAYS = {"point to point": None, "grouped": False, "memory-saving": True}
 TIMEOUT_S = 120.0
@@ -221,8 +222,7 @@ def run(rank: int, script: Script, memory_saving: bool | None) -> tuple[str, str
     return "", "", 0.0
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@spread(script=SCRIPTS, way=WAYS)
 def test_every_rank_hears_the_same_at_once(team: Team, script: Script, way: str) -> None:
     answers = team.run(run, script, WAYS[way])
     for rank, (kind, message, took_s) in enumerate(answers):

@@ -13,7 +13,7 @@ from tests.helpers.audit import audit
 from tests.helpers.disorder import Disorder
 from tests.helpers.twins import AMPLE_NBYTES, Twin, assert_equal, config, copied, cpu_only
 
-NUM_QUICK, NUM_ALL = 20, 400
+NUM_QUICK, NUM_ALL = 10, 400
 
 
 def played(disorder: Disorder, manager: chunkmem.ChunkManager | None) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import chunkmem
 from tests.helpers.audit import audit, audit_ledgers
+from tests.helpers.spread import spread
 from tests.helpers.training import (
     HOST_NBYTES,
     VARIANTS,
@@ -157,8 +158,7 @@ def test_the_cap_an_error_asks_for_is_the_one_that_works(name: str) -> None:
         assert_equal(twin.left(), plain.left())
 
 
-@pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
-@pytest.mark.parametrize("tier", ["device", "host"])
+@spread(tier=("device", "host"), case=ZOO)
 def test_the_cap_that_is_certain_to_do_does_the_first_time(case: ZooModel, tier: str) -> None:
     """It took up to eight rounds of raising the cap to what one access needed."""
     variant = VARIANTS[0]

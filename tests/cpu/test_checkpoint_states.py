@@ -26,6 +26,7 @@ import chunkmem
 from tests.helpers.audit import audit
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, open_manager
+from tests.helpers.spread import spread
 from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, copied, features, same
 
 SMALL_NBYTES = 4 * 1024
@@ -115,8 +116,7 @@ def test_a_step_at_learning_rate_zero_counts_unless_its_gradients_were_set_to_ze
     same(Blocks, scenario, lr=0.0)
 
 
-@pytest.mark.parametrize("options", ["default", "full", "flat"])
-@pytest.mark.parametrize("into", ["a fresh optimizer", "a trained one", "torch"])
+@spread(options=("default", "full", "flat"), into=("a fresh optimizer", "a trained one", "torch"))
 def test_a_training_is_handed_over(options: str, into: str) -> None:
     wanted = StateDictOptions(**OPTIONS[options])
     plain = Twin(None, Blocks)

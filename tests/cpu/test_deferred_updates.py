@@ -17,6 +17,7 @@ from chunkmem.types import Role, Tier
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import MakeLanes, lanes_by_name_fixture  # noqa: F401
 from tests.helpers.overlapped import WIDTH, Run, assert_alike
+from tests.helpers.spread import spread
 from tests.helpers.twins import cpu_only
 
 LEARNED = 4
@@ -116,8 +117,7 @@ def flat(value: object) -> list[torch.Tensor]:
     return [tensor for each in values for tensor in flat(each)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("read", READS, ids=lambda function: function.__name__)
+@spread(read=READS, precision=("fp32", "bf16"))
 def test_who_reads_waits(read: Callable[[Run], object], precision: str) -> None:
     runs = learned(make_lanes=Unhurried, precision=precision), plain(precision=precision)
     for tier in (Tier.DEVICE, Tier.HOST):
@@ -135,7 +135,7 @@ def test_who_reads_waits(read: Callable[[Run], object], precision: str) -> None:
 
 
 @cpu_only
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=[] if s < 4 else [pytest.mark.full]) for s in range(40)])
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[] if s < 2 else [pytest.mark.full]) for s in range(40)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_no_order_shows(precision: str, seed: int, lanes_by_name: Callable[..., MakeLanes]) -> None:
     """Of five groups one is updated ahead; in every fourth step gradients are clipped."""

@@ -23,16 +23,18 @@ from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime import timestamps
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import host_waits
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.store import Chunk, ChunkStore
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.tracing.recorder import Recorder
 from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.audit import audit
 from tests.helpers.device_time import LINK_Bps, TimedDevice, TimedLanes, TimedLinear, TimingEvent, timed_device
+from tests.helpers.spread import spread
 
 WIDTH = 16
 CHUNK_NUMEL = WIDTH * WIDTH + WIDTH
@@ -143,8 +145,7 @@ def test_what_was_predicted_happens(device: TimedDevice, num_chunks: float) -> N
     audit(training.manager)
 
 
-@pytest.mark.parametrize("num_chunks", [4, 12])
-@pytest.mark.parametrize("num_steps", [1, 2, NUM_LEARNED + 1], ids=["recorded", "timed", "not timed"])
+@spread(num_chunks=(4, 12), num_steps=(1, 2, NUM_LEARNED + 1))
 def test_moments_and_stalls_are_the_step(device: TimedDevice, num_chunks: float, num_steps: int) -> None:
     """Each moment begins where the one before it ends, and is computing but for its stalls."""
     training = Training(device, num_chunks=num_chunks)

@@ -53,6 +53,17 @@ def test_one_layer_more_does_not_fit(
         assert fits(one, one.rehearse()) is expected
 
 
+def test_times_are_those_of_the_blocks_that_training_would_recompute(capsys: pytest.CaptureFixture[str]) -> None:
+    """HOST binds, and DEVICE has room to keep what some blocks save."""
+    caps = "--device", str(60 * BLOCK_NBYTES), "--host", str(40 * BLOCK_NBYTES)
+    words = *caps, "--batch", "8", "--chunk-size", "4160", "--largest"
+    recompute, auto = (asked(capsys, TOWER, *words, "--activations", policy) for policy in ("recompute", "auto"))
+    assert auto["largest"]["layers"] == recompute["largest"]["layers"]
+    assert {region["policy"] for region in recompute["regions"]} == {"recompute"}
+    assert "keep" in {region["policy"] for region in auto["regions"]}
+    assert auto["step_s"] < recompute["step_s"]
+
+
 def test_more_memory_never_fits_less() -> None:
     family, found = family_of(TOWER, seq=None), []
     for num_blocks in (6, 9, 12, 18):

@@ -239,7 +239,7 @@ class TightGPT:
 
 
 @cpu_only
-@pytest.mark.parametrize("device_nbytes", [8 * MIB, 12 * MIB, 20 * MIB])
+@pytest.mark.parametrize("device_nbytes", [8 * MIB, *(pytest.param(n * MIB, marks=pytest.mark.full) for n in (12, 20))])
 def test_both_tiers_hold_a_model_and_one_mebibyte(device_nbytes: int) -> None:
     """DEVICE was reserved for all weights and gradients: a plan had more on HOST than fits, and none was followed."""
     tight = TightGPT(device_nbytes, int(24.37 * MIB) - device_nbytes)

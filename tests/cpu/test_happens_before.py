@@ -18,10 +18,10 @@ import chunkmem
 from chunkmem.optim.speculative import SpeculativeUpdater
 from chunkmem.plan.model import Lane, Plan, Wait
 from chunkmem.runtime.actions import PlanActions
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.copy_order import CopyOrder
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.pool import Slab
-from chunkmem.runtime.store import Chunk
 from chunkmem.types import Tier
 from tests.cpu.test_precision import LOWERED
 from tests.cpu.test_precision import chunked as chunked_low
@@ -34,6 +34,7 @@ from tests.helpers.overlapped import Run
 from tests.helpers.rehearsal import cap_nbytes
 from tests.helpers.scenes import FOLLOWED, Scene, Undisturbed, unread_until_covered
 from tests.helpers.simulated import ClockedEvent, ClockedLanes
+from tests.helpers.spread import spread
 from tests.helpers.training import (
     AMPLE_NBYTES,
     HOST_NBYTES,
@@ -266,8 +267,7 @@ def train_with_calls(*, checker: HappensBefore | None, overlap: bool, precision:
     return run
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@spread(precision=("fp32", "bf16"), overlap=(False, True))
 def test_no_race_around_gather_and_state_dicts(precision: str, overlap: bool) -> None:
     with HappensBefore() as checker:
         seen = train_with_calls(checker=checker, overlap=overlap, precision=precision).everything()
@@ -305,14 +305,12 @@ def use_gradients(
         run.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("precision", "overlap"), [("fp32", True), ("bf16", False)])
-@pytest.mark.parametrize(
-    ("between", "max_norm"),
-    [(nothing, 1e-3), (clip, 0.0), (scale_gradients, 0.0), (copy_gradients, 0.0), (norms_of_gradients, 0.0)],
-    ids=["max_norm", "clip_grad_norm_", "scale", "copy", "norms"],
+@spread(
+    between=(nothing, clip, scale_gradients, copy_gradients, norms_of_gradients),
+    way=(("fp32", "overlapped"), ("bf16", "in the step")),
 )
 def test_gradients_used_before_the_step_are_not_overwritten_meanwhile(
-    between: Callable[[Run], object], max_norm: float, precision: str, overlap: bool
+    between: Callable[[Run], object], way: tuple[str, str]
 ) -> None:
     """No moment of a plan tells of that use, so none of its waits did: weights were prefetched to the same memory.
 
@@ -320,7 +318,13 @@ def test_gradients_used_before_the_step_are_not_overwritten_meanwhile(
     H2D                          └ fetch weights to that slab, which the plan has freed
     """
     with HappensBefore() as checker:
-        use_gradients(checker, between, max_norm=max_norm, precision=precision, overlap=overlap)
+        use_gradients(
+            checker,
+            between,
+            max_norm=1e-3 if between is nothing else 0.0,
+            precision=way[0],
+            overlap=way[1] == "overlapped",
+        )
     checker.assert_ordered()
 
 

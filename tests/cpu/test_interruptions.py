@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import chunkmem
+from tests.helpers.spread import spread
 from tests.helpers.training import (
     STEPS,
     VARIANTS,
@@ -84,22 +85,22 @@ class Fault:
             raise self.exception("injected")
 
 
-@pytest.mark.parametrize("exception", [ValueError, pytest.param(KeyboardInterrupt, marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    ("variant", "place"),
-    [
-        ("plain", "forward"),
-        ("plain", "backward"),
-        ("micro_batches", "forward"),
-        ("micro_batches", "backward"),
-        ("checkpoint", "recompute"),
-        ("checkpoint", "backward"),
-        ("checkpoint_to_the_end", "recompute"),
-    ],
+PLACES = (
+    ("plain", "forward"),
+    ("plain", "backward"),
+    ("micro_batches", "forward"),
+    ("micro_batches", "backward"),
+    ("checkpoint", "recompute"),
+    ("checkpoint", "backward"),
+    ("checkpoint_to_the_end", "recompute"),
 )
-@pytest.mark.parametrize("name", FAULT_AT)
-def test_clean_step_after_an_exception(name: str, variant: str, place: str, exception: type[BaseException]) -> None:
+"""Variants of training, and where in them."""
+
+
+@spread(name=FAULT_AT, where=PLACES, exception=(ValueError, KeyboardInterrupt))
+def test_clean_step_after_an_exception(name: str, where: tuple[str, str], exception: type[BaseException]) -> None:
     """`zero_grad()` after it, and training goes on. Of micro-batches the third is hit: two gradients are pending."""
+    variant, place = where
 
     def scenario(trainer: Trainer) -> None:
         fault = Fault(trainer.model.get_submodule(FAULT_AT[name]), place, exception)
@@ -115,8 +116,7 @@ def test_clean_step_after_an_exception(name: str, variant: str, place: str, exce
     same_in_both(*case, scenario, cap_nbytes=smallest(*case))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.6], ids=["smallest", "60% of model data"])
-@pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
+@spread(case=ZOO, share=(0.0, 0.6))
 def test_inference_mode_before_and_between_steps(case: ZooModel, share: float) -> None:
     """Memory first used under `inference_mode` still trains; with the larger cap, some weights are newest on DEVICE."""
 

@@ -21,6 +21,7 @@ from tests.cpu.test_precision import AMPLE_NBYTES, FP16, chunked, config
 from tests.helpers.audit import audit
 from tests.helpers.low_precision import LowPlain
 from tests.helpers.ranks import Team
+from tests.helpers.spread import spread
 from tests.helpers.training import STEPS, VARIANTS, Chunked, Outcome, Trainer, Variant, assert_same
 from tests.helpers.zoo import ZOO, ZooModel
 
@@ -73,9 +74,7 @@ def without_masters(outcome: Outcome) -> Outcome:
     return Outcome(outcome.losses, outcome.weights, outcome.buffers, state)
 
 
-@pytest.mark.parametrize("variant", VARIANTS_HERE, ids=lambda variant: variant.name)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@spread(case=CASES, precision=("bf16", "fp16"), variant=VARIANTS_HERE)
 def test_what_was_built_in_any_dtype_trains_as_with_float32_copies(
     case: ZooModel, precision: str, variant: Variant
 ) -> None:

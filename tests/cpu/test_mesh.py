@@ -21,6 +21,7 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.comm.replicated import Replicated
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Net, Task, batch_of, loss_of, make_config, open_manager, serial
+from tests.helpers.spread import spread
 
 NAMES = ("replicate", "shard")
 
@@ -36,6 +37,36 @@ def rows_of(rank: int, sizes: tuple[int, ...], names: tuple[str, ...] | None) ->
     found = mesh_of(mesh)
     assert found is not None
     return found.rows
+
+
+def stages_of(rank: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> tuple[object, list[int]]:
+    """The data-parallel ranks of this rank's stage, and the ranks of its pipeline."""
+    found = mesh_of(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    assert found is not None
+    assert found.stage_group is not None
+    return found.rows, dist.get_process_group_ranks(found.stage_group)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "found"),
+    [
+        ((4,), ("stage",), [(((rank,),), [0, 1, 2, 3]) for rank in range(4)]),
+        (
+            (2, 2),
+            ("stage", "shard"),
+            [(((0, 1),), [0, 2]), (((0, 1),), [1, 3]), (((2, 3),), [0, 2]), (((2, 3),), [1, 3])],
+        ),
+        (
+            (2, 2),
+            ("replicate", "stage"),
+            [(((0,), (2,)), [0, 1]), (((1,), (3,)), [0, 1]), (((0,), (2,)), [2, 3]), (((1,), (3,)), [2, 3])],
+        ),
+    ],
+)
+def test_each_stage_of_a_mesh_has_rows_of_its_own(
+    team: Team, sizes: tuple[int, ...], names: tuple[str, ...], found: object
+) -> None:
+    assert team.run(stages_of, sizes, names) == found
 
 
 @pytest.mark.parametrize(
@@ -57,9 +88,9 @@ def test_the_rows_of_a_mesh_are_replicas(
 
 
 def refuse(rank: int) -> None:
-    staged = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    staged = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "shard"))
     with pytest.raises(
-        chunkmem.ConfigError, match=r"mesh has 2 dimensions, stage, shard; pass a mesh with .*replicate"
+        chunkmem.ConfigError, match=r"mesh has 2 dimensions, tensor, shard; pass a mesh with .*replicate"
     ):
         chunkmem.ChunkManager(chunkmem.Config(), mesh=staged)
     with pytest.raises(chunkmem.ConfigError, match="process_group and mesh were given"):
@@ -113,8 +144,7 @@ def assert_alike(outcomes: list[tuple[dict[str, Tensor], Any, int]]) -> None:
 SIZES = [(2, 2), (4, 1), (1, 4)]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@spread(precision=("fp32", "bf16"), sizes=SIZES)
 def test_replicas_train_alike_and_as_one_process(team: Team, sizes: tuple[int, int], precision: str) -> None:
     task = Task(
         "reused", steps=6, config={} if precision == "fp32" else {"precision": precision}, device_nbytes=96 << 10

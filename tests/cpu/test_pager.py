@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkmem.errors import CapacityError, StateError
-from chunkmem.runtime.store import NO_CONTENT
+from chunkmem.runtime.chunk import NO_CONTENT
 from chunkmem.types import Role, Tier
 from tests.helpers.world import NO_LIMIT, SLAB, World, packed, values_on
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from chunkmem.errors import CapacityError, StateError
-from chunkmem.runtime.store import Chunk, Replica
+from chunkmem.runtime.chunk import Chunk, Replica
 from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.world import NO_LIMIT, SLAB, packed, values_on
 

@@ -25,6 +25,7 @@ from chunkmem.optim.scaler import LossScaler
 from tests.cpu.test_estimate_truth import as_model
 from tests.cpu.test_precision import AMPLE_NBYTES, FP16, chunked, config
 from tests.helpers.low_precision import LowPlain
+from tests.helpers.spread import spread
 from tests.helpers.training import STEPS, VARIANTS, Chunked, Trainer, Variant, assert_same
 from tests.helpers.zoo import ZooModel
 
@@ -209,6 +210,10 @@ class Case:
     model: ZooModel
     kept: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        return self.model.name
+
 
 NORMS = tuple(f"parts.blocks.{index}.norm2.weight" for index in range(3))
 TIED = ("parts.embed.weight",)
@@ -234,9 +239,7 @@ def by_hand(case: Case, precision: str) -> Any:
     return Trainer(case.model, ORDINARY, ByHand(DTYPES[precision], scaler, case.kept)).run(STEPS)
 
 
-@pytest.mark.parametrize("variant", [ORDINARY, CHECKPOINT], ids=lambda variant: variant.name)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model.name)
+@spread(case=CASES, precision=("bf16", "fp16"), variant=(ORDINARY, CHECKPOINT))
 def test_floating_buffers_and_children_train_as_with_casts_by_hand(
     case: Case, precision: str, variant: Variant
 ) -> None:

@@ -29,6 +29,7 @@ from tests.helpers.shared_training import (
     serial,
     train,
 )
+from tests.helpers.spread import spread
 
 ALL = (2, 3, 4)
 ORDINARY = {(2, model) for model in MODELS}
@@ -116,8 +117,15 @@ def test_collectives_of_the_library_come_close(teams: dict[int, Team], size: int
         assert outcome.losses == pytest.approx(losses[rank], abs=1e-5)
 
 
-@pytest.mark.parametrize("model", ["tied", "reused"])
-@pytest.mark.parametrize("keys", [{}, {"says_last": True}], ids=["guessed", "said"])
+@pytest.mark.parametrize(
+    ("keys", "model"),
+    [
+        pytest.param({}, "tied", id="guessed-tied", marks=pytest.mark.full),
+        pytest.param({}, "reused", id="guessed-reused"),
+        pytest.param({"says_last": True}, "tied", id="said-tied"),
+        pytest.param({"says_last": True}, "reused", id="said-reused", marks=pytest.mark.full),
+    ],
+)
 def test_micro_batches_are_reduced_once_a_step(teams: dict[int, Team], keys: dict[str, Any], model: str) -> None:
     """Also where backward comes to a unit twice."""
     task = Task(model, micro_batches=3, steps=5, **keys)
@@ -208,8 +216,7 @@ WRONG_GUESSES = ("more than in the step before",)
 """What is reduced too early is added up in another order."""
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("what", UNEVEN)
+@spread(what=UNEVEN, way=WAYS)
 def test_ranks_that_have_less_to_do_take_part_in_what_others_exchange(
     teams: dict[int, Team], what: str, way: str
 ) -> None:

@@ -69,7 +69,9 @@ def test_a_cell_that_is_run_again_takes_no_more_memory() -> None:
 
 
 @cpu_only
-@pytest.mark.parametrize("fails", [(2,), (1, 2, 3)], ids=["once", "three times"])
+@pytest.mark.parametrize(
+    "fails", [pytest.param((2,), id="once", marks=pytest.mark.full), pytest.param((1, 2, 3), id="three times")]
+)
 def test_a_cell_that_fails_leaves_one_manager_with_its_error(fails: tuple[int, ...]) -> None:
     """The traceback refers to it until another error takes its place; the runs after it add nothing."""
     seen = run_cells(fails=fails)

@@ -75,7 +75,7 @@ def measured(which: str, precision: str) -> dict[str, int] | int:
 
 @cpu_only
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RSS is Linux's, and so is glibc's heap")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def test_ram_is_what_the_ledgers_say(precision: str) -> None:
     """Slabs from the C library's heap stayed there when freed: 25 to 50 % more than was counted."""
     beside = measured("plain", precision)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -49,11 +50,13 @@ def build() -> nn.Module:
 
 
 class Run:
-    """A training under a policy, by steps."""
+    """A training under a policy, by steps; some blocks have their own."""
 
-    def __init__(self, manager: chunkmem.ChunkManager) -> None:
+    def __init__(self, manager: chunkmem.ChunkManager, marked: Mapping[int, str]) -> None:
         with manager.init():
             self.model = build()
+            for at, policy in marked.items():
+                manager.region(self.model.blocks[at], policy=policy)  # type: ignore[index, operator]
         self.optimizer = chunkmem.AdamW(self.model.parameters(), lr=1e-2, manager=manager)
         torch.manual_seed(1)
 
@@ -66,15 +69,19 @@ class Run:
 
 
 @contextmanager
-def training(policy: str | None, device: str = "300KiB") -> Iterator[tuple[chunkmem.ChunkManager, Run]]:
+def training(
+    policy: str | None, device: str = "300KiB", *, marked: Mapping[int, str] = MappingProxyType({})
+) -> Iterator[tuple[chunkmem.ChunkManager, Run]]:
     settings = {"memory": {"device": device, "host": "16MiB"}, "default_chunk_size": 2048}
     config = chunkmem.Config.from_dict(settings | {"activations": {"policy": policy}})
     with chunkmem.ChunkManager(config) as manager:
-        yield manager, Run(manager)
+        yield manager, Run(manager, marked)
 
 
-def trained(policy: str | None, device: str = "300KiB") -> tuple[list[float], Trace]:
-    with training(policy, device) as (manager, run):
+def trained(
+    policy: str | None, device: str = "300KiB", *, marked: Mapping[int, str] = MappingProxyType({})
+) -> tuple[list[float], Trace]:
+    with training(policy, device, marked=marked) as (manager, run):
         losses = [run.step() for _ in range(5)]
         assert manager.trace is not None
         return losses, manager.trace
@@ -109,10 +116,20 @@ def test_the_steps_of_an_adopted_trace_follow_its_plan(
     assert again == losses
 
 
-@pytest.mark.parametrize(("before", "now"), [("recompute", "offload"), ("offload", "recompute"), ("offload", None)])
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("recompute", "offload"),
+        ("offload", "recompute"),
+        ("offload", None),
+        ("keep", "offload"),
+        ("offload", "keep"),
+        ("keep", "recompute"),
+    ],
+)
 def test_a_trace_of_another_policy_is_refused(before: str, now: str | None) -> None:
-    _, trace = trained(before)
-    with training(now) as (manager, run):
+    _, trace = trained(before, "4MiB")
+    with training(now, "4MiB") as (manager, run):
         with pytest.raises(TraceError, match=rf"another activations\.policy, and here it is {now or 'null'}"):
             manager.trace = trace
         run.step()
@@ -122,3 +139,33 @@ def test_a_trace_without_activations_is_refused_where_they_are_managed() -> None
     _, trace = trained(None)
     with training("auto") as (manager, _), pytest.raises(TraceError, match=r"another activations\.policy"):
         manager.trace = trace
+
+
+@pytest.mark.parametrize(
+    ("policy", "before", "now", "said"),
+    [
+        (None, {1: "recompute"}, {1: "offload"}, "offload for blocks.1"),
+        (None, {1: "offload"}, {1: "recompute"}, "recompute for blocks.1"),
+        (None, {1: "keep"}, {1: "offload"}, "offload for blocks.1"),
+        (None, {1: "recompute", 2: "recompute"}, {1: "recompute"}, "null for blocks.2"),
+        (None, {}, {1: "keep"}, "null"),
+        ("offload", {2: "recompute"}, {1: "recompute"}, "recompute for blocks.1"),
+        ("auto", {0: "keep"}, {0: "offload"}, "offload for blocks.0"),
+    ],
+)
+def test_a_trace_of_other_policies_of_regions_is_refused(
+    policy: str | None, before: Mapping[int, str], now: Mapping[int, str], said: str
+) -> None:
+    _, trace = trained(policy, "4MiB", marked=before)
+    with (
+        training(policy, "4MiB", marked=now) as (manager, _),
+        pytest.raises(TraceError, match=rf"another activations\.policy, and here it is {said}"),
+    ):
+        manager.trace = trace
+    with training(policy, "4MiB", marked=before) as (manager, run):
+        manager.trace = trace
+        for _ in range(3):
+            run.step()
+        timeline = manager.timeline()
+        assert timeline is not None
+        assert timeline.plan_misses == 0

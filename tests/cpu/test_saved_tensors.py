@@ -165,15 +165,20 @@ def test_an_interrupted_call_leaves_no_hooks() -> None:
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
+def cloning() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda t: t.clone(), lambda t: t)  # save_on_cpu keeps tensors of a CPU themselves
+
+
 class Twice(nn.Module):
     """Operators in a `with` of its own forward use a weight twice, and one that a module uses later."""
 
-    def __init__(self) -> None:
+    def __init__(self, around: Around = cloning) -> None:
         super().__init__()
         self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.around = around
 
     def forward(self, x: Tensor) -> Tensor:
-        with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):  # save_on_cpu keeps tensors of a CPU themselves
+        with self.around():
             y = torch.relu(F.linear(x, self.first.weight, self.first.bias))
             y = F.linear(y, self.first.weight) @ self.second.weight.t()
         result: Tensor = self.norm(y) + self.second(x)
@@ -248,3 +253,42 @@ def test_graphs_under_hooks_are_as_in_plain_pytorch(step: Callable[[nn.Module, T
         assert sum(replica.pins for chunk in chunks for replica in chunk.replicas.values()) == 0
         state = manager.state_dict()
         assert [key for key, value in plain.state_dict().items() if not torch.equal(value, state[key])] == []
+
+
+@pytest.mark.parametrize("is_outside", [False, True], ids=["in forward", "in the loop"])
+def test_every_operator_keeps_chunk_memory_from_hooks(is_outside: bool) -> None:
+    """The second one on a parameter, too, and one that gets a view of it; and no hooks stay behind."""
+    packed: list[Tensor] = []
+
+    def hooks() -> saved_tensors_hooks:
+        return saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t)
+
+    def use(model: nn.Module, x: Tensor) -> Tensor:
+        if not is_outside:
+            return model(x)  # type: ignore[no-any-return]
+        with hooks():
+            y = model(x)
+            flipped = model.second.weight.t()
+            y = F.linear(F.linear(y, model.first.weight), model.first.weight).tanh()
+            return (y @ flipped @ flipped).exp()
+
+    config = {"default_chunk_size": 160, "memory": {"device": 8 << 10, "host": 8 << 20}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(config)) as one, chunkmem.ChunkManager(one.config) as other:
+        models = []
+        for manager in (one, other):
+            with manager.init():
+                models.append(Twice(nullcontext if is_outside else hooks))
+        with hooks():
+            for _ in range(3):
+                x = torch.randn(4, 8)
+                for model in models:
+                    use(model, x).square().mean().backward()
+            depth, top = 0, torch._C._autograd._top_saved_tensors_default_hooks(False)[0]
+            while (owner := getattr(top, "__self__", None)) is not None:
+                depth, top = depth + 1, owner.inner
+            assert depth <= 2, "one for each manager"
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        for manager in (one, other):
+            is_chunk = manager.runtime.modules.declared.is_chunk
+            assert [tuple(t.shape) for t in packed if is_chunk(t.untyped_storage()._cdata)] == []
+        assert packed

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chunkmem.errors import StateError
-from chunkmem.runtime.store import NO_CONTENT, Chunk
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.types import Role, Tier
 from tests.helpers.world import SLAB, World, values_on
 

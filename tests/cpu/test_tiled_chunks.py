@@ -18,6 +18,7 @@ from chunkmem.nn.tiling import tile_linears
 from tests.cpu.test_precision import config as low_config
 from tests.helpers.lanes import adversarial
 from tests.helpers.low_precision import LowPlain
+from tests.helpers.spread import spread
 from tests.helpers.training import (
     Chunked,
     Trainer,
@@ -52,8 +53,7 @@ TILED = {
 WAYS = {"plain": Variant("plain"), "checkpoint": Variant("checkpoint", early_stop=True)}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", TILED)
+@spread(name=TILED, way=WAYS)
 def test_ten_steps_are_those_of_the_same_tiles_in_plain_pytorch(name: str, way: str) -> None:
     """With ample room and at the smallest cap, every step on its plan."""
     case, variant = TILED[name], WAYS[way]
@@ -63,7 +63,7 @@ def test_ten_steps_are_those_of_the_same_tiles_in_plain_pytorch(name: str, way: 
         assert_same(train_chunked(case, variant, STEPS, capped(case, device_nbytes)), expected)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3))])
 def test_late_copies_do_not_show(seed: int) -> None:
     case, variant = TILED["gpt"], WAYS["plain"]
     device_nbytes = footprint(case, variant).required_nbytes
@@ -247,6 +247,47 @@ def test_gathered_tiles() -> None:
             for tile in layer.parameters():
                 tile.fill_(2.0)
         assert all(bool((value == 2).all()) for value in layer.state_dict().values())
+
+
+def test_to_gather_the_whole_names_the_tiles() -> None:
+    with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
+        layer = Twin(manager, functools.partial(wide, 2)).model.up
+        for whole in (layer.weight, layer.weight.data, [layer.weight]):
+            with (
+                pytest.raises(
+                    chunkmem.StateError, match=r"in 2 parameters, tile_0_0\.\w+, tile_1_0\.\w+: gather the layer"
+                ),
+                manager.gather(whole),
+            ):
+                pass
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_optimizer_state_as_that_of_the_untiled_model(precision: str) -> None:
+    """Joined, it is that of torch's optimizer over the untiled model; split again, it resumes over tiles."""
+    keys = {} if precision == "fp32" else {"precision": precision}
+    with chunkmem.ChunkManager(config(SMALL_NBYTES, **keys)) as manager:
+        twin = Twin(manager, Tiled)
+        twin.steps(0, 1)
+        tiled, untiled = twin.optimizer.state_dict(), chunkmem.untile_optimizer_state(twin.model, twin.optimizer)
+        back = chunkmem.tile_optimizer_state(twin.model, twin.optimizer, untiled)
+        assert_equal(dict(sorted(back["state"].items())), dict(sorted(tiled["state"].items())))
+        assert [group["params"] for group in back["param_groups"]] == [g["params"] for g in tiled["param_groups"]]
+        twin.optimizer.load_state_dict(back)
+    plain = Twin(None, Untiled)
+    plain.step(features(0))
+    shapes = plain.optimizer.state_dict()
+    assert [g["params"] for g in untiled["param_groups"]] == [g["params"] for g in shapes["param_groups"]]
+    assert untiled["state"].keys() == shapes["state"].keys()
+    for index, own in shapes["state"].items():
+        assert {key: value.shape for key, value in untiled["state"][index].items()} == {
+            key: value.shape for key, value in own.items()
+        }
+    plain.optimizer.load_state_dict(untiled)
+    plain.step(features(1))
+    untiled["param_groups"][0]["params"].pop()
+    with pytest.raises(chunkmem.CheckpointError, match="parameter groups of"):
+        chunkmem.tile_optimizer_state(twin.model, twin.optimizer, untiled)
 
 
 def test_the_optimizer_state_is_of_tiles() -> None:

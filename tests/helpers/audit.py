@@ -14,9 +14,10 @@ from chunkmem.plan.model import Lane
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline, differences
 from chunkmem.plan.victims import in_leaving_order
+from chunkmem.runtime.chunk import NO_CONTENT
 from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.store import NO_CONTENT, ChunkStore
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import ChunkId, Tier
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from chunkmem.plan.model import Copy, Lane
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event
 from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.pool import Slab
-from chunkmem.runtime.store import Chunk
 from chunkmem.testing import AdversarialLanes
 from chunkmem.trace.model import Kind
 from chunkmem.types import Tier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -91,3 +92,41 @@ def region_trace(blocks: Sequence[Block], recomputed: Collection[int] = (), *, u
         add(Kind.UPDATE, param(group), f"group {group}", s=update_s)
         add(Kind.CONSUME, grad(group), f"group {group}")
     return Trace(Mode.TRAIN, LAYOUT, sizes, tuple(moments), regions=tuple(regions))
+
+
+def as_recorded(blocks: Sequence[Block], *, inputs_nbytes: int) -> Trace:
+    """Return the step that recomputes every region as it is recorded: with chunks for inputs, and for what is saved."""
+    trace = region_trace(blocks, range(len(blocks)))
+    sizes = dict(trace.chunk_nbytes)
+    before: dict[int, list[Moment]] = defaultdict(list)
+    saved: dict[int, int] = defaultdict(int)
+    for region in reversed(trace.regions):
+        inputs, label = _inputs_of(region, len(blocks)), f"{region.name} backward"
+        sizes |= {region.chunk: region.nbytes, inputs: inputs_nbytes}
+        assert region.recomputed is not None
+        (start, stop), again = region.backward, region.recomputed[1]
+        before[region.forward[1]].append(Moment(Kind.CREATE, inputs, f"{region.name} forward"))
+        before[start].append(Moment(Kind.HOLD, inputs, label))
+        before[again] += (Moment(kind, region.chunk, label) for kind in (Kind.CREATE, Kind.HOLD))
+        for chunk in (region.chunk, inputs):
+            before[stop] += (Moment(kind, chunk) for kind in (Kind.RELEASE, Kind.CONSUME))
+        saved |= dict.fromkeys(range(again - 1, stop), region.nbytes)
+    moments: list[Moment] = []
+    for at, moment in enumerate(trace.moments):
+        moments += before[at]
+        moments.append(replace(moment, non_model_peak_nbytes=moment.non_model_peak_nbytes - saved[at]))
+    places = {(moment.kind, moment.chunk): at for at, moment in enumerate(moments)}
+    regions: list[Region] = []
+    for number, region in enumerate(trace.regions):
+        inputs = _inputs_of(region, len(blocks))
+        created, held, again = places[Kind.CREATE, inputs], places[Kind.HOLD, inputs], places[Kind.CREATE, region.chunk]
+        forward = regions[-1].forward[1] if regions else 0, created
+        backward = held, places[Kind.RELEASE, region.chunk]
+        regions.append(
+            Region(region.name, region.chunk, region.nbytes, forward, backward, (held + 1, again), inputs, number)
+        )
+    return replace(trace, chunk_nbytes=sizes, moments=tuple(moments), regions=tuple(regions))
+
+
+def _inputs_of(region: Region, num_blocks: int) -> ChunkId:
+    return ChunkId(Role.ACTIVATION, region.chunk.group + num_blocks)

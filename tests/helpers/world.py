@@ -10,12 +10,13 @@ import torch
 from chunkmem.layout.spec import Group, Slot
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.runtime.arena import HostArena
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.pool import DevicePool
 from chunkmem.runtime.storage import ChunkStorage, default_backend
-from chunkmem.runtime.store import NO_CONTENT, Chunk, ChunkStore
+from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.audit import audit_leaving, audit_ledgers
 

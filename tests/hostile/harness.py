@@ -47,7 +47,8 @@ MODES = {
     **{f"some room, late {seed}": Mode(1.0 + 0.25 * seed, seed=seed, bare=seed % 2 == 0) for seed in range(1, 5)},
 }
 ORDINARY = ("ample", "small", "adversarial")
-"""The other modes are run with `--full`. With some room there are prefetches, which late copies show most of."""
+"""The first is run with every script, the others in turn; all modes with `--full`. With some room there are prefetches,
+which late copies show most of."""
 
 
 @dataclass(frozen=True)

@@ -185,18 +185,18 @@ def _in_a_child(script: Script, modes: list[str], smallest: int) -> tuple[list[A
     return lines, {"died": by, "stderr": said}
 
 
-def run_share(rank: int, size: int, modes: list[str], names: list[str]) -> dict[str, dict[str, Report]]:
-    """Run a share of some scripts in some modes: what came of each, by script and mode. A `Team` calls it."""
+def run_share(rank: int, size: int, modes: dict[str, list[str]]) -> dict[str, dict[str, Report]]:
+    """Run a share of some scripts, each in modes of its own: reports by script and mode. A `Team` calls it."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     # A daemon, as the processes of a `Team` are, may have no children; some scripts load batches in other processes.
     multiprocessing.current_process().daemon = False
     scripts = load()
     gc.freeze()  # a collection in a child would copy every page it visits
-    return {name: in_children(scripts[name], modes) for name in names[rank::size]}
+    return {name: in_children(scripts[name], modes[name]) for name in list(modes)[rank::size]}
 
 
 if __name__ == "__main__":
     import tests.helpers.preloaded  # noqa: F401
 
-    print(json.dumps(run_share(0, 1, sys.argv[1].split(";"), sys.argv[2:])))
+    print(json.dumps(run_share(0, 1, dict.fromkeys(sys.argv[2:], sys.argv[1].split(";")))))

@@ -40,6 +40,8 @@ PUBLIC_NAMES = {
     "checkpoint",
     "checkpoint_sequential",
     "initialize_engine",
+    "tile_optimizer_state",
+    "untile_optimizer_state",
 }
 
 TESTING_NAMES = {"AdversarialLanes", "CheckReport", "Comparison", "Difference", "ThrottledLanes", "check"}
@@ -47,10 +49,10 @@ TESTING_NAMES = {"AdversarialLanes", "CheckReport", "Comparison", "Difference", 
 
 OPTIONS = {
     "estimate": "MODEL --accumulate --activations --batch --checkpointing --chunk-size --cpu-embedding --device "
-    "--hardware --host --host-memory --largest --link --network --no-master-weights --precision --seq --tflops --tile "
-    "--world",
+    "--hardware --host --host-memory --largest --link --micro-batches --network --no-master-weights --picture "
+    "--precision --seq --stages --tflops --tile --world",
     "check": "MODEL --batch --chunk-size --device --host --orders --precision --seed --seq --steps",
-    "plan": "TRACE --d2h --device --h2d --host --machine --margin-use-ratio --out",
+    "plan": "TRACE --d2h --device --h2d --host --keep-ties --machine --margin-use-ratio --out --stages",
     "report": "RUN --against --out --perfetto",
     "chunk-size": "MODEL --device",
     "config": "FILE --markdown --schema",

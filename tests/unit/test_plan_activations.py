@@ -128,6 +128,23 @@ def test_memory_of_activations_on_device_is_new_each_time_and_given_back() -> No
     assert not others & set(taken)
 
 
+def test_compute_waits_before_it_gives_back_memory_that_a_copy_reads() -> None:
+    """The wait is part of the step: planned, put off until a gradient needs the room, and counted by the simulator.
+
+    COMPUTE  | 0 forward | 1 forward | 1 backward |..wait for the copy..| rest of it
+    D2H                  |                 X0 to HOST                   |
+    """
+    created = next(at for at, m in enumerate(MOMENTS) if (m.kind, m.chunk) == (Kind.CREATE, grad(1)))
+    moments = tuple(replace(m, duration_s=1.0) if at == created else m for at, m in enumerate(MOMENTS))
+    trace = replace(TRACE, moments=moments)
+    plan = make_plan(trace, Machine(300, 2000, host_links(h2d_Bps=100.0, d2h_Bps=10.0), one_processor=False))
+    assert plan.actions[created] == (Wait(Lane.COMPUTE, Lane.D2H, 1), Free(X0, D), Alloc(grad(1), D))
+    spans = simulate(plan, trace).spans
+    (copy,) = (span for span in spans if span.lane is Lane.D2H and span.chunk == X0)
+    (rest,) = (s for s in spans if s.lane is Lane.COMPUTE and s.moment == created and not s.is_stall)
+    assert rest.start_s == copy.end_s == 12.0
+
+
 def test_waits_of_an_offload_that_follows_another() -> None:
     """The fetch of X0 reads HOST's slab after its write; nothing orders it behind what DEVICE did with X1's memory."""
     plan, _ = planned(300)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import chain, combinations
 from math import inf
+from typing import Any
 
 import pytest
 
 from chunkmem.errors import CapacityError
 from chunkmem.plan.candidates import Candidates, PlanOptions
+from chunkmem.plan.gaps import in_use_nbytes
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.regions import Policy, RegionSearch, choose_regions
@@ -173,3 +175,25 @@ def test_a_trace_without_regions_has_nothing_to_choose() -> None:
     )
     assert found.recomputed == frozenset()
     assert found.regions == ()
+
+
+def test_no_moment_needs_spare_bytes_but_with_the_choice_until_now() -> None:
+    """What a choice needs is a guess until it was recorded; what steps do now has fitted."""
+    trace = all_recomputed(MODELS["cnn"])
+    on = machine(260, link_Bps=50e9)
+
+    def chosen(**options: Any) -> RegionSearch:
+        search = RegionSearch(trace, on, **options)
+        for _ in search.pieces():
+            pass
+        return search
+
+    free = chosen().choice().recomputed
+    assert len(free) < len(trace.regions)
+    assert chosen(spare_nbytes=10 * MIB).choice().recomputed == free, "all fits all the same"
+    least_nbytes = max(in_use_nbytes(trace, charges_non_model=True))
+    spare_nbytes = on.device_nbytes - least_nbytes + 1
+    assert chosen(spare_nbytes=spare_nbytes).choice().recomputed == frozenset(range(6))
+    with_now = chosen(spare_nbytes=on.device_nbytes, now=free)
+    assert with_now.choice().recomputed == free
+    assert with_now.choice().step_s <= with_now.now_s < inf

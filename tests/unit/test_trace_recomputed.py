@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 
-from chunkmem.trace.model import Kind, Mode, Moment, Region, Trace
+from chunkmem.trace.model import Kind, Mode, Moment, Moments, Region, Trace
 from chunkmem.trace.recomputed import with_recomputed
+from chunkmem.trace.retimed import retimed
+from chunkmem.trace.uncharged import uncharged
 from chunkmem.types import ChunkId, Role
-from tests.helpers.region_traces import cnn_like, gpt_like, region_trace
+from tests.helpers.region_traces import as_recorded, cnn_like, gpt_like, region_trace
 from tests.helpers.traces import LAYOUT, grad, param, updated_chunks
 
 MODELS = {"gpt": gpt_like(6, blocks_per_chunk=2), "cnn": cnn_like(8)}
@@ -129,3 +133,139 @@ def test_a_recorders_own_moments_of_a_chunk_go_wherever_they_are() -> None:
     expected = region_trace(MODELS["gpt"], range(len(regions)))
     assert [(m.kind, m.chunk) for m in found.moments] == [(m.kind, m.chunk) for m in expected.moments]
     assert found.regions == expected.regions
+
+
+def held_throughout(calls: Sequence[int], recomputed: Collection[int]) -> Trace:
+    """A step of blocks, called in this order, whose weights backward holds until it is through all calls of a block.
+
+    Block b reads chunk b. The calls of a block but for the last have no events in backward: their recomputation, and
+    their gradients, are part of the moment before. Calls (0, 1, 0), all of which are recomputed:
+
+        forward    | 0 |  | 1 |  | 0 |
+        backward                        | hold 0 |  | hold 1, release 1 |              | gradient, release 0 |
+                                        call 2      call 1, and then call 0
+    """
+    moments: list[Moment] = []
+    spans: dict[tuple[int, str], Moments] = {}
+
+    def add(*events: tuple[Kind, ChunkId, float], peak: int = 10) -> Moments:
+        start = len(moments)
+        moments.extend(Moment(kind, chunk, "", seconds, peak) for kind, chunk, seconds in events)
+        return start, len(moments)
+
+    def own(call: int) -> ChunkId:
+        return ChunkId(Role.ACTIVATION, 9 + call)
+
+    sizes = {chunk: 100 for block in calls for chunk in updated_chunks(block)}
+    for call, block in enumerate(calls):
+        kept = [] if call in recomputed else [(Kind.CREATE, own(call), 0.0)]
+        start, _ = add((Kind.HOLD, param(block), 1.0))
+        spans[call, "forward"] = start, add((Kind.RELEASE, param(block), 0.0), *kept)[1]
+    for call in reversed(range(len(calls))):
+        block, start, is_first = calls[call], len(moments), calls[call] not in calls[call + 1 :]
+        is_again = call in recomputed
+        if not is_again:
+            sizes[own(call)] = 60
+            add((Kind.HOLD, own(call), 0.0 if is_first else 2.0))
+        elif is_first:
+            spans[call, "again"] = add((Kind.HOLD, param(block), 1.0), (Kind.RELEASE, param(block), 0.0), peak=70)
+        else:
+            last = moments[-1]
+            moments[-1] = replace(last, duration_s=last.duration_s + 3.0, non_model_peak_nbytes=70)
+            spans[call, "again"] = start, start
+        if is_first:
+            add((Kind.HOLD, param(block), 2.0), peak=70 if is_again else 10)
+        if is_first and block not in calls[:call]:
+            add((Kind.CREATE, grad(block), 0.0), (Kind.RELEASE, param(block), 0.0), peak=70 if is_again else 10)
+        if not is_again:
+            add((Kind.RELEASE, own(call), 0.0), (Kind.CONSUME, own(call), 0.0))
+        spans[call, "backward"] = start, len(moments)
+    for block in sorted(set(calls)):
+        if calls.count(block) > 1:
+            add((Kind.CREATE, grad(block), 0.0), (Kind.RELEASE, param(block), 0.0))
+        add((Kind.UPDATE, param(block), 1.0), (Kind.CONSUME, grad(block), 0.0))
+    regions = tuple(
+        Region(f"call {at}", own(at), 60, spans[at, "forward"], spans[at, "backward"], spans.get((at, "again")))
+        for at in range(len(calls))
+    )
+    return Trace(Mode.TRAIN, LAYOUT, sizes, tuple(moments), regions=regions)
+
+
+@pytest.mark.parametrize("calls", [(0, 1, 0), (0, 0, 0), (0, 0, 1, 0), (0, 1, 1, 0)], ids=str)
+def test_calls_whose_backward_has_no_events(calls: Sequence[int]) -> None:
+    every = range(len(calls))
+    subsets = [frozenset(each) for count in (*every, len(calls)) for each in combinations(every, count)]
+    for given, wanted in product(subsets, subsets):
+        found, expected = with_recomputed(held_throughout(calls, given), wanted), held_throughout(calls, wanted)
+        assert [(m.kind, m.chunk) for m in found.moments] == [(m.kind, m.chunk) for m in expected.moments]
+        assert found.compute_s == pytest.approx(expected.compute_s), (given, wanted)
+        assert [r.recomputed is None for r in found.regions] == [r.recomputed is None for r in expected.regions]
+        for call in set(every) - wanted:
+            span = [m.chunk for m in found.moments[slice(*found.regions[call].backward)]]
+            assert span.count(found.regions[call].chunk) == 3, "HOLD, RELEASE and CONSUME"
+
+
+def test_bytes_of_calls_whose_backward_has_no_events() -> None:
+    """All are recomputed in one moment, one after the other: it has the bytes of one."""
+    calls = (0, 0, 0)
+    for wanted in ((), (2,), (1, 2), (0, 1, 2)):
+        found, expected = (
+            [(m.kind, m.chunk, m.non_model_peak_nbytes) for m in trace.moments[trace.regions[-1].backward[0] :]]
+            for trace in (
+                with_recomputed(held_throughout(calls, (0, 1, 2)), wanted),
+                held_throughout(calls, wanted),
+            )
+        )
+        assert found == expected, wanted
+
+
+INPUTS_NBYTES = 3 << 20
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kept", [(), (0, 2, 3), range(8)])
+def test_what_a_region_is_recomputed_from_is_no_chunk_where_it_is_kept(name: str, kept: Sequence[int]) -> None:
+    """Then it is part of what that saves, and takes no more memory between forward and backward."""
+    blocks = MODELS[name]
+    recomputed = [at for at in range(len(blocks)) if at not in kept]
+    found = with_recomputed(
+        uncharged(as_recorded(blocks, inputs_nbytes=INPUTS_NBYTES), charges_non_model=True), recomputed
+    )
+    expected = region_trace(blocks, recomputed)
+    for region, other in zip(found.regions, expected.regions, strict=True):
+        assert region.nbytes == other.nbytes + INPUTS_NBYTES
+        assert (region.recomputed is None) is (other.recomputed is None)
+        inputs = [m.kind for m in found.moments if m.chunk == region.inputs]
+        lived = [Kind.CREATE, Kind.HOLD, Kind.RELEASE, Kind.CONSUME]
+        assert inputs == ([] if other.recomputed is None else lived)
+    model = [m for m in found.moments if m.chunk.role is not Role.ACTIVATION]
+    others = [m for m in expected.moments if m.chunk.role is not Role.ACTIVATION]
+    assert [(m.kind, m.chunk) for m in model] == [(m.kind, m.chunk) for m in others]
+    assert found.non_model_peak_nbytes <= expected.non_model_peak_nbytes + INPUTS_NBYTES
+    assert found.compute_s == pytest.approx(expected.compute_s)
+
+
+def test_what_a_kept_region_saves_may_be_known() -> None:
+    blocks = MODELS["gpt"]
+    step = uncharged(as_recorded(blocks, inputs_nbytes=INPUTS_NBYTES), charges_non_model=True, kept_nbytes={1: 5 << 20})
+    kept = with_recomputed(step, ())
+    assert [region.nbytes >> 20 for region in kept.regions] == [27, 5, 27, 27, 27, 27]
+    assert kept.chunk_nbytes[kept.regions[1].chunk] == 5 << 20
+
+
+def test_times_are_those_of_a_step_that_recomputes_others() -> None:
+    """A region's forward is three times as slow, another one's backward half as slow."""
+    blocks = MODELS["gpt"]
+    trace = uncharged(as_recorded(blocks, inputs_nbytes=INPUTS_NBYTES), charges_non_model=True)
+    kept = with_recomputed(trace, [0, 4])
+    factors = dict.fromkeys(range(*kept.regions[1].forward), 3.0)
+    factors |= dict.fromkeys(range(*kept.regions[4].backward), 0.5)
+    moments = [replace(m, duration_s=factors.get(at, 1.0) * m.duration_s) for at, m in enumerate(kept.moments)]
+    measured = replace(kept, moments=tuple(moments))
+    again = retimed(trace, measured)
+    assert with_recomputed(again, [0, 4]).compute_s == pytest.approx(measured.compute_s)
+    assert again.regions == trace.regions
+    for at, (was, now) in enumerate(zip(trace.moments, again.moments, strict=True)):
+        spans = {1: trace.regions[1].forward, 4: trace.regions[4].backward}
+        factor = next((f for number, f in ((1, 3.0), (4, 0.5)) if spans[number][0] <= at < spans[number][1]), 1.0)
+        assert now.duration_s == pytest.approx(factor * was.duration_s)

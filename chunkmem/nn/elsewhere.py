@@ -1,0 +1,97 @@
+"""Parameters of pipeline stages that other ranks have: they keep their shape, and have no memory here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.errors import LayoutError, StateError
+from chunkmem.nn.binding import move_to
+
+_OF_SHAPE = frozenset(
+    {"__get__", "__set__", "dim", "element_size", "is_complex", "is_floating_point", "ndimension", "nelement", "numel"}
+    | {"requires_grad_", "size", "stride", "detach", "__repr__", "__hash__", "is_contiguous", "storage_offset"}
+)
+"""Functions of torch that need no values, by name; properties are `__get__` and `__set__`."""
+
+
+@dataclass
+class Unpacked:
+    """What was built inside `manager.init()`, before it is known which pipeline stage has which modules."""
+
+    roots: tuple[nn.Module, ...]
+    excluded: tuple[nn.Module, ...]
+    kept: tuple[nn.Module, ...]
+    """Those of them whose gradients are not averaged over ranks."""
+    is_packed: bool = False
+
+    def check(self, stages: Iterable[nn.Module]) -> None:
+        """Raise a `LayoutError` if a parameter is in no stage."""
+        found = {id(param) for stage in stages for param in stage.parameters()}
+        for root in self.roots:
+            for name, param in root.named_parameters():
+                if id(param) not in found:
+                    raise LayoutError(
+                        f"parameter {name} {tuple(param.shape)} is in no stage of the pipeline; give its module to "
+                        "manager.pipeline() as first=, as last= or as one of the blocks"
+                    )
+
+
+def leave(stage: nn.Module, own: Collection[nn.Module], *, where: str) -> list[nn.Parameter]:
+    """Free what no own module has of a stage that another rank has; return its parameters.
+
+    Args:
+        stage: all of its modules.
+        own: modules of this rank's stages.
+        where: the stage, for messages.
+    """
+    kept = {id(param) for module in own for param in module._parameters.values()}
+    left: dict[int, nn.Parameter] = {}
+    for name, module in stage.named_modules():
+        if module in own:
+            continue
+        for key, param in module._parameters.items():
+            if param is not None and id(param) not in kept:
+                left[id(param)] = param
+                if not param.is_meta:
+                    move_to(param, torch.empty_like(param, device="meta"))
+                    param.__class__ = _class_of(f"{name}.{key}".removeprefix("."), where)
+        module._buffers.update((key, b.to("meta")) for key, b in module._buffers.items() if b is not None)
+        vars(module)["_save_to_state_dict"] = partial(_save_nothing, module)
+        vars(module)["_load_from_state_dict"] = _load_nothing
+    return list(left.values())
+
+
+def _save_nothing(module: nn.Module, destination: dict[str, Any], prefix: str, _keep_vars: bool) -> None:
+    """Stand in for `nn.Module._save_to_state_dict`: put tensors without memory where another rank has values."""
+    named = {key: value for key, value in module._buffers.items() if key not in module._non_persistent_buffers_set}
+    for key, value in {**module._parameters, **named}.items():
+        if value is not None:
+            destination[prefix + key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def _load_nothing(*_args: object) -> None:
+    """Stand in for `nn.Module._load_from_state_dict`: another rank loads what this module has."""
+
+
+def _class_of(name: str, where: str) -> type[nn.Parameter]:
+    """Return the class of a parameter that another rank has."""
+
+    def refuse(
+        _cls: type, function: Callable[..., Any], _types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
+    ) -> Any:
+        if function.__name__ not in _OF_SHAPE:
+            raise StateError(
+                f"parameter {name} is in {where}: this rank has no values of it. Run the model by pipe.step(), and "
+                "read weights from manager.state_dict()"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return type("ParameterElsewhere", (nn.Parameter,), {"__torch_function__": classmethod(refuse)})

@@ -1,0 +1,145 @@
+"""An optimizer's state of tiled layers as that of untiled ones, and back; in chunks or in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.errors import CheckpointError
+from chunkmem.nn.tiled import TiledLinear
+from chunkmem.optim.masters import MASTER_KEY
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A whole weight or bias, in tiles."""
+
+    layer: TiledLinear | None
+    """None: it is an ordinary parameter."""
+    name: str
+    """In the layer."""
+    tiles: list[int]
+    """Identities of the parameters."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One parameter of the untiled model: the indices it has in both states."""
+
+    untiled: int
+    tiled: tuple[int, ...]
+    layer: TiledLinear | None = None
+    """Whose tiles they are; None: it is an ordinary parameter."""
+    name: str = ""
+    """Of the parameter in the layer."""
+
+    def join(self, values: Mapping[int, Any]) -> Any:
+        """Return the value of the whole, given those of tiles by their indices: a copy."""
+        first = values[self.tiled[0]]
+        is_of_tile = isinstance(first, torch.Tensor) and first.ndim > 0
+        if self.layer is None or not is_of_tile:
+            return first.clone() if isinstance(first, torch.Tensor) else first
+        return self.layer.join(self.name, [values[index] for index in self.tiled]).clone()
+
+    def split(self, value: Any) -> dict[int, Any]:
+        """Return the values of tiles by their indices: copies."""
+        is_whole = isinstance(value, torch.Tensor) and value.ndim > 0
+        if self.layer is None or not is_whole:
+            return {index: value.clone() if isinstance(value, torch.Tensor) else value for index in self.tiled}
+        return dict(zip(self.tiled, self.layer.split(self.name, value), strict=True))
+
+
+def untile_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the `state_dict` that an optimizer would have if no layer of the model were tiled.
+
+    Over several ranks, all have to call it. The model's own `state_dict` is that of the untiled model as it is.
+
+    Raises:
+        CheckpointError: the parameters of one layer are in several parameter groups, or some of them have no state.
+    """
+    state: dict[str, Any] = optimizer.state_dict()
+    groups = _rows(model, optimizer)
+    found: dict[int, Any] = {}
+    for row in (row for rows in groups for row in rows):
+        states = {index: state["state"][index] for index in row.tiled if index in state["state"]}
+        if states and len(states) < len(row.tiled):
+            raise CheckpointError(
+                f"{row.name} of a tiled layer has states for {len(states)} of {len(row.tiled)} tiles: train or freeze "
+                "the layer as a whole"
+            )
+        for key in next(iter(states.values()), {}):
+            found.setdefault(row.untiled, {})[key] = row.join({index: states[index][key] for index in states})
+    untiled = {**state, "state": found, "param_groups": _with_params(state, [[r.untiled for r in g] for g in groups])}
+    if masters := state.get(MASTER_KEY):
+        rows = [row for rows in groups for row in rows if row.tiled[0] in masters]
+        untiled[MASTER_KEY] = {row.untiled: row.join(masters) for row in rows}
+    return untiled
+
+
+def tile_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a `state_dict` of the untiled model's optimizer as `optimizer.load_state_dict` takes it, over tiles.
+
+    Raises:
+        CheckpointError: it is of other parameters, or those of one layer are in several parameter groups.
+    """
+    groups = _rows(model, optimizer)
+    sizes, own = [len(group["params"]) for group in state["param_groups"]], [len(rows) for rows in groups]
+    if sizes != own:
+        raise CheckpointError(
+            f"the state has parameter groups of {sizes} parameters, and the untiled model has {own}: give it the "
+            "state of an optimizer over the same parameters, in the same groups"
+        )
+    found: dict[int, dict[str, Any]] = {}
+    masters: dict[int, Any] = {}
+    for rows, group in zip(groups, state["param_groups"], strict=True):
+        for row, at in zip(rows, group["params"], strict=True):
+            for key, value in state["state"].get(at, {}).items():
+                for index, part in row.split(value).items():
+                    found.setdefault(index, {})[key] = part
+            if at in state.get(MASTER_KEY, {}):
+                masters |= row.split(state[MASTER_KEY][at])
+    params = [[index for row in rows for index in row.tiled] for rows in groups]
+    tiled = {**state, "state": found, "param_groups": _with_params(state, [sorted(group) for group in params])}
+    return tiled | ({MASTER_KEY: masters} if masters else {})
+
+
+def _with_params(state: Mapping[str, Any], params: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Return the parameter groups of a state with other indices; names of parameters are those of tiles, and go."""
+    return [
+        {key: value for key, value in group.items() if key != "param_names"} | {"params": list(own)}
+        for group, own in zip(state["param_groups"], params, strict=True)
+    ]
+
+
+def _rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[_Row]]:
+    """Return the untiled parameters of each parameter group, in its order; a whole stands where its first tile does."""
+    whole: dict[int, _Whole] = {}
+    for tiled in (module for module in model.modules() if isinstance(module, TiledLinear)):
+        for name, tiles in tiled.tiles().items():
+            entry = _Whole(tiled, name, [id(tile) for tile in tiles])
+            whole |= dict.fromkeys(entry.tiles, entry)
+    groups: list[list[_Row]] = []
+    at = num_rows = 0
+    for group in optimizer.param_groups:
+        index = {id(param): at + position for position, param in enumerate(group["params"])}
+        at += len(index)
+        rows, seen = [], set[int]()
+        for key in index:
+            if key in seen:
+                continue
+            of = whole.get(key, _Whole(None, "", [key]))
+            if not index.keys() >= set(of.tiles):
+                raise CheckpointError(
+                    f"{of.name} of a tiled layer is in several parameter groups: put all tiles into one"
+                )
+            seen.update(of.tiles)
+            rows.append(_Row(num_rows, tuple(index[tile] for tile in of.tiles), of.layer, of.name))
+            num_rows += 1
+        groups.append(rows)
+    return groups

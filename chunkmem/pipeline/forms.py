@@ -1,0 +1,146 @@
+"""Which tensors go from stage to stage: found out by running the model under fake tensors, which have no values.
+
+A real run would count in batch norms, draw random numbers, and read memory that nobody has written to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from chunkmem.errors import StateError
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """A tensor without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Return memory for one."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class BorderForm:
+    """What a stage gives to the next one: tensors, in tuples, lists and dicts, among other values."""
+
+    name: str
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    """Tensors as `TensorForm`, and what else there is."""
+
+    @property
+    def tensors(self) -> list[TensorForm]:
+        """Those that are sent."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
+
+    def flattened(self, value: Any) -> list[torch.Tensor]:
+        """Return the tensors of a value, in the dtypes in which they are sent.
+
+        Raises:
+            StateError: there are others than under fake tensors.
+        """
+        leaves, spec = tree_flatten(value)
+        tensors, expected = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], self.tensors
+        found = [(t.shape, t.requires_grad) for t in tensors]
+        is_alike = spec == self.spec and len(tensors) == len(expected)
+        pairs = zip(found, expected, strict=False)
+        if not is_alike or any(shape != form.shape or has > form.requires_grad for (shape, has), form in pairs):
+            raise StateError(
+                f"{self.name} is {found}, and {expected} was found out; it must depend on the shapes alone"
+            )
+        return [tensor.to(form.dtype) for tensor, form in zip(tensors, expected, strict=True)]
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the value that has these tensors."""
+        rest = iter(tensors)
+        return tree_unflatten([next(rest) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves], self.spec)
+
+
+class BorderForms:
+    """Knows what goes from stage to stage, for micro-batches of any form."""
+
+    def __init__(self, stages: Sequence[nn.Module], *, dtype: torch.dtype) -> None:
+        """Copy the stages, without the values of their tensors, before they are packed.
+
+        Args:
+            stages: all of the pipeline.
+            dtype: that the model computes in, and in which floats are sent.
+        """
+        self._dtype = dtype
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._trainable: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._known: dict[Hashable, tuple[BorderForm, ...]] = {}
+        memo: dict[int, Any] = {}
+        together = nn.ModuleList(stages)
+        with self._mode:
+            for param in together.parameters():
+                fake = nn.Parameter(torch.empty_like(param, device="cpu"), requires_grad=param.requires_grad)
+                memo[id(param)] = fake
+                self._trainable.append((param, fake))
+            for buffer in together.buffers():
+                memo[id(buffer)] = torch.empty_like(buffer, device="cpu")
+        self._stages = copy.deepcopy(together, memo)
+
+    def of(self, inputs: Any, form: Hashable) -> tuple[BorderForm, ...]:
+        """Return the borders after each stage but the last, for a micro-batch.
+
+        Args:
+            inputs: of the micro-batch.
+            form: the same for all with the same shapes.
+
+        Raises:
+            StateError: shapes depend on values.
+        """
+        key = form, tuple(real.requires_grad for real, _ in self._trainable)
+        if key not in self._known:
+            for real, fake in self._trainable:
+                fake.requires_grad_(real.requires_grad)
+            self._known[key] = self._run(inputs)
+        return self._known[key]
+
+    def _run(self, inputs: Any) -> tuple[BorderForm, ...]:
+        found = []
+        try:
+            with torch.random.fork_rng(devices=()), self._mode, torch.enable_grad():
+                value = tree_map(_without_values, inputs)
+                for number, stage in enumerate(self._stages[:-1]):
+                    value = stage(value)
+                    found.append(self._form(value, f"what stage {number} gives to stage {number + 1}"))
+        except StateError:
+            raise
+        except Exception as error:
+            raise StateError(
+                f"what the stages of the pipeline give to each other cannot be told from the shapes of a micro-batch: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return tuple(found)
+
+    def _form(self, value: Any, name: str) -> BorderForm:
+        leaves, spec = tree_flatten(value)
+        return BorderForm(name, spec, tuple(self._leaf(leaf, name) for leaf in leaves))
+
+    def _leaf(self, leaf: Any, name: str) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            dtype = self._dtype if leaf.dtype is torch.float32 else leaf.dtype
+            return TensorForm(leaf.shape, dtype, leaf.requires_grad)
+        if leaf is None or isinstance(leaf, bool | int | float | str):
+            return leaf
+        raise StateError(
+            f"{name} has a {type(leaf).__name__}; stages give each other tensors, in tuples, lists and dicts"
+        )
+
+
+def _without_values(leaf: Any) -> Any:
+    return torch.empty_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf

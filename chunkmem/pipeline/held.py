@@ -1,0 +1,83 @@
+"""Over data-parallel ranks: the weights of a stage come together once for all of its micro-batches.
+
+Else each unit is gathered for each micro-batch, and what is exchanged grows with their number. A stage is held from its
+first micro-batch until another stage of the rank runs, or the step is over, if DEVICE has room for it in addition to
+all that was ever pinned together without it. That is known after the first step, so it is the second one that holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from chunkmem.assembly import Runtime
+from chunkmem.errors import CapacityError
+from chunkmem.types import Tier
+
+
+class HeldStage:
+    """Holds one stage of this rank at a time; with one rank for each stage, nothing."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Hold none."""
+        self._runtime = runtime
+        self._held: tuple[int, ...] = ()
+        self._num_steps = 0
+        self._fits: set[nn.Module] = set()
+        """Stages that this rank has room for."""
+        self._refused: set[nn.Module] = set()
+        """Stages that a rank has no room for, in this step."""
+
+    def begin(self, stages: Iterable[nn.Module]) -> None:
+        """A step begins."""
+        runtime = self._runtime
+        self._refused.clear()
+        self._num_steps += 1
+        if runtime.sharding.shards is not None and self._num_steps == 2:
+            cap_nbytes = runtime.memory.store.pools[Tier.DEVICE].ledger.cap_nbytes
+            room_nbytes = cap_nbytes - runtime.memory.pager.required_nbytes[Tier.DEVICE]
+            self._fits = {stage for stage in stages if self._nbytes(stage) <= room_nbytes}
+            if self._fits:
+                runtime.forget_plans()
+
+    def hold(self, stage: nn.Module) -> None:
+        """Hold a stage, which runs or is about to, in place of the one that is held, if all ranks have room.
+
+        Raises:
+            RankError: a rank is missing, or somewhere else.
+        """
+        shards, prefetch = self._runtime.sharding.shards, self._runtime.sharding.units.prefetch
+        if shards is None or prefetch is None or stage in self._refused:
+            return
+        groups = self._groups(stage)
+        if groups == self._held:
+            return
+        self.release()
+        can = stage in self._fits
+        if can:
+            try:
+                shards.hold(groups, reader="a stage")
+            except CapacityError:
+                can = False
+        if prefetch.gather(groups, reader="a stage", is_part=True, can=can):
+            self._held = groups
+            return
+        self._refused.add(stage)
+        if can:
+            shards.release(groups)
+
+    def release(self) -> None:
+        """Hold none."""
+        held, self._held = self._held, ()
+        if held and self._runtime.sharding.shards is not None:
+            self._runtime.sharding.shards.release(held)
+
+    def _groups(self, stage: nn.Module) -> tuple[int, ...]:
+        chunks = self._runtime.modules.access.chunks
+        managed = self._runtime.registry.managed_under(stage).values()
+        groups = {one.group for one in managed if chunks[one.group].compute_tier is Tier.DEVICE}
+        return tuple(sorted(groups))
+
+    def _nbytes(self, stage: nn.Module) -> int:
+        return sum(self._runtime.modules.access.chunks[group].nbytes for group in self._groups(stage))

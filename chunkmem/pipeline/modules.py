@@ -1,0 +1,73 @@
+"""The part of a model that one stage of a pipeline has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from chunkmem.errors import LayoutError
+from chunkmem.nn.regions import RegionActivations
+
+
+class StageModule(nn.Module):
+    """Modules that are called in turn with what the one before has returned: a tuple is unpacked into arguments."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(modules)
+        self.regions: RegionActivations | None = None
+        """Manage what calls save; None: nobody does."""
+        self.hold: Callable[[nn.Module], None] | None = None
+        """Called with this stage before its modules are."""
+
+    def forward(self, value: Any, *, policy: str = "auto") -> Any:
+        """Return what the last module returns; `policy` is for what each of them saves, as in `activations.policy`."""
+        if self.hold is not None:
+            self.hold(self)
+        for number, block in enumerate(self.blocks):
+            args = value if isinstance(value, tuple) else (value,)
+            if self.regions is None:
+                value = block(*args)
+                continue
+            self.regions.enter(f"blocks.{number}", policy, block, args, {}, start=self.regions.now())
+            try:
+                value = block(*args)
+            finally:
+                self.regions.leave()
+            del args
+        return value
+
+
+def divide(
+    blocks: Sequence[nn.Module], *, first: nn.Module | None, last: nn.Module | None, num: int
+) -> list[StageModule]:
+    """Return `num` stages of consecutive blocks, as many in each as in the others, or one more.
+
+    Args:
+        blocks: in the order in which they are called.
+        first: called before them, in the first stage.
+        last: called after them, in the last stage.
+        num: how many.
+
+    Raises:
+        LayoutError: there are fewer blocks than stages.
+    """
+    if len(blocks) < num:
+        raise LayoutError(
+            f"{len(blocks)} blocks cannot be divided into {num} stages; use fewer ranks, or smaller blocks"
+        )
+    ends = with_ends(blocks, first=first, last=last)
+    parts = [ends[len(blocks) * k // num : len(blocks) * (k + 1) // num] for k in range(num)]
+    return [StageModule([module for block in part for module in block]) for part in parts]
+
+
+def with_ends(blocks: Sequence[nn.Module], *, first: nn.Module | None, last: nn.Module | None) -> list[list[nn.Module]]:
+    """Return each block as a list of modules: `first` with the first one, `last` with the last one."""
+    parts = [[block] for block in blocks]
+    if first is not None:
+        parts[0].insert(0, first)
+    if last is not None:
+        parts[-1].append(last)
+    return parts

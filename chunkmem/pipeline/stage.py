@@ -1,0 +1,270 @@
+"""One stage of a pipeline, as the schedules of torch.distributed.pipelining drive it.
+
+They say what runs when. What they would do with receive buffers for every micro-batch, with shapes found out in real
+runs and with gradients in `.grad` is done here in other ways:
+
+    received    memory for a micro-batch is allocated when its receive is posted, and goes with its graph
+    sent        let go of when it has arrived; a graph is kept by its gradient edges, not by its outputs
+    shapes      of `chunkmem.pipeline.forms`; those of the last micro-batch may differ
+    gradients   stay in the slots of chunks: each micro-batch's loss is divided, not the sum of gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from chunkmem.comm.neighbours import Message, Neighbours
+from chunkmem.errors import StateError
+from chunkmem.pipeline.deferred_norm import DeferredStatistics
+from chunkmem.pipeline.forms import BorderForm, TensorForm
+from chunkmem.pipeline.micro_batches import MicroBatch
+from chunkmem.pipeline.modules import StageModule
+
+
+@dataclass(frozen=True)
+class StageStep:
+    """What the stages of a rank have to know of a step."""
+
+    parts: Sequence[MicroBatch]
+    borders: Sequence[Sequence[BorderForm]]
+    """By micro-batch: what goes out of each stage but the last."""
+    policies: Sequence[str]
+    """By micro-batch: what becomes of what blocks save."""
+    loss_fn: Callable[..., torch.Tensor]
+    """Of the output of a micro-batch, and its target if there is one."""
+    loss_scale: float | None
+    """In fp16."""
+    around_backward: Callable[[], AbstractContextManager[Any]]
+    statistics: DeferredStatistics
+    hold: Callable[[torch.nn.Module], None]
+    """Called before the backward of a stage; its forward does so itself."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Of micro-batches, divided; on the last stage."""
+
+
+class Stage(_PipelineStageBase):
+    """Modules that this rank runs for every micro-batch."""
+
+    def __init__(
+        self,
+        module: StageModule,
+        index: int,
+        num_stages: int,
+        *,
+        neighbours: Neighbours,
+        device: torch.device,
+        group: Any,
+    ) -> None:
+        """Make stage `index` of `num_stages`.
+
+        Args:
+            module: managed, and called as a whole.
+            index: of all stages.
+            num_stages: of all ranks.
+            neighbours: has what goes to other stages sent.
+            device: where values go in and out.
+            group: one rank of each stage, for torch's schedules.
+        """
+        super().__init__(module, index, num_stages, device, group)
+        self.args_recv_info = {0: ()}
+        self._neighbours = neighbours
+        self._step: StageStep | None = None
+        self._received: dict[int, list[torch.Tensor]] = {}
+        """By micro-batch: what the stage before sends."""
+        self._gradients: dict[int, list[torch.Tensor]] = {}
+        """By micro-batch: what the stage after sends."""
+        self._edges: dict[int, list[GradientEdge | None]] = {}
+        """By micro-batch whose backward has not run: where it begins, for each gradient that comes."""
+        self._cuts: dict[int, list[_Cut]] = {}
+        """By such a micro-batch: where it ends."""
+        self._outgoing: dict[int, list[torch.Tensor]] = {}
+        """What is about to be sent, from forward or backward to the call that sends it."""
+
+    def begin(self, step: StageStep) -> None:
+        """A step begins."""
+        self._step = step
+
+    # What schedules call: sends and receives.
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Begin to receive the inputs of a micro-batch."""
+        if self.is_first:
+            return []
+        tensors = self._received[fwd_chunk_id] = [form.empty(self.device) for form in self._inputs(fwd_chunk_id)]
+        return self._neighbours.receive(tensors, self._message(fwd_chunk_id, -1, is_sent=False, forward=True))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send the outputs of a micro-batch."""
+        if self.is_last:
+            return []
+        tensors = self._outgoing.pop(fwd_chunk_id)
+        return self._neighbours.send(tensors, self._message(fwd_chunk_id, 1, is_sent=True, forward=True))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Begin to receive the gradients of the outputs of a micro-batch."""
+        if self.is_last or not self.has_backward:
+            return []
+        forms = [form for form in self._outputs(bwd_chunk_id) if form.requires_grad]
+        tensors = self._gradients[bwd_chunk_id] = [form.empty(self.device) for form in forms]
+        return self._neighbours.receive(tensors, self._message(bwd_chunk_id, 1, is_sent=False, forward=False))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send the gradients of the inputs of a micro-batch."""
+        if self.is_first or not self.has_backward:
+            return []
+        tensors = self._outgoing.pop(bwd_chunk_id)
+        return self._neighbours.send(tensors, self._message(bwd_chunk_id, -1, is_sent=True, forward=False))
+
+    # What schedules call: computations.
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> torch.Tensor | None:
+        """Run forward for a micro-batch; return its loss on the last stage."""
+        assert self._step is not None
+        part = self._step.parts[fwd_chunk_id]
+        value = part.inputs if self.is_first else self._take_inputs(fwd_chunk_id)
+        with self._step.statistics.micro_batch(fwd_chunk_id):
+            output = self.submod(value, policy=self._step.policies[fwd_chunk_id])
+        del value
+        if not self.is_last:
+            tensors = self._step.borders[fwd_chunk_id][self.stage_index].flattened(output)
+            del output
+            if self.has_backward:
+                forms = self._outputs(fwd_chunk_id)
+                pairs = [tensor for tensor, form in zip(tensors, forms, strict=True) if form.requires_grad]
+                self._edges[fwd_chunk_id] = [get_gradient_edge(t) if t.requires_grad else None for t in pairs]
+            self._outgoing[fwd_chunk_id] = [tensor.detach() for tensor in tensors]
+            return None
+        given = (output,) if part.target is None else (output, part.target)
+        loss = self._step.loss_fn(*given)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise StateError(f"loss_fn returned {what}; it has to return the mean loss of its samples as one number")
+        loss = loss / part.divisor
+        self._step.losses.append(loss.detach())
+        if self._step.loss_scale is not None:
+            loss = loss.float() * self._step.loss_scale
+        if self.has_backward:
+            self._edges[fwd_chunk_id] = [get_gradient_edge(loss)] if loss.requires_grad else []
+        return loss.detach()
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run backward for a micro-batch, if the step has any."""
+        if not self.has_backward:
+            return
+        assert self._step is not None
+        assert full_backward, "schedules that split backward are refused"
+        edges, cuts = self._edges.pop(bwd_chunk_id), self._cuts.pop(bwd_chunk_id, [])
+        if not self.is_last:
+            self._neighbours.wait(self._message(bwd_chunk_id, 1, is_sent=False, forward=False).tag)
+        gradients: Sequence[torch.Tensor | None] = self._gradients.pop(bwd_chunk_id, [None] * len(edges))
+        begun = [(edge, grad) for edge, grad in zip(edges, gradients, strict=True) if edge is not None]
+        if begun:
+            self._step.hold(self.submod)
+            with self._step.around_backward():
+                torch.autograd.backward([edge for edge, _ in begun], [grad for _, grad in begun])
+        if not self.is_first:
+            self._outgoing[bwd_chunk_id] = [cut.gradient(self.device) for cut in cuts if cut.form.requires_grad]
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Do nothing: losses are divided."""
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Do nothing: gradients are reduced when the optimizer steps."""
+
+    def clear_runtime_states(self) -> None:
+        """Forget what an interrupted step has left."""
+        for left in (self._received, self._gradients, self._edges, self._cuts, self._outgoing):
+            left.clear()
+
+    # What schedules prepare, and nothing here needs.
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
+
+    def _inputs(self, part: int) -> list[TensorForm]:
+        assert self._step is not None
+        return self._step.borders[part][self.stage_index - 1].tensors
+
+    def _outputs(self, part: int) -> list[TensorForm]:
+        assert self._step is not None
+        return self._step.borders[part][self.stage_index].tensors
+
+    def _take_inputs(self, part: int) -> Any:
+        assert self._step is not None
+        self._neighbours.wait(self._message(part, -1, is_sent=False, forward=True).tag)
+        tensors, forms = self._received.pop(part), self._inputs(part)
+        cuts = self._cuts[part] = [_Cut(form, tensor) for form, tensor in zip(forms, tensors, strict=True)]
+        del tensors
+        return self._step.borders[part][self.stage_index - 1].filled([cut.take() for cut in cuts])
+
+    def _message(self, part: int, step: int, *, is_sent: bool, forward: bool) -> Message:
+        other = self.stage_index + step
+        sender = self.stage_index if is_sent else other
+        what = f"{'outputs' if forward else 'gradients'} of micro-batch {part}"
+        how = f"sending the {what} to" if is_sent else f"waiting for the {what} from"
+        return Message(
+            self.stage_index_to_group_rank[other],
+            2 * (part * self.num_stages + sender) + (not forward),
+            f"stage {self.stage_index}: {how} stage {other}",
+        )
+
+
+class _Cut:
+    """An input of a stage: a tensor whose gradient goes to the stage before."""
+
+    def __init__(self, form: TensorForm, tensor: torch.Tensor) -> None:
+        self.form = form
+        self.content: torch.Tensor | None = tensor
+        self.found: torch.Tensor | None = None
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor; it is not kept here."""
+        if self.form.requires_grad and torch.is_grad_enabled():
+            anchor = torch.zeros(0, requires_grad=True)
+            taken: torch.Tensor = _CutFunction.apply(anchor, self)  # type: ignore[no-untyped-call]
+            return taken
+        content, self.content = self.content, None
+        assert content is not None
+        return content
+
+    def gradient(self, device: torch.device) -> torch.Tensor:
+        """Return its gradient; 0 where there is none."""
+        found, self.found = self.found, None
+        return torch.zeros(self.form.shape, dtype=self.form.dtype, device=device) if found is None else found
+
+
+class _CutFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor, cut: _Cut) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.cut = cut
+        content, cut.content = cut.content, None
+        assert content is not None
+        # Not the tensor itself: an input that is returned would count as changed in place.
+        return torch.empty(0, dtype=content.dtype, device=content.device).set_(content)  # type: ignore[call-overload, no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
+        ctx.cut.found = grads[0]
+        return None, None

@@ -1,0 +1,282 @@
+"""A pipeline whose stages are on different ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.assembly import Runtime
+from chunkmem.comm.neighbours import Neighbours
+from chunkmem.errors import ChunkmemError, ConfigError, RankError
+from chunkmem.nn.values import tensors_in
+from chunkmem.pipeline.automatic import choose
+from chunkmem.pipeline.checkpoints import policy_of
+from chunkmem.pipeline.deferred_norm import DeferredStatistics
+from chunkmem.pipeline.forms import BorderForms
+from chunkmem.pipeline.held import HeldStage
+from chunkmem.pipeline.micro_batches import MicroBatch, split
+from chunkmem.pipeline.modules import StageModule, divide, with_ends
+from chunkmem.pipeline.schedules import FOR_ANY_NUMBER, Schedule, check_schedule, make_schedule
+from chunkmem.pipeline.stage import Stage, StageStep
+from chunkmem.pipeline.ties import TiedParameters
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+def staged_pipeline(
+    runtime: Runtime,
+    blocks: Sequence[nn.Module],
+    *,
+    loss_fn: LossFunction,
+    micro_batches: int,
+    first: nn.Module | None = None,
+    last: nn.Module | None = None,
+    checkpoint: str = "auto",
+    schedule: str = "auto",
+    stages_per_rank: int | None = None,
+    deferred_batch_norm: bool = False,
+) -> StagedPipeline:
+    """Divide a model into stages over ranks, pack those of this rank, and return what runs them.
+
+    Every rank calls it with the same arguments, and without another model in between.
+
+    Args:
+        runtime: of the manager that the model was built with.
+        blocks: modules; what one returns is what the next one is given.
+        loss_fn: of an output and a target, the mean over the micro-batch.
+        micro_batches: how many parts a batch is split into, at most.
+        first: gets the inputs of `step()`; None: the first block does.
+        last: gets what the last block returns; None: nothing comes after it.
+        checkpoint: the calls of blocks that are recomputed in backward: "always"; "except_last", not those of the last
+            micro-batch; "never"; "auto" has the planner choose. What is not recomputed is kept or offloaded.
+        schedule: see `check_schedule`, as is `stages_per_rank`.
+        stages_per_rank: with several, stage k is on rank k modulo the number of ranks.
+        deferred_batch_norm: see `ChunkManager.pipeline`.
+
+    Raises:
+        ConfigError: an argument is not one of those, or differs between ranks.
+        LayoutError: there are fewer blocks than stages, or parameters of the model are in none of them.
+        StateError: there is no model, or it is packed already.
+        CapacityError: the weights fit no tier.
+    """
+    ranks = runtime.ranks.stages
+    if ranks is None:
+        raise ConfigError('pipelines over ranks need a mesh with a dimension "stage"')
+    reason = ""
+    if schedule == "auto" and stages_per_rank is None:
+        choice = choose(
+            with_ends(blocks, first=first, last=last),
+            num_ranks=ranks.size,
+            num_shards=runtime.ranks.shard.size,
+            micro_batches=micro_batches,
+            device_nbytes=runtime.tiers.caps.device_nbytes,
+        )
+        schedule, stages_per_rank, reason = choice.schedule, choice.stages_per_rank, choice.reason
+    name, per_rank = check_schedule(schedule, stages_per_rank)
+    ranks.agree(
+        "the pipeline", f"{name} of {len(blocks)} blocks, {per_rank} stages a rank, {micro_batches}, {checkpoint}"
+    )
+    modules = divide(blocks, first=first, last=last, num=per_rank * ranks.size)
+    runtime.check_stages(modules)
+    forms = BorderForms(modules, dtype=runtime.dtype)
+    runtime.add_stages(dict(enumerate(modules)))
+    return StagedPipeline(
+        runtime,
+        modules,
+        forms,
+        loss_fn=loss_fn,
+        micro_batches=micro_batches,
+        checkpoint=checkpoint,
+        schedule=name,
+        reason=reason,
+        defers_statistics=deferred_batch_norm,
+    )
+
+
+class StagedPipeline:
+    """Runs the stages of this rank, together with the ranks that have the others."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        modules: Sequence[StageModule],
+        forms: BorderForms,
+        *,
+        loss_fn: LossFunction,
+        micro_batches: int,
+        checkpoint: str,
+        schedule: str,
+        reason: str,
+        defers_statistics: bool,
+    ) -> None:
+        """Run `modules`, of which those of this rank are packed; for the other arguments see `staged_pipeline`."""
+        assert runtime.ranks.stages is not None
+        self._runtime = runtime
+        self._ranks = runtime.ranks.stages
+        self._forms = forms
+        self._loss_fn = loss_fn
+        self._micro_batches = micro_batches
+        self._checkpoint = checkpoint
+        self.schedule = schedule
+        """Its name."""
+        self.reason = reason
+        """Why it was chosen; empty if it was asked for."""
+        self._schedules: dict[int, Schedule] = {}
+        """By number of micro-batches."""
+        self._neighbours = Neighbours(self._ranks, runtime.device)
+        self._num_stages = len(modules)
+        self.stages = [
+            Stage(
+                module,
+                index,
+                self._num_stages,
+                neighbours=self._neighbours,
+                device=runtime.device,
+                group=self._ranks.process_group,
+            )
+            for index, module in enumerate(modules)
+            if index % self._ranks.size == self._ranks.rank
+        ]
+        """Those of this rank."""
+        self._statistics = DeferredStatistics([stage.submod for stage in self.stages] if defers_statistics else ())
+        self._held = HeldStage(runtime)
+        self._ties = TiedParameters(modules, ranks=self._ranks, registry=runtime.registry, gradients=runtime.gradients)
+        for module in modules:
+            module.regions = runtime.modules.regions
+            module.hold = self._held.hold
+
+    def step(self, inputs: Any, target: Any = None) -> torch.Tensor:
+        """Run forward and backward for a batch; return its loss, the same on all ranks of a pipeline, detached.
+
+        All ranks of a pipeline are given the same batch: the first stage uses `inputs`, the last one `target`.
+
+        Args:
+            inputs: a tensor, or tuples, lists and dicts of tensors, split into micro-batches along dimension 0.
+            target: likewise.
+
+        Raises:
+            StateError: the batch cannot be split, or shapes between stages depend on values.
+            ConfigError: the schedule cannot run so many micro-batches.
+            CapacityError: something does not fit; the other ranks then raise a `RankError`, and training is over.
+            RankError: a rank is missing, or has raised something.
+        """
+        step, schedule = self._prepare(inputs, target)
+        with self._running(), self._statistics.mini_batch():
+            self._held.begin([stage.submod for stage in self.stages])
+            self._ties.begin()
+            schedule.step(target=torch.arange(len(step.parts)), return_outputs=False)
+            self._ties.end()
+            return self._loss(step)
+
+    def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
+        """Run forward for a batch; return its loss. Arguments and errors are those of `step`."""
+        step, schedule = self._prepare(inputs, target)
+        with torch.no_grad(), self._running():
+            schedule.eval(target=torch.arange(len(step.parts)), return_outputs=False)
+            return self._loss(step)
+
+    def _prepare(self, inputs: Any, target: Any) -> tuple[StageStep, Schedule]:
+        """Have the stages of this rank know a batch, the same on all ranks of the pipeline; return what runs it."""
+        parts = split(inputs, target, num=self._micro_batches)
+        with self._naming_stages():
+            self._ranks.agree("the batch of the pipeline", _digest(parts))
+        num = len(parts)
+        step = StageStep(
+            parts,
+            [self._forms.of(part.inputs, part.form) for part in parts],
+            [policy_of(self._checkpoint, number, num) for number in range(num)],
+            self._loss_fn,
+            None if self._runtime.scaler is None else self._runtime.scaler.scale,
+            self._in_backward,
+            self._statistics,
+            self._held.hold,
+        )
+        if num not in self._schedules:
+            self._schedules[num] = self._make_schedule(num)
+        for stage in self.stages:
+            stage.begin(step)
+        return step, self._schedules[num]
+
+    def _make_schedule(self, num: int) -> Schedule:
+        """Return the schedule for so many micro-batches; where it was chosen here, another one if it is not for them.
+
+        Raises:
+            ConfigError: it was asked for, and is not for so many.
+        """
+        try:
+            return make_schedule(self.schedule, self.stages, num)
+        except ConfigError:
+            if not self.reason:
+                raise
+            return make_schedule(FOR_ANY_NUMBER[self.schedule], self.stages, num)
+
+    @contextlib.contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        """Surround a backward, after which gradients are not reduced: more of them come."""
+        self._runtime.sharding.units.declared = False
+        with self._runtime.backward():
+            yield
+
+    def _loss(self, step: StageStep) -> torch.Tensor:
+        """Return the loss of a batch, when all messages have arrived."""
+        self._neighbours.settle()
+        self._held.release()
+        (loss,) = self._ranks.sum_over([float(sum(step.losses))], label="sending the loss to all stages")
+        return torch.tensor(loss, dtype=torch.float32, device=self._runtime.device)
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Have all ranks of the pipeline hear of what is raised inside; name ranks with their stages."""
+        with self._naming_stages():
+            try:
+                yield
+            except Exception as error:
+                found = _cause(error)
+                if not isinstance(found, RankError):
+                    self._ranks.leave("pipe.step()", found)
+                if found is error:
+                    raise
+                raise found from None
+
+    @contextlib.contextmanager
+    def _naming_stages(self) -> Iterator[None]:
+        """Name the ranks of a `RankError` with their stages."""
+        try:
+            yield
+        except RankError as error:
+            raise RankError(f"{error}{self._stages_of(error.ranks)}", error.ranks) from error
+
+    def _stages_of(self, ranks: Sequence[int]) -> str:
+        """Say which stages some ranks have."""
+        found = []
+        for place in range(self._ranks.size):
+            if self._ranks.name(place) in ranks:
+                stages = [str(k) for k in range(self._num_stages) if k % self._ranks.size == place]
+                found.append(
+                    f"rank {self._ranks.name(place)} has stage{'s' * (len(stages) > 1)} {' and '.join(stages)}"
+                )
+        return f" ({'; '.join(found)})" if found else ""
+
+
+def _digest(parts: Sequence[MicroBatch]) -> str:
+    """Return what tells batches apart: shapes, and sums of what is in RAM."""
+    found: list[object] = []
+    for part in parts:
+        found.append(part.form)
+        for tensor in tensors_in((part.inputs, part.target)):
+            if tensor.device.type == "cpu":
+                found.append(float(tensor.detach().double().sum()).hex())
+    return f"{len(parts)} micro-batches, {hashlib.sha256(repr(found).encode()).hexdigest()[:12]}"
+
+
+def _cause(error: Exception) -> Exception:
+    """Return the error of chunkmem that torch has wrapped, if there is one."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, ChunkmemError):
+        found = found.__cause__
+    return error if found is None else found

@@ -1,0 +1,104 @@
+"""Parameters that stages on different ranks share, such as an embedding that is the head too.
+
+Each of these ranks has a copy and updates it. Their gradients are added up, in the order of the stages, so that all
+copies get the same bits. Norms count the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from chunkmem.comm.exchange import sum_dtype
+from chunkmem.comm.neighbours import Message, Neighbours
+from chunkmem.comm.ranks import Ranks
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.gradients import GradientBook
+from chunkmem.nn.registry import ModelRegistry
+
+_FIRST_TAG = 1 << 29
+"""Above those of activations."""
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several ranks have, this one included."""
+
+    managed: ManagedParameter
+    ranks: tuple[int, ...]
+    """Of the pipeline, in the order of their stages."""
+    number: int
+    """Among those that are tied, the same on all ranks."""
+
+
+class TiedParameters:
+    """Sums up their gradients."""
+
+    def __init__(
+        self, stages: Sequence[nn.Module], *, ranks: Ranks, registry: ModelRegistry, gradients: GradientBook
+    ) -> None:
+        """Find the parameters that stages on different ranks have in common, once those of this rank are packed."""
+        self._ranks = ranks
+        self._gradients = gradients
+        self._neighbours = Neighbours(ranks, torch.device("cpu"))
+        self._before: dict[Tie, torch.Tensor] = {}
+        """What had landed when the step began: it has been summed up."""
+        self._ties: list[Tie] = []
+        holders: dict[nn.Parameter, dict[int, None]] = {}
+        for number, stage in enumerate(stages):
+            for param in stage.parameters():
+                holders.setdefault(param, {})[number % ranks.size] = None
+        shared = [(param, tuple(found)) for param, found in holders.items() if len(found) > 1]
+        for number, (param, found) in enumerate(shared):
+            managed = registry.find(param) if ranks.rank in found else None
+            if managed is not None:
+                self._ties.append(Tie(managed, found, number))
+        registry.counted_elsewhere.update(tie.managed for tie in self._ties if tie.ranks[0] != ranks.rank)
+
+    def begin(self) -> None:
+        """A step begins: set aside the gradients of earlier ones, which have been summed up."""
+        for tie in self._ties:
+            if self._gradients.any_landed((tie.managed,)):
+                self._before[tie] = self._gradients.value(tie.managed).clone()
+                self._gradients.zero_landed(tie.managed)
+
+    def end(self) -> None:
+        """Backward is over: have the sum over all ranks.
+
+        Raises:
+            RankError: a rank is missing.
+        """
+        for tie in (tie for tie in self._ties if tie.managed.requires_grad):
+            total = self._sum(tie)
+            before = self._before.pop(tie, None)
+            if before is not None:
+                total += before.to(total)
+            self._gradients.land(tie.managed, total, replacing=True)
+            self._gradients.show_reduced(tie.managed)
+
+    def _sum(self, tie: Tie) -> torch.Tensor:
+        if self._gradients.any_landed((tie.managed,)):
+            own = self._gradients.value(tie.managed).cpu()
+        else:
+            own = torch.zeros(tie.managed.shape, dtype=tie.managed.placeholder.dtype, device="cpu")
+        found = {rank: own if rank == self._ranks.rank else torch.empty_like(own) for rank in tie.ranks}
+        others = [rank for rank in tie.ranks if rank != self._ranks.rank]
+        messages = [(rank, self._message(tie, sender=rank, peer=rank)) for rank in others]
+        for rank, message in messages:
+            self._neighbours.receive([found[rank]], message)
+        for rank in others:
+            self._neighbours.send([own], self._message(tie, sender=self._ranks.rank, peer=rank))
+        for _, message in messages:
+            self._neighbours.wait(message.tag)
+        self._neighbours.settle()
+        total = torch.zeros_like(own, dtype=sum_dtype(own.dtype))
+        for part in found.values():
+            total += part
+        return total
+
+    def _message(self, tie: Tie, *, sender: int, peer: int) -> Message:
+        tag = _FIRST_TAG + tie.number * self._ranks.size + sender
+        return Message(peer, tag, f"summing up the gradients of {tie.managed.name}, which several stages have")

@@ -1,0 +1,368 @@
+"""Pipelines whose stages are on different ranks: they train as one process does in the order of the schedule."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import chunkmem
+from chunkmem.comm.neighbours import Message, Neighbours
+from chunkmem.pipeline.staged import StagedPipeline, staged_pipeline
+from tests.helpers.ranks import Team
+from tests.helpers.staged_training import Net, StagedTask, different, loss_of, serial, train
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Team]:
+    with Team(2) as team:
+        yield team
+
+
+Saved = tuple[dict[str, Any], dict[str, Any]]
+SHAPES = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 1),
+    ("looped-bfs", 1),
+    ("interleaved", 2),
+    ("looped-bfs", 2),
+]
+MODES = ("always", "except_last", "never")
+
+
+def _matrix() -> Iterator[object]:
+    for row, (schedule, per_rank) in enumerate(SHAPES):
+        for column, mode in enumerate(MODES):
+            for number, precision in enumerate(("fp32", "bf16", "fp16")):
+                task = StagedTask(schedule, per_rank, mode, precision=precision)
+                is_usual = row % 2 and number == column == row // 2
+                marks = () if is_usual else (pytest.mark.full,)
+                yield pytest.param(task, id=f"{schedule}-{per_rank}-{mode}-{precision}", marks=marks)
+
+
+@pytest.mark.parametrize("task", list(_matrix()))
+def test_stages_train_as_one_process(pair: Team, task: StagedTask) -> None:
+    outcomes = pair.run(train, task)
+    assert different(task, outcomes) == []
+    assert all(outcome.misses[3:] == [0] * (task.steps - 3) for outcome in outcomes)
+    tight = replace(task, device_nbytes=max(outcome.required_nbytes for outcome in outcomes))
+    outcomes = pair.run(train, tight)
+    assert different(tight, outcomes) == []
+    assert all(outcome.misses[3:] == [0] * (task.steps - 3) for outcome in outcomes)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Team]:
+    with Team(4) as team:
+        yield team
+
+
+OTHERS = [
+    pytest.param(StagedTask(batch=7), id="a shorter last micro-batch"),
+    pytest.param(StagedTask("gpipe", batch=3), id="fewer samples than micro-batches", marks=pytest.mark.full),
+    pytest.param(StagedTask(model="pairs", checkpoint="always"), id="tuples between stages"),
+    pytest.param(StagedTask("looped-bfs", 2, "always", "norms"), id="running statistics", marks=pytest.mark.full),
+    pytest.param(StagedTask(model="frozen"), id="a frozen stage"),
+    pytest.param(StagedTask(accumulate=2, steps=3), id="two batches a step", marks=pytest.mark.full),
+    pytest.param(StagedTask(model="in place"), id="in-place operations on inputs", marks=pytest.mark.full),
+    pytest.param(StagedTask("interleaved", 2, "auto"), id="policies by the planner", marks=pytest.mark.full),
+    pytest.param(StagedTask(precision="fp16", model="hot", initial_scale_power=20), id="overflow on one stage"),
+]
+
+
+@pytest.mark.parametrize("task", OTHERS)
+def test_other_models_and_batches(pair: Team, task: StagedTask) -> None:
+    assert different(task, pair.run(train, task)) == []
+
+
+@pytest.mark.parametrize(
+    "model", ["tied", *(pytest.param(name, marks=pytest.mark.full) for name in ("plain", "frozen"))]
+)
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("looped-bfs", marks=pytest.mark.full)])
+def test_a_norm_is_that_of_one_process(pair: Team, model: str, schedule: str) -> None:
+    task = StagedTask(schedule, model=model, clip=0.1)
+    outcomes = pair.run(train, task)
+    plain = serial(task)
+    for outcome in outcomes:
+        assert outcome.norms == pytest.approx(plain.norms, rel=1e-6)
+        for key, value in plain.weights.items():
+            assert torch.allclose(value, outcome.weights[key], atol=1e-5), key
+
+
+@pytest.mark.parametrize("per_rank", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_tied_parameters_of_two_stages_stay_alike(pair: Team, per_rank: int) -> None:
+    task = StagedTask("looped-bfs" if per_rank == 2 else "1f1b", per_rank, model="tied", steps=10)
+    outcomes = pair.run(train, task)
+    plain, untied = serial(task), serial(task, untied=True)
+    for outcome in outcomes:
+        assert [key for key, value in untied.weights.items() if not torch.equal(value, outcome.weights[key])] == []
+        assert torch.equal(outcome.weights["words.weight"], outcome.weights["head.weight"])
+        for key, value in plain.weights.items():
+            # One process adds both for each micro-batch. Next to 1, neighbouring floats are 1.2e-7 apart.
+            assert torch.allclose(value, outcome.weights[key], rtol=1e-7, atol=1e-7), key
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        StagedTask(model="tied", accumulate=2),
+        pytest.param(StagedTask(model="tied", sizes=(2, 2), empty=((2, 1),)), marks=pytest.mark.full),
+        pytest.param(StagedTask(sizes=(2, 2), clip=0.1), marks=pytest.mark.full),
+    ],
+    ids=["several batches a step", "data-parallel ranks", "clipping"],
+)
+def test_tied_parameters_and_norms_with_more_batches(four: Team, pair: Team, task: StagedTask) -> None:
+    outcomes = (four if len(task.sizes) > 1 else pair).run(train, task)
+    plain = serial(task)
+    for outcome in outcomes:
+        for key, value in plain.weights.items():
+            assert torch.allclose(value, outcome.weights[key], atol=1e-5), key
+            assert torch.equal(outcomes[0].weights[key], outcome.weights[key]), key
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("looped-bfs", marks=pytest.mark.full)])
+@pytest.mark.parametrize("checkpoint", ["never", pytest.param("always", marks=pytest.mark.full)])
+def test_stages_with_data_parallel_ranks(four: Team, schedule: str, checkpoint: str) -> None:
+    task = StagedTask(schedule, checkpoint=checkpoint, sizes=(2, 2), empty=((2, 1),))
+    assert different(task, four.run(train, task)) == []
+
+
+def die(rank: int) -> None:
+    def watch(pipe: StagedPipeline, manager: chunkmem.ChunkManager, step: int) -> None:
+        if step == 2 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(chunkmem.RankError, match=r"rank 1 does not answer.*\(rank 1 has stage 1\)"):
+        train(rank, StagedTask(timeout_s=4.0), watch)
+
+
+def test_a_dead_rank_is_named_with_its_stage(pair: Team) -> None:
+    pair.run(die, lost=(1,))
+
+
+def run_short(rank: int, task: StagedTask) -> str:
+    with pytest.raises(chunkmem.ChunkmemError) as raised:
+        train(rank, task)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_what_does_not_fit_one_stage_is_said_on_all_ranks(pair: Team) -> None:
+    required = [outcome.required_nbytes for outcome in pair.run(train, StagedTask(model="wide"))]
+    small = required.index(max(required))
+    assert required[1 - small] < required[small]
+    said = pair.run(run_short, StagedTask(model="wide", device_nbytes=required[small] - 64, timeout_s=20.0))
+    assert said[small].startswith("CapacityError: ")
+    assert f"rank {small} raised CapacityError" in said[1 - small]
+    assert f"(rank {small} has stage {small})" in said[1 - small]
+
+
+def refuse(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    task = StagedTask()
+
+    def pipeline(**options: Any) -> StagedPipeline:
+        given = {"first": model.words, "last": model.head, "loss_fn": loss_of, "micro_batches": 4} | options
+        return staged_pipeline(manager.runtime, given.pop("blocks", model.blocks), **given)
+
+    with chunkmem.ChunkManager(task.make_config(), mesh=mesh) as manager:
+        with manager.init():
+            model = Net()
+        for name in ("zb", "dualpipev", "zero-bubble"):
+            with pytest.raises(
+                chunkmem.ConfigError, match=f"schedule '{name}' is not available.*Zero-bubble schedules"
+            ):
+                pipeline(schedule=name)
+        with pytest.raises(
+            chunkmem.ConfigError, match="stages_per_rank is 2; give at least 1, and for schedules other"
+        ):
+            pipeline(schedule="gpipe", stages_per_rank=2)
+        with pytest.raises(chunkmem.ConfigError, match="checkpoint is 'some'; give one of auto, always"):
+            pipeline(checkpoint="some")
+        with pytest.raises(chunkmem.LayoutError, match="1 blocks cannot be divided into 2 stages"):
+            pipeline(blocks=model.blocks[:1])
+        with pytest.raises(chunkmem.LayoutError, match=r"parameter head.weight \(11, 16\) is in no stage"):
+            pipeline(last=None)
+        with pytest.raises(chunkmem.StateError, match=r"one model; build all of it in one manager\.init"):
+            manager.wrap(Net())
+        pipe = pipeline()
+        with pytest.raises(chunkmem.StateError, match="packs the model that was built"):
+            pipeline()
+        away = model.words if rank == 1 else model.head
+        assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in Net().parameters())
+        with pytest.raises(
+            chunkmem.StateError, match=f"parameter .*weight is in stage {1 - rank}, which rank {1 - rank} has"
+        ):
+            away.weight.sum()
+        with pytest.raises(chunkmem.StateError, match="this rank has no values of it"):
+            model(torch.zeros(2, 3, dtype=torch.long))
+        with pytest.raises(chunkmem.ConfigError, match=r"1f1b with 1 micro-batches: .*greater than"):
+            pipe.step(torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long))
+        repr(model)
+
+
+def test_what_pipelines_refuse(pair: Team) -> None:
+    pair.run(refuse)
+
+
+def load(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    torch.manual_seed(5)
+    other = Net("norms").state_dict()
+    with chunkmem.ChunkManager(StagedTask().make_config(), mesh=mesh) as manager:
+        with manager.init():
+            model = Net("norms")
+        staged_pipeline(
+            manager.runtime, model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=2
+        )
+        manager.load_state_dict(other)
+        state = manager.state_dict()
+        assert list(state) == list(other)
+        assert all(torch.equal(value, other[key]) for key, value in state.items())
+        with pytest.raises(chunkmem.CheckpointError, match=r"missing blocks\.0\.norm\.weight"):
+            manager.load_state_dict({k: v for k, v in other.items() if k != "blocks.0.norm.weight"})
+        rank0 = manager.state_dict(rank0_only=True)
+        assert bool(rank0) == (rank == 0)
+
+
+def test_the_state_of_all_stages_is_saved_and_loaded(pair: Team) -> None:
+    pair.run(load)
+
+
+def keep_count(rank: int, task: StagedTask) -> tuple[int, int]:
+    """The most received and sent tensors that are alive at one time."""
+    alive: dict[str, list[StorageWeakRef]] = {"received": [], "sent": []}
+    most = {"received": 0, "sent": 0}
+
+    def note(kind: str, tensors: Sequence[Tensor]) -> None:
+        alive[kind] = [one for one in alive[kind] if not one.expired()]
+        alive[kind] += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        most[kind] = max(most[kind], len(alive[kind]))
+
+    def send(self: Neighbours, tensors: Sequence[Tensor], message: Message) -> list[Any]:
+        note("sent", tensors)
+        return usual_send(self, tensors, message)
+
+    def receive(self: Neighbours, tensors: Sequence[Tensor], message: Message) -> list[Any]:
+        note("received", tensors)
+        return usual_receive(self, tensors, message)
+
+    usual_send, usual_receive = Neighbours.send, Neighbours.receive
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Neighbours, "send", send)
+        patch.setattr(Neighbours, "receive", receive)
+        train(rank, task)
+    return most["received"], most["sent"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"), [("1f1b", (2, 1)), pytest.param("gpipe", (8, 8), marks=pytest.mark.full)]
+)
+def test_messages_live_no_longer_than_their_micro_batches(
+    pair: Team, schedule: str, in_flight: tuple[int, int]
+) -> None:
+    task = StagedTask(schedule, micro_batches=8, batch=16, steps=3)
+    for rank, (received, sent) in enumerate(pair.run(keep_count, task)):
+        assert received <= in_flight[rank]
+        assert sent <= len(in_flight) + 1
+
+
+def evaluate(rank: int) -> list[float]:
+    """The losses of three steps over one batch, which is evaluated before each of them."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    task = StagedTask()
+    with chunkmem.ChunkManager(task.make_config(), mesh=mesh) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net()
+        pipe = staged_pipeline(
+            manager.runtime, model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=4
+        )
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        x, y = next(task.batches())
+        losses = []
+        for _ in range(3):
+            evaluated = pipe.evaluate(x, y)
+            loss = pipe.step(x, y)
+            assert torch.equal(evaluated, loss)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        other = x.flip(0) if rank else x
+        with pytest.raises(chunkmem.ConfigError, match="the batch of the pipeline differs between ranks"):
+            pipe.step(other, y)
+        return losses
+
+
+def test_evaluations_between_steps_and_batches_that_differ(pair: Team) -> None:
+    one, other = pair.run(evaluate)
+    assert one == other
+    assert one[0] > one[1] > one[2]
+
+
+def resume(rank: int, task: StagedTask, saved: Saved | None) -> Saved:
+    """Some steps, from the beginning or from what other ranks have saved."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", task.sizes, mesh_dim_names=("stage", "shard")[: len(task.sizes)])
+    with chunkmem.ChunkManager(task.make_config(), mesh=mesh) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net(task.model)
+        pipe = staged_pipeline(
+            manager.runtime, model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=4
+        )
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        batches = list(task.batches())
+        if saved is not None:
+            manager.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        for x, y in batches[3:] if saved is not None else batches[:3]:
+            pipe.step(x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+        return manager.state_dict(), optimizer.state_dict()
+
+
+@pytest.mark.parametrize("model", ["tied", pytest.param("plain", marks=pytest.mark.full)])
+def test_a_run_is_resumed_by_other_stages(pair: Team, four: Team, model: str) -> None:
+    task = StagedTask(model=model)
+    saved = pair.run(resume, task, None)[0]
+    resumed = pair.run(resume, task, saved)
+    assert len({tuple(state["state"]) for _, state in resumed}) == 1
+    others = [*resumed, *four.run(resume, replace(task, sizes=(4,)), saved)]
+    weights = pair.run(train, task)[0].weights
+    for state, _ in others:
+        assert [key for key, value in weights.items() if not torch.equal(value, state[key])] == []
+
+
+def exchange(rank: int, task: StagedTask) -> list[tuple[int, int]]:
+    """After each step: bytes that were received in it, and of the weights of this rank's stages."""
+    found, before = [], [0]
+
+    def watch(pipe: StagedPipeline, manager: chunkmem.ChunkManager, step: int) -> None:
+        assert manager.runtime.sharding.shards is not None
+        received = manager.runtime.sharding.shards.exchange.traffic.received_nbytes
+        groups = {group.id: group.nbytes for model in manager.runtime.registry.models for group in model.layout.groups}
+        found.append((received - before[0], sum(groups.values())))
+        before[0] = received
+
+    outcome = train(rank, task, watch)
+    assert outcome.misses[-2:] == [0, 0]
+    return found
+
+
+@pytest.mark.parametrize("num", [2, pytest.param(8, marks=pytest.mark.full)])
+def test_what_data_parallel_ranks_exchange_does_not_grow_with_micro_batches(four: Team, num: int) -> None:
+    task = StagedTask(sizes=(2, 2), micro_batches=num, batch=16, steps=9)
+    pairs = list(zip(*four.run(exchange, task), strict=True))
+    total = sum(received for received, _ in pairs[-1])
+    weights = sum(nbytes for _, nbytes in pairs[-1][:: task.sizes[1]])
+    assert total <= 3 * weights, "each stage to the other rank twice, and its gradients once"
