@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
 from chunkmem.optim.scaler import LossScaler
-from chunkmem.pipeline.staged import StagedPipeline, staged_pipeline
+from chunkmem.pipeline.staged import StagedPipeline
 from tests.helpers.low_precision import LowPlain
 from tests.helpers.shared_training import WIDTH, WORDS, Block, mean_of
 
@@ -149,8 +149,7 @@ def train(rank: int, task: StagedTask, watch: Watch | None = None) -> StagedOutc
         torch.manual_seed(0)
         with manager.init():
             model = Net(task.model)
-        pipe = staged_pipeline(
-            manager.runtime,
+        pipe = manager.pipeline(
             model.blocks,
             first=model.words,
             last=model.head,
