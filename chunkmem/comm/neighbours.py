@@ -11,8 +11,10 @@ where its send is. A wait for a message depends only on what comes before its se
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 from chunkmem.comm.ranks import Ranks
+
+Waiting = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +41,9 @@ class Message:
 class Neighbours:
     """Sends to and receives from other stages."""
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        """Exchange tensors on `device` with `ranks`, one of each stage."""
+    def __init__(self, ranks: Ranks, device: torch.device, *, waiting: Waiting = contextlib.nullcontext) -> None:
+        """Exchange tensors on `device` with `ranks`, one of each stage; `waiting` surrounds waits for them."""
+        self._waiting = waiting
         self._ranks = ranks
         self._device = device
         self._in_ram = device.type == "cpu"
@@ -83,7 +88,7 @@ class Neighbours:
 
     def _wait(self, works: list[dist.Work], label: str) -> None:
         while works:
-            with self._ranks.waiting(label):
+            with self._ranks.waiting(label), self._waiting():
                 works.pop(0).wait()
 
     def _operations(

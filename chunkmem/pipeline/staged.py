@@ -128,7 +128,7 @@ class StagedPipeline:
         """Why it was chosen; empty if it was asked for."""
         self._schedules: dict[int, Schedule] = {}
         """By number of micro-batches."""
-        self._neighbours = Neighbours(self._ranks, runtime.device)
+        self._neighbours = Neighbours(self._ranks, runtime.device, waiting=runtime.memory.pager.waiting)
         self._num_stages = len(modules)
         self.stages = [
             Stage(

@@ -145,6 +145,13 @@ class Pager:
             self.policy.arrived(chunk, issued, Interval(ready, arrived))
             ready = arrived  # all have been waited for at once
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, COMPUTE waits for another rank."""
+        ready = self.store.clock.timestamp()
+        yield
+        self.policy.waited(Interval(ready, self.store.clock.timestamp()))
+
     def unpin(self, chunk: Chunk, tier: Tier) -> None:
         """Undo one `pin`."""
         if self._let_go(chunk, tier) and tier is Tier.DEVICE:

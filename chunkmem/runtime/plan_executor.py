@@ -33,7 +33,7 @@ import torch
 from chunkmem.errors import PlanError, TierIOError
 from chunkmem.plan.ahead import SHADOW
 from chunkmem.plan.cursor import Said, TraceCursor
-from chunkmem.plan.model import Action, Plan
+from chunkmem.plan.model import Action, Lane, Plan
 from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.runtime.actions import PlanActions
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, residency
@@ -329,6 +329,10 @@ class PlanExecutor(PlanActions):
     def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         """An exchange is over."""
         self.step_log.exchanged(chunk, issued, waited)
+
+    def waited(self, waited: Interval) -> None:
+        """COMPUTE has waited for another rank."""
+        self.step_log.waited(Lane.COLLECTIVE, waited)
 
     def depart(self) -> None:
         """Leave the plan: every copy is over when this returns, and nothing more is issued before a `_resume`."""

@@ -70,6 +70,10 @@ class StepPolicy(Protocol):
         """An exchange is over; COMPUTE has waited for it meanwhile."""
         ...
 
+    def waited(self, waited: Interval) -> None:
+        """COMPUTE has waited for another rank."""
+        ...
+
 
 class OnDemand:
     """Nothing is known of what comes next."""
@@ -105,6 +109,9 @@ class OnDemand:
     def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         return
 
+    def waited(self, waited: Interval) -> None:
+        return
+
 
 class BetweenSteps:
     """The policy of a step that is over.
@@ -124,6 +131,7 @@ class BetweenSteps:
         self.await_update = policy.await_update
         self.copied = policy.copied
         self.arrived = policy.arrived
+        self.waited = policy.waited
 
     @property
     def is_planned(self) -> bool:

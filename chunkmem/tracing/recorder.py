@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from chunkmem.plan.model import Lane
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.plan_executor import label_of
 from chunkmem.runtime.policy import OnDemand
@@ -68,6 +69,10 @@ class Recorder(OnDemand):
     def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         """An exchange is over."""
         self.step_log.exchanged(chunk, issued, waited)
+
+    def waited(self, waited: Interval) -> None:
+        """COMPUTE has waited for another rank."""
+        self.step_log.waited(Lane.COLLECTIVE, waited)
 
     def end(self) -> None:
         """The step is over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ import chunkmem
 from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.pipeline.staged import StagedPipeline
 from tests.helpers.ranks import Team
+from tests.helpers.shared_training import Block
 from tests.helpers.staged_training import Net, StagedTask, different, loss_of, serial, train
 
 
@@ -277,6 +279,45 @@ def test_messages_live_no_longer_than_their_micro_batches(
     for rank, (received, sent) in enumerate(pair.run(keep_count, task)):
         assert received <= in_flight[rank]
         assert sent <= len(in_flight) + 1
+
+
+class Slow(Block):
+    """Computes for a long time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(SLOW_S)  # what the other stage waits for has to be longer than anything that it computes
+        return super().forward(x)
+
+
+SLOW_S = 0.1
+
+
+def wait_for_a_slow_stage(rank: int) -> tuple[float, float]:
+    """The seconds that the last stage has computed in its recorded step, and has waited in the last one."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    with chunkmem.ChunkManager(StagedTask().make_config(), mesh=mesh) as manager:
+        with manager.init():
+            model = Net()
+            model.blocks[0] = Slow()
+        pipe = manager.pipeline(
+            model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=4, schedule="1f1b"
+        )
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+        for _ in range(4):
+            pipe.step(torch.zeros(8, 3, dtype=torch.long), torch.zeros(8, 3, dtype=torch.long))
+            optimizer.step()
+            optimizer.zero_grad()
+        trace, timeline = manager.trace, manager.timeline()
+        assert trace is not None
+        assert timeline is not None
+        return trace.compute_s, timeline.stall_s
+
+
+def test_waiting_for_another_stage_is_no_compute(pair: Team) -> None:
+    (first_s, _), (last_s, waited_s) = pair.run(wait_for_a_slow_stage)
+    assert first_s >= 4 * SLOW_S
+    assert last_s < 4 * SLOW_S
+    assert waited_s >= 2 * SLOW_S
 
 
 def evaluate(rank: int) -> list[float]:
