@@ -69,8 +69,6 @@ class PrefetchSchedule:
         if is_part and self._ahead == groups:
             self._ahead = None
             self._shards.release(groups)
-        elif self._shards.are_present(groups):
-            return can  # nothing is exchanged: a rank that comes here, and others do not, is no other schedule
         else:
             self._drop()
         if not self._shards.gather(groups, reader=reader, can=can):

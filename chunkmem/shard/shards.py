@@ -155,11 +155,6 @@ class ShardStore:
             self._present.update(together)
         return True
 
-    def are_present(self, groups: Iterable[int]) -> bool:
-        """Tell whether groups, which the caller holds, have arrived since they were first held."""
-        found = set(groups)
-        return self._present >= found and self._under_way.keys().isdisjoint(found)
-
     def agree(self, question: str, *, holds: bool) -> bool:
         """Tell whether something holds on all ranks; those that only wait for the others have no say in it.
 
