@@ -15,6 +15,7 @@ from chunkmem.comm.methods import PointToPoint
 from chunkmem.plan.timeline import Timeline
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import Block, mean_of
+from tests.helpers.spread import spread
 
 NUM_BLOCKS = 6
 CHUNK_NUMEL = 1104
@@ -139,8 +140,7 @@ def assert_equal(found: list[Found], expected: tuple[dict[str, Tensor], list[Ten
         assert all(map(torch.equal, each.losses, losses[rank::2]))
 
 
-@pytest.mark.parametrize("micro_batches", [2, pytest.param(4, marks=pytest.mark.full), 16])
-@pytest.mark.parametrize("device_nbytes", [AMPLE_NBYTES, TIGHT_NBYTES])
+@spread(micro_batches=[2, 16, 4], device_nbytes=[AMPLE_NBYTES, TIGHT_NBYTES])
 def test_exchanges_do_not_grow_with_micro_batches(team: Team, micro_batches: int, device_nbytes: int) -> None:
     """Each chunk is gathered for forward and for backward, and reduced once, however many micro-batches there are."""
     found = team.run(train, micro_batches, "always", device_nbytes)
@@ -154,13 +154,12 @@ def test_exchanges_do_not_grow_with_micro_batches(team: Team, micro_batches: int
             assert timeline.plan_misses == 0
 
 
-@pytest.mark.parametrize("device_nbytes", [AMPLE_NBYTES, TIGHT_NBYTES])
-@pytest.mark.parametrize("checkpoint", ["auto", pytest.param("except_last", marks=pytest.mark.full), "never"])
+@spread(checkpoint=["never", "auto"], device_nbytes=[AMPLE_NBYTES, TIGHT_NBYTES])
 def test_dropout(team: Team, checkpoint: str, device_nbytes: int) -> None:
     assert_equal(team.run(train, 4, checkpoint, device_nbytes, 0.2), serial(4, 0.2))
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "auto"])
+@pytest.mark.parametrize("checkpoint", [pytest.param("except_last", marks=pytest.mark.full), "auto"])
 def test_a_rank_with_another_batch(team: Team, checkpoint: str) -> None:
     """In some steps, the micro-batches of one rank are shorter and fewer than those of the other one."""
     assert_equal(team.run(train, 8, checkpoint, AMPLE_NBYTES, 0.2, RAGGED), serial(8, 0.2, RAGGED))
