@@ -4,7 +4,7 @@ python examples/pipeline_gpt.py --micro-batches 8
 torchrun --nproc-per-node 2 --max-restarts 1 examples/pipeline_gpt.py --stages 2    # --batch is each pipeline's
 torchrun --nproc-per-node 4 examples/pipeline_gpt.py --stages 2 --schedule looped-bfs    # 2 stages x 2 shards
 
-A run that was killed goes on from its checkpoint: torchrun starts it again, or you do with --resume, with as many
+A run that was killed continues from its checkpoint: torchrun starts it again, or you do with --resume, with as many
 ranks and stages as you like.
 """
 
@@ -161,7 +161,7 @@ def main() -> None:
     except (TextError, chunkmem.ChunkmemError, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:
-        fail("interrupted; --resume goes on from the last checkpoint", code=130)
+        fail("interrupted; --resume continues from the last checkpoint", code=130)
     ranks.leave()
 
 

@@ -1,4 +1,4 @@
-"""How long is a step by micro-batches, one block after the other? The README beside this file tells the method."""
+"""How long is a step by micro-batches, one block after the other? The README in this folder tells the method."""
 
 from __future__ import annotations
 

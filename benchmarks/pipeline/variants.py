@@ -79,7 +79,7 @@ class Setting:
     param_share: float = 1.0
     """The cap of chunkmem's variants without activations, as a share of PARAM bytes."""
     activation_nbytes: int = AMPLE_NBYTES
-    """What the cap has beside that for activations, where it covers them."""
+    """What the cap has in addition to that for activations, where it covers them."""
     link_Bps: float | None = None
     """Of throttled links between the tiers; None: as fast as memory is."""
 

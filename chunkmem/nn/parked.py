@@ -62,7 +62,7 @@ class Parked:
         return [each.tensor() if isinstance(each, _Layout) else each for each in self._tensors]
 
     def end(self) -> None:
-        """Leave the memory to whoever else has it by now; else it is given back. Idempotent."""
+        """Leave the memory to the tensors that share it by now; without any, it is given back. Idempotent."""
         chunk, self._chunk, self._tensors = self._chunk, None, []
         if chunk is not None:
             self._owner.end(chunk)

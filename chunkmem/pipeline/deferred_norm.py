@@ -12,7 +12,7 @@ and are there during a mini-batch only.
 
 The pipeline says which micro-batch it computes, and when a mini-batch begins and ends; nothing is guessed from counts,
 so fewer micro-batches than usual are right, too. A call that belongs to no micro-batch, or that backward makes, is a
-recomputation: it counts for nothing, whoever recomputes.
+recomputation: it counts for nothing, by chunkmem or by torch.
 """
 
 from __future__ import annotations

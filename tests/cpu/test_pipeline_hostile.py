@@ -311,7 +311,7 @@ class WritesAlias(Owner):
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_write_to_one_of_two_views_is_refused(checkpoint: str) -> None:
-    """The history of each begins anew where the next block takes it over: autograd would not see the other one's."""
+    """The history of each begins again where the next block takes it over: autograd would not see the other one's."""
     with managed() as manager:
         twins = Twins(manager, simple(Aliases, WritesAlias), checkpoint=checkpoint)
         with pytest.raises(chunkmem.StateError, match="shares memory with another one"):
@@ -754,7 +754,7 @@ def test_what_a_block_keeps_stays_as_it_is(checkpoint: str) -> None:
             assert [torch.equal(a, b) for a, b in zip(kept, expected, strict=True)] == [True] * PARTS
 
 
-# What comes between steps, and beside them.
+# What comes between steps, and during them.
 
 
 def with_evaluation(twins: Twins, step: int) -> None:

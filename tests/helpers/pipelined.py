@@ -116,7 +116,7 @@ class AddInPlace(nn.Module):
 
 
 class Down(nn.Module):
-    """Halves the resolution; what it was given goes on beside."""
+    """Halves the resolution; what it was given is passed on as well."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class MaskedHead(nn.Module):
 
 
 class Translation(nn.Module):
-    """The encoder's input beside the decoder's."""
+    """The encoder's input together with the decoder's."""
 
     def __init__(self) -> None:
         super().__init__()
