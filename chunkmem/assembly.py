@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import Any, NoReturn
 
 import torch
@@ -49,11 +47,11 @@ from chunkmem.plan.machine import Machine
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.lanes import open_lanes
-from chunkmem.runtime.measure import cached_machine
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.storage import ChunkStorage, HostStorage, StorageBackend, default_backend
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers, shadow_nbytes, warn_of_fragmentation
+from chunkmem.speeds import Links, machine_for
 from chunkmem.steps.controller import StepController
 from chunkmem.steps.trial import AheadTrial
 from chunkmem.tracing.watch import Watch
@@ -103,9 +101,9 @@ class Runtime:
         self.updater = make_updater(self.memory, self.gradients, places, lanes, num_threads=opts.update_threads)
         self.modules = make_modules(config, self.memory, self.sharding, self.gradients, self.updater)
         self.registry = self.modules.registry
-        self.links = Links(self.sharding, compute)
+        self.links = Links(self.sharding.shards, compute)
         log_nbytes = 0 if blocking else shadow_nbytes(opts, compute, self.tiers.caps)
-        speeds = partial(_machine_for, self.tiers, self.links, machine, shadow_nbytes=log_nbytes)
+        speeds = partial(machine_for, self.tiers, self.links, machine, shadow_nbytes=log_nbytes)
         self.controller = make_controller(config, self.memory, self.sharding, self.modules, self.tiers, lanes, speeds)
         if self.ranks.size == 1:  # else the ranks have to agree on what they learn from
             self.memory.pager.on_failure = self.controller.access_failed
@@ -293,22 +291,6 @@ class Runtime:
         self.entry_points.gradients_given_up(params)
 
 
-class Links:
-    """How fast chunks are exchanged between ranks."""
-
-    def __init__(self, sharding: Sharding, compute: ComputeDevice) -> None:
-        """Take them for as fast as can be until they are measured."""
-        self._sharing = sharding.shards
-        self._compute = compute
-        self.exchange_Bps = inf
-
-    def measure(self, groups: tuple[int, ...]) -> None:
-        """Measure, on all ranks, with groups that they gather together."""
-        assert self._sharing is not None
-        if groups:
-            self.exchange_Bps = self._sharing.measure(groups, time_s=self._compute.time_s)
-
-
 def _agreed_exchanges(
     ranks: Ranks, compute: ComputeDevice, *, saving: bool | None, own: type[ExchangeMethod] | None
 ) -> Sequence[Exchange]:
@@ -375,20 +357,6 @@ def make_controller(
     modules.regions.on_taken = modules.parked.on_taken = leave_out
     modules.regions.on_left = count_again
     return controller
-
-
-def _machine_for(tiers: Tiers, links: Links, machine: Machine | None, *, shadow_nbytes: int) -> Machine:
-    """Return what plans are made for: the speeds are the user's, the caps are the configuration's."""
-    if machine is None:
-        with tiers.meter.excluding() if tiers.meter is not None else contextlib.nullcontext():
-            machine = cached_machine(tiers.compute, tiers.caps)
-    return replace(
-        machine,
-        device_nbytes=tiers.caps.device_nbytes,
-        host_nbytes=tiers.caps.host_nbytes,
-        shadow_nbytes=shadow_nbytes,
-        exchange_Bps=links.exchange_Bps,
-    )
 
 
 def _checked(config: object) -> Config:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from chunkmem.errors import StateError
-from chunkmem.nn.access import ParameterReads
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.parameter_reads import ParameterReads
 from chunkmem.runtime.device import runtime_mode
 
 

@@ -23,7 +23,7 @@ LAYERS = (
     ("runtime", "comm"),
     ("tracing", "shard"),
     ("nn",),
-    ("optim", "checkpoint", "report", "bound"),
+    ("optim", "checkpoint", "report", "bound", "speeds"),
     ("parts",),
     ("steps", "estimate"),
     ("entry_points",),
