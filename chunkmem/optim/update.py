@@ -206,6 +206,10 @@ class GroupUpdater:
         self._pager.notice_writes(self._chunk(Role.PARAM, managed.group))
         return self.read(self._weights(managed.group)[-1], managed)
 
+    def weight_dtype(self, managed: ManagedParameter) -> torch.dtype:
+        """Return the dtype of what `read_weight` returns, on the rank that owns the parameter."""
+        return self._weights(managed.group)[-1].dtype
+
     def write_weight(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Set a parameter's values, and those of its master copy if there is one."""
         for chunk in self._weights(managed.group):
