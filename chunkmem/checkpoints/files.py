@@ -93,6 +93,14 @@ def _piece(value: LazyTensor, index: MetadataIndex) -> Piece:
     return next(piece for piece in value.pieces if piece.offsets == tuple(index.offset or piece.offsets))
 
 
+def _first_cause(error: BaseException, folder: Path) -> BaseException:
+    """Return what the system said, where torch says what came of that: it goes on writing after a write has failed."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return error if cause is None else OSError(cause.errno, cause.strerror, cause.filename or str(folder))
+
+
 class _Checked(WriteResult):
     """What was written, on its way to the rank that collects it."""
 
@@ -112,8 +120,12 @@ class ChunkWriter(FileSystemWriter):
         for number, items in enumerate(files.values()):
             name = f"{plan.storage_data.prefix}{number}.distcp"
             waiting.put((self.fs.concat_path(self.path, name), name, items))
+        try:
+            rows = self._write_data(planner, waiting).wait()
+        except Exception as error:
+            raise _first_cause(error, Path(self.path)) from error
         results: list[WriteResult] = []
-        for written in self._write_data(planner, waiting).wait():
+        for written in rows:
             result = _Checked(written.index, written.size_in_bytes, written.storage_data)
             object.__setattr__(result, "crc", planner.checksums.get(written.index))
             results.append(result)

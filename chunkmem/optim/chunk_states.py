@@ -99,7 +99,7 @@ class ChunkStates:
                 return updater.read(updater.state(role, managed), managed)
 
             source = SlotSource(managed, spec.role, read, owns=host.owns, from_owner=host.from_owner)
-            shape, dtype = tuple(spec.shape_for(managed.param)), updater.state(spec.role, managed).dtype
+            shape, dtype = tuple(spec.shape_for(managed.param)), updater.state_dtype(spec, managed)
             state[spec.role.value] = source.tensor(shape, dtype)
         return state
 

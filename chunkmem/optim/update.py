@@ -15,7 +15,7 @@ from chunkmem.optim.claims import Claims, Owner, Wanted
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
-from chunkmem.optim.rule import UpdateItem, UpdateRule, fill, slot_tensors
+from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, fill, slot_tensors
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import runtime_mode
@@ -233,6 +233,11 @@ class GroupUpdater:
     def state(self, role: Role, managed: ManagedParameter) -> Chunk:
         """Return the chunk of `role` that holds the parameter's state."""
         return self._chunk(role, managed.group)
+
+    def state_dtype(self, spec: StateSpec, managed: ManagedParameter) -> torch.dtype:
+        """Return the dtype of a parameter's state, which may be on another rank."""
+        dtype: torch.dtype = getattr(torch, spec.form(self._chunk(Role.PARAM, managed.group).group).dtype)
+        return dtype
 
     def gradient(self, managed: ManagedParameter) -> torch.Tensor:
         """Return the slot of a gradient that has landed, where it is now; not a copy."""
