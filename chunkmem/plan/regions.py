@@ -13,11 +13,10 @@ and in the end single regions change sides, or two of them change places. Region
 transformer, are one class, of which the first and the last of either side come first. Where a block is called for many
 micro-batches, its calls change sides together, so that the search grows with blocks.
 
-What a choice is worth depends on how many groups are resident, which other choices tell: first it is judged with the
-updates where the best choice has them, and with as many groups resident as fit. Only one that is about as fast there
-gets all of its placements, and so does each choice that keeps one region more than the best one, for which that may have
-to change. None is judged whose computing alone takes longer than the best step so far. The search ends when no such
-choice is better, or at `MOST_WORK`.
+What a choice is worth depends on how many groups are resident. First it is judged with the updates where the best
+choice has them, and with as many groups resident as fit. Only one that is about as fast there gets all placements, and
+so does each choice that keeps one region more than the best one: that may take a group less. None is judged whose
+computing alone takes longer than the best step so far. The search ends when none is better, or at `MOST_WORK`.
 """
 
 from __future__ import annotations
