@@ -141,9 +141,10 @@ class RegionChoices:
     ) -> RegionSearch:
         """Return a search among the choices for steps like the recorded one, with times as measured.
 
-        A tensor that two regions save belongs to the first that is kept. So what a region needs depends a little on
-        the others, by no more than inputs take: so much of DEVICE is left in each moment, and where that is too much,
-        all is recomputed as before, which has fitted.
+        What a kept region returns to the next one, and both save, is in neither's chunk: it is non-model data until the
+        first one's backward. If the next one is kept alone, it is in that chunk. So what a region needs depends a
+        little on the others, by no more than its inputs take: so much of DEVICE is left in each moment, and where that
+        is too much, all is recomputed as before, which has fitted.
         """
         machine = self._machine()
         step = uncharged(recorded, charges_non_model=machine.charges_non_model, kept_nbytes=kept_nbytes)

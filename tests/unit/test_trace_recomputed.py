@@ -245,12 +245,16 @@ def test_what_a_region_is_recomputed_from_is_no_chunk_where_it_is_kept(name: str
     assert found.compute_s == pytest.approx(expected.compute_s)
 
 
-def test_what_a_kept_region_saves_may_be_known() -> None:
+@pytest.mark.parametrize(("charges", "expected"), [(False, 5), (True, 8)])
+def test_what_a_kept_region_saves_may_be_known(charges: bool, expected: int) -> None:
+    """What it was given may be saved by the region before as well: then it is non-model data, which may count."""
     blocks = MODELS["gpt"]
-    step = uncharged(as_recorded(blocks, inputs_nbytes=INPUTS_NBYTES), charges_non_model=True, kept_nbytes={1: 5 << 20})
+    recorded = as_recorded(blocks, inputs_nbytes=INPUTS_NBYTES)
+    step = uncharged(recorded, charges_non_model=charges, kept_nbytes={1: 5 << 20, 3: 26 << 20})
     kept = with_recomputed(step, ())
-    assert [region.nbytes >> 20 for region in kept.regions] == [27, 5, 27, 27, 27, 27]
-    assert kept.chunk_nbytes[kept.regions[1].chunk] == 5 << 20
+    third = 27 if charges else 26
+    assert [region.nbytes >> 20 for region in kept.regions] == [27, expected, 27, third, 27, 27]
+    assert kept.chunk_nbytes[kept.regions[1].chunk] == expected << 20
 
 
 def test_times_are_those_of_a_step_that_recomputes_others() -> None:
