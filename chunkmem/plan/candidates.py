@@ -140,10 +140,10 @@ class Candidates:
         self.trace = _repeating(trace)
         self.machine = machine
         self.options = options
+        self.only = placement
         self.known = known
         self.is_small = len(trace.moments) <= _LARGE and not is_quick
         self.brief_reserves = (0,) if is_quick else (0, 2)
-        self.only = placement
         self.placed: list[Placement] = []
         self.budget = budgets(self.trace, machine, static_nbytes=options.static_nbytes)
         self.slab_nbytes = max(trace.chunk_nbytes.values(), default=0)

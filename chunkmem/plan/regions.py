@@ -46,8 +46,8 @@ _MANY = 32
 """Regions from which on calls of one block are chosen together."""
 MOST_WORK = 1_500_000
 """Of judging choices, in the planner's units."""
-_MOST_PASSES = 600
-"""Work for each moment of the trace, if that is more: some twelve plans."""
+_MOST_PASSES = 2500
+"""Work for each moment of the trace, if that is more: some fifty plans."""
 
 
 class Policy(enum.Enum):
