@@ -30,7 +30,7 @@ def retimed(trace: Trace, measured: Trace) -> Trace:
 def with_warm_forward(trace: Trace) -> Trace:
     """Return a first step, in which forward touches memory for the first time, with forwards that take no longer than
     their recomputation."""
-    was_s, is_s = _seconds(trace), {}
+    was_s, is_s = _seconds(trace), dict[Hashable, float]()
     for region in trace.regions:
         forward_s, again_s = (was_s.get((region.number, part), 0.0) for part in (_FORWARD, _AGAIN))
         if 0.0 < again_s < forward_s:
