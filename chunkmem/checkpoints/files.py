@@ -1,4 +1,4 @@
-"""How chunks become files of torch.distributed.checkpoint: each one, or a part of it, is a file."""
+"""How chunks become files of torch.distributed.checkpoint: small ones, chunk after chunk."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _piece(value: LazyTensor, index: MetadataIndex) -> Piece:
 
 
 def _files_of(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Divide what is in one place into files: torch holds the tensors of a file in memory until it is complete."""
+    """Divide items into files, in their order: torch holds the tensors of a file in memory until it is complete."""
     files: list[list[WriteItem]] = [[]]
     nbytes = 0
     for item in items:
@@ -127,17 +127,13 @@ class _Checked(WriteResult):
 
 
 class ChunkWriter(FileSystemWriter):
-    """Writes each chunk, or each part of a large one, as a file."""
+    """Writes small files, chunk after chunk."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of a plan."""
         assert isinstance(planner, ChunkPlanner)
-        places: dict[str, list[WriteItem]] = {}
-        for item in plan.items:
-            places.setdefault(planner.place_of(item), []).append(item)
-        files = [items for place in places.values() for items in _files_of(place)]
         waiting: queue.Queue[Any] = queue.Queue()
-        for number, items in enumerate(files):
+        for number, items in enumerate(_files_of(sorted(plan.items, key=planner.place_of))):
             name = f"{plan.storage_data.prefix}{number}.distcp"
             waiting.put((self.fs.concat_path(self.path, name), name, items))
         try:
