@@ -226,12 +226,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """Return the table of the README. The first save and load of a process import what they need: they are left out."""
-    hardware, versions = results["hardware"], results["versions"]
+    hardware, versions, load = results["hardware"], results["versions"], results["load_average"][0]
     lines = [
         f"`{results['command']}`",
         "",
         f"{hardware['cpu']}, {hardware['num_cpus']} cores; torch {versions['torch']}; "
-        f"{results['num_params'] / 1e6:.0f} M parameters in fp32; load average at the end: {results['load_average'][0]:.1f}.",
+        f"{results['num_params'] / 1e6:.0f} M parameters in fp32; load average at the end: {load:.1f}.",
         "",
         "| variant | save, median s (range) | more RAM | load, median s (range) | more RAM | on disk |",
         "|---|---|---|---|---|---|",
