@@ -23,6 +23,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import chunkmem
+from chunkmem.checkpoints import directory
 from chunkmem.nn.lazy_tensor import LazyTensor
 from tests.helpers.ranks import Team
 from tests.helpers.saved_training import Net, Saved, assert_same
@@ -296,9 +297,12 @@ def test_wrong_places(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_a_disk_that_fails(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One `fsync` of several raises: what was saved before is there, and nothing else."""
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("number", range(5))
+def test_a_disk_that_fails(number: int, can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One `fsync` of five raises: what was saved before is there, and nothing else."""
+    if not can_exchange:
+        monkeypatch.setattr(directory, "_exchange", lambda one, other: False)
     training = Saved().open()
     training.run(1)
     training.manager.save(tmp_path / "saved", training.optimizer, extra={"step": 1})
