@@ -136,6 +136,7 @@ class StagedPipeline:
                 index,
                 self._num_stages,
                 neighbours=self._neighbours,
+                parking=runtime.modules.parked,
                 device=runtime.device,
                 group=self._ranks.process_group,
             )
@@ -167,6 +168,8 @@ class StagedPipeline:
         """
         step, schedule = self._prepare(inputs, target)
         with self._running(), self._statistics.mini_batch():
+            # What is received for the first call is part of the step.
+            self._runtime.entry_points.begin_root(self.stages[0].submod)
             self._held.begin([stage.submod for stage in self.stages])
             self._ties.begin()
             schedule.step(target=torch.arange(len(step.parts)), return_outputs=False)
@@ -232,7 +235,7 @@ class StagedPipeline:
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         """Have all ranks of the pipeline hear of what is raised inside; name ranks with their stages."""
-        with self._naming_stages():
+        with self._naming_stages(), self._runtime.modules.turn.taken():
             try:
                 yield
             except Exception as error:

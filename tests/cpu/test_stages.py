@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import chunkmem
 from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.pipeline.staged import StagedPipeline
+from chunkmem.runtime.store import ChunkStore
+from chunkmem.types import Role, Tier
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import Block
 from tests.helpers.staged_training import Net, StagedTask, different, loss_of, serial, train
@@ -243,22 +245,38 @@ def test_the_state_of_all_stages_is_saved_and_loaded(pair: Team) -> None:
     pair.run(load)
 
 
-def keep_count(rank: int, task: StagedTask) -> tuple[int, int]:
-    """The most received and sent tensors that are alive at one time."""
+@dataclass
+class Messages:
+    """Received and sent tensors of a rank."""
+
+    most_received: int = 0
+    """The most that are alive at one time."""
+    most_sent: int = 0
+    outside: set[str] = field(default_factory=set)
+    """What is in no chunk of activations that is pinned on DEVICE, so that no cap covers it."""
+    num: int = 0
+
+
+def keep_count(rank: int, task: StagedTask) -> Messages:
     alive: dict[str, list[StorageWeakRef]] = {"received": [], "sent": []}
     most = {"received": 0, "sent": 0}
+    found = Messages()
 
-    def note(kind: str, tensors: Sequence[Tensor]) -> None:
+    def note(neighbours: Neighbours, kind: str, tensors: Sequence[Tensor], message: Message) -> None:
         alive[kind] = [one for one in alive[kind] if not one.expired()]
         alive[kind] += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         most[kind] = max(most[kind], len(alive[kind]))
+        found.num += len(tensors)
+        pinned = pinned_storages(neighbours._waiting.__self__.store)  # type: ignore[attr-defined]
+        if any(tensor.untyped_storage().data_ptr() not in pinned for tensor in tensors):
+            found.outside.add(message.label)
 
-    def send(self: Neighbours, tensors: Sequence[Tensor], message: Message) -> list[Any]:
-        note("sent", tensors)
-        return usual_send(self, tensors, message)
+    def send(self: Neighbours, tensors: Sequence[Tensor], message: Message, **options: Any) -> list[Any]:
+        note(self, "sent", tensors, message)
+        return usual_send(self, tensors, message, **options)
 
     def receive(self: Neighbours, tensors: Sequence[Tensor], message: Message) -> list[Any]:
-        note("received", tensors)
+        note(self, "received", tensors, message)
         return usual_receive(self, tensors, message)
 
     usual_send, usual_receive = Neighbours.send, Neighbours.receive
@@ -266,7 +284,19 @@ def keep_count(rank: int, task: StagedTask) -> tuple[int, int]:
         patch.setattr(Neighbours, "send", send)
         patch.setattr(Neighbours, "receive", receive)
         train(rank, task)
-    return most["received"], most["sent"]
+    found.most_received, found.most_sent = most["received"], most["sent"]
+    return found
+
+
+def pinned_storages(store: ChunkStore) -> set[int]:
+    """Where the memory of activations lies that stays on DEVICE."""
+    replicas = [
+        chunk.replicas[Tier.DEVICE]
+        for chunk in store.chunks.values()
+        if chunk.id.role is Role.ACTIVATION and Tier.DEVICE in chunk.replicas
+    ]
+    pieces = [piece for replica in replicas if replica.pins for _, piece in replica.pieces]
+    return {piece.untyped_storage().data_ptr() for piece in pieces}
 
 
 @pytest.mark.parametrize(
@@ -276,9 +306,18 @@ def test_messages_live_no_longer_than_their_micro_batches(
     pair: Team, schedule: str, in_flight: tuple[int, int]
 ) -> None:
     task = StagedTask(schedule, micro_batches=8, batch=16, steps=3)
-    for rank, (received, sent) in enumerate(pair.run(keep_count, task)):
-        assert received <= in_flight[rank]
-        assert sent <= len(in_flight) + 1
+    for rank, messages in enumerate(pair.run(keep_count, task)):
+        assert messages.most_received <= in_flight[rank]
+        assert messages.most_sent <= len(in_flight) + 1
+
+
+@pytest.mark.parametrize("model", ["plain", "saves its output", pytest.param("pairs", marks=pytest.mark.full)])
+@pytest.mark.parametrize("checkpoint", ["never", pytest.param("always", marks=pytest.mark.full)])
+def test_the_cap_covers_messages(pair: Team, model: str, checkpoint: str) -> None:
+    """What is received and sent is a chunk of activations until it is used, or has been sent."""
+    for messages in pair.run(keep_count, StagedTask(model=model, checkpoint=checkpoint, steps=5)):
+        assert messages.num > 0
+        assert messages.outside == set()
 
 
 class Slow(Block):
