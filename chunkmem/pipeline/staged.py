@@ -185,7 +185,8 @@ class StagedPipeline:
 
     def _prepare(self, inputs: Any, target: Any) -> tuple[StageStep, Schedule]:
         """Have the stages of this rank know a batch, the same on all ranks of the pipeline; return what runs it."""
-        parts = split(inputs, target, num=self._micro_batches)
+        with self._runtime.ranks.telling():
+            parts = split(inputs, target, num=self._micro_batches)
         with self._naming_stages():
             self._ranks.agree("the batch of the pipeline", _digest(parts))
         num = len(parts)
@@ -234,25 +235,30 @@ class StagedPipeline:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Have all ranks of the pipeline hear of what is raised inside; name ranks with their stages."""
-        with self._naming_stages(), self._runtime.modules.turn.taken():
-            try:
+        """Have all ranks hear of what is raised inside; name ranks with their stages."""
+        try:
+            with self._naming_stages(), self._runtime.modules.turn.taken():
                 yield
-            except Exception as error:
-                found = _cause(error)
-                if not isinstance(found, RankError):
-                    self._ranks.leave("pipe.step()", found)
-                if found is error:
-                    raise
-                raise found from None
+        except Exception as error:
+            own = self._ranks.name(self._ranks.rank)
+            where = "" if isinstance(error, RankError) else self._stages_of([own])
+            self._ranks.leave("pipe.step()", error)
+            self._runtime.ranks.leave("pipe.step()", error, where=where)
+            raise
 
     @contextlib.contextmanager
     def _naming_stages(self) -> Iterator[None]:
-        """Name the ranks of a `RankError` with their stages."""
+        """Name the ranks of a `RankError` with their stages; of what torch has wrapped, raise the error of chunkmem."""
         try:
             yield
-        except RankError as error:
-            raise RankError(f"{error}{self._stages_of(error.ranks)}", error.ranks) from error
+        except Exception as error:
+            found = _cause(error)
+            if isinstance(found, RankError):
+                where = self._stages_of(found.ranks)
+                raise RankError(f"{found}{where if where not in str(found) else ''}", found.ranks) from error
+            if found is error:
+                raise
+            raise found from None
 
     def _stages_of(self, ranks: Sequence[int]) -> str:
         """Say which stages some ranks have."""

@@ -153,6 +153,51 @@ def test_a_dead_rank_is_named_with_its_stage(pair: Team) -> None:
     pair.run(die, lost=(1,))
 
 
+def fail(rank: int, bad: int, task: StagedTask) -> str:
+    """Return the error of this rank, when a block of another one raises something."""
+
+    def raise_it(*_: object) -> None:
+        raise ValueError("no such word")
+
+    def watch(pipe: StagedPipeline, manager: chunkmem.ChunkManager, step: int) -> None:
+        if (step, rank) == (2, bad):
+            pipe.stages[0].submod.blocks[1].register_forward_pre_hook(raise_it)
+
+    with pytest.raises((ValueError, chunkmem.RankError)) as raised:
+        train(rank, task, watch)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@pytest.mark.parametrize("bad", [2, pytest.param(0, marks=pytest.mark.full)])
+def test_what_a_rank_raises_is_said_on_all_ranks(four: Team, bad: int) -> None:
+    """Also on those that exchange nothing with it: they hear it from those that do."""
+    said = four.run(fail, bad, StagedTask(sizes=(2, 2), timeout_s=20.0))
+    assert said.pop(bad) == "ValueError: no such word"
+    for error in said:
+        assert error.startswith("RankError: ")
+        assert f"rank {bad} raised ValueError: no such word" in error
+        assert error.count(f"(rank {bad} has stage {bad // 2})") == 1
+
+
+def lack_a_batch(rank: int) -> str:
+    """Return the error of this rank, when the other one is given a batch of no samples."""
+
+    def watch(pipe: StagedPipeline, manager: chunkmem.ChunkManager, step: int) -> None:
+        if (step, rank) == (2, 1):
+            pipe.step(torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long))
+
+    with pytest.raises(chunkmem.ChunkmemError) as raised:
+        train(rank, StagedTask(timeout_s=20.0), watch)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_batch_that_one_rank_cannot_split_is_said_on_all_ranks(pair: Team) -> None:
+    first, second = pair.run(lack_a_batch)
+    assert second.startswith("StateError: ")
+    assert f"rank 1 raised {second}" in first
+    assert "(rank 1 has stage 1)" in first
+
+
 def run_short(rank: int, task: StagedTask) -> str:
     with pytest.raises(chunkmem.ChunkmemError) as raised:
         train(rank, task)
