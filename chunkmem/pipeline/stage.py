@@ -12,7 +12,8 @@ runs and with gradients in `.grad` is done here in other ways:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,9 @@ from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.forms import BorderForm, TensorForm
 from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.pipeline.modules import StageModule
+from chunkmem.plan.timeline import StageWork
+from chunkmem.runtime.step_log import StepLog
+from chunkmem.runtime.timestamps import Clock, Interval
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Stage(_PipelineStageBase):
         *,
         neighbours: Neighbours,
         parking: ParkedTensors,
+        clock: Clock,
+        log: Callable[[], StepLog | None],
         device: torch.device,
         group: Any,
     ) -> None:
@@ -74,6 +80,8 @@ class Stage(_PipelineStageBase):
             num_stages: of all ranks.
             neighbours: has what goes to other stages sent.
             parking: makes chunks of that, and of what they send.
+            clock: of what the device computes.
+            log: of the step that runs; None: nothing is written down of it.
             device: where values go in and out.
             group: one rank of each stage, for torch's schedules.
         """
@@ -81,6 +89,8 @@ class Stage(_PipelineStageBase):
         self.args_recv_info = {0: ()}
         self._neighbours = neighbours
         self._parking = parking
+        self._clock = clock
+        self._log = log
         self._step: StageStep | None = None
         self._received: dict[int, Parked] = {}
         """By micro-batch: what the stage before sends."""
@@ -139,7 +149,7 @@ class Stage(_PipelineStageBase):
         assert self._step is not None
         part = self._step.parts[fwd_chunk_id]
         value = part.inputs if self.is_first else self._take_inputs(fwd_chunk_id)
-        with self._step.statistics.micro_batch(fwd_chunk_id):
+        with self._timed(StageWork.FORWARD, fwd_chunk_id), self._step.statistics.micro_batch(fwd_chunk_id):
             output = self.submod(value, policy=self._step.policies[fwd_chunk_id])
         del value
         if not self.is_first:
@@ -179,14 +189,14 @@ class Stage(_PipelineStageBase):
         assert full_backward, "schedules that split backward are refused"
         edges, cuts = self._edges.pop(bwd_chunk_id), self._cuts.pop(bwd_chunk_id, [])
         if not self.is_last:
-            self._neighbours.wait(self._message(bwd_chunk_id, 1, is_sent=False, forward=False).tag)
+            self._wait(self._message(bwd_chunk_id, 1, is_sent=False, forward=False), bwd_chunk_id)
         received = self._gradients.pop(bwd_chunk_id, None)
         gradients = [None] * len(edges) if received is None else received.bring()
         begun = [(edge, grad) for edge, grad in zip(edges, gradients, strict=True) if edge is not None]
         del gradients
         if begun:
             self._step.hold(self.submod)
-            with self._step.around_backward():
+            with self._timed(StageWork.BACKWARD, bwd_chunk_id), self._step.around_backward():
                 torch.autograd.backward([edge for edge, _ in begun], [grad for _, grad in begun])
         del begun
         if received is not None:
@@ -234,11 +244,27 @@ class Stage(_PipelineStageBase):
 
     def _take_inputs(self, part: int) -> Any:
         assert self._step is not None
-        self._neighbours.wait(self._message(part, -1, is_sent=False, forward=True).tag)
+        self._wait(self._message(part, -1, is_sent=False, forward=True), part)
         tensors, forms = self._received[part].bring(), self._inputs(part)
         cuts = self._cuts[part] = [_Cut(form, tensor) for form, tensor in zip(forms, tensors, strict=True)]
         del tensors
         return self._step.borders[part][self.stage_index - 1].filled([cut.take() for cut in cuts])
+
+    def _wait(self, message: Message, part: int) -> None:
+        if self.device.type == "cpu":
+            with self._timed(StageWork.WAIT, part):
+                self._neighbours.wait(message.tag)
+
+    @contextlib.contextmanager
+    def _timed(self, work: StageWork, part: int) -> Iterator[None]:
+        """Write down when that is done for a micro-batch."""
+        log = self._log()
+        if log is None:
+            yield
+            return
+        started = self._clock.timestamp()
+        yield
+        log.stage_calls.append((work, self.stage_index, part, Interval(started, self._clock.timestamp())))
 
     def _park(self, tensors: list[torch.Tensor], *, step: int, what: str) -> Parked:
         """Return a chunk of tensors, of which the caller keeps none; in evaluations the tensors as they are.

@@ -106,6 +106,8 @@ class StagedPipeline:
                 self._num_stages,
                 neighbours=self._neighbours,
                 parking=runtime.modules.parked,
+                clock=runtime.memory.store.clock,
+                log=lambda: runtime.controller.now.step_log,
                 device=runtime.device,
                 group=self._ranks.process_group,
             )

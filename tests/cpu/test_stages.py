@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import chunkmem
 from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.pipeline.staged import StagedPipeline
+from chunkmem.plan.timeline import StageWork, Timeline
+from chunkmem.report.page import timeline_page
+from chunkmem.report.run import load_run
+from chunkmem.report.tracks import STALL, stage_tracks
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.types import Role, Tier
 from tests.helpers.ranks import Team
@@ -402,6 +408,40 @@ def test_waiting_for_another_stage_is_no_compute(pair: Team) -> None:
     assert first_s >= 4 * SLOW_S
     assert last_s < 4 * SLOW_S
     assert waited_s >= 2 * SLOW_S
+
+
+def record_stages(rank: int, folder: str) -> tuple[str, list[tuple[str, int]], float, float]:
+    """What the stage of this rank did in a planned step that was recorded, the seconds it waited, and of the step."""
+
+    def watch(pipe: StagedPipeline, manager: chunkmem.ChunkManager, step: int) -> None:
+        if step == 5:
+            manager.record(f"{folder}/rank{rank}")
+
+    train(rank, StagedTask(), watch)
+    timeline = Timeline.load(f"{folder}/rank{rank}/timeline.json")
+    calls = timeline.stage_calls
+    assert {call.stage for call in calls} == {rank}
+    assert all(call.start_s <= call.end_s for call in calls)
+    assert all(one.end_s <= next_one.start_s for one, next_one in pairwise(calls))
+    order = [(call.work.value, call.micro_batch) for call in calls if call.work is not StageWork.WAIT]
+    waited_s = sum(call.end_s - call.start_s for call in calls if call.work is StageWork.WAIT)
+    run = load_run(Path(folder) / f"rank{rank}")
+    (track,) = stage_tracks(run, run.happened)
+    assert [piece.text for piece in track.slices if piece.style != STALL] == [str(number) for _, number in order]
+    assert f"stage {rank}" in timeline_page([run])
+    return track.name, order, waited_s, timeline.step_s
+
+
+def test_a_timeline_shows_micro_batches_and_bubbles(pair: Team, tmp_path: Path) -> None:
+    first, last = pair.run(record_stages, str(tmp_path))
+    assert (first[0], last[0]) == ("stage 0", "stage 1")
+    #   stage 0 | F0 F1 .. B0 F2 B1 F3 B2 .. B3
+    #   stage 1 | .. F0 B0 F1 B1 F2 B2 F3 B3 ..
+    ahead = [("forward", 0), ("forward", 1), ("backward", 0), ("forward", 2), ("backward", 1), ("forward", 3)]
+    assert first[1] == [*ahead, ("backward", 2), ("backward", 3)]
+    assert last[1] == [(work, number) for number in range(4) for work in ("forward", "backward")]
+    for _, _, waited_s, step_s in (first, last):
+        assert 0 < waited_s < step_s
 
 
 def evaluate(rank: int) -> list[float]:
