@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from chunkmem.assembly import Runtime
+from chunkmem.checkpoints.loading import load_checkpoint
+from chunkmem.checkpoints.saving import save_checkpoint
 from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.config import REGION_POLICIES, Config
 from chunkmem.errors import ConfigError, LayoutError, StateError
@@ -21,9 +23,9 @@ from chunkmem.memory import MemoryReport
 from chunkmem.nn.built import HERE
 from chunkmem.nn.collect import Collector
 from chunkmem.nn.gather import gathered, parameters_in
-from chunkmem.nn.registry import check_fits
 from chunkmem.nn.released import BuiltOverRanks
 from chunkmem.nn.tiling import tile_linears
+from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
 from chunkmem.pipeline.options import PipelineOptions, blocks_of
@@ -376,13 +378,60 @@ class ChunkManager:
         """
         self.runtime.require_open()
         self.runtime.registry.check()
-        root = self.runtime.root(model)
-        with self.runtime.together("manager.load_state_dict()"):
-            check_fits(state_dict, self.runtime.modules.surface.expected_state(root), strict=strict)
-            keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
-            if self.runtime.sharding.shards is not None:
-                self.runtime.sharding.shards.send_on_host(reader="manager.load_state_dict()")
-        return keys
+        return self.runtime.load_state_dict(state_dict, self.runtime.root(model), strict=strict)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: StatefulOptimizer | None = None,
+        *,
+        model: nn.Module | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a checkpoint: a directory in the format of torch.distributed.checkpoint, complete or not there.
+
+        Every rank writes the chunks it owns, one parameter in memory at a time. A checkpoint that is there is replaced
+        when the new one is complete. It is a dict with "model", "optimizer" (states by the names of parameters) and
+        "extra", which plain PyTorch can load, too.
+
+        Args:
+            path: of the directory; over ranks, one that all of them see.
+            optimizer: whose states are saved; None: none are.
+            model: may be left out if the manager has one.
+            extra: anything else, such as `{"step": 100, "scheduler": scheduler.state_dict()}`; of the first rank.
+
+        Raises:
+            CheckpointError: it cannot be written, or `path` is something else; what was there before is there still.
+        """
+        self.runtime.require_open()
+        self.runtime.registry.check()
+        save_checkpoint(self.runtime, Path(path), optimizer, model=model, extra=extra)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: StatefulOptimizer | None = None,
+        *,
+        model: nn.Module | None = None,
+        strict: bool = True,
+    ) -> dict[str, Any]:
+        """Load a checkpoint that `save` or torch.distributed.checkpoint has written; return its `extra`.
+
+        The number of ranks and stages, caps, tiles and precision may be others. Files are looked over before anything
+        is changed. They are pickled: load only what you trust.
+
+        Args:
+            path: of the directory.
+            optimizer: whose states are loaded; None: none are.
+            model: may be left out if the manager has one.
+            strict: names of weights have to be the same.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit. Nothing has been changed.
+        """
+        self.runtime.require_open()
+        self.runtime.registry.check()
+        return load_checkpoint(self.runtime, Path(path), optimizer, model=model, strict=strict)
 
     def memory(self) -> MemoryReport:
         """Return bytes by tier and role, now and at the peak, and what has been moved. `str()` is a table."""

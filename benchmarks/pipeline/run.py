@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import random
 import sys
@@ -23,50 +22,19 @@ from benchmarks.pipeline.variants import (
     NEVER,
     PLAIN,
     VARIANTS,
-    Failure,
     Setting,
     Step,
     Summary,
     Trainee,
-    Variant,
     is_installed,
-    serve,
 )
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
+from benchmarks.worker import Worker
 
 HERE = Path(__file__).parent
 SETTINGS = ("memory", "throttled", "ample")
 SHARE = 0.35
 LOSS_TOLERANCE = 1e-4
-
-
-class Worker:
-    """A variant in a process of its own, which works only while it is asked to."""
-
-    def __init__(self, variant: Variant, work: Workload, stack: ExitStack) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.variant = variant
-        self._connection, far_end = context.Pipe()
-        process = context.Process(target=serve, args=(far_end, variant, work), daemon=True)
-        process.start()
-        far_end.close()
-        stack.callback(process.join)
-        stack.callback(process.terminate)
-
-    def ask(self, *request: Any) -> Any:
-        """Call a method of the trainee.
-
-        Raises:
-            BenchmarkError: the process ended, on an exception or otherwise.
-        """
-        try:
-            self._connection.send(request)
-            answer = self._connection.recv()
-        except (EOFError, BrokenPipeError):
-            raise BenchmarkError(f"{self.variant.name}: its process ended, see above") from None
-        if isinstance(answer, Failure):
-            raise BenchmarkError(f"{self.variant.name} failed:\n{answer.traceback}")
-        return answer
 
 
 def measure(work: Workload, names: Sequence[str], *, num: int, steps: int, load: float) -> dict[str, Any]:
@@ -76,7 +44,9 @@ def measure(work: Workload, names: Sequence[str], *, num: int, steps: int, load:
         BenchmarkError: a process failed, or two variants have not computed the same.
     """
     with ExitStack() as stack:
-        workers = [Worker(variant, work, stack) for variant in VARIANTS if is_installed(variant)]
+        workers = [
+            Worker(variant.name, Trainee, variant, work, stack=stack) for variant in VARIANTS if is_installed(variant)
+        ]
         plain = workers[0]
         plain.ask("start", Setting(num))
         forward_s, activation_nbytes = plain.ask("forward_s"), plain.ask("activation_nbytes")
@@ -102,36 +72,37 @@ def in_turns(workers: Sequence[Worker], setting: Setting, name: str, *, steps: i
     fitting = [
         worker for worker in tqdm(workers, desc=f"{name}: first steps", disable=None) if worker.ask("start", setting)
     ]
-    measured: dict[str, list[Step]] = {worker.variant.name: [] for worker in fitting}
+    measured: dict[str, list[Step]] = {worker.name: [] for worker in fitting}
     loads = []
     for _ in tqdm(range(steps), desc=f"{name}: steps", disable=None):
         for worker in draw.sample(fitting, len(fitting)):
-            measured[worker.variant.name].append(worker.ask("step"))
+            measured[worker.name].append(worker.ask("step"))
         loads.append(os.getloadavg()[0])
-    summaries: dict[str, Summary] = {worker.variant.name: worker.ask("summary") for worker in fitting}
+    summaries: dict[str, Summary] = {worker.name: worker.ask("summary") for worker in fitting}
     rows = {}
     for worker in fitting:
-        found, summary = measured[worker.variant.name], summaries[worker.variant.name]
-        rows[worker.variant.name] = {
+        found, summary = measured[worker.name], summaries[worker.name]
+        rows[worker.name] = {
             "step_s": [step.step_s for step in found],
             "cpu_s": [step.cpu_s for step in found],
             "loss": found[-1].loss,
             **asdict(summary),
         }
-        check(worker.variant, rows)
+        check(worker.name, rows)
     return {"link_Bps": setting.link_Bps, "param_share": setting.param_share, "load_averages": loads, "variants": rows}
 
 
-def check(variant: Variant, rows: dict[str, Any]) -> None:
+def check(name: str, rows: dict[str, Any]) -> None:
     """Raise BenchmarkError if a chunkmem variant has not the bits of the first one, or another one another loss.
 
     Plain PyTorch trains fewer steps before those that are measured, so its bits are those of other steps.
     """
-    row = rows[variant.name]
-    first = next(rows[name] for name in rows if len(rows[name]["first_s"]) == len(row["first_s"]))
+    row = rows[name]
+    first = next(other for other in rows.values() if len(other["first_s"]) == len(row["first_s"]))
     is_close = abs(row["loss"] - first["loss"]) <= LOSS_TOLERANCE
-    if not is_close or (variant.is_exact and row["weights"] != first["weights"]):
-        raise BenchmarkError(f"{variant.name}: loss or weights are not those of the others")
+    is_exact = next(variant.is_exact for variant in VARIANTS if variant.name == name)
+    if not is_close or (is_exact and row["weights"] != first["weights"]):
+        raise BenchmarkError(f"{name}: loss or weights are not those of the others")
 
 
 def count(work: Workload) -> list[dict[str, Any]]:

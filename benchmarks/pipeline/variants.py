@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import signal
 import time
-import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -296,26 +293,3 @@ def traffic(timeline: Timeline) -> Traffic:
         sum(span.nbytes for span in activations),
         sum(timeline.moved_nbytes.values()),
     )
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A variant's process ended on an exception."""
-
-    traceback: str
-
-
-def serve(connection: Connection, variant: Variant, work: Workload) -> None:
-    """Call the method of `Trainee` that each message names, until the far end is gone; answer a `Failure` at last."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent gets Ctrl-C too, and ends every process.
-    # The other core is for copies: on an accelerator, they take none of the computing's time.
-    torch.set_num_threads(1)
-    try:
-        trainee = Trainee(variant, work)
-        while True:
-            name, *arguments = connection.recv()
-            connection.send(getattr(trainee, name)(*arguments))
-    except EOFError:
-        return
-    except Exception:
-        connection.send(Failure(traceback.format_exc()))
