@@ -22,6 +22,8 @@ from chunkmem.nn.tensor_functions import METADATA, is_write
 _TENSOR: Any = torch.Tensor
 _SAME = frozenset({_TENSOR.clone, _TENSOR.detach, _TENSOR.contiguous, _TENSOR.data.__get__, torch.clone, torch.detach})
 """What gives the same values."""
+_MEMORY = frozenset({_TENSOR.data_ptr, _TENSOR.untyped_storage, _TENSOR.storage})
+"""What asks for memory, which would be that of a copy that is gone at once."""
 Extent = tuple[int, ...]
 """Offsets, or a shape."""
 
@@ -132,6 +134,8 @@ class LazyTensor(torch.Tensor):
             return joined
         if func is _TENSOR.__getitem__ and (bounds := _bounds(args[0].shape, args[1])) is not None:
             return args[0].part(*bounds)
+        if func in _MEMORY:
+            raise StateError(f"{func.__name__} of a lazy value, which has no memory; take that of value.read()")
         if isinstance(kwargs.get("out"), cls) or (is_write(func) and isinstance(args[0], cls)):
             name = getattr(func, "__name__", func)
             raise StateError(f"{name} of a lazy value, which is read by each use of it: write to value.read()")

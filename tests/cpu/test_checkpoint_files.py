@@ -426,3 +426,6 @@ def test_lazy_values_are_read_when_they_are_used() -> None:
     assert not torch.equal(joined, whole["blocks.0.0.weight"])
     with pytest.raises(chunkmem.StateError, match=r"mul_ of a lazy value"):
         joined.mul_(2)
+    for ask in (joined.data_ptr, joined.untyped_storage):
+        with pytest.raises(chunkmem.StateError, match=r"has no memory"):
+            ask()

@@ -29,6 +29,7 @@ LAYERS = (
     ("entry_points",),
     ("assembly",),
     ("pipeline", "checkpoints"),
+    ("building",),
     ("manager",),
     ("engine", "testing"),
     ("cli",),
