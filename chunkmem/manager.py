@@ -15,6 +15,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from chunkmem.assembly import Runtime
 from chunkmem.building import ModelBuilding
 from chunkmem.checkpoints.loading import load_checkpoint
+from chunkmem.checkpoints.pretrained import save_pretrained
 from chunkmem.checkpoints.saving import save_checkpoint
 from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.config import Config
@@ -32,6 +33,7 @@ from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.report import memory_report
+from chunkmem.sizes import parse_nbytes
 from chunkmem.trace.model import Trace
 
 
@@ -298,6 +300,27 @@ class ChunkManager(ModelBuilding):
         self.runtime.require_open()
         self.runtime.registry.check()
         return load_checkpoint(self.runtime, Path(path), optimizer, model=model, strict=strict)
+
+    def save_pretrained(
+        self, path: str | os.PathLike[str], model: nn.Module | None = None, *, max_shard_size: str | int = "5GiB"
+    ) -> None:
+        """Write the weights as safetensors files, and a transformers model's configuration: for `from_pretrained`.
+
+        Over ranks all call it, and the first one writes, one parameter in memory at a time. Other files in the
+        directory stay, such as those of a tokenizer.
+
+        Args:
+            path: of the directory.
+            model: may be left out if the manager has one.
+            max_shard_size: of a file, in bytes or such as "500MiB".
+
+        Raises:
+            CheckpointError: it cannot be written; files that were there before are there still.
+            ConfigError: `max_shard_size` is no size.
+        """
+        self.runtime.require_open()
+        self.runtime.registry.check()
+        save_pretrained(self.runtime, Path(path), model, max_shard_nbytes=parse_nbytes(max_shard_size))
 
     def memory(self) -> MemoryReport:
         """Return bytes by tier and role, now and at the peak, and what has been moved. `str()` is a table."""
