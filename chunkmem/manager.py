@@ -25,6 +25,7 @@ from chunkmem.nn.gather import gathered, parameters_in
 from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
+from chunkmem.pipeline.options import PipelineOptions, blocks_of
 from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
@@ -124,9 +125,8 @@ class ChunkManager(ModelBuilding):
             CapacityError: the weights of a stage fit no tier.
         """
         self.runtime.require_open()
-        return make_pipeline(
-            self.runtime,
-            blocks,
+        options = PipelineOptions(
+            blocks_of(blocks),
             first=first,
             last=last,
             loss_fn=loss_fn,
@@ -136,6 +136,7 @@ class ChunkManager(ModelBuilding):
             stages_per_rank=stages_per_rank,
             deferred_batch_norm=deferred_batch_norm,
         )
+        return make_pipeline(self.runtime, options)
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:
         """Run `loss.backward(**kwargs)`; in fp16, of the loss times the loss scale.
