@@ -11,12 +11,14 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkmem.layout.spec import ALIGN_NBYTES
+from chunkmem.runtime.device import runtime_mode
 
 _STALE = -1
 """The version of a tensor that was written to after it was saved."""
@@ -96,15 +98,17 @@ class SavedStorage:
 
         Of a tensor without a history, autograd saves the object itself, which others may have, too.
         """
-        objects = {id(tensor): tensor for tensor in saved}
         bases = [tensor._base for tensor in saved]
+        if all(type(tensor) is torch.Tensor for tensor in saved) and all(base is None for base in bases):
+            return self._is_alone_with(saved)
+        objects = {id(tensor): tensor for tensor in saved}
         objects |= {id(base): base for base in bases if base is not None}
         # A view of a fake tensor keeps, in C++, all that it was made of: then only what Python refers to is looked at.
-        counts_cpp = not saved or not isinstance(saved[0], FakeTensor) or all(base is None for base in bases)
+        counts_cpp = not isinstance(saved[0], FakeTensor) or all(base is None for base in bases)
         bases.clear()
         # What refers, in this very place, to a storage that nobody else has in Python; this object does, too.
-        alone = torch.empty(0) if objects else None
-        storage = torch.UntypedStorage(0) if alone is None else alone.untyped_storage()
+        alone = torch.empty(0)
+        storage = alone.untyped_storage()
         if counts_cpp and torch._C._storage_Use_Count(self.storage._cdata) != len(objects) + 1:
             return False
         if sys.getrefcount(self.storage) != sys.getrefcount(storage):
@@ -121,6 +125,49 @@ class SavedStorage:
             and (cpp == in_cpp[0] + num_views[key] or not counts_cpp)
             for key, python, cpp in zip(map(id, listed[2:]), in_python[2:], in_cpp[2:], strict=True)
         )
+
+    def _is_alone_with(self, saved: list[torch.Tensor]) -> bool:
+        """Tell the same where none of the tensors is a view: most often, and each time that a chunk is emptied."""
+        alone, num_saved = _Alone.counted(), Counter(map(id, saved))
+        if torch._C._storage_Use_Count(self.storage._cdata) != len(num_saved) + 1:
+            return False
+        if sys.getrefcount(self.storage) != (alone.storage if saved else alone.unused_storage):
+            return False
+        return all(
+            (python - 2 * (num_saved[id(tensor)] - 1), cpp) == alone.tensor
+            for tensor, (python, cpp) in zip(saved, _reference_counts(saved), strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """References where nobody else has any, as `SavedStorage._is_alone_with` counts them."""
+
+    tensor: tuple[int, int]
+    """To a tensor that was saved once: see `_reference_counts`."""
+    storage: int
+    """To its storage, in Python."""
+    unused_storage: int
+    """To one without a tensor."""
+
+    @classmethod
+    @cache
+    def counted(cls) -> _Alone:
+        """Count them: they are those of this Python and this torch."""
+        with runtime_mode():
+            kept = SavedTensor(torch.empty(1), _Nobody())
+            used, unused = SavedStorage(kept.tensor.untyped_storage()), SavedStorage(torch.UntypedStorage(0))
+        (tensor,) = _reference_counts([kept.tensor])
+        return cls(tensor, sys.getrefcount(used.storage), sys.getrefcount(unused.storage))
+
+
+class _Nobody:
+    name = ""
+
+
+def _reference_counts(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the references to each in Python and in C++, those of the list and of this function among them."""
+    return [(sys.getrefcount(tensor), _use_count(tensor)) for tensor in tensors]
 
 
 def _use_count(tensor: torch.Tensor) -> int:
