@@ -98,9 +98,9 @@ class SavedStorage:
 
         Of a tensor without a history, autograd saves the object itself, which others may have, too.
         """
-        bases = [tensor._base for tensor in saved]
-        if all(type(tensor) is torch.Tensor for tensor in saved) and all(base is None for base in bases):
+        if all(type(tensor) is torch.Tensor and tensor._base is None for tensor in saved):
             return self._is_alone_with(saved)
+        bases = [tensor._base for tensor in saved]
         objects = {id(tensor): tensor for tensor in saved}
         objects |= {id(base): base for base in bases if base is not None}
         # A view of a fake tensor keeps, in C++, all that it was made of: then only what Python refers to is looked at.
@@ -128,23 +128,28 @@ class SavedStorage:
 
     def _is_alone_with(self, saved: list[torch.Tensor]) -> bool:
         """Tell the same where none of the tensors is a view: most often, and each time that a chunk is emptied."""
-        alone, num_saved = _Alone.counted(), Counter(map(id, saved))
-        if torch._C._storage_Use_Count(self.storage._cdata) != len(num_saved) + 1:
+        alone, keys = _Alone.counted(), [id(tensor) for tensor in saved]
+        if torch._C._storage_Use_Count(self.storage._cdata) != len(set(keys)) + 1:
             return False
-        if sys.getrefcount(self.storage) != (alone.storage if saved else alone.unused_storage):
+        if self._num_in_python() != (alone.storage if saved else alone.unused_storage):
             return False
         return all(
-            (python - 2 * (num_saved[id(tensor)] - 1), cpp) == alone.tensor
-            for tensor, (python, cpp) in zip(saved, _reference_counts(saved), strict=True)
+            python - 2 * (keys.count(key) - 1) == alone.tensor_in_python and _use_count(tensor) == alone.tensor_in_cpp
+            for tensor, key, python in zip(saved, keys, _num_in_python(saved), strict=True)
         )
+
+    def _num_in_python(self) -> int:
+        """Return the references to the storage in Python, that of this object among them."""
+        return sys.getrefcount(self.storage)
 
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
     """References where nobody else has any, as `SavedStorage._is_alone_with` counts them."""
 
-    tensor: tuple[int, int]
-    """To a tensor that was saved once: see `_reference_counts`."""
+    tensor_in_python: int
+    """To a tensor that was saved once."""
+    tensor_in_cpp: int
     storage: int
     """To its storage, in Python."""
     unused_storage: int
@@ -157,17 +162,17 @@ class _Alone:
         with runtime_mode():
             kept = SavedTensor(torch.empty(1), _Nobody())
             used, unused = SavedStorage(kept.tensor.untyped_storage()), SavedStorage(torch.UntypedStorage(0))
-        (tensor,) = _reference_counts([kept.tensor])
-        return cls(tensor, sys.getrefcount(used.storage), sys.getrefcount(unused.storage))
+        (in_python,) = _num_in_python([kept.tensor])
+        return cls(in_python, _use_count(kept.tensor), used._num_in_python(), unused._num_in_python())
 
 
 class _Nobody:
     name = ""
 
 
-def _reference_counts(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the references to each in Python and in C++, those of the list and of this function among them."""
-    return [(sys.getrefcount(tensor), _use_count(tensor)) for tensor in tensors]
+def _num_in_python(tensors: list[torch.Tensor]) -> list[int]:
+    """Return the references to each in Python, those of the list and of this function among them."""
+    return [sys.getrefcount(tensor) for tensor in tensors]
 
 
 def _use_count(tensor: torch.Tensor) -> int:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol, Self
 
-import torch
-
 from chunkmem.errors import StateError
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import runtime_mode
@@ -53,9 +51,7 @@ class HostCopy:
     ended_s: float = field(default=0.0, init=False)
 
     @classmethod
-    def of(
-        cls, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str
-    ) -> Self:
+    def of(cls, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Self:
         """Return the copy between the memory that targets and sources have now.
 
         Raises:
