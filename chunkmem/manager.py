@@ -25,6 +25,7 @@ from chunkmem.nn.gather import gathered, parameters_in
 from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
+from chunkmem.pipeline.options import PipelineOptions, blocks_of
 from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
@@ -124,9 +125,8 @@ class ChunkManager(ModelBuilding):
             CapacityError: the weights of a stage fit no tier.
         """
         self.runtime.require_open()
-        return make_pipeline(
-            self.runtime,
-            blocks,
+        options = PipelineOptions(
+            blocks_of(blocks),
             first=first,
             last=last,
             loss_fn=loss_fn,
@@ -136,6 +136,7 @@ class ChunkManager(ModelBuilding):
             stages_per_rank=stages_per_rank,
             deferred_batch_norm=deferred_batch_norm,
         )
+        return make_pipeline(self.runtime, options)
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:
         """Run `loss.backward(**kwargs)`; in fp16, of the loss times the loss scale.
@@ -220,17 +221,29 @@ class ChunkManager(ModelBuilding):
         finally:
             self.runtime.entry_points.gathers_open -= 1
 
-    def state_dict(self, model: nn.Module | None = None, *, rank0_only: bool = False) -> dict[str, Any]:
+    def state_dict(
+        self, model: nn.Module | None = None, *, rank0_only: bool = False, lazy: bool = False
+    ) -> dict[str, Any]:
         """Return the keys, order, shapes and dtypes of `model.state_dict()`: CPU copies, never views.
 
-        `model` may be left out if the manager has one. Over ranks, all have to call it; with `rank0_only` only the
-        first one gets it, and the others an empty dict.
+        Over ranks, all have to call it.
+
+        Args:
+            model: may be left out if the manager has one.
+            rank0_only: the first rank gets it, and the others an empty dict.
+            lazy: in place of copies there are tensors that are read when they are used, by `torch.save` one after the
+                other: values are those of that moment. In one process; `save` is for several.
+
+        Raises:
+            StateError: `lazy` over several ranks.
         """
         self.runtime.require_open()
         self.runtime.registry.check()
+        if lazy:
+            self.runtime.ranks.require_one("manager.state_dict(lazy=True)")
         with self.runtime.together("manager.state_dict()"):
             self.runtime.entry_points.ordinary.follow()
-            state = self.runtime.modules.surface.state_dict(self.runtime.root(model))
+            state = self.runtime.modules.surface.state_dict(self.runtime.root(model), lazily=lazy)
             state = self.runtime.with_all_stages(state)
         return {} if rank0_only and not self.runtime.ranks.is_first else state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import sys
@@ -32,7 +33,8 @@ from benchmarks.program import BenchmarkError, carry_out, command, parse, surrou
 from benchmarks.worker import Worker
 
 HERE = Path(__file__).parent
-SETTINGS = ("memory", "throttled", "ample")
+SETTINGS = ("memory", "memory-resident", "throttled", "throttled-resident", "ample")
+"""Two caps, of which the second has room for the activations of all micro-batches, over fast and slow links."""
 SHARE = 0.35
 LOSS_TOLERANCE = 1e-4
 
@@ -51,9 +53,12 @@ def measure(work: Workload, names: Sequence[str], *, num: int, steps: int, load:
         plain.ask("start", Setting(num))
         forward_s, activation_nbytes = plain.ask("forward_s"), plain.ask("activation_nbytes")
         link_Bps = work.param_nbytes / (load * forward_s)
+        resident_nbytes = num * (activation_nbytes + activation_nbytes // 8)  # autograd saves some of it elsewhere
         settings = {
-            "memory": Setting(num, SHARE, activation_nbytes),
-            "throttled": Setting(num, SHARE, activation_nbytes, link_Bps),
+            "memory": Setting(num, SHARE, activation_nbytes, 1),
+            "memory-resident": Setting(num, SHARE, resident_nbytes, num),
+            "throttled": Setting(num, SHARE, activation_nbytes, 1, link_Bps),
+            "throttled-resident": Setting(num, SHARE, resident_nbytes, num, link_Bps),
             "ample": Setting(num),
         }
         return {
@@ -89,7 +94,14 @@ def in_turns(workers: Sequence[Worker], setting: Setting, name: str, *, steps: i
             **asdict(summary),
         }
         check(worker.name, rows)
-    return {"link_Bps": setting.link_Bps, "param_share": setting.param_share, "load_averages": loads, "variants": rows}
+    return {
+        "command": command("pipeline"),
+        "link_Bps": setting.link_Bps,
+        "param_share": setting.param_share,
+        "num_resident": setting.num_resident,
+        "load_averages": loads,
+        "variants": rows,
+    }
 
 
 def check(name: str, rows: dict[str, Any]) -> None:
@@ -132,26 +144,33 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each variant (default: %(default)s)")
     parser.add_argument("--micro-batches", type=int, default=8, help="(default: %(default)s)")
     told = "how many times as long as forward of a micro-batch a throttled link takes to copy all weights"
-    parser.add_argument("--load", type=float, default=2.0, help=f"{told} (default: %(default)s)")
+    parser.add_argument("--load", type=float, default=4.0, help=f"{told} (default: %(default)s)")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS, help="(default: all)")
     parser.add_argument("--no-copies", action="store_true", help="count no copies")
+    parser.add_argument("--keep", action="store_true", help="settings in --out that are not measured again stay there")
     parser.add_argument("--quick", action="store_true", help="a small model: tries the harness, measures nothing")
     arguments = parse(parser)
     if arguments.steps < 1 or arguments.micro_batches < 1 or not arguments.load > 0:
         parser.error("--steps and --micro-batches must be at least 1, and --load above 0")
+    if arguments.keep and not (arguments.out and arguments.out.exists()):
+        parser.error("--keep: there is no --out yet")
     return arguments
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure what the command line asks for and return it with all that is needed to repeat it."""
     work = QUICK if arguments.quick else FULL
-    return {
-        "command": command("pipeline"),
+    kept = json.loads(arguments.out.read_text()) if arguments.keep else {"settings": {}, "counted": []}
+    measured = {
         **surroundings(),
         "load": arguments.load,
         **measure(work, arguments.settings, num=arguments.micro_batches, steps=arguments.steps, load=arguments.load),
-        "counted": [] if arguments.no_copies else count(COUNTED),
+        "counted": kept["counted"] if arguments.no_copies else count(COUNTED),
     }
+    differing = [key for key in asdict(work) if key in kept and kept[key] != measured[key]]
+    if differing:
+        raise BenchmarkError(f"--keep: {arguments.out} is of a model with another {differing[0]}")
+    return measured | {"settings": kept["settings"] | measured["settings"]}
 
 
 def main() -> int:

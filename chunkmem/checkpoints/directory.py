@@ -32,11 +32,11 @@ def replacing(path: Path, ranks: Ranks) -> Iterator[Path]:
     _on_first(ranks, path, lambda: _make(path, folder))
     try:
         yield folder
+        _on_first(ranks, path, lambda: _put(folder, path))
     except BaseException:
         if ranks.is_first:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    _on_first(ranks, path, lambda: _put(folder, path))
 
 
 def _on_first(ranks: Ranks, path: Path, do: Callable[[], None]) -> None:
@@ -65,17 +65,26 @@ def _make(path: Path, folder: Path) -> None:
 
 def _put(folder: Path, path: Path) -> None:
     sync(folder)
-    if not path.exists():
-        folder.rename(path)
-    elif _exchange(folder, path):
+    replaces = path.exists()
+    swap = _swap if replaces else Path.rename
+    swap(folder, path)
+    try:
+        sync(path.parent)
+    except OSError:  # nobody knows whether the new one would be there after a crash
+        swap(path, folder)
+        raise
+    if replaces:
         shutil.rmtree(folder)
-    else:
-        # This file system cannot exchange two names at once: for a moment, neither is there.
-        before = path.with_name(f".{path.name}.before")
-        path.rename(before)
-        folder.rename(path)
-        shutil.rmtree(before)
-    sync(path.parent)
+
+
+def _swap(one: Path, other: Path) -> None:
+    """Give each of two directories the other's name."""
+    if not _exchange(one, other):
+        # This file system cannot do so in one step: for a moment, one of them is not there.
+        between = other.with_name(f".{other.name}.before")
+        other.rename(between)
+        one.rename(other)
+        between.rename(one)
 
 
 def sync(folder: Path) -> None:

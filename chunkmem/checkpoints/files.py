@@ -1,4 +1,4 @@
-"""How chunks become files of torch.distributed.checkpoint: one file a chunk, one tensor in memory at a time."""
+"""How chunks become files of torch.distributed.checkpoint: small ones, chunk after chunk."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ from chunkmem.nn.lazy_tensor import LazyTensor, Piece
 
 CHECKSUMS = "checksums.json"
 """A file beside those of torch: CRC-32 of each tensor's values, by name and offsets."""
+
+
+_FILE_NBYTES = 32 << 20
+"""Of a file, at most; a larger tensor has one of its own."""
 
 
 def checksum(values: torch.Tensor) -> int:
@@ -93,6 +97,21 @@ def _piece(value: LazyTensor, index: MetadataIndex) -> Piece:
     return next(piece for piece in value.pieces if piece.offsets == tuple(index.offset or piece.offsets))
 
 
+def _files_of(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Divide items into files, in their order: torch holds the tensors of a file in memory until it is complete."""
+    files: list[list[WriteItem]] = [[]]
+    nbytes = 0
+    for item in items:
+        data = item.tensor_data
+        own = 0 if data is None else data.properties.dtype.itemsize * data.chunk.sizes.numel()
+        if files[-1] and nbytes + own > _FILE_NBYTES:
+            files.append([])
+            nbytes = 0
+        files[-1].append(item)
+        nbytes += own
+    return files
+
+
 def _first_cause(error: BaseException, folder: Path) -> BaseException:
     """Return what the system said, where torch says what came of that: it goes on writing after a write has failed."""
     cause: BaseException | None = error
@@ -108,16 +127,13 @@ class _Checked(WriteResult):
 
 
 class ChunkWriter(FileSystemWriter):
-    """Writes a file for each chunk, since torch's holds all tensors of a file in memory until the file is complete."""
+    """Writes small files, chunk after chunk."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of a plan."""
         assert isinstance(planner, ChunkPlanner)
-        files: dict[str, list[WriteItem]] = {}
-        for item in plan.items:
-            files.setdefault(planner.place_of(item), []).append(item)
         waiting: queue.Queue[Any] = queue.Queue()
-        for number, items in enumerate(files.values()):
+        for number, items in enumerate(_files_of(sorted(plan.items, key=planner.place_of))):
             name = f"{plan.storage_data.prefix}{number}.distcp"
             waiting.put((self.fs.concat_path(self.path, name), name, items))
         try:

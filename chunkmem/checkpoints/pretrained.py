@@ -14,14 +14,11 @@ import torch
 from torch import nn
 
 from chunkmem.assembly import Runtime
+from chunkmem.checkpoints.safetensors_files import DTYPES, INDEX
 from chunkmem.errors import CheckpointError
 from chunkmem.nn.lazy_tensor import LazyTensor
 
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""What safetensors calls them."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -154,7 +151,7 @@ class Files:
         end = 0
         for name, form in self._shards[at].items():
             offsets = [end, end := end + form.nbytes]
-            header[name] = {"dtype": _DTYPES[form.dtype], "shape": list(form.shape), "data_offsets": offsets}
+            header[name] = {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": offsets}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self._file.write(len(text).to_bytes(8, "little") + text)
@@ -166,7 +163,7 @@ class Files:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def finish(self, root: nn.Module) -> None:
+    def finish(self, root: nn.Module | None) -> None:
         """Give all files their names, and write the index and the configuration.
 
         Raises:
@@ -182,7 +179,7 @@ class Files:
         if len(self._names) > 1:
             found = {name: self._names[at] for at, shard in enumerate(self._shards) for name in shard}
             total = sum(form.nbytes for shard in self._shards for form in shard.values())
-            index = self._folder / "model.safetensors.index.json"
+            index = self._folder / INDEX
             self._partial(index.name).write_text(
                 json.dumps({"metadata": {"total_size": total}, "weight_map": found}, indent=2), encoding="utf-8"
             )

@@ -59,14 +59,6 @@ class CheckpointFiles:
             raise CheckpointError(f"{self.path / CHECKSUMS} has no checksums")
         return found
 
-    def tensors(self, prefix: str) -> dict[str, LazyTensor]:
-        """Return the tensors whose name begins with a prefix, by the rest of the name; they are read when used."""
-        return {
-            name.removeprefix(prefix): LazyTensor.of(_FileSource(self, name), tuple(form.size), form.properties.dtype)
-            for name, form in self.metadata.state_dict_metadata.items()
-            if name.startswith(prefix) and isinstance(form, TensorStorageMetadata)
-        }
-
     def nested(self, prefix: str) -> Any:
         """Return what was saved under a key, as it was nested, with lazy tensors; None if there is nothing."""
         found: Any = None
@@ -80,6 +72,12 @@ class CheckpointFiles:
                 value = self._object(name)
             found = _put(found, keys[1:], value)
         return found
+
+    def all(self) -> dict[str, Any]:
+        """Return all that was saved, as it was nested, with lazy tensors."""
+        names = self.metadata.state_dict_metadata
+        keys = (str((self.metadata.planner_data or {}).get(name, (name,))[0]) for name in names)
+        return {key: self.nested(key) for key in dict.fromkeys(keys)}
 
     def entries(self) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata]]:
         """Yield all parts of tensors that are stored, those of one file after each other."""
@@ -116,6 +114,12 @@ class CheckpointFiles:
         items = create_read_items_for_chunk_list(name, form, [wanted])
         self._read(items, _Into(values), of=name)
         return values
+
+    def file_of(self, name: str) -> str:
+        """Return the file that a tensor begins in."""
+        form = self.metadata.state_dict_metadata[name]
+        assert isinstance(form, TensorStorageMetadata)
+        return self._file(MetadataIndex(name, form.chunks[0].offsets))
 
     def _object(self, name: str) -> Any:
         index = MetadataIndex(name)
@@ -154,7 +158,7 @@ class _FileSource(Source):
 
     @property
     def place(self) -> str:
-        return self._name
+        return self._files.file_of(self._name)
 
     def read_here(self, start: Extent, shape: Extent) -> torch.Tensor:
         return self._files.read(self._name, start, shape)

@@ -15,6 +15,7 @@ from chunkmem.assembly import Runtime
 from chunkmem.checkpoints.directory import replacing
 from chunkmem.checkpoints.files import ChunkPlanner, ChunkWriter
 from chunkmem.checkpoints.names import named_state
+from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
 from chunkmem.optim.saved import StatefulOptimizer
 
@@ -37,27 +38,40 @@ def save_checkpoint(
     if extra:
         state["extra"] = dict(extra)
     ranks = runtime.ranks
-    # Ordinary tensors are alike on the ranks of a stage.
-    planner = ChunkPlanner(writes_tensors=ranks.rank == 0, writes_objects=ranks.is_first)
     with replacing(path, ranks) as folder:
-        problem = ""
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                save(
-                    state,
-                    storage_writer=ChunkWriter(folder, single_file_per_rank=True, overwrite=True),
-                    planner=planner,
-                    process_group=ranks.all_ranks_group(),
-                    no_dist=ranks.are_one,
-                )
-        except CheckpointException as error:
-            problem = _reason(error)
-        except OSError as error:
-            problem = f"{error.filename or folder}: {error.strerror or error}"
-        problem = ranks.any_text(problem, label="manager.save()")
-        if problem:
-            raise CheckpointError(f"{path} could not be written: {problem}; what was there before is there still")
+        write(state, folder, ranks, named=path)
+
+
+def write(state: dict[str, Any], folder: Path, ranks: Ranks, *, named: Path) -> None:
+    """Write nested dicts of lazy and other values as a checkpoint.
+
+    Args:
+        state: of this rank; ordinary tensors are alike on the ranks of a stage.
+        folder: where to.
+        ranks: that write.
+        named: what errors call it.
+
+    Raises:
+        CheckpointError: it cannot be written; on every rank.
+    """
+    problem = ""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save(
+                state,
+                storage_writer=ChunkWriter(folder, single_file_per_rank=True, overwrite=True),
+                planner=ChunkPlanner(writes_tensors=ranks.rank == 0, writes_objects=ranks.is_first),
+                process_group=ranks.all_ranks_group(),
+                no_dist=ranks.are_one,
+            )
+    except CheckpointException as error:
+        problem = _reason(error)
+    except OSError as error:
+        problem = f"{error.filename or folder}: {error.strerror or error}"
+    problem = ranks.any_text(problem, label="manager.save()")
+    if problem:
+        raise CheckpointError(f"{named} could not be written: {problem}; what was there before is there still")
 
 
 def _reason(error: CheckpointException) -> str:

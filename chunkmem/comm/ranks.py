@@ -15,7 +15,7 @@ from chunkmem.comm.exchange import Members
 from chunkmem.comm.failure_detector import named
 from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.mesh import Mesh
-from chunkmem.errors import ConfigError
+from chunkmem.errors import ConfigError, StateError
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
@@ -57,6 +57,14 @@ class Ranks(Connection):
     def is_first(self) -> bool:
         """This is the first of all ranks that train the model."""
         return self.rank == 0 and (self.stages is None or self.stages.rank == 0)
+
+    def require_one(self, call: str) -> None:
+        """Raise a `StateError` if there are others: what a call returns would need them whenever it is used."""
+        if not self.are_one:
+            raise StateError(
+                f"{call} over several ranks: each of its values would be read by all of them together; use "
+                "manager.save(), where every rank writes what it owns"
+            )
 
     def all_ranks_group(self) -> Any:
         """Return torch's process group of all ranks, those of other pipeline stages included; None: the default one.

@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from chunkmem.errors import StateError
+from chunkmem.nn.lazy_storage import pickled
 from chunkmem.nn.tensor_functions import METADATA, is_write
 
 _TENSOR: Any = torch.Tensor
@@ -73,7 +74,7 @@ class Piece:
 class LazyTensor(torch.Tensor):
     """Shape and dtype of values that are elsewhere; an operator gets a copy, which is read for it.
 
-    A write would be to that copy, so it is a StateError. Pickling it, `torch.save` included, reads it.
+    A write would be to that copy, so it is a StateError. `torch.save` reads one after the other, as it writes them.
     """
 
     pieces: tuple[Piece, ...]
@@ -148,7 +149,7 @@ class LazyTensor(torch.Tensor):
         return func(*read, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.read().__reduce_ex__(protocol)
+        return pickled(self.read, self)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.read()

@@ -43,13 +43,22 @@ class StatefulOptimizer(ChunkedOptimizer):
             "load it into a new optimizer"
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, lazy: bool = False) -> dict[str, Any]:
         """Return what the optimizer of torch over the same parameters would: CPU copies, never views.
 
         Under the key "master_weights" it also has, by the index of a parameter, float32 weights of those built in bf16
         or fp16: the model's `state_dict` has them as they were built. torch leaves that key out.
+
+        Args:
+            lazy: see `ChunkManager.state_dict`.
+
+        Raises:
+            StateError: `lazy` over several ranks.
         """
         self._host.require_open()
+        if lazy:
+            self._host.ranks.require_one("optimizer.state_dict(lazy=True)")
+            return self.lazy_state_dict()
         with self._host.together("optimizer.state_dict()"):
             state_dict = self._saved()
             for key in ("state", MASTER_KEY):
