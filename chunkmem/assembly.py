@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from chunkmem.comm.exchange import Exchange
 from chunkmem.comm.mesh import mesh_of
@@ -27,6 +28,7 @@ from chunkmem.nn.elsewhere import Unpacked, leave
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.ordinary import same_random_numbers
 from chunkmem.nn.packing import move_ordinary_tensors
+from chunkmem.nn.registry import check_fits
 from chunkmem.nn.wrappers import WrapperCheck
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.places import StatePlaces
@@ -225,6 +227,15 @@ class Runtime:
         if model is None and self.unpacked is not None and len(self.unpacked.roots) == 1:
             model = self.unpacked.roots[0]
         return self.registry.only_root(model)
+
+    def load_state_dict(self, state: Mapping[str, Any], root: nn.Module, *, strict: bool) -> _IncompatibleKeys:
+        """Load values by name; see `ChunkManager.load_state_dict`."""
+        with self.together("manager.load_state_dict()"):
+            check_fits(state, self.modules.surface.expected_state(root), strict=strict)
+            keys: _IncompatibleKeys = root.load_state_dict(state, strict=strict)
+            if self.sharding.shards is not None:
+                self.sharding.shards.send_on_host(reader="manager.load_state_dict()")
+        return keys
 
     def with_all_stages(self, state: dict[str, Any]) -> dict[str, Any]:
         """Put the tensors that other stages have into the state of a model; return it."""

@@ -219,14 +219,16 @@ class AccessTracker:
 
     def relieve(self) -> bool:
         """Release chunks that nobody keeps references to any more; False if there are none."""
-        free = [group for group in self._held if not self._is_kept(group)]
-        for group in free:
-            self._let_go(group)
-        return bool(free)
+        has_let_go = False
+        for group in tuple(self._held):  # finalizers that run meanwhile may use parameters, and so hold and let go
+            if group in self._held and not self._is_kept(group) and group in self._held:
+                self._let_go(group)
+                has_let_go = True
+        return has_let_go
 
     def holders(self) -> tuple[str, ...]:
         """Return the names of the parameters whose chunks are held."""
-        homes = (cast(BoundChunk, self.chunks[group].home) for group in self._held)
+        homes = (cast(BoundChunk, self.chunks[group].home) for group in tuple(self._held))
         kept = (m for home in homes for m in home.parameters if m.num_references() > 0)
         return tuple(managed.name for managed in kept) or tuple(self.chunks[group].label for group in self._held)
 
@@ -245,7 +247,7 @@ class AccessTracker:
 
     def refresh_held(self) -> None:
         """Bring the newest values to where somebody outside looks: an update may have been made elsewhere."""
-        for group in self._held:
+        for group in tuple(self._held):
             self._pager.pin(self.chunks[group], self.chunks[group].compute_tier, reader="held")
             self._pager.unpin(self.chunks[group], self.chunks[group].compute_tier)
 
