@@ -68,8 +68,9 @@ class BlockingLanes:
     def copy_pieces(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
         issued = [self.copy(lane, target, source, after=after, label=label) for target, source in pieces]
         first, last = issued[0], issued[-1]
-        is_done = isinstance(first, DoneEvent) and isinstance(last, DoneEvent)
-        return DoneEvent(first.start, last.end) if is_done else last
+        if isinstance(first, DoneEvent) and isinstance(last, DoneEvent):
+            return DoneEvent(first.start, last.end)
+        return last
 
     def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
         if self._closed:
