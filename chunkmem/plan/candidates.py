@@ -12,9 +12,9 @@ from math import inf
 
 from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.ahead import advance_updates
-from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recently_used, sweep
+from chunkmem.plan.choose import furthest_next_use, least_recently_used, sweep
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
-from chunkmem.plan.intervals import find_stays, keep_slabs, linger, prefetch
+from chunkmem.plan.intervals import find_stays, free_room, keep_slabs, linger, prefetch
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Copy, Plan
 from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
@@ -253,7 +253,7 @@ class Candidates:
         return self.placed[key]
 
     def _by_rule(self, way: _Placed, *, is_brief: bool) -> Iterator[tuple[int, Candidate | None]]:
-        everything = frozenset(free_to_choose(way.problem))
+        everything = frozenset(way.problem.free_to_choose)
         for reserve in self.brief_reserves if is_brief else (0, 1, 2, 3, 4):
             if way.quiet is not None and reserve > way.quiet:
                 return
@@ -374,9 +374,10 @@ def _program(
     problem: Problem, kept: frozenset[int], budget: Sequence[int], machine: Machine, *, lead: float
 ) -> Program:
     stays = find_stays(problem, kept)
-    prefetch(problem, stays, budget, machine, lead=lead)
-    linger(problem, stays, budget, machine)
-    stays = keep_slabs(problem, kept, stays, budget)
+    free = free_room(problem, stays, budget)
+    prefetch(problem, stays, free, machine, lead=lead)
+    linger(problem, stays, free, machine)
+    stays = keep_slabs(problem, kept, stays, free)
     # While an evaluation runs, what never leaves DEVICE need not be on HOST: training will say whether it should.
     program = emit(problem, stays, home_residents=problem.trace.mode is Mode.TRAIN)
     if program.below_peak_nbytes > machine.host_nbytes:
