@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from chunkmem.comm.exchange import Exchange
 from chunkmem.comm.mesh import mesh_of
@@ -29,6 +28,7 @@ from chunkmem.nn.elsewhere import Unpacked, leave
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.ordinary import same_random_numbers
 from chunkmem.nn.packing import move_ordinary_tensors
+from chunkmem.nn.registry import check_fits
 from chunkmem.nn.wrappers import WrapperCheck
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.places import StatePlaces
@@ -49,11 +49,11 @@ from chunkmem.plan.machine import Machine
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.lanes import open_lanes
-from chunkmem.runtime.measure import cached_machine
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.storage import ChunkStorage, HostStorage, StorageBackend, default_backend
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers, shadow_nbytes, warn_of_fragmentation
+from chunkmem.speeds import Links, machine_for
 from chunkmem.steps.controller import StepController
 from chunkmem.steps.trial import AheadTrial
 from chunkmem.tracing.watch import Watch
@@ -103,9 +103,9 @@ class Runtime:
         self.updater = make_updater(self.memory, self.gradients, places, lanes, num_threads=opts.update_threads)
         self.modules = make_modules(config, self.memory, self.sharding, self.gradients, self.updater)
         self.registry = self.modules.registry
-        self.links = Links(self.sharding, compute)
+        self.links = Links(self.sharding.shards, compute)
         log_nbytes = 0 if blocking else shadow_nbytes(opts, compute, self.tiers.caps)
-        speeds = partial(_machine_for, self.tiers, self.links, machine, shadow_nbytes=log_nbytes)
+        speeds = partial(machine_for, self.tiers, self.links, machine, shadow_nbytes=log_nbytes)
         self.controller = make_controller(config, self.memory, self.sharding, self.modules, self.tiers, lanes, speeds)
         if self.ranks.size == 1:  # else the ranks have to agree on what they learn from
             self.memory.pager.on_failure = self.controller.access_failed
@@ -228,6 +228,15 @@ class Runtime:
             model = self.unpacked.roots[0]
         return self.registry.only_root(model)
 
+    def load_state_dict(self, state: Mapping[str, Any], root: nn.Module, *, strict: bool) -> _IncompatibleKeys:
+        """Load values by name; see `ChunkManager.load_state_dict`."""
+        with self.together("manager.load_state_dict()"):
+            check_fits(state, self.modules.surface.expected_state(root), strict=strict)
+            keys: _IncompatibleKeys = root.load_state_dict(state, strict=strict)
+            if self.sharding.shards is not None:
+                self.sharding.shards.send_on_host(reader="manager.load_state_dict()")
+        return keys
+
     def with_all_stages(self, state: dict[str, Any]) -> dict[str, Any]:
         """Put the tensors that other stages have into the state of a model; return it."""
         if self.ranks.stages is None:
@@ -291,22 +300,6 @@ class Runtime:
     def gradients_given_up(self, params: Iterable[ManagedParameter]) -> None:
         """A user discards gradients; see `EntryPoints.gradients_given_up`."""
         self.entry_points.gradients_given_up(params)
-
-
-class Links:
-    """How fast chunks are exchanged between ranks."""
-
-    def __init__(self, sharding: Sharding, compute: ComputeDevice) -> None:
-        """Take them for as fast as can be until they are measured."""
-        self._sharing = sharding.shards
-        self._compute = compute
-        self.exchange_Bps = inf
-
-    def measure(self, groups: tuple[int, ...]) -> None:
-        """Measure, on all ranks, with groups that they gather together."""
-        assert self._sharing is not None
-        if groups:
-            self.exchange_Bps = self._sharing.measure(groups, time_s=self._compute.time_s)
 
 
 def _agreed_exchanges(
@@ -375,20 +368,6 @@ def make_controller(
     modules.regions.on_taken = modules.parked.on_taken = leave_out
     modules.regions.on_left = count_again
     return controller
-
-
-def _machine_for(tiers: Tiers, links: Links, machine: Machine | None, *, shadow_nbytes: int) -> Machine:
-    """Return what plans are made for: the speeds are the user's, the caps are the configuration's."""
-    if machine is None:
-        with tiers.meter.excluding() if tiers.meter is not None else contextlib.nullcontext():
-            machine = cached_machine(tiers.compute, tiers.caps)
-    return replace(
-        machine,
-        device_nbytes=tiers.caps.device_nbytes,
-        host_nbytes=tiers.caps.host_nbytes,
-        shadow_nbytes=shadow_nbytes,
-        exchange_Bps=links.exchange_Bps,
-    )
 
 
 def _checked(config: object) -> Config:

@@ -11,9 +11,9 @@ from torch import nn
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.errors import StateError
-from chunkmem.nn.access import in_backward
 from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.frames import in_backward
 from chunkmem.nn.guard import AccessGuard
 from chunkmem.nn.ordinary import OrdinaryTensors
 from chunkmem.optim.scaler import LossScaler

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,18 +13,19 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from chunkmem.assembly import Runtime
+from chunkmem.building import ModelBuilding
+from chunkmem.checkpoints.loading import load_checkpoint
+from chunkmem.checkpoints.pretrained import save_pretrained
+from chunkmem.checkpoints.saving import save_checkpoint
 from chunkmem.comm.methods import ExchangeMethod
-from chunkmem.config import REGION_POLICIES, Config
-from chunkmem.errors import ConfigError, LayoutError, StateError
+from chunkmem.config import Config
+from chunkmem.errors import StateError
 from chunkmem.memory import MemoryReport
-from chunkmem.nn.built import HERE
-from chunkmem.nn.collect import Collector
 from chunkmem.nn.gather import gathered, parameters_in
-from chunkmem.nn.registry import check_fits
-from chunkmem.nn.released import BuiltOverRanks
-from chunkmem.nn.tiling import tile_linears
+from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
+from chunkmem.pipeline.options import PipelineOptions, blocks_of
 from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
@@ -33,11 +33,11 @@ from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.report import memory_report
-from chunkmem.sizes import shown
+from chunkmem.sizes import parse_nbytes
 from chunkmem.trace.model import Trace
 
 
-class ChunkManager:
+class ChunkManager(ModelBuilding):
     """Owns the tiers and the chunks of one process. Several can live side by side.
 
     Args:
@@ -76,7 +76,6 @@ class ChunkManager:
             machine=machine,
             make_lanes=make_lanes,
         )
-        """The parts that the manager is made of; no promise is made about them."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError("a manager cannot be copied or pickled: make another from its config")
@@ -86,134 +85,6 @@ class ChunkManager:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @contextlib.contextmanager
-    def init(self) -> Iterator[None]:
-        """Pack the modules built inside into chunks when the block ends.
-
-        Raises:
-            LayoutError: a parameter cannot be packed; the modules are as they were built.
-            CapacityError: the weights fit no tier; likewise.
-            StateError: over ranks, the memory of a parameter was asked for after its module had been attached to its
-                parent (see `release_after_init`). Whatever is raised there, the modules are lost: no rank has all
-                values.
-            ConfigError, RankError: not all ranks build the same.
-        """
-        self.runtime.require_open()
-        if self.runtime.collector is not None:
-            raise StateError(
-                "manager.init() inside manager.init(): build all modules in one block, or in blocks in turn"
-            )
-        collector = self.runtime.collector = Collector()
-        built = HERE
-        can_release = self.runtime.ranks.stages is None and not self.runtime.config.release_after_init
-        if self.runtime.sharding.shards is not None and can_release:
-            built = BuiltOverRanks(self.runtime.sharding.shards, collector)
-        try:
-            with self.runtime.random_numbers(), collector.watching(), built.watching():
-                yield
-                for root in collector.roots() if self.config.with_tiling_linear else ():
-                    self._tile(root, self._configured_numel)
-        finally:
-            self.runtime.collector = None
-        self.runtime.add(collector.roots(), collector.excluded(), kept=collector.not_reduced(), built=built)
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Pack the parameters of a model that exists; return the same object. Raises what `init` does."""
-        self.runtime.require_open()
-        if not isinstance(model, nn.Module):
-            raise LayoutError(f"manager.wrap() takes a torch.nn.Module, not a {type(model).__name__}")
-        if self.config.with_tiling_linear:
-            self._tile(model, self._configured_numel)
-        self.runtime.add([model], [])
-        return model
-
-    def tile(self, model: nn.Module, *, max_numel: int | None = None) -> nn.Module:
-        """Split wide linear layers of a model into tiles, before it is packed. Returns the same object.
-
-        Use it inside `init()`, when the model is built, or before `wrap()`. The layers become `TiledLinear`s, with the
-        values that they have. Those that cannot, since their weight is tied or they are more than an `nn.Linear`, stay
-        as they are, and a warning names them.
-
-        Args:
-            model: what is going to be packed.
-            max_numel: elements of a tile at most; None: a quarter of the widest layer's weight.
-
-        Raises:
-            LayoutError: `model` is no module, or `max_numel` no number of elements, or too small.
-            StateError: the model is managed already.
-        """
-        self.runtime.require_open()
-        if not isinstance(model, nn.Module):
-            raise LayoutError(f"manager.tile() takes a torch.nn.Module, not a {type(model).__name__}")
-        self._tile(model, max_numel)
-        return model
-
-    @property
-    def _configured_numel(self) -> int | None:
-        configured = self.config.with_tiling_linear
-        return None if isinstance(configured, bool) else configured
-
-    def _tile(self, model: nn.Module, max_numel: int | None) -> None:
-        collector = self.runtime.collector
-        left = tile_linears(model, max_numel=max_numel, excluded=collector.excluded() if collector else ())
-        if left and self.runtime.ranks.rank == 0:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in left.items())
-            warnings.warn(f"linear layers left untiled, whose chunks stay as large: {reasons}", stacklevel=3)
-
-    @contextlib.contextmanager
-    def exclude(self, reduce: bool = True) -> Iterator[None]:
-        """Leave the modules built inside ordinary PyTorch on the compute device. Use it inside `init()`.
-
-        `reduce` tells whether their gradients are averaged over ranks; with one process there is nothing to average.
-        """
-        if self.runtime.collector is None:
-            raise StateError("manager.exclude() belongs inside manager.init()")
-        with self.runtime.collector.excluding(reduce=reduce):
-            yield
-
-    def unit(self, module: nn.Module) -> nn.Module:
-        """Make a module one unit of exchange between ranks; call it before it is packed. Returns the same object.
-
-        By default, units are the children of ModuleList and Sequential. With one process it changes nothing.
-        """
-        self.runtime.require_open()
-        if not isinstance(module, nn.Module):
-            raise LayoutError(f"manager.unit() takes a torch.nn.Module, not a {type(module).__name__}")
-        self.runtime.sharding.units.mark(module)
-        return module
-
-    def region(self, module: nn.Module, *, policy: str = "auto") -> nn.Module:
-        """Manage what autograd saves in calls of a module, before that is packed. Returns the same object.
-
-        Args:
-            module: whose calls are managed as a whole, those of modules inside of it included.
-            policy: as `activations.policy` of the configuration, for this module.
-
-        Raises:
-            ConfigError: there is no such policy.
-        """
-        self.runtime.require_open()
-        if not isinstance(module, nn.Module):
-            raise LayoutError(f"manager.region() takes a torch.nn.Module, not a {type(module).__name__}")
-        if policy not in REGION_POLICIES:
-            raise ConfigError(f"policy is {shown(policy)}; give one of {', '.join(REGION_POLICIES)}")
-        self.runtime.modules.regions.policies.mark(module, policy)
-        return module
-
-    def on_host(self, module: nn.Module) -> nn.Module:
-        """Have a module compute on HOST, where weights, gradients and optimizer states stay. Returns the same object.
-
-        For a wide embedding: ids go to HOST and rows come back, and DEVICE never holds it. Call it before the module is
-        packed. Where DEVICE and HOST are one piece of RAM, nothing changes.
-
-        Raises:
-            LayoutError: it has no parameters.
-            StateError: it is packed already.
-        """
-        self.runtime.require_open()
-        self.runtime.modules.host.mark(module)
-        return module
 
     def pipeline(
         self,
@@ -254,9 +125,8 @@ class ChunkManager:
             CapacityError: the weights of a stage fit no tier.
         """
         self.runtime.require_open()
-        return make_pipeline(
-            self.runtime,
-            blocks,
+        options = PipelineOptions(
+            blocks_of(blocks),
             first=first,
             last=last,
             loss_fn=loss_fn,
@@ -266,6 +136,7 @@ class ChunkManager:
             stages_per_rank=stages_per_rank,
             deferred_batch_norm=deferred_batch_norm,
         )
+        return make_pipeline(self.runtime, options)
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:
         """Run `loss.backward(**kwargs)`; in fp16, of the loss times the loss scale.
@@ -350,17 +221,29 @@ class ChunkManager:
         finally:
             self.runtime.entry_points.gathers_open -= 1
 
-    def state_dict(self, model: nn.Module | None = None, *, rank0_only: bool = False) -> dict[str, Any]:
+    def state_dict(
+        self, model: nn.Module | None = None, *, rank0_only: bool = False, lazy: bool = False
+    ) -> dict[str, Any]:
         """Return the keys, order, shapes and dtypes of `model.state_dict()`: CPU copies, never views.
 
-        `model` may be left out if the manager has one. Over ranks, all have to call it; with `rank0_only` only the
-        first one gets it, and the others an empty dict.
+        Over ranks, all have to call it.
+
+        Args:
+            model: may be left out if the manager has one.
+            rank0_only: the first rank gets it, and the others an empty dict.
+            lazy: in place of copies there are tensors that are read when they are used, by `torch.save` one after the
+                other: values are those of that moment. In one process; `save` is for several.
+
+        Raises:
+            StateError: `lazy` over several ranks.
         """
         self.runtime.require_open()
         self.runtime.registry.check()
+        if lazy:
+            self.runtime.ranks.require_one("manager.state_dict(lazy=True)")
         with self.runtime.together("manager.state_dict()"):
             self.runtime.entry_points.ordinary.follow()
-            state = self.runtime.modules.surface.state_dict(self.runtime.root(model))
+            state = self.runtime.modules.surface.state_dict(self.runtime.root(model), lazily=lazy)
             state = self.runtime.with_all_stages(state)
         return {} if rank0_only and not self.runtime.ranks.is_first else state
 
@@ -375,13 +258,81 @@ class ChunkManager:
         """
         self.runtime.require_open()
         self.runtime.registry.check()
-        root = self.runtime.root(model)
-        with self.runtime.together("manager.load_state_dict()"):
-            check_fits(state_dict, self.runtime.modules.surface.expected_state(root), strict=strict)
-            keys: _IncompatibleKeys = root.load_state_dict(state_dict, strict=strict)
-            if self.runtime.sharding.shards is not None:
-                self.runtime.sharding.shards.send_on_host(reader="manager.load_state_dict()")
-        return keys
+        return self.runtime.load_state_dict(state_dict, self.runtime.root(model), strict=strict)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: StatefulOptimizer | None = None,
+        *,
+        model: nn.Module | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a checkpoint: a directory in the format of torch.distributed.checkpoint, complete or not there.
+
+        Every rank writes the chunks it owns, one parameter in memory at a time. A checkpoint that is there is replaced
+        when the new one is complete. It is a dict with "model", "optimizer" (states by the names of parameters) and
+        "extra", which plain PyTorch can load, too.
+
+        Args:
+            path: of the directory; over ranks, one that all of them see.
+            optimizer: whose states are saved; None: none are.
+            model: may be left out if the manager has one.
+            extra: anything else, such as `{"step": 100, "scheduler": scheduler.state_dict()}`; of the first rank.
+
+        Raises:
+            CheckpointError: it cannot be written, or `path` is something else; what was there before is there still.
+        """
+        self.runtime.require_open()
+        self.runtime.registry.check()
+        save_checkpoint(self.runtime, Path(path), optimizer, model=model, extra=extra)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: StatefulOptimizer | None = None,
+        *,
+        model: nn.Module | None = None,
+        strict: bool = True,
+    ) -> dict[str, Any]:
+        """Load a checkpoint that `save` or torch.distributed.checkpoint has written; return its `extra`.
+
+        The number of ranks and stages, caps, tiles and precision may be others. Files are looked over before anything
+        is changed. They are pickled: load only what you trust.
+
+        Args:
+            path: of the directory.
+            optimizer: whose states are loaded; None: none are.
+            model: may be left out if the manager has one.
+            strict: names of weights have to be the same.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit. Nothing has been changed.
+        """
+        self.runtime.require_open()
+        self.runtime.registry.check()
+        return load_checkpoint(self.runtime, Path(path), optimizer, model=model, strict=strict)
+
+    def save_pretrained(
+        self, path: str | os.PathLike[str], model: nn.Module | None = None, *, max_shard_size: str | int = "5GiB"
+    ) -> None:
+        """Write the weights as safetensors files, and a transformers model's configuration: for `from_pretrained`.
+
+        Over ranks all call it, and the first one writes, one parameter in memory at a time. Other files in the
+        directory stay, such as those of a tokenizer.
+
+        Args:
+            path: of the directory.
+            model: may be left out if the manager has one.
+            max_shard_size: of a file, in bytes or such as "500MiB".
+
+        Raises:
+            CheckpointError: it cannot be written; files that were there before are there still.
+            ConfigError: `max_shard_size` is no size.
+        """
+        self.runtime.require_open()
+        self.runtime.registry.check()
+        save_pretrained(self.runtime, Path(path), model, max_shard_nbytes=parse_nbytes(max_shard_size))
 
     def memory(self) -> MemoryReport:
         """Return bytes by tier and role, now and at the peak, and what has been moved. `str()` is a table."""

@@ -39,6 +39,7 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.guard import DeclaredReads
 from chunkmem.nn.hooks import ModuleHooks, RootCalls
 from chunkmem.nn.host_modules import HostModules
+from chunkmem.nn.lazy_tensor import LazyTensor
 from chunkmem.nn.packing import PackedModel, Packer
 from chunkmem.nn.parked import ParkedTensors
 from chunkmem.nn.reduction import Reduction
@@ -54,6 +55,7 @@ from chunkmem.optim.adam import AdamRule
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.places import StatePlaces
+from chunkmem.optim.slot_source import SlotSource
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
 from chunkmem.optim.update import GroupUpdater
 from chunkmem.runtime.chunk import Chunk
@@ -65,7 +67,7 @@ from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import TierCaps
 from chunkmem.shard.shards import ShardStore
 from chunkmem.shard.units import Units
-from chunkmem.types import Tier
+from chunkmem.types import Role, Tier
 
 T = TypeVar("T")
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
@@ -262,6 +264,7 @@ def make_modules(
         server,
         ModuleSurface(
             read=partial(_read, pager, sharding, updater),
+            lazy=partial(_lazy, pager, sharding, updater),
             write=partial(_write, pager, sharding, updater),
             saving=server.saving,
         ),
@@ -284,6 +287,15 @@ def require_open(pager: Pager) -> None:
 def _read(pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter) -> torch.Tensor:
     require_open(pager)
     return sharding.from_owner(managed, lambda: updater.read_weight(managed).to(managed.built_dtype))
+
+
+def _lazy(pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter) -> LazyTensor:
+    def read() -> torch.Tensor:
+        require_open(pager)
+        return updater.read_weight(managed).to(managed.built_dtype)
+
+    source = SlotSource(managed, Role.PARAM, read, owns=sharding.owns, from_owner=sharding.from_owner)
+    return source.tensor(tuple(managed.shape), managed.built_dtype)
 
 
 def _write(

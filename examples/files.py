@@ -7,9 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-import torch
 from options import fail
 
 
@@ -35,26 +34,3 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def save(state: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint."""
-    with replacing(path) as file:
-        torch.save(state, file)
-
-
-def load(path: Path) -> dict[str, Any]:
-    """Read what `save` wrote: mapped, so that the ranks of one machine share the memory it takes."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return {key: state[key] for key in ("step", "model", "optimizer", "scheduler")}
-    except FileNotFoundError:
-        fail(f"{path} does not exist, so there is nothing to resume")
-    except Exception:  # torch.load raises half a dozen kinds for files that are cut off or something else
-        fail(f"{path} is not a checkpoint of this program")
-
-
-def set_aside(path: Path) -> None:
-    """Keep what an earlier training left, under another name."""
-    if path.exists():
-        os.replace(path, path.with_name(f"earlier-{path.name}"))

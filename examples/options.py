@@ -35,6 +35,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--checkpointing", action="store_true", help="recompute activations in backward")
     add("--steps", type=_integer(1), default=500, metavar="N", help="of the whole training (default: 500)")
     add("--stop-after", type=_integer(1), metavar="N", help="end early, after so many steps of this run")
+    add("--keep", type=_integer(1), default=2, metavar="N", help="checkpoints to keep, the last ones (default: 2)")
     add("--save-every", type=_integer(1), default=100, metavar="N", help="steps (default: 100)")
     add("--batch", type=_integer(1), default=16, metavar="N", help="sequences a step and rank (default: 16)")
     add("--seq", type=_integer(1), default=64, metavar="N", help="bytes a sequence (default: 64)")

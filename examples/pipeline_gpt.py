@@ -20,10 +20,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.nn.functional as F
-from files import make_folder, save
+from checkpoints import Checkpoints
+from files import make_folder
 from gpt import PRESETS, VOCAB, Block, Shape, embedding, linear
 from options import fail
-from pretrain_gpt import start_of
 from ranks import Ranks, join_ranks
 from text import TextError, batch_at, load_text
 from torch import Tensor, nn
@@ -104,13 +104,12 @@ def train(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
     optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-3)
     scheduler = LambdaLR(optimizer, lambda step: 1 - 0.9 * step / args.steps)
 
-    path, first = args.out / "checkpoint.pt", 0
-    start = start_of(args, ranks)
-    if start:
-        manager.load_state_dict(start["model"])
-        optimizer.load_state_dict(start["optimizer"])
-        scheduler.load_state_dict(start["scheduler"])
-        first = start["step"]
+    checkpoints = Checkpoints(args.out)
+    first = checkpoints.start(ranks, resume=args.resume)
+    if first:
+        scheduler.load_state_dict(manager.load(checkpoints.of(first), optimizer)["scheduler"])
+        if ranks.num_restarts and ranks.is_first:
+            print(f"started again by torchrun: goes on after step {first} of {args.steps}", file=sys.stderr)
 
     text, losses = load_text(args.data, seq=args.seq), [float("nan")]
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, unit="step", disable=not ranks.is_first)
@@ -124,11 +123,11 @@ def train(args: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
         scheduler.step()
         bar.set_postfix_str(f"loss {losses[-1]:.3f}, {manager.timeline()}", refresh=False)
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
-            # All ranks take part, and the first one writes.
-            state = {"model": manager.state_dict(rank0_only=True), "optimizer": optimizer.state_dict()}
+            path = checkpoints.of(step + 1)
+            manager.save(path, optimizer, extra={"scheduler": scheduler.state_dict(), "step": step + 1})
             if ranks.is_first:
-                save({"step": step + 1, "scheduler": scheduler.state_dict(), **state}, path)
-    ranks.say(f"\nloss {losses[-1]:.3f} nats a byte after {args.steps} steps; {path}\n\n{manager.memory()}")
+                checkpoints.prune(keep=1)
+    ranks.say(f"\nloss {losses[-1]:.3f} nats a byte after {args.steps} steps; {args.out}\n\n{manager.memory()}")
     manager.close()
 
 

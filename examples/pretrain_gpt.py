@@ -14,15 +14,15 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 # torch's threads wait for each other by spinning, which on cores shared with other programs makes everything several
 # times slower. It has to be said before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from files import load, make_folder, replacing, save, set_aside
+from checkpoints import Checkpoints
+from files import make_folder, replacing
 from gpt import GPT, PRESETS, continue_text
 from options import fail, make_config, parse_arguments, weight_nbytes
 from ranks import Ranks, join_ranks
@@ -47,17 +47,16 @@ class Run:
     text: Text
     device: torch.device
     ranks: Ranks
-    start: dict[str, Any] | None
-    """A saved state to go on from; None is the beginning."""
+    start: int
+    """The step whose checkpoint training continues from; 0 is the beginning."""
 
     @property
     def steps(self) -> range:
-        first = self.start["step"] if self.start else 0
-        return range(first, min(self.args.steps, first + (self.args.stop_after or self.args.steps)))
+        return range(self.start, min(self.args.steps, self.start + (self.args.stop_after or self.args.steps)))
 
     @property
-    def checkpoint(self) -> Path:
-        return self.args.out / "checkpoint.pt"
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.args.out)
 
     def model(self) -> GPT:
         torch.manual_seed(self.args.seed)
@@ -90,9 +89,8 @@ def train(run: Run) -> Outcome | None:
     optimizer = getattr(chunkmem, run.config.optimizer.type)(model.parameters(), manager=manager)
     scheduler = run.scheduler(optimizer)
     if run.start:
-        manager.load_state_dict(run.start["model"])
-        optimizer.load_state_dict(run.start["optimizer"])
-        scheduler.load_state_dict(run.start["scheduler"])
+        saved = manager.load(run.checkpoints.of(run.start), optimizer)
+        scheduler.load_state_dict(saved["scheduler"])
 
     losses: list[float] = []
     with Progress(run, manager) as progress:
@@ -105,10 +103,14 @@ def train(run: Run) -> Outcome | None:
             losses.append(loss.item())
             progress.show(losses[-1])
             if step == run.steps[-1] or (step + 1) % args.save_every == 0:
-                # All ranks take part, and the first one writes.
-                state = {"model": manager.state_dict(rank0_only=True), "optimizer": optimizer.state_dict()}
+                # Every rank writes the chunks that it owns.
+                manager.save(
+                    run.checkpoints.of(step + 1),
+                    optimizer,
+                    extra={"scheduler": scheduler.state_dict(), "step": step + 1},
+                )
                 if ranks.is_first:
-                    save({"step": step + 1, "scheduler": scheduler.state_dict(), **state}, run.checkpoint)
+                    run.checkpoints.prune(keep=args.keep)
 
     ranks.say(f"\n{progress}\nvalidation loss {validation_loss(run, model):.3f} nats a byte\n\n{manager.memory()}\n")
     sample = continue_text(model, os.fsencode(args.prompt), args.sample, device=run.device)
@@ -182,22 +184,6 @@ def report(run: Run, manager: chunkmem.ChunkManager) -> None:
         print(note, file=sys.stderr)
 
 
-def start_of(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any] | None:
-    """Return the state to go on from: with --resume, or when torchrun has started the ranks again."""
-    path = args.out / "checkpoint.pt"
-    if args.resume or (ranks.num_restarts and path.exists()):
-        start = load(path)
-    else:
-        start = None
-        if ranks.is_first and ranks.may_restart and not ranks.num_restarts:
-            set_aside(path)  # a restart must not go on from an earlier training
-    step = start["step"] if start else 0
-    ranks.require_one("the step of checkpoint.pt", step)
-    if ranks.num_restarts and ranks.is_first:
-        print(f"started again by torchrun: goes on after step {step} of {args.steps}", file=sys.stderr)
-    return start
-
-
 def main() -> None:
     args = parse_arguments(__doc__)
     sys.stdout.reconfigure(errors="backslashreplace")
@@ -211,7 +197,9 @@ def main() -> None:
         if ranks.is_first:
             make_folder(args.out)
         text = load_text(args.data, seq=args.seq)
-        start = start_of(args, ranks)
+        start = Checkpoints(args.out).start(ranks, resume=args.resume)
+        if start and ranks.num_restarts and ranks.is_first:
+            print(f"started again by torchrun: goes on after step {start} of {args.steps}", file=sys.stderr)
         run = Run(args, make_config(args, device, num_ranks=ranks.size), text, device, ranks, start)
         if not run.steps and not ranks.num_restarts:
             fail(f"all {args.steps} steps are done; to go on, give more --steps")

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 if TYPE_CHECKING:
     from pretrain_gpt import Run
@@ -30,9 +32,12 @@ def train_in_plain_pytorch(run: Run) -> Outcome:
     optimizer = getattr(torch.optim, run.config.optimizer.type)(model.parameters(), fused=True, **options)
     scheduler = run.scheduler(optimizer)
     if run.start:
-        model.load_state_dict(run.start["model"])
-        optimizer.load_state_dict(run.start["optimizer"])
-        scheduler.load_state_dict(run.start["scheduler"])
+        weights, states = get_state_dict(model, optimizer)
+        extra = {"scheduler": scheduler.state_dict()}
+        saved = {"model": weights, "optimizer": states, "extra": extra}
+        dcp.load(saved, checkpoint_id=run.checkpoints.of(run.start), no_dist=True)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+        scheduler.load_state_dict(extra["scheduler"])
 
     losses: list[float] = []
     with run.bar("plain PyTorch") as bar:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import random
 import sys
@@ -24,62 +23,40 @@ from benchmarks.activations.variants import (
     PLAIN,
     RECOMPUTE,
     VARIANTS,
-    Failure,
     Start,
     Step,
     Summary,
+    Trainee,
     Variant,
-    serve,
 )
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
+from benchmarks.worker import Worker
 
 HERE = Path(__file__).parent
 IMAGES = HERE.parents[1] / "docs" / "images"
 NUM_PROBED_STEPS = 5
 
 
-class Worker:
-    """A variant in a process of its own, which works only while it is asked to."""
+class TraineeWorker(Worker):
+    """A `Trainee` in a process of its own."""
 
     def __init__(self, variant: Variant, work: Workload, stack: ExitStack) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.variant = variant
-        self._connection, far_end = context.Pipe()
-        process = context.Process(target=serve, args=(far_end, variant, work), daemon=True)
-        process.start()
-        far_end.close()
-        stack.callback(process.join)
-        stack.callback(process.terminate)
+        super().__init__(variant.name, Trainee, variant, work, stack=stack)
 
     def start(self, device_nbytes: int, link_Bps: float | None) -> Start | None:
         """Begin to train under a cap; return None if that does not fit."""
-        found: Start | None = self._ask("start", device_nbytes, link_Bps)
+        found: Start | None = self.ask("start", device_nbytes, link_Bps)
         return found
 
     def step(self) -> Step:
         """Train one step."""
-        found: Step = self._ask("step")
+        found: Step = self.ask("step")
         return found
 
     def summary(self) -> Summary:
         """Return what the plan promises, and how training ended."""
-        found: Summary = self._ask("summary")
+        found: Summary = self.ask("summary")
         return found
-
-    def _ask(self, *request: Any) -> Any:
-        """Call a method of the trainee.
-
-        Raises:
-            BenchmarkError: the process ended, on an exception or otherwise.
-        """
-        try:
-            self._connection.send(request)
-            answer = self._connection.recv()
-        except (EOFError, BrokenPipeError):
-            raise BenchmarkError(f"{self.variant.name}: its process ended, see above") from None
-        if isinstance(answer, Failure):
-            raise BenchmarkError(f"{self.variant.name} failed:\n{answer.traceback}")
-        return answer
 
 
 def measure(work: Workload, links: Sequence[str], *, num_caps: int, steps: int, load: float) -> dict[str, Any]:
@@ -89,7 +66,7 @@ def measure(work: Workload, links: Sequence[str], *, num_caps: int, steps: int, 
         BenchmarkError: a process failed, or two variants have not computed the same bits.
     """
     with ExitStack() as stack:
-        workers = {variant.name: Worker(variant, work, stack) for variant in VARIANTS}
+        workers = {variant.name: TraineeWorker(variant, work, stack) for variant in VARIANTS}
         ample = {name: workers[name].start(AMPLE_NBYTES, None) for name in (KEEP.name, RECOMPUTE.name)}
         kept, recomputed = ample[KEEP.name], ample[RECOMPUTE.name]
         assert kept is not None
@@ -117,23 +94,25 @@ def measure(work: Workload, links: Sequence[str], *, num_caps: int, steps: int, 
         }
 
 
-def smallest_cap(recomputing: Worker, nbytes: int) -> int:
+def smallest_cap(recomputing: TraineeWorker, nbytes: int) -> int:
     """Return the smallest cap from `nbytes` on, in steps of 2 %, under which all regions can be recomputed."""
     while recomputing.start(nbytes, None) is None:
         nbytes += nbytes // 50
     return nbytes
 
 
-def under_cap(workers: Sequence[Worker], cap_nbytes: int, link_Bps: float | None, *, steps: int) -> dict[str, Any]:
+def under_cap(
+    workers: Sequence[TraineeWorker], cap_nbytes: int, link_Bps: float | None, *, steps: int
+) -> dict[str, Any]:
     """Let all variants that fit take turns, one step each, in an order drawn again every time."""
     draw = random.Random(0)
-    starts = {worker.variant.name: worker.start(cap_nbytes, link_Bps) for worker in workers}
-    fitting = [worker for worker in workers if starts[worker.variant.name] is not None]
-    measured: dict[str, list[Step]] = {worker.variant.name: [] for worker in fitting}
+    starts = {worker.name: worker.start(cap_nbytes, link_Bps) for worker in workers}
+    fitting = [worker for worker in workers if starts[worker.name] is not None]
+    measured: dict[str, list[Step]] = {worker.name: [] for worker in fitting}
     for _ in range(steps):
         for worker in draw.sample(fitting, len(fitting)):
-            measured[worker.variant.name].append(worker.step())
-    summaries = {worker.variant.name: worker.summary() for worker in fitting}
+            measured[worker.name].append(worker.step())
+    summaries = {worker.name: worker.summary() for worker in fitting}
     for name, found in measured.items():
         same = [step.loss for step in found] == [step.loss for step in measured[PLAIN.name]]
         if not same or summaries[name].weights != summaries[PLAIN.name].weights:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import signal
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -204,26 +201,3 @@ class Trainee:
         if self._manager is not None:
             self._manager.close()
         self._manager = None
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A variant's process ended on an exception."""
-
-    traceback: str
-
-
-def serve(connection: Connection, variant: Variant, work: Workload) -> None:
-    """Call the method of `Trainee` that each message names, until the far end is gone; answer a `Failure` at last."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent gets Ctrl-C too, and ends every process.
-    # The other core is for copies: on an accelerator, they take none of the computing's time.
-    torch.set_num_threads(1)
-    try:
-        trainee = Trainee(variant, work)
-        while True:
-            name, *arguments = connection.recv()
-            connection.send(getattr(trainee, name)(*arguments))
-    except EOFError:
-        return
-    except Exception:
-        connection.send(Failure(traceback.format_exc()))

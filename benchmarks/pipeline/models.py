@@ -44,7 +44,7 @@ class Workload:
         return list(torch.randint(_VOCABULARY, (NUM_BATCHES, self.num_sequences, self.num_tokens + 1), generator=draw))
 
 
-FULL = Workload(num_layers=8, width=512, num_heads=8, num_sequences=32, num_tokens=64)
+FULL = Workload(num_layers=6, width=512, num_heads=8, num_sequences=32, num_tokens=64)
 COUNTED = Workload(num_layers=8, width=128, num_heads=4, num_sequences=32, num_tokens=4)
 """To count copies, which do not depend on how long anything takes."""
 QUICK = Workload(num_layers=3, width=64, num_heads=4, num_sequences=8, num_tokens=16)

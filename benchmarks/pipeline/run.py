@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import json
 import os
 import random
 import sys
@@ -23,50 +23,20 @@ from benchmarks.pipeline.variants import (
     NEVER,
     PLAIN,
     VARIANTS,
-    Failure,
     Setting,
     Step,
     Summary,
     Trainee,
-    Variant,
     is_installed,
-    serve,
 )
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
+from benchmarks.worker import Worker
 
 HERE = Path(__file__).parent
-SETTINGS = ("memory", "throttled", "ample")
+SETTINGS = ("memory", "memory-resident", "throttled", "throttled-resident", "ample")
+"""Two caps, of which the second has room for the activations of all micro-batches, over fast and slow links."""
 SHARE = 0.35
 LOSS_TOLERANCE = 1e-4
-
-
-class Worker:
-    """A variant in a process of its own, which works only while it is asked to."""
-
-    def __init__(self, variant: Variant, work: Workload, stack: ExitStack) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.variant = variant
-        self._connection, far_end = context.Pipe()
-        process = context.Process(target=serve, args=(far_end, variant, work), daemon=True)
-        process.start()
-        far_end.close()
-        stack.callback(process.join)
-        stack.callback(process.terminate)
-
-    def ask(self, *request: Any) -> Any:
-        """Call a method of the trainee.
-
-        Raises:
-            BenchmarkError: the process ended, on an exception or otherwise.
-        """
-        try:
-            self._connection.send(request)
-            answer = self._connection.recv()
-        except (EOFError, BrokenPipeError):
-            raise BenchmarkError(f"{self.variant.name}: its process ended, see above") from None
-        if isinstance(answer, Failure):
-            raise BenchmarkError(f"{self.variant.name} failed:\n{answer.traceback}")
-        return answer
 
 
 def measure(work: Workload, names: Sequence[str], *, num: int, steps: int, load: float) -> dict[str, Any]:
@@ -76,14 +46,19 @@ def measure(work: Workload, names: Sequence[str], *, num: int, steps: int, load:
         BenchmarkError: a process failed, or two variants have not computed the same.
     """
     with ExitStack() as stack:
-        workers = [Worker(variant, work, stack) for variant in VARIANTS if is_installed(variant)]
+        workers = [
+            Worker(variant.name, Trainee, variant, work, stack=stack) for variant in VARIANTS if is_installed(variant)
+        ]
         plain = workers[0]
         plain.ask("start", Setting(num))
         forward_s, activation_nbytes = plain.ask("forward_s"), plain.ask("activation_nbytes")
         link_Bps = work.param_nbytes / (load * forward_s)
+        resident_nbytes = num * (activation_nbytes + activation_nbytes // 8)  # autograd saves some of it elsewhere
         settings = {
-            "memory": Setting(num, SHARE, activation_nbytes),
-            "throttled": Setting(num, SHARE, activation_nbytes, link_Bps),
+            "memory": Setting(num, SHARE, activation_nbytes, 1),
+            "memory-resident": Setting(num, SHARE, resident_nbytes, num),
+            "throttled": Setting(num, SHARE, activation_nbytes, 1, link_Bps),
+            "throttled-resident": Setting(num, SHARE, resident_nbytes, num, link_Bps),
             "ample": Setting(num),
         }
         return {
@@ -102,36 +77,44 @@ def in_turns(workers: Sequence[Worker], setting: Setting, name: str, *, steps: i
     fitting = [
         worker for worker in tqdm(workers, desc=f"{name}: first steps", disable=None) if worker.ask("start", setting)
     ]
-    measured: dict[str, list[Step]] = {worker.variant.name: [] for worker in fitting}
+    measured: dict[str, list[Step]] = {worker.name: [] for worker in fitting}
     loads = []
     for _ in tqdm(range(steps), desc=f"{name}: steps", disable=None):
         for worker in draw.sample(fitting, len(fitting)):
-            measured[worker.variant.name].append(worker.ask("step"))
+            measured[worker.name].append(worker.ask("step"))
         loads.append(os.getloadavg()[0])
-    summaries: dict[str, Summary] = {worker.variant.name: worker.ask("summary") for worker in fitting}
+    summaries: dict[str, Summary] = {worker.name: worker.ask("summary") for worker in fitting}
     rows = {}
     for worker in fitting:
-        found, summary = measured[worker.variant.name], summaries[worker.variant.name]
-        rows[worker.variant.name] = {
+        found, summary = measured[worker.name], summaries[worker.name]
+        rows[worker.name] = {
             "step_s": [step.step_s for step in found],
             "cpu_s": [step.cpu_s for step in found],
             "loss": found[-1].loss,
             **asdict(summary),
         }
-        check(worker.variant, rows)
-    return {"link_Bps": setting.link_Bps, "param_share": setting.param_share, "load_averages": loads, "variants": rows}
+        check(worker.name, rows)
+    return {
+        "command": command("pipeline"),
+        "link_Bps": setting.link_Bps,
+        "param_share": setting.param_share,
+        "num_resident": setting.num_resident,
+        "load_averages": loads,
+        "variants": rows,
+    }
 
 
-def check(variant: Variant, rows: dict[str, Any]) -> None:
+def check(name: str, rows: dict[str, Any]) -> None:
     """Raise BenchmarkError if a chunkmem variant has not the bits of the first one, or another one another loss.
 
     Plain PyTorch trains fewer steps before those that are measured, so its bits are those of other steps.
     """
-    row = rows[variant.name]
-    first = next(rows[name] for name in rows if len(rows[name]["first_s"]) == len(row["first_s"]))
+    row = rows[name]
+    first = next(other for other in rows.values() if len(other["first_s"]) == len(row["first_s"]))
     is_close = abs(row["loss"] - first["loss"]) <= LOSS_TOLERANCE
-    if not is_close or (variant.is_exact and row["weights"] != first["weights"]):
-        raise BenchmarkError(f"{variant.name}: loss or weights are not those of the others")
+    is_exact = next(variant.is_exact for variant in VARIANTS if variant.name == name)
+    if not is_close or (is_exact and row["weights"] != first["weights"]):
+        raise BenchmarkError(f"{name}: loss or weights are not those of the others")
 
 
 def count(work: Workload) -> list[dict[str, Any]]:
@@ -161,26 +144,33 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each variant (default: %(default)s)")
     parser.add_argument("--micro-batches", type=int, default=8, help="(default: %(default)s)")
     told = "how many times as long as forward of a micro-batch a throttled link takes to copy all weights"
-    parser.add_argument("--load", type=float, default=2.0, help=f"{told} (default: %(default)s)")
+    parser.add_argument("--load", type=float, default=4.0, help=f"{told} (default: %(default)s)")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS, help="(default: all)")
     parser.add_argument("--no-copies", action="store_true", help="count no copies")
+    parser.add_argument("--keep", action="store_true", help="settings in --out that are not measured again stay there")
     parser.add_argument("--quick", action="store_true", help="a small model: tries the harness, measures nothing")
     arguments = parse(parser)
     if arguments.steps < 1 or arguments.micro_batches < 1 or not arguments.load > 0:
         parser.error("--steps and --micro-batches must be at least 1, and --load above 0")
+    if arguments.keep and not (arguments.out and arguments.out.exists()):
+        parser.error("--keep: there is no --out yet")
     return arguments
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure what the command line asks for and return it with all that is needed to repeat it."""
     work = QUICK if arguments.quick else FULL
-    return {
-        "command": command("pipeline"),
+    kept = json.loads(arguments.out.read_text()) if arguments.keep else {"settings": {}, "counted": []}
+    measured = {
         **surroundings(),
         "load": arguments.load,
         **measure(work, arguments.settings, num=arguments.micro_batches, steps=arguments.steps, load=arguments.load),
-        "counted": [] if arguments.no_copies else count(COUNTED),
+        "counted": kept["counted"] if arguments.no_copies else count(COUNTED),
     }
+    differing = [key for key in asdict(work) if key in kept and kept[key] != measured[key]]
+    if differing:
+        raise BenchmarkError(f"--keep: {arguments.out} is of a model with another {differing[0]}")
+    return measured | {"settings": kept["settings"] | measured["settings"]}
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.pipeline.variants import ACCUMULATING, AUTO, BY_LAYER, PLAIN, TORCHGPIPE, VARIANTS
+from benchmarks.pipeline.variants import ACCUMULATING, AUTO, BY_LAYER, NUM_WARMUP_STEPS, PLAIN, TORCHGPIPE, VARIANTS
 from benchmarks.stats import median_interval, paired_ratios
 
 Results = Mapping[str, Any]
@@ -18,7 +18,9 @@ def tables(results: Results) -> str:
     """Return the Markdown of `results`: surroundings, then steps and aims of each setting, then what was counted."""
     parts = [_surroundings(results)]
     for name, setting in results["settings"].items():
-        parts += [f"### {_title(name, setting, results)}", _steps(setting["variants"]), _aims(setting["variants"])]
+        told = f"`{setting['command']}`\n\n{_unplanned(setting['variants'])}"
+        parts += [f"### {_title(name, setting, results)}", told.strip(), _steps(setting["variants"])]
+        parts.append(_aims(setting["variants"]))
     if results["counted"]:
         parts += ["### Copies", _copies(results["counted"])]
     return "\n\n".join(parts)
@@ -36,7 +38,7 @@ def _surroundings(results: Results) -> str:
     hardware, versions = results["hardware"], results["versions"]
     loads = [load for setting in results["settings"].values() for load in setting["load_averages"]]
     return (
-        f"`{results['command']}`\n\n{hardware['cpu']}, {hardware['num_cpus']} cores, 1 thread; torch "
+        f"{hardware['cpu']}, {hardware['num_cpus']} cores, 1 thread; torch "
         f"{versions['torch']}; {results['param_nbytes'] / MIB:.0f} MiB of weights; {results['num_micro_batches']} "
         f"micro-batches, {results['num_sequences']} × {results['num_tokens']} tokens together, with "
         f"{results['activation_nbytes'] / MIB:.1f} MiB of activations each. Load average {min(loads):.1f} to "
@@ -48,7 +50,15 @@ def _title(name: str, setting: Results, results: Results) -> str:
     if name == "ample":
         return "All resident"
     speed = f"links throttled to {setting['link_Bps'] / 1e6:.0f} MB/s" if setting["link_Bps"] else "links as memory"
-    return f"DEVICE of {100 * setting['param_share']:.0f} % of PARAM and the activations of a micro-batch, {speed}"
+    num = setting["num_resident"]
+    activations = "a micro-batch" if num == 1 else f"all {num} micro-batches"
+    return f"DEVICE of {100 * setting['param_share']:.0f} % of PARAM and the activations of {activations}, {speed}"
+
+
+def _unplanned(rows: Results) -> str:
+    """Say what was planned again while steps were timed."""
+    found = [variant for variant in VARIANTS if (rows.get(variant.name, {}).get("num_planned") or 0) > NUM_WARMUP_STEPS]
+    return f"Planned again in timed steps: {', '.join(variant.title for variant in found)}." if found else ""
 
 
 def _steps(rows: Results) -> str:

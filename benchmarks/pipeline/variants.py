@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import signal
 import time
-import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -25,7 +22,7 @@ from chunkmem.testing import ThrottledLanes
 from chunkmem.types import Role
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-NUM_WARMUP_STEPS = 7
+NUM_WARMUP_STEPS = 16
 """Of chunkmem's variants: random numbers are counted in the first, the next two are recorded, then plans get better."""
 AMPLE_NBYTES = 1 << 40
 
@@ -80,6 +77,8 @@ class Setting:
     """The cap of chunkmem's variants without activations, as a share of PARAM bytes."""
     activation_nbytes: int = AMPLE_NBYTES
     """What the cap has in addition to that for activations, where it covers them."""
+    num_resident: int = 0
+    """The micro-batches whose activations that is for."""
     link_Bps: float | None = None
     """Of throttled links between the tiers; None: as fast as memory is."""
 
@@ -124,6 +123,8 @@ class Summary:
     traffic: Traffic | None = None
     recomputed: int | None = None
     """Calls of blocks that are recomputed."""
+    num_planned: int | None = None
+    """Steps until its plan was the last one: before those that are timed, planning is not part of their time."""
 
 
 class Trainee:
@@ -137,7 +138,7 @@ class Trainee:
     def start(self, setting: Setting) -> bool:
         """Build the model and train the first steps; False: it does not fit."""
         self.close()
-        self._num, self._num_steps = setting.num, 0
+        self._num, self._num_steps, self._num_planned = setting.num, 0, 0
         try:
             self._build(setting)
             num_warmup = 1 if self._manager is None else NUM_WARMUP_STEPS
@@ -212,11 +213,15 @@ class Trainee:
         """Train one step."""
         batch = self._batches[self._num_steps % NUM_BATCHES]
         self._num_steps += 1
+        plan = None if self._manager is None else self._manager.plan
         began_s, cpu_began_s = time.perf_counter(), time.process_time()
         loss = self._backward_of(batch)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return Step(time.perf_counter() - began_s, time.process_time() - cpu_began_s, loss)
+        step = Step(time.perf_counter() - began_s, time.process_time() - cpu_began_s, loss)
+        if self._manager is not None and self._manager.plan is not plan:
+            self._num_planned = self._num_steps
+        return step
 
     def forward_s(self) -> float:
         """Return the seconds of CPU of the forward of a micro-batch, the least of several."""
@@ -266,6 +271,7 @@ class Trainee:
             None if trace is None else sum(chunk.role is Role.PARAM for chunk in trace.chunk_nbytes),
             traffic(timeline),
             recomputed,
+            self._num_planned,
         )
 
     def close(self) -> None:
@@ -296,26 +302,3 @@ def traffic(timeline: Timeline) -> Traffic:
         sum(span.nbytes for span in activations),
         sum(timeline.moved_nbytes.values()),
     )
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A variant's process ended on an exception."""
-
-    traceback: str
-
-
-def serve(connection: Connection, variant: Variant, work: Workload) -> None:
-    """Call the method of `Trainee` that each message names, until the far end is gone; answer a `Failure` at last."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent gets Ctrl-C too, and ends every process.
-    # The other core is for copies: on an accelerator, they take none of the computing's time.
-    torch.set_num_threads(1)
-    try:
-        trainee = Trainee(variant, work)
-        while True:
-            name, *arguments = connection.recv()
-            connection.send(getattr(trainee, name)(*arguments))
-    except EOFError:
-        return
-    except Exception:
-        connection.send(Failure(traceback.format_exc()))

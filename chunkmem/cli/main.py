@@ -9,14 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from chunkmem.cli import build, check, chunk_size, config, estimate, info, plan, report
+from chunkmem.cli import build, check, chunk_size, config, convert, estimate, info, plan, report
 from chunkmem.cli.answer import CommandResult
 from chunkmem.errors import ChunkmemError
 
 BAD_INPUT = 2
 DOES_NOT_FIT = 1
 
-_COMMANDS = (estimate, check, plan, report, chunk_size, config, info, build)
+_COMMANDS = (estimate, check, plan, report, convert, chunk_size, config, info, build)
 _DESCRIPTION = """\
 Train models larger than the accelerator's memory. These commands answer questions before and after training; training
 itself is a Python program: see docs/getting-started.md."""

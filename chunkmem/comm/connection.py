@@ -211,7 +211,7 @@ class Connection:
         """Have the others say what this rank raises, if it does not take part in what they do next."""
         if self.size == 1 or self._failure is not None or isinstance(error, RankError):
             return
-        self._set_raised(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        self._set_raised(_first_line(error))
 
     def _set_raised(self, text: str) -> None:
         self._raised = text
@@ -261,16 +261,22 @@ class Connection:
                 raise self._leave(label, error) from error
             raise self._give_up(label, time.monotonic() - started_s, error) from error
 
-    def leave(self, label: str, error: Exception) -> None:
-        """Have the others hear at once what this rank raises: nothing can be done together any more."""
-        if self.size > 1:
-            self._leave(label, error)
+    def leave(self, label: str, error: Exception, *, where: str = "") -> None:
+        """Have the others hear at once what this rank raises: nothing can be done together any more.
 
-    def _leave(self, label: str, error: Exception) -> RankError:
+        Args:
+            label: of what it did.
+            error: a `RankError` is one that it has heard of from ranks that are not among these.
+            where: is put after the error.
+        """
+        if self.size > 1:
+            self._leave(label, error, where)
+
+    def _leave(self, label: str, error: Exception, where: str = "") -> RankError:
         """Have the others hear at once what this rank raises, who may be waiting for it."""
         with self._lock:
             if self._failure is None:
-                self.note_error(error)
+                self._set_raised(_first_line(error) + where)
                 self._hang_up()
                 number = self._names[self.rank]
                 self._failure = RankError(f"{label}: rank {number} raised {self._raised}", (number,))
@@ -330,6 +336,10 @@ class Connection:
         if self._numbers is None:
             raise StateError(f"{label}: the ranks were closed")
         return self._numbers
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _group_of(process_group: Any) -> dist.ProcessGroup | None:

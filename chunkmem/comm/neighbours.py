@@ -47,24 +47,30 @@ class Neighbours:
         self._ranks = ranks
         self._device = device
         self._in_ram = device.type == "cpu"
-        self._sent: deque[tuple[list[dist.Work], str]] = deque()
-        """Messages under way, the oldest first."""
+        self._sent: deque[tuple[list[dist.Work], str, Callable[[], None]]] = deque()
+        """Messages under way, the oldest first, and what is called when they have been sent."""
         self._received: dict[int, tuple[list[dist.Work], str]] = {}
         """By tag: what is waited for."""
 
-    def send(self, tensors: Sequence[torch.Tensor], message: Message) -> list[dist.P2POp]:
+    def send(
+        self, tensors: Sequence[torch.Tensor], message: Message, *, done: Callable[[], None] = lambda: None
+    ) -> list[dist.P2POp]:
         """Send tensors, or return what a schedule has to do so; see [Note: Depth].
+
+        `done` is called when they are not kept here any more.
 
         Raises:
             RankError: the peer is missing.
         """
         if not self._in_ram:
-            return self._operations(dist.isend, tensors, message)
+            operations = self._operations(dist.isend, tensors, message)
+            done()  # from here on they are the schedule's
+            return operations
         self.settle(up_to=self._ranks.size - 1)
         with self._ranks.waiting(message.label):
             group = self._ranks.group(self._device)
             works = [group.send([tensor.contiguous()], message.peer, message.tag) for tensor in tensors]
-        self._sent.append((works, message.label))
+        self._sent.append((works, message.label, done))
         return []
 
     def receive(self, tensors: Sequence[torch.Tensor], message: Message) -> list[dist.P2POp]:
@@ -84,7 +90,9 @@ class Neighbours:
     def settle(self, *, up_to: int = 0) -> None:
         """Wait until no more than so many messages are under way. Raises what `send` does."""
         while len(self._sent) > up_to:
-            self._wait(*self._sent.popleft())
+            works, label, done = self._sent.popleft()
+            self._wait(works, label)
+            done()
 
     def _wait(self, works: list[dist.Work], label: str) -> None:
         while works:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from chunkmem.comm.agreement import Operation
 from chunkmem.comm.connection import Connection
@@ -14,7 +15,7 @@ from chunkmem.comm.exchange import Members
 from chunkmem.comm.failure_detector import named
 from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.mesh import Mesh
-from chunkmem.errors import ConfigError
+from chunkmem.errors import ConfigError, StateError
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
@@ -56,6 +57,29 @@ class Ranks(Connection):
     def is_first(self) -> bool:
         """This is the first of all ranks that train the model."""
         return self.rank == 0 and (self.stages is None or self.stages.rank == 0)
+
+    def require_one(self, call: str) -> None:
+        """Raise a `StateError` if there are others: what a call returns would need them whenever it is used."""
+        if not self.are_one:
+            raise StateError(
+                f"{call} over several ranks: each of its values would be read by all of them together; use "
+                "manager.save(), where every rank writes what it owns"
+            )
+
+    def all_ranks_group(self) -> Any:
+        """Return torch's process group of all ranks, those of other pipeline stages included; None: the default one.
+
+        Raises:
+            ConfigError: with pipeline stages, the default group has other ranks, too.
+        """
+        if self.stages is None:
+            return self._given
+        if dist.get_world_size() != self.size * self.stages.size:
+            raise ConfigError(
+                f"the mesh has {self.size * self.stages.size} of {dist.get_world_size()} ranks; with pipeline stages, "
+                "checkpoints are written by all ranks of the job"
+            )
+        return None
 
     def _join_stages(self, stages: Ranks) -> None:
         self.stages = stages
@@ -146,6 +170,25 @@ class Ranks(Connection):
         """
         self.begin(Operation(label))
         return self._broadcast_object(value, label, source)
+
+    def from_first(self, value: _T, *, label: str) -> _T:
+        """Return what the first of all ranks passes, those of other pipeline stages included.
+
+        Raises:
+            RankError: a rank did not come.
+        """
+        if self.stages is not None:
+            value = self.stages.broadcast_object(value, label=label)
+        return self.broadcast_object(value, label=label)
+
+    def any_text(self, text: str, *, label: str) -> str:
+        """Return the text of the first rank, those of other pipeline stages included, that has one; else "".
+
+        Raises:
+            RankError: a rank did not come.
+        """
+        found = next((each.decode() for each in self._all_bytes(text.encode(), label) if each), "")
+        return found if self.stages is None else self.stages.any_text(found, label=label)
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], *, label: str) -> None:
         """Overwrite tensors with what rank 0 has in them.

@@ -147,11 +147,11 @@ class LoggedPager(Pager):
             self.log.add(Asked.UNPIN, chunk.id.group)
         super().unpin(chunk, tier)
 
-    def create(self, chunk: Chunk, tier: Tier, *, reader: object, zero: bool, elastic: bool = False) -> Replica:
+    def create(self, chunk: Chunk, tier: Tier, *, reader: object, zero: bool, **options: Any) -> Replica:
         if chunk.id.role is Role.ACTIVATION:
             self.log.add(Asked.CREATE, chunk.id.group, reader=reader)
             self.log.activations[chunk.id.group] = Activations(chunk.label, chunk.nbytes)
-        return super().create(chunk, tier, reader=reader, zero=zero, elastic=elastic)
+        return super().create(chunk, tier, reader=reader, zero=zero, **options)
 
     def consume(self, chunk: Chunk) -> None:
         if chunk.id.role is Role.ACTIVATION:

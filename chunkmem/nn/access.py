@@ -18,152 +18,23 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
-from chunkmem.nn.guard import AccessGuard
-from chunkmem.nn.transforms import check_transforms, unwrapped, wrapped_error
+from chunkmem.nn.frames import Frame, Referred
+from chunkmem.nn.transforms import check_transforms
 from chunkmem.nn.values import storage_id
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.shard.units import Unit
-from chunkmem.types import ChunkId, Role, Tier
-
-
-def in_backward() -> bool:
-    """Tell whether autograd is running a backward in this thread; a forward inside one is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def not_copyable() -> StateError:
-    """Return the error for `deepcopy`, `pickle` and `torch.save` of a managed module."""
-    return StateError(
-        "a managed model cannot be copied or pickled: its parameters live in chunks. Take manager.state_dict() and "
-        "load it into a model built again"
-    )
-
-
-class ParameterReads(dict[str, nn.Parameter | None]):
-    """A module's `_parameters`, reporting reads and refusing replacements of managed parameters.
-
-    For a while, as `torch.func.functional_call` does, a tensor that is no Parameter may stand in for one.
-    """
-
-    __slots__ = ("_managed", "_on_read")
-
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter | None],
-        managed: Mapping[str, ManagedParameter],
-        on_read: Callable[[ManagedParameter], None],
-    ) -> None:
-        super().__init__(parameters)
-        self._managed = managed
-        self._on_read = on_read
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        value = dict.__getitem__(self, name)
-        managed = self._managed.get(name)
-        if managed is not None and value is managed.param:
-            self._on_read(managed)
-        return value
-
-    def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
-        managed = self._managed.get(name)
-        if managed is not None and (value is None or (isinstance(value, nn.Parameter) and value is not managed.param)):
-            raise StateError(
-                f"parameter {managed.name} was packed into a chunk and cannot be replaced; write to it in place, load "
-                "values with manager.load_state_dict(), or give torch.func.functional_call tensors (.detach())"
-            )
-        if managed is not None and value is not None and unwrapped(value) is not value:
-            for given in self._managed.values():
-                if unwrapped(value) is given.param:
-                    raise wrapped_error(given.name)
-        for other in self._managed.values() if managed is None and value is not None else ():
-            if other.param is value:
-                raise StateError(
-                    f"parameter {other.name} was packed into a chunk and cannot get the name {name} too; do that "
-                    "before manager.wrap() or inside manager.init()"
-                )
-        dict.__setitem__(self, name, value)
-
-    def check(self) -> None:
-        """Raise if something still stands in for a managed parameter.
-
-        Raises:
-            StateError: it was put there, and not by `torch.func.functional_call`, which puts the parameter back.
-        """
-        for name, managed in self._managed.items():
-            if dict.get(self, name) is not managed.param:
-                raise StateError(
-                    f"parameter {managed.name} was replaced by a tensor in its module's _parameters; put it back, and "
-                    "write to it in place"
-                )
-
-    def __delitem__(self, name: str) -> None:
-        if name in self._managed:
-            raise StateError(f"parameter {self._managed[name].name} was packed into a chunk and cannot be removed")
-        dict.__delitem__(self, name)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise not_copyable()
+from chunkmem.types import ChunkId, Role
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
-
-
-Referred = int | ManagedParameter
-"""What there are references to: the memory of a group's chunk, or a parameter itself."""
-
-
-class Frame:
-    """One running call of a module, or of an operator outside of modules: what it has read, and so what it pins."""
-
-    __slots__ = (
-        "before", "containers", "first_node", "given", "groups", "guard", "inputs", "inside", "left_inside",
-        "module", "name", "opened", "reads", "recomputing", "thread", "tier", "took_turn", "unit",
-    )  # fmt: skip
-
-    def __init__(self, name: str, module: nn.Module | None = None, *, recomputing: bool = False) -> None:
-        self.name = name
-        self.module = module
-        self.recomputing = recomputing
-        self.thread = threading.get_ident()
-        self.took_turn = False
-        """This call is to give the turn back; see `chunkmem.nn.turn`."""
-        self.tier = Tier.DEVICE
-        """Where a module computes."""
-        self.reads: dict[ManagedParameter, int] = {}
-        """With the references to each when it was first read here."""
-        self.groups: dict[int, None] = {}
-        self.before: dict[int, tuple[BoundChunk, int]] = {}
-        """By group: references to the chunk's memory when it was first read here; see [Note: References]."""
-        self.left_inside: dict[Referred, int] = {}
-        """References that calls inside of this one have left since then."""
-        self.first_node = torch._C._autograd._get_sequence_nr()
-        """Autograd's number of the next node when the call began."""
-        self.inside: list[tuple[int, int]] = []
-        """Numbers of the nodes that calls inside of this one have made: from, to below."""
-        self.unit: Unit | None = None
-        """The unit of exchange that the module belongs to; None with one rank."""
-        self.opened: Unit | None = None
-        """The same if it was entered by this call."""
-        self.guard: AccessGuard | None = None
-        """The check that runs while this frame does."""
-        self.inputs: list[tuple[torch.Tensor, int]] = []
-        """(input that requires grad, its version at entry); noted where a frozen read ends with its gradient."""
-        self.containers: list[object] = []
-        """Lists and dicts it was given: it may put outputs into them."""
-        self.given: dict[int, torch.Tensor] = {}
-        """The tensors that were in them at entry, by id."""
-
-    def __str__(self) -> str:
-        return f"{self.name} {'recomputation' if self.recomputing else 'forward'}" if self.module else self.name
 
 
 class AccessTracker:
@@ -348,14 +219,16 @@ class AccessTracker:
 
     def relieve(self) -> bool:
         """Release chunks that nobody keeps references to any more; False if there are none."""
-        free = [group for group in self._held if not self._is_kept(group)]
-        for group in free:
-            self._let_go(group)
-        return bool(free)
+        has_let_go = False
+        for group in tuple(self._held):  # finalizers that run meanwhile may use parameters, and so hold and let go
+            if group in self._held and not self._is_kept(group) and group in self._held:
+                self._let_go(group)
+                has_let_go = True
+        return has_let_go
 
     def holders(self) -> tuple[str, ...]:
         """Return the names of the parameters whose chunks are held."""
-        homes = (cast(BoundChunk, self.chunks[group].home) for group in self._held)
+        homes = (cast(BoundChunk, self.chunks[group].home) for group in tuple(self._held))
         kept = (m for home in homes for m in home.parameters if m.num_references() > 0)
         return tuple(managed.name for managed in kept) or tuple(self.chunks[group].label for group in self._held)
 
@@ -374,7 +247,7 @@ class AccessTracker:
 
     def refresh_held(self) -> None:
         """Bring the newest values to where somebody outside looks: an update may have been made elsewhere."""
-        for group in self._held:
+        for group in tuple(self._held):
             self._pager.pin(self.chunks[group], self.chunks[group].compute_tier, reader="held")
             self._pager.unpin(self.chunks[group], self.chunks[group].compute_tier)
 

@@ -16,14 +16,16 @@ references are counted: the chunk stays until as many are gone as the calls anno
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from typing import cast
+from collections.abc import Iterable
 
 import torch
 
-from chunkmem.nn.access import AccessTracker, Frame
-from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.nn.access import AccessTracker
+from chunkmem.nn.backward_calls import BackwardCall
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.frames import Frame
 from chunkmem.nn.nodes import CallNodes, NodePins
+from chunkmem.nn.reference_counts import ReferenceCounts
 from chunkmem.nn.references import Findings, GraphSearch
 from chunkmem.nn.regions import RegionActivations
 from chunkmem.nn.saved_tensors import hides_saved_tensors
@@ -31,81 +33,9 @@ from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import kept_tensors, tensors_in
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
-from chunkmem.shard.units import Unit, Units
+from chunkmem.shard.units import Units
 
 _NOTHING = Findings({}, frozenset())
-_BEFORE = 0
-"""Stands for what was there before any module was recomputed."""
-
-
-class BackwardCall:
-    """One module call whose backward may come: what it read, and what of that is still waited for."""
-
-    __slots__ = (
-        "access", "counter", "frozen", "inputs", "inputs_left", "is_hidden", "made_in_step", "module", "name", "nodes",
-        "open", "reads", "references", "uncertain", "unit",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        name: str,
-        reads: tuple[ManagedParameter, ...],
-        access: AccessTracker,
-        *,
-        nodes: CallNodes,
-        unit: Unit | None = None,
-        references: Mapping[int, int] | None = None,
-        uncertain: Collection[int] = (),
-        is_hidden: bool = False,
-    ) -> None:
-        """Describe a call; its graph has `references` by group, which count as awaited as long as the call lives."""
-        self.name = name
-        self.reads = reads
-        self.access = access
-        self.unit = unit
-        self.references = {} if references is None else dict(references)
-        self.made_in_step = access.num_steps
-        for group, count in self.references.items():
-            access.awaited[group] = access.awaited.get(group, 0) + count
-        self.uncertain = uncertain
-        """Groups that are released when references are gone."""
-        self.nodes = nodes
-        self.counter = None if is_hidden else access.num_calls
-        """Where it counts as one that is to come. None: it does not, or no longer."""
-        if self.counter is not None:
-            self.counter.update(reads)
-        self.module = 0
-        """The identity of the module; 0 for an operator."""
-        self.is_hidden = is_hidden
-        """Its graph saves nothing itself, or saves it elsewhere: gradients have to land, too."""
-        self.inputs = 0
-        """Inputs whose gradients tell that frozen reads are over; 0 if those have to wait for the backward's end."""
-        self.inputs_left: set[int] = set()
-        self.frozen: set[int] = set()
-        """Groups of which a frozen parameter was read."""
-        self.open: dict[int, set[ManagedParameter]] = {}
-        """Pinned groups, each with the trainable reads that wait for a gradient. Not empty while announced."""
-
-    def used_up(self, group: int) -> None:
-        """The graph has run: its references are gone."""
-        count = self.references.pop(group, 0)
-        if count and self.made_in_step == self.access.num_steps:
-            self.access.awaited[group] -= count
-
-    def end(self) -> None:
-        """Its graph has run, or is gone."""
-        counter, self.counter = self.counter, None
-        if counter is not None:
-            counter.subtract(self.reads)
-
-    def __del__(self) -> None:
-        for group in list(getattr(self, "references", ())):
-            self.used_up(group)
-        if getattr(self, "counter", None) is not None:
-            self.end()
-
-    def __str__(self) -> str:
-        return f"{self.name} backward"
 
 
 class BackwardTracker:
@@ -138,15 +68,12 @@ class BackwardTracker:
         self._threads: dict[int, int | None] = {}
         """By such a task: the thread that called it."""
         self._graphs = GraphSearch()
+        self._references = ReferenceCounts(self._chunks, is_rehearsal=is_rehearsal)
         self._nodes = NodePins(
             pager, access, turn, graphs=self._graphs, watch=self.watch, then=lambda: self._settle_left()
         )
-        self._recomputed_in: dict[int, dict[int, Counter[int]]] = {}
-        """By graph task and group: references left by recomputed calls, by the identity of their module."""
         self._counted: set[int] = set()
         """Groups that some call of a unit is uncertain about."""
-        self._levels: dict[int, dict[int, int]] = {}
-        """By graph task and group: the references that are left when all calls announced so far have been through."""
         self._left: list[tuple[BackwardCall, int]] = []
         """Calls that wait for nothing but for references to go, each with the group."""
         self._held: list[Chunk] = []
@@ -194,7 +121,7 @@ class BackwardTracker:
         if frame.unit is not None:  # else it ends by nodes, or waits for what is certain to come
             self._counted |= found.uncertain
         if frame.recomputing:
-            self._recomputed(frame, left)
+            self._references.recomputed(frame, left)
         if frame.module is not None and (frame.recomputing or saves_elsewhere):  # who saves tensors for others has them
             found = Findings(left, found.uncertain)
         if outputs:
@@ -242,8 +169,7 @@ class BackwardTracker:
             self._access.num_calls = Counter()  # what was interrupted does not come
         self._regions.reset(step=step)
         if not self._running:
-            self._levels.clear()
-            self._recomputed_in.clear()
+            self._references.clear()
             self._waiting.clear()
         if step:
             for chunk in self._held:
@@ -275,7 +201,7 @@ class BackwardTracker:
             if self._nodes.announce(task, call):
                 self._running[task].append(call)
                 for group in self._counted.intersection(call.references):
-                    self._lower_level(task, group, by=call.references[group])
+                    self._references.lower(task, group, by=call.references[group])
             return
         self._running[task].append(call)
         call.inputs_left = set(range(call.inputs))
@@ -286,7 +212,7 @@ class BackwardTracker:
                 self._pager.pin(chunk, chunk.compute_tier, reader=call)
                 call.open[group] = set()
                 if group in self._counted:
-                    self._lower_level(task, group, by=call.references.get(group, 0))
+                    self._references.lower(task, group, by=call.references.get(group, 0))
                 if holding:
                     self._pager.pin(chunk, chunk.compute_tier, reader=call)
                     self._held.append(chunk)
@@ -316,11 +242,11 @@ class BackwardTracker:
         frozen_done = group not in call.frozen or (call.inputs > 0 and not call.inputs_left)
         have_landed = frozen_done and not call.open[group]
         if call.is_hidden:
-            is_over = have_landed and self._has_used_up(call, group)
+            is_over = have_landed and self._references.has_used_up(call.module, group)
             if have_landed and not is_over and (call, group) not in self._left:
                 self._left.append((call, group))
         elif group in call.uncertain:
-            is_over = self._is_through(group)
+            is_over = self._references.is_through(group)
         else:
             is_over = have_landed
         if not is_over:
@@ -337,36 +263,6 @@ class BackwardTracker:
                 self._settle(call, group)
         if self._left:
             self._left = [(call, group) for call, group in self._left if group in call.open]
-
-    def _num_references(self, group: int) -> int:
-        return cast(BoundChunk, self._chunks[group].home).num_foreign_references(besides=0)
-
-    def _lower_level(self, task: int, group: int, *, by: int) -> None:
-        """Expect so many references of a group to go, besides those that are expected to go already."""
-        levels = self._levels.setdefault(task, {})
-        levels[group] = (levels[group] if group in levels else self._num_references(group)) - by
-
-    def _recomputed(self, frame: Frame, left: Mapping[int, int]) -> None:
-        """A call inside of backward has left references, in tensors that somebody saves for its graph."""
-        recomputed = self._recomputed_in.setdefault(torch._C._current_graph_task_id(), {})
-        for group, count in left.items():
-            if group not in recomputed:
-                recomputed[group] = Counter({_BEFORE: self._num_references(group) - count})
-            recomputed[group][id(frame.module)] += count
-
-    def _has_used_up(self, call: BackwardCall, group: int) -> bool:
-        """Tell whether the references that a call left when it was recomputed are gone; others' may be there."""
-        recomputed = self._recomputed_in.get(torch._C._current_graph_task_id(), {}).get(group)
-        if recomputed is None or call.module not in recomputed or self._is_rehearsal:
-            return True
-        if self._num_references(group) > recomputed.total() - recomputed[call.module]:
-            return False
-        del recomputed[call.module]
-        return True
-
-    def _is_through(self, group: int) -> bool:
-        level = self._levels.get(torch._C._current_graph_task_id(), {}).get(group)
-        return level is None or self._num_references(group) <= level
 
     def _watch_inputs(self, call: BackwardCall, frame: Frame) -> None:
         if any(tensor._version != version for tensor, version in frame.inputs):
@@ -397,9 +293,8 @@ class BackwardTracker:
             self._units.end_backward()
 
     def _unpin(self, task: int, *, is_through: bool = False) -> None:
-        self._levels.pop(task, None)
         self._threads.pop(task, None)
-        self._recomputed_in.pop(task, None)
+        self._references.end_backward(task)
         self._nodes.end_task(task)
         for call in self._running.pop(task, ()):
             if is_through:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from chunkmem.nn.access import in_backward
+from chunkmem.nn.frames import in_backward
 from chunkmem.nn.precision import precision_of
 
 

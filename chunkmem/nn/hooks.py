@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from chunkmem.errors import StateError
-from chunkmem.nn.access import AccessTracker, Frame, ParameterReads, in_backward, not_copyable
+from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.frames import Frame, in_backward
 from chunkmem.nn.guard import AccessGuard
+from chunkmem.nn.parameter_reads import ParameterReads, not_copyable
 from chunkmem.nn.regions import RegionActivations
 from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.turn import Turn

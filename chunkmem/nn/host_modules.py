@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from chunkmem.errors import LayoutError, StateError
-from chunkmem.nn.access import AccessTracker, ParameterReads
+from chunkmem.nn.access import AccessTracker
+from chunkmem.nn.parameter_reads import ParameterReads
 from chunkmem.nn.values import tensors_in
 from chunkmem.types import Tier
 

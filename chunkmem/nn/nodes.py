@@ -29,8 +29,9 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from chunkmem.nn.access import AccessTracker, Frame
+from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.frames import Frame
 from chunkmem.nn.references import GraphSearch, nodes_between
 from chunkmem.nn.turn import Turn
 from chunkmem.runtime.pager import Pager

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from chunkmem.errors import LayoutError, StateError
-from chunkmem.nn.access import ParameterReads
 from chunkmem.nn.binding import serves_itself
 from chunkmem.nn.built import HERE, Built
+from chunkmem.nn.parameter_reads import ParameterReads
 from chunkmem.nn.values import storage_id
 
 _OF_PYTHON = 1

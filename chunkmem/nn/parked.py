@@ -81,15 +81,14 @@ class ParkedTensors:
         self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
         """Called with each storage that becomes part of a chunk."""
 
-    def park(self, tensors: list[torch.Tensor], *, name: str, what: str) -> Parked:
+    def park(self, tensors: list[torch.Tensor], *, name: str, what: str, copies: bool = False) -> Parked:
         """Take tensors without a history from a list, which is empty afterwards: the caller keeps none of them.
-
-        What others hold, too, stays as it is.
 
         Args:
             tensors: to be parked.
             name: of the block that has made them.
             what: "output" or "gradient"; see `chunkmem.trace.activations`.
+            copies: copy what others hold, too; else it stays as it is.
 
         Raises:
             CapacityError: they fit no tier.
@@ -98,11 +97,17 @@ class ParkedTensors:
         parked: list[torch.Tensor | _Layout] = []
         while tensors:
             parked.append(self._layout(tensors.pop(0), found))
+        if copies:
+            parked = [self._own(each, found) if isinstance(each, _Layout) else each for each in parked]
         taken = [each for each in found.values() if not each.is_escaped()]
         found.clear()
         for each in taken:
             self.on_taken(each.storage)
         return Parked(self, parked, self._create(taken, name=name, what=what) if taken else None)
+
+    def _own(self, layout: _Layout, found: dict[int, SavedStorage]) -> torch.Tensor | _Layout:
+        """Return the same in a storage that nobody else holds, which is one of `found`."""
+        return self._layout(layout.tensor().clone(), found) if layout.storage.is_escaped() else layout
 
     def keep(self, tensors: list[torch.Tensor]) -> Parked:
         """Return the same for tensors that stay where they are."""
@@ -126,12 +131,9 @@ class ParkedTensors:
     def _create(self, taken: list[SavedStorage], *, name: str, what: str) -> Chunk:
         saved = SavedStorages()
         chunk = self._chunks.get(f"{what}s of {name}", saved.hold(taken), live=self._live)
-        if Tier.DEVICE in chunk.replicas:  # of what is over; a plan was to free it
-            self._pager.store.drop(chunk, Tier.DEVICE)
-        chunk.saved = saved
         self._live[chunk.id] = False
         try:
-            self._pager.create(chunk, Tier.DEVICE, reader=f"{name} {what}", zero=False)
+            self._pager.create(chunk, Tier.DEVICE, reader=f"{name} {what}", zero=False, saved=saved)
         except BaseException:
             del self._live[chunk.id]
             saved.let_go()

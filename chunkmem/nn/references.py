@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from chunkmem.nn.access import Frame
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.frames import Frame
 from chunkmem.nn.saved_tensors import SavedReference
 from chunkmem.nn.values import storage_id
 

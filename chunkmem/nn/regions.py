@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ import torch
 from torch import nn
 
 from chunkmem.errors import CapacityError, TierIOError
+from chunkmem.nn.live_chunks import LiveChunks
 from chunkmem.nn.recompute import Recomputation
 from chunkmem.nn.region_calls import CallRecord, Recomputing, RegionCall
 from chunkmem.nn.region_chunks import RegionChunks
@@ -37,31 +37,9 @@ from chunkmem.nn.saved_storages import LeftStorages, SavedStorage, SavedStorages
 from chunkmem.nn.saved_tensors import ChunkHooks, OwnHooks, SavedReference
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.values import storage_id
-from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 from chunkmem.trace.model import Region, Trace
-from chunkmem.types import ChunkId, Tier
-
-_NO_TASK = -1
-"""What torch says where no backward runs."""
-_KEPT = -2
-"""In place of a backward: pinned from the end of forward on."""
-
-
-class _Sight(weakref.ref[RegionCall]):
-    """A call that is a chunk. When autograd lets go of it, only C code runs: the chunk is looked after later."""
-
-    __slots__ = ("chunk", "record", "thread")
-    chunk: Chunk
-    record: CallRecord
-    thread: int | None
-    """That called the backward which uses the chunk; None: nobody knows."""
-
-    @property
-    def is_recomputed(self) -> bool:
-        """The chunk has what was saved in a recomputation."""
-        return self.record.is_recomputed and self.chunk is self.record.chunk
 
 
 class RegionActivations(OwnHooks):
@@ -101,18 +79,11 @@ class RegionActivations(OwnHooks):
         """Calls of regions that run; those inside of another one are parts of it."""
         self._pending: RegionCall | None = None
         """Has been left, and is not looked over yet."""
-        self._live: dict[ChunkId, _Sight] = {}
-        """By chunk that has content: its call."""
-        self._gone: deque[weakref.ref[RegionCall]] = deque()
-        """Calls that autograd has let go of."""
-        self._pinned: dict[ChunkId, int] = {}
-        """Chunks that a backward uses, with its number, or that are kept."""
+        self._live = LiveChunks(pager, turn, chunks, before_end=self.settle)
         self._chunks = chunks
         self.policies = policies
         self._kept: Collection[int] = ()
         """Calls of the iteration, by their numbers, that are not recomputed although they may be."""
-        self.now: Callable[[], int] = lambda: 0
-        """Tells the number of moments so far."""
         self.records: list[CallRecord] = []
         """Of the calls of the iteration."""
         self.on_taken: Callable[[torch.UntypedStorage], None] = lambda storage: None
@@ -128,9 +99,13 @@ class RegionActivations(OwnHooks):
 
     def begin_iteration(self, kept: Collection[int] | None, now: Callable[[], int]) -> None:
         """A training step begins; see `chunkmem.steps.controller.Regions`."""
-        self.now = now
+        self._live.now = now
         self.records = []
         self._kept = () if kept is None else kept
+
+    def now(self) -> int:
+        """Return the number of moments so far."""
+        return self._live.now()
 
     def recorded(self) -> tuple[Region, ...]:
         """Return the regions of the iteration that may be recomputed or not, in the order of their forward."""
@@ -220,7 +195,7 @@ class RegionActivations(OwnHooks):
             CapacityError: it fits no tier.
         """
         call, self._pending = self._pending, None
-        self._look_after_gone()
+        self._live.look_after_gone()
         if call is None:
             return
         storages, call.storages = call.storages, {}
@@ -233,33 +208,13 @@ class RegionActivations(OwnHooks):
                 self.on_taken(each.storage)
             saved = SavedStorages(self._leave)
             what = "inputs" if call.record.is_recomputed else "activations"
-            call.chunk = self._begin(call, saved, saved.hold(taken), reader=f"{call.name} forward", what=what)
+            call.chunk = self._live.begin(call, saved, saved.hold(taken), reader=f"{call.name} forward", what=what)
             if call.record.is_recomputed:
                 call.record.inputs = call.chunk
             else:
                 call.record.chunk = call.chunk
             if call.record.policy == "keep":
-                self._pinned[call.chunk.id] = _KEPT
-                self._pager.pin(call.chunk, Tier.DEVICE, reader=call)
-
-    def _begin(self, call: RegionCall, saved: SavedStorages, nbytes: int, *, reader: str, what: str) -> Chunk:
-        """Return a chunk whose content is what a call has saved, or its inputs, or what was recomputed."""
-        num_made = self._chunks.num_made
-        chunk = self._chunks.get(f"{what} of {call.name}", nbytes, live=self._live)
-        if Tier.DEVICE in chunk.replicas and not self._pager.policy.is_planned:  # of a call that is over
-            self._pager.store.drop(chunk, Tier.DEVICE)
-        chunk.saved = saved
-        sight = self._live[chunk.id] = _Sight(call, self._gone.append)
-        sight.chunk, sight.record, sight.thread = chunk, call.record, None
-        try:
-            self._pager.create(chunk, Tier.DEVICE, reader=reader, zero=False)
-        except BaseException:
-            del self._live[chunk.id]
-            saved.let_go()
-            if num_made < self._chunks.num_made:
-                self._chunks.forget(chunk)  # it is too large: what fits takes another one
-            raise
-        return chunk
+                self._live.keep(call.chunk, call)
 
     # What autograd asks.
 
@@ -300,26 +255,17 @@ class RegionActivations(OwnHooks):
         if call.chunk is None:
             return
         self.settle()
-        self.begin_backward(call)
-        if call.chunk.id in self._pinned:
-            return
-        self._pin(call.chunk, call)
+        self._begin_backward(call)
+        self._live.use(call.chunk, call)
 
-    def begin_backward(self, call: RegionCall) -> None:
+    def _begin_backward(self, call: RegionCall) -> None:
         """Backward comes to a call, or to its recomputation."""
         if not call.record.backward:
             call.record.backward.append(self.now())
 
-    def _pin(self, chunk: Chunk, call: RegionCall) -> None:
-        self._pager.pin(chunk, Tier.DEVICE, reader=call)
-        task = self._pinned[chunk.id] = torch._C._current_graph_task_id()
-        self._live[chunk.id].thread = self._turn.hook_thread()
-        if task != _NO_TASK and list(self._pinned.values()).count(task) == 1:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
-
     def begin_recomputation(self, call: RegionCall) -> None:
         """A call is about to be recomputed."""
-        self.begin_backward(call)
+        self._begin_backward(call)
         call.record.again.append(self.now())
 
     def recomputed(self, call: RegionCall, nbytes: int) -> None:
@@ -330,11 +276,11 @@ class RegionActivations(OwnHooks):
         """
         took_turn = self._turn.take_in_hook()
         try:
-            self._look_after_gone()
+            self._live.look_after_gone()
             call.record.again.append(self.now())
             saved, what = SavedStorages(), "recomputed activations"
-            chunk = call.record.chunk = self._begin(call, saved, nbytes, reader=str(call), what=what)
-            self._pin(chunk, call)
+            chunk = call.record.chunk = self._live.begin(call, saved, nbytes, reader=str(call), what=what)
+            self._live.use(chunk, call)
         finally:
             if took_turn:
                 self._turn.give_back()
@@ -342,41 +288,6 @@ class RegionActivations(OwnHooks):
     def counts(self, call: RegionCall, storage: int) -> bool:
         """Tell whether a storage that is saved when a call is recomputed is one that it makes."""
         return storage not in call.given and not self._saved.is_chunk(storage)
-
-    def _end(self, task: int) -> None:
-        """A backward is over."""
-        took_turn = self._turn.take_in_hook()
-        try:
-            self.settle()
-            for key in [key for key, user in self._pinned.items() if user == task]:
-                self._unpin(key)
-                sight = self._live.get(key)
-                if sight is not None and sight.is_recomputed:  # nobody needs it any more
-                    self._use_up(sight.chunk)
-        finally:
-            if took_turn:
-                self._turn.give_back()
-
-    def _look_after_gone(self) -> None:
-        """Free the chunks of calls that autograd has let go of."""
-        while self._gone:
-            sight = self._gone.popleft()
-            assert isinstance(sight, _Sight)
-            if self._live.get(sight.chunk.id) is sight:
-                if len(sight.record.backward) == 1:
-                    sight.record.backward.append(self.now())
-                self._unpin(sight.chunk.id)
-                self._use_up(sight.chunk)
-
-    def _unpin(self, key: ChunkId) -> None:
-        if self._pinned.pop(key, None) is not None:
-            self._pager.unpin(self._pager.store.chunks[key], Tier.DEVICE)
-
-    def _use_up(self, chunk: Chunk) -> None:
-        del self._live[chunk.id]
-        self._pager.consume(chunk)
-        if Tier.DEVICE in chunk.replicas and not self._pager.policy.is_planned:
-            self._pager.store.drop(chunk, Tier.DEVICE)
 
     def _leave(self, storage: torch.UntypedStorage) -> None:
         self.left.add(storage)
@@ -387,7 +298,7 @@ class RegionActivations(OwnHooks):
     @property
     def pinning(self) -> Iterator[str]:
         """Who pins something now."""
-        return (self._pager.store.chunks[key].label for key in self._pinned)
+        return self._live.pinning
 
     def reset(self, *, step: bool) -> None:
         """Drop what an interrupted call left; at a step, give up to autograd what it has not let go of."""
@@ -396,31 +307,10 @@ class RegionActivations(OwnHooks):
         self._depth = 0
         with contextlib.suppress(CapacityError, TierIOError):  # then it is left to autograd
             self.settle()
-        for key in [key for key in self._pinned if not self._is_used_elsewhere(key)]:
-            self._unpin(key)
+        self._live.unpin_interrupted()
         if step:
             self.give_up()
 
-    def _is_used_elsewhere(self, key: ChunkId) -> bool:
-        """Tell whether the backward of another thread uses a chunk."""
-        return key in self._pinned and key in self._live and self._turn.runs_elsewhere(self._live[key].thread)
-
     def give_up(self) -> None:
         """The step is over: leave to autograd what it has not let go of."""
-        self._look_after_gone()
-        for sight in list(self._live.values()):
-            call = sight()
-            if call is not None and not self._is_used_elsewhere(sight.chunk.id):
-                self._give_up(sight.chunk, call)
-
-    def _give_up(self, chunk: Chunk, call: RegionCall) -> None:
-        """Leave the content of a chunk to autograd, which has not let go of it; it stays if it cannot be brought."""
-        try:
-            self._pager.pin(chunk, Tier.DEVICE, reader=call)
-        except (CapacityError, TierIOError):  # raised again where autograd asks for it
-            return
-        assert isinstance(chunk.saved, SavedStorages)
-        chunk.saved.let_go()
-        call.chunk = None
-        self._pager.unpin(chunk, Tier.DEVICE)
-        self._use_up(chunk)
+        self._live.give_up()

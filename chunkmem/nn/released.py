@@ -39,10 +39,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from chunkmem.comm.exchange import Shard, hand_over
 from chunkmem.layout.spec import Layout, digest
-from chunkmem.nn.access import ParameterReads
 from chunkmem.nn.binding import dense_stride
 from chunkmem.nn.built import Built
 from chunkmem.nn.collect import Collector
+from chunkmem.nn.parameter_reads import ParameterReads
 from chunkmem.nn.released_memory import Released, ReleasedMemory, Weight, can_go, content_of, is_alone
 from chunkmem.nn.released_operators import EscapeGuard, ReleasedGuard
 from chunkmem.runtime.device import runtime_mode

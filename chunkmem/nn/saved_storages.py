@@ -11,12 +11,14 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkmem.layout.spec import ALIGN_NBYTES
+from chunkmem.runtime.device import runtime_mode
 
 _STALE = -1
 """The version of a tensor that was written to after it was saved."""
@@ -96,15 +98,17 @@ class SavedStorage:
 
         Of a tensor without a history, autograd saves the object itself, which others may have, too.
         """
-        objects = {id(tensor): tensor for tensor in saved}
+        if all(type(tensor) is torch.Tensor and tensor._base is None for tensor in saved):
+            return self._is_alone_with(saved)
         bases = [tensor._base for tensor in saved]
+        objects = {id(tensor): tensor for tensor in saved}
         objects |= {id(base): base for base in bases if base is not None}
         # A view of a fake tensor keeps, in C++, all that it was made of: then only what Python refers to is looked at.
-        counts_cpp = not saved or not isinstance(saved[0], FakeTensor) or all(base is None for base in bases)
+        counts_cpp = not isinstance(saved[0], FakeTensor) or all(base is None for base in bases)
         bases.clear()
         # What refers, in this very place, to a storage that nobody else has in Python; this object does, too.
-        alone = torch.empty(0) if objects else None
-        storage = torch.UntypedStorage(0) if alone is None else alone.untyped_storage()
+        alone = torch.empty(0)
+        storage = alone.untyped_storage()
         if counts_cpp and torch._C._storage_Use_Count(self.storage._cdata) != len(objects) + 1:
             return False
         if sys.getrefcount(self.storage) != sys.getrefcount(storage):
@@ -121,6 +125,54 @@ class SavedStorage:
             and (cpp == in_cpp[0] + num_views[key] or not counts_cpp)
             for key, python, cpp in zip(map(id, listed[2:]), in_python[2:], in_cpp[2:], strict=True)
         )
+
+    def _is_alone_with(self, saved: list[torch.Tensor]) -> bool:
+        """Tell the same where none of the tensors is a view: most often, and each time that a chunk is emptied."""
+        alone, keys = _Alone.counted(), [id(tensor) for tensor in saved]
+        if torch._C._storage_Use_Count(self.storage._cdata) != len(set(keys)) + 1:
+            return False
+        if self._num_in_python() != (alone.storage if saved else alone.unused_storage):
+            return False
+        return all(
+            python - 2 * (keys.count(key) - 1) == alone.tensor_in_python and _use_count(tensor) == alone.tensor_in_cpp
+            for tensor, key, python in zip(saved, keys, _num_in_python(saved), strict=True)
+        )
+
+    def _num_in_python(self) -> int:
+        """Return the references to the storage in Python, that of this object among them."""
+        return sys.getrefcount(self.storage)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """References where nobody else has any, as `SavedStorage._is_alone_with` counts them."""
+
+    tensor_in_python: int
+    """To a tensor that was saved once."""
+    tensor_in_cpp: int
+    storage: int
+    """To its storage, in Python."""
+    unused_storage: int
+    """To one without a tensor."""
+
+    @classmethod
+    @cache
+    def counted(cls) -> _Alone:
+        """Count them: they are those of this Python and this torch."""
+        with runtime_mode():
+            kept = SavedTensor(torch.empty(1), _Nobody())
+            used, unused = SavedStorage(kept.tensor.untyped_storage()), SavedStorage(torch.UntypedStorage(0))
+        (in_python,) = _num_in_python([kept.tensor])
+        return cls(in_python, _use_count(kept.tensor), used._num_in_python(), unused._num_in_python())
+
+
+class _Nobody:
+    name = ""
+
+
+def _num_in_python(tensors: list[torch.Tensor]) -> list[int]:
+    """Return the references to each in Python, those of the list and of this function among them."""
+    return [sys.getrefcount(tensor) for tensor in tensors]
 
 
 def _use_count(tensor: torch.Tensor) -> int:

@@ -25,9 +25,10 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkmem.errors import StateError
-from chunkmem.nn.access import AccessTracker, Frame, in_backward
+from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter, Served
+from chunkmem.nn.frames import Frame, in_backward
 from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.turn import Turn
 from chunkmem.nn.wrappers import sharding_caller, wrapped

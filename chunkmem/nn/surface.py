@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from chunkmem.errors import StateError
-from chunkmem.nn.access import ParameterReads
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.lazy_tensor import LazyTensor
+from chunkmem.nn.parameter_reads import ParameterReads
 from chunkmem.runtime.device import runtime_mode
 
 
@@ -39,6 +40,7 @@ class ModuleSurface:
         self,
         *,
         read: Callable[[ManagedParameter], torch.Tensor],
+        lazy: Callable[[ManagedParameter], LazyTensor],
         write: Callable[[ManagedParameter, torch.Tensor], None],
         saving: Callable[[Iterable[ManagedParameter]], AbstractContextManager[None]],
     ) -> None:
@@ -46,17 +48,21 @@ class ModuleSurface:
 
         Args:
             read: returns a CPU copy of a parameter's newest values.
+            lazy: returns them as what is read when it is used.
             write: replaces them.
             saving: surrounds what a module does to put its parameters into a `state_dict`.
         """
         self._saving = saving
         self._read = read
+        self._lazy = lazy
         self._write = write
         self._loaded: dict[nn.Module, list[str]] = {}
         """Keys of a state that have been loaded, of modules whose loading is not over."""
         self._copies: MutableMapping[ManagedParameter, torch.Tensor] | None = None
         """Where tied names find the copy made for the first of them, while a whole `state_dict` is being made."""
         self._reading = True
+        self._lazily = False
+        """A `state_dict` of lazy tensors is being made."""
         self._given: list[_Given] = []
         """Copies that `model.state_dict()` gave out."""
         self._fitted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -84,18 +90,25 @@ class ModuleSurface:
             if isinstance(reads, ParameterReads):
                 reads.check()
 
-    def state_dict(self, root: nn.Module) -> dict[str, Any]:
-        """Return `root.state_dict()` with every tensor copied to the CPU; tied names share one copy."""
+    def state_dict(self, root: nn.Module, *, lazily: bool = False) -> dict[str, Any]:
+        """Return `root.state_dict()` with every tensor copied to the CPU; tied names share one copy.
+
+        Args:
+            root: of the model.
+            lazily: managed parameters are `LazyTensor`s.
+        """
         # Weak: of tiles that are joined to a layer, only the whole remains.
         copies = self._copies = weakref.WeakValueDictionary[ManagedParameter, torch.Tensor]()
+        self._lazily = lazily
         try:
             state: dict[str, Any] = root.state_dict()
         finally:
-            self._copies = None
+            self._copies, self._lazily = None, False
         made = {id(tensor) for tensor in copies.values()}
         for key, value in state.items():
             # What is on no device is in another pipeline stage.
-            if isinstance(value, torch.Tensor) and id(value) not in made and not value.is_meta:
+            is_copied = isinstance(value, LazyTensor) or id(value) in made
+            if isinstance(value, torch.Tensor) and not is_copied and not value.is_meta:
                 state[key] = value.detach().to("cpu", copy=True)
         return state
 
@@ -138,7 +151,7 @@ class ModuleSurface:
                     continue
                 copy = copies.get(managed)
                 if copy is None:
-                    copy = copies[managed] = self._read(managed)
+                    copy = copies[managed] = (self._lazy if self._lazily else self._read)(managed)
                 state[prefix + name] = copy
                 if self._copies is None:
                     self._given.append(_Given(prefix + name, copy))

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkmem.errors import LayoutError, StateError
-from chunkmem.nn.access import ParameterReads
+from chunkmem.nn.parameter_reads import ParameterReads
 from chunkmem.nn.released_memory import is_alone
 from chunkmem.nn.tiled import make_tiled
 from chunkmem.runtime.device import runtime_mode

@@ -9,23 +9,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from chunkmem.errors import StateError
+from chunkmem.nn.tensor_functions import METADATA, is_write
 
 _TENSOR: Any = torch.Tensor
-_METADATA = frozenset(
-    getattr(_TENSOR, name).__get__
-    for name in (
-        "shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "requires_grad", "is_cpu", "is_cuda",
-        "is_meta", "is_sparse", "is_quantized", "is_nested",
-    )
-) | frozenset(
-    getattr(_TENSOR, name)
-    for name in (
-        "size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "get_device", "__len__", "__hash__",
-    )
-)  # fmt: skip
-"""What is answered without the tiles."""
 _ALIAS = frozenset({_TENSOR.data.__get__, _TENSOR.detach})
-_REFUSED = frozenset({"__set__", "__delete__", "__setitem__", "data_ptr", "untyped_storage", "register_hook"})
+_REFUSED = frozenset({"data_ptr", "untyped_storage", "register_hook"})
 
 
 class WholeParameter(torch.Tensor):
@@ -58,13 +46,11 @@ class WholeParameter(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        is_dunder = name.startswith("__") and name.endswith("__")
-        writes = name[2:3] == "i" and hasattr(_TENSOR, f"__{name[3:]}") if is_dunder else name.endswith("_")
-        if writes or name in _REFUSED or isinstance(kwargs.get("out"), cls):
+        if is_write(func) or name in _REFUSED or isinstance(kwargs.get("out"), cls):
             raise StateError(
                 f"{name} of a tiled layer's weight or bias, which is a copy of its tiles: do that to each parameter in "
                 "layer.parameters(), or load the whole with layer.load_state_dict()"

@@ -13,7 +13,9 @@ from chunkmem.optim.checks import state_problems
 from chunkmem.optim.claims import Owner
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.rule import UpdateRule
+from chunkmem.optim.slot_source import SlotSource
 from chunkmem.runtime.device import runtime_mode
+from chunkmem.types import Role
 
 FIRST_STEP: Final = torch.ones((), dtype=torch.float32, device="cpu")
 
@@ -83,6 +85,23 @@ class ChunkStates:
         """Return CPU copies of a parameter's state, or some of it; empty if it has none; over ranks, all call it."""
         self._check(managed)
         return self._host.from_owner(managed, lambda: self._read(managed, self.keys if keys is None else keys))
+
+    def lazy(self, managed: ManagedParameter) -> dict[str, torch.Tensor]:
+        """Return a parameter's state with moments that are read when they are used; see `read`."""
+        if managed not in self:
+            return {}
+        state = self.read(managed, ("step",)) if "step" in self.keys else {}
+        host, updater = self._host, self._updater
+        for spec in updater.claims.states_of(managed):
+
+            def read(role: Role = spec.role) -> torch.Tensor:
+                host.require_open()
+                return updater.read(updater.state(role, managed), managed)
+
+            source = SlotSource(managed, spec.role, read, owns=host.owns, from_owner=host.from_owner)
+            shape, dtype = tuple(spec.shape_for(managed.param)), updater.state_dtype(spec, managed)
+            state[spec.role.value] = source.tensor(shape, dtype)
+        return state
 
     def _check(self, managed: ManagedParameter) -> None:
         self._host.require_open()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -10,36 +10,43 @@ import torch
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.host import OptimizerHost
+from chunkmem.optim.slot_source import SlotSource
 from chunkmem.optim.update import GroupUpdater
+from chunkmem.types import Role
 
 MASTER_KEY: Final = "master_weights"
 """Where a `state_dict` of an optimizer has them, by the index of the parameter."""
-_Read = Callable[[], torch.Tensor | None]
 
 
 def masters_to_save(
-    rows: Iterable[tuple[int, ManagedParameter]],
-    updater: GroupUpdater,
-    *,
-    from_owner: Callable[[ManagedParameter, _Read], torch.Tensor | None],
+    rows: Iterable[tuple[int, ManagedParameter]], host: OptimizerHost, *, lazily: bool = False
 ) -> dict[int, torch.Tensor]:
     """Return CPU copies of the weights that are wider than what was built, by index.
 
     Args:
-        rows: (index, parameter).
-        updater: reads weights.
-        from_owner: returns on every rank what the owner of a parameter reads; all ranks call it in one order.
+        rows: (index, parameter); all ranks give the same.
+        host: has the weights.
+        lazily: return `LazyTensor`s.
     """
-    found = {}
+    found: dict[int, torch.Tensor] = {}
     for index, managed in rows:
+        if managed.built_dtype.itemsize >= torch.float32.itemsize:
+            continue
 
-        def read(managed: ManagedParameter = managed) -> torch.Tensor | None:
-            weights = updater.read_weight(managed)
-            return weights if weights.dtype.itemsize > managed.built_dtype.itemsize else None
+        def is_wider(managed: ManagedParameter = managed) -> bool:
+            return host.updater.weight_dtype(managed).itemsize > managed.built_dtype.itemsize
 
-        values = from_owner(managed, read)
-        if values is not None:
-            found[index] = values
+        def read(managed: ManagedParameter = managed) -> torch.Tensor:
+            return host.updater.read_weight(managed)
+
+        if not host.from_owner(managed, is_wider):
+            continue
+        if lazily:
+            source = SlotSource(managed, Role.MASTER, read, owns=host.owns, from_owner=host.from_owner)
+            found[index] = source.tensor(tuple(managed.shape), torch.float32)
+        else:
+            found[index] = host.from_owner(managed, read)
     return found
 
 

@@ -43,13 +43,22 @@ class StatefulOptimizer(ChunkedOptimizer):
             "load it into a new optimizer"
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, lazy: bool = False) -> dict[str, Any]:
         """Return what the optimizer of torch over the same parameters would: CPU copies, never views.
 
         Under the key "master_weights" it also has, by the index of a parameter, float32 weights of those built in bf16
         or fp16: the model's `state_dict` has them as they were built. torch leaves that key out.
+
+        Args:
+            lazy: see `ChunkManager.state_dict`.
+
+        Raises:
+            StateError: `lazy` over several ranks.
         """
         self._host.require_open()
+        if lazy:
+            self._host.ranks.require_one("optimizer.state_dict(lazy=True)")
+            return self.lazy_state_dict()
         with self._host.together("optimizer.state_dict()"):
             state_dict = self._saved()
             for key in ("state", MASTER_KEY):
@@ -58,12 +67,21 @@ class StatefulOptimizer(ChunkedOptimizer):
                     state_dict[key] = dict(sorted(found.items()))
             return state_dict
 
-    def _saved(self) -> dict[str, Any]:
+    def lazy_state_dict(self) -> dict[str, Any]:
+        """Return `state_dict()` with `LazyTensor`s for the states of managed parameters, and for master weights.
+
+        With pipeline stages it has those of this one. Over ranks, all call it.
+        """
+        self._host.require_open()
+        with self._host.together("optimizer.lazy_state_dict()"):
+            return self._saved(lazily=True)
+
+    def _saved(self, *, lazily: bool = False) -> dict[str, Any]:
         self._updater.claims.check(self._managed(), self)
-        with self._states_filled_in():
+        with self._states_filled_in(lazily=lazily):
             state_dict: dict[str, Any] = super().state_dict()
         rows = self._by_index(state_dict["param_groups"])
-        if masters := masters_to_save(rows, self._updater, from_owner=self._host.from_owner):
+        if masters := masters_to_save(rows, self._host, lazily=lazily):
             state_dict[MASTER_KEY] = masters
         if self._host.scaler is not None:
             state_dict["loss_scaler"] = self._host.scaler.state_dict()
@@ -84,9 +102,17 @@ class StatefulOptimizer(ChunkedOptimizer):
         with self._host.together("optimizer.load_state_dict()"):
             self._load(state_dict)
 
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise what `load_state_dict` would; nothing is changed, and master weights are not looked at.
+
+        Raises:
+            CheckpointError: groups or shapes differ, or it was made with an option there is no counterpart of.
+        """
+        check_state(state_dict, self.param_groups, self._rule, name_of=self._name_of)
+
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._updater.claims.check(self._managed(), self)
-        check_state(state_dict, self.param_groups, self._rule, name_of=self._name_of)
+        self.check_state_dict(state_dict)
         saved = state_dict.get(MASTER_KEY, {})
         rows = self._by_index(state_dict["param_groups"])
         masters = {managed: saved[index] for index, managed in rows if index in saved and self._host.owns(managed)}
@@ -192,13 +218,17 @@ class StatefulOptimizer(ChunkedOptimizer):
         super().__setstate__({key: value for key, value in state.items() if key != "state"})
 
     @contextmanager
-    def _states_filled_in(self) -> Iterator[None]:
-        """Let `state` be ordinary copies of all states for a while: `torch.optim.Optimizer.state_dict` packs them."""
+    def _states_filled_in(self, *, lazily: bool) -> Iterator[None]:
+        """Let `state` be ordinary copies of all states for a while: `torch.optim.Optimizer.state_dict` packs them.
+
+        Args:
+            lazily: in place of copies of managed parameters' states there are `LazyTensor`s.
+        """
         shown = self._state
         copies: dict[Any, dict[str, torch.Tensor]] = {}
         for param, entry in shown.items():
             if isinstance(entry, ParameterState):
-                copies[param] = entry.copies()
+                copies[param] = entry.lazy() if lazily else entry.copies()
             elif entry:
                 copies[param] = {key: value.to("cpu", copy=True) for key, value in entry.items()}
         self._state = copies  # type: ignore[assignment]

@@ -96,6 +96,10 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
         """Return all of it as ordinary tensors."""
         return self._states.read(self._managed)
 
+    def lazy(self) -> dict[str, torch.Tensor]:
+        """Return all of it, with moments that are read when they are used."""
+        return self._states.lazy(self._managed)
+
 
 class OptimizerState(MutableMapping[Any, Any]):
     """What `optimizer.state` is: by parameter, the entries that torch keeps for it."""

@@ -53,15 +53,22 @@ class _Row:
         return dict(zip(self.tiled, self.layer.split(self.name, value), strict=True))
 
 
-def untile_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def untile_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the `state_dict` that an optimizer would have if no layer of the model were tiled.
 
     Over several ranks, all have to call it. The model's own `state_dict` is that of the untiled model as it is.
 
+    Args:
+        model: that has tiles.
+        optimizer: over its parameters.
+        state: of the optimizer; None: its `state_dict()`.
+
     Raises:
         CheckpointError: the parameters of one layer are in several parameter groups, or some of them have no state.
     """
-    state: dict[str, Any] = optimizer.state_dict()
+    state = optimizer.state_dict() if state is None else state
     groups = _rows(model, optimizer)
     found: dict[int, Any] = {}
     for row in (row for rows in groups for row in rows):
@@ -78,6 +85,26 @@ def untile_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -
         rows = [row for rows in groups for row in rows if row.tiled[0] in masters]
         untiled[MASTER_KEY] = {row.untiled: row.join(masters) for row in rows}
     return untiled
+
+
+def untiled_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return by parameter group the names that its parameters have in the untiled model, in the order of its state.
+
+    Raises:
+        CheckpointError: a parameter is none of the model's.
+    """
+    names = {id(param): name for name, param in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if lacking := [tuple(param.shape) for param in params if id(param) not in names]:
+        raise CheckpointError(
+            f"the optimizer has {len(lacking)} parameters that are not the model's, one of shape {lacking[0]}; name "
+            "the model whose parameters it has: model=..."
+        )
+    found = []
+    for rows in _rows(model, optimizer):
+        own = [(names[id(params[row.tiled[0]])], row) for row in rows]
+        found.append([name if row.layer is None else f"{name.rsplit('.tile_', 1)[0]}.{row.name}" for name, row in own])
+    return found
 
 
 def tile_optimizer_state(

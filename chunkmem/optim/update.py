@@ -15,7 +15,7 @@ from chunkmem.optim.claims import Claims, Owner, Wanted
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
-from chunkmem.optim.rule import UpdateItem, UpdateRule, fill, slot_tensors
+from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, fill, slot_tensors
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import runtime_mode
@@ -206,6 +206,10 @@ class GroupUpdater:
         self._pager.notice_writes(self._chunk(Role.PARAM, managed.group))
         return self.read(self._weights(managed.group)[-1], managed)
 
+    def weight_dtype(self, managed: ManagedParameter) -> torch.dtype:
+        """Return the dtype of what `read_weight` returns, on the rank that owns the parameter."""
+        return self._weights(managed.group)[-1].dtype
+
     def write_weight(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Set a parameter's values, and those of its master copy if there is one."""
         for chunk in self._weights(managed.group):
@@ -229,6 +233,11 @@ class GroupUpdater:
     def state(self, role: Role, managed: ManagedParameter) -> Chunk:
         """Return the chunk of `role` that holds the parameter's state."""
         return self._chunk(role, managed.group)
+
+    def state_dtype(self, spec: StateSpec, managed: ManagedParameter) -> torch.dtype:
+        """Return the dtype of a parameter's state, which may be on another rank."""
+        dtype: torch.dtype = getattr(torch, spec.form(self._chunk(Role.PARAM, managed.group).group).dtype)
+        return dtype
 
     def gradient(self, managed: ManagedParameter) -> torch.Tensor:
         """Return the slot of a gradient that has landed, where it is now; not a copy."""

@@ -5,13 +5,15 @@ runs and with gradients in `.grad` is done here in other ways:
 
     received    memory for a micro-batch is allocated when its receive is posted, and goes with its graph
     sent        let go of when it has arrived; a graph is kept by its gradient edges, not by its outputs
+    both        chunks of activations, on the device until then
     shapes      of `chunkmem.pipeline.forms`; those of the last micro-batch may differ
     gradients   stay in the slots of chunks: each micro-batch's loss is divided, not the sum of gradients
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +25,14 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.errors import StateError
+from chunkmem.nn.parked import Parked, ParkedTensors
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.forms import BorderForm, TensorForm
 from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.pipeline.modules import StageModule
+from chunkmem.plan.timeline import StageWork
+from chunkmem.runtime.step_log import StepLog
+from chunkmem.runtime.timestamps import Clock, Interval
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,9 @@ class Stage(_PipelineStageBase):
         num_stages: int,
         *,
         neighbours: Neighbours,
+        parking: ParkedTensors,
+        clock: Clock,
+        log: Callable[[], StepLog | None],
         device: torch.device,
         group: Any,
     ) -> None:
@@ -70,22 +79,28 @@ class Stage(_PipelineStageBase):
             index: of all stages.
             num_stages: of all ranks.
             neighbours: has what goes to other stages sent.
+            parking: makes chunks of that, and of what they send.
+            clock: of what the device computes.
+            log: of the step that runs; None: nothing is written down of it.
             device: where values go in and out.
             group: one rank of each stage, for torch's schedules.
         """
         super().__init__(module, index, num_stages, device, group)
         self.args_recv_info = {0: ()}
         self._neighbours = neighbours
+        self._parking = parking
+        self._clock = clock
+        self._log = log
         self._step: StageStep | None = None
-        self._received: dict[int, list[torch.Tensor]] = {}
+        self._received: dict[int, Parked] = {}
         """By micro-batch: what the stage before sends."""
-        self._gradients: dict[int, list[torch.Tensor]] = {}
+        self._gradients: dict[int, Parked] = {}
         """By micro-batch: what the stage after sends."""
         self._edges: dict[int, list[GradientEdge | None]] = {}
         """By micro-batch whose backward has not run: where it begins, for each gradient that comes."""
         self._cuts: dict[int, list[_Cut]] = {}
         """By such a micro-batch: where it ends."""
-        self._outgoing: dict[int, list[torch.Tensor]] = {}
+        self._outgoing: dict[int, Parked] = {}
         """What is about to be sent, from forward or backward to the call that sends it."""
 
     def begin(self, step: StageStep) -> None:
@@ -98,30 +113,32 @@ class Stage(_PipelineStageBase):
         """Begin to receive the inputs of a micro-batch."""
         if self.is_first:
             return []
-        tensors = self._received[fwd_chunk_id] = [form.empty(self.device) for form in self._inputs(fwd_chunk_id)]
-        return self._neighbours.receive(tensors, self._message(fwd_chunk_id, -1, is_sent=False, forward=True))
+        tensors = [form.empty(self.device) for form in self._inputs(fwd_chunk_id)]
+        buffers = self._received[fwd_chunk_id] = self._park(tensors, step=-1, what="output")
+        return self._neighbours.receive(buffers.bring(), self._message(fwd_chunk_id, -1, is_sent=False, forward=True))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send the outputs of a micro-batch."""
         if self.is_last:
             return []
-        tensors = self._outgoing.pop(fwd_chunk_id)
-        return self._neighbours.send(tensors, self._message(fwd_chunk_id, 1, is_sent=True, forward=True))
+        message = self._message(fwd_chunk_id, 1, is_sent=True, forward=True)
+        return self._send(self._outgoing.pop(fwd_chunk_id), message)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Begin to receive the gradients of the outputs of a micro-batch."""
         if self.is_last or not self.has_backward:
             return []
         forms = [form for form in self._outputs(bwd_chunk_id) if form.requires_grad]
-        tensors = self._gradients[bwd_chunk_id] = [form.empty(self.device) for form in forms]
-        return self._neighbours.receive(tensors, self._message(bwd_chunk_id, 1, is_sent=False, forward=False))
+        tensors = [form.empty(self.device) for form in forms]
+        buffers = self._gradients[bwd_chunk_id] = self._park(tensors, step=0, what="gradient")
+        return self._neighbours.receive(buffers.bring(), self._message(bwd_chunk_id, 1, is_sent=False, forward=False))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Send the gradients of the inputs of a micro-batch."""
         if self.is_first or not self.has_backward:
             return []
-        tensors = self._outgoing.pop(bwd_chunk_id)
-        return self._neighbours.send(tensors, self._message(bwd_chunk_id, -1, is_sent=True, forward=False))
+        message = self._message(bwd_chunk_id, -1, is_sent=True, forward=False)
+        return self._send(self._outgoing.pop(bwd_chunk_id), message)
 
     # What schedules call: computations.
 
@@ -132,9 +149,11 @@ class Stage(_PipelineStageBase):
         assert self._step is not None
         part = self._step.parts[fwd_chunk_id]
         value = part.inputs if self.is_first else self._take_inputs(fwd_chunk_id)
-        with self._step.statistics.micro_batch(fwd_chunk_id):
+        with self._timed(StageWork.FORWARD, fwd_chunk_id), self._step.statistics.micro_batch(fwd_chunk_id):
             output = self.submod(value, policy=self._step.policies[fwd_chunk_id])
         del value
+        if not self.is_first:
+            self._received.pop(fwd_chunk_id).end()
         if not self.is_last:
             tensors = self._step.borders[fwd_chunk_id][self.stage_index].flattened(output)
             del output
@@ -142,7 +161,10 @@ class Stage(_PipelineStageBase):
                 forms = self._outputs(fwd_chunk_id)
                 pairs = [tensor for tensor, form in zip(tensors, forms, strict=True) if form.requires_grad]
                 self._edges[fwd_chunk_id] = [get_gradient_edge(t) if t.requires_grad else None for t in pairs]
-            self._outgoing[fwd_chunk_id] = [tensor.detach() for tensor in tensors]
+                del pairs
+            sent = [tensor.detach() for tensor in tensors]
+            del tensors
+            self._outgoing[fwd_chunk_id] = self._park(sent, step=0, what="output")
             return None
         given = (output,) if part.target is None else (output, part.target)
         loss = self._step.loss_fn(*given)
@@ -167,15 +189,21 @@ class Stage(_PipelineStageBase):
         assert full_backward, "schedules that split backward are refused"
         edges, cuts = self._edges.pop(bwd_chunk_id), self._cuts.pop(bwd_chunk_id, [])
         if not self.is_last:
-            self._neighbours.wait(self._message(bwd_chunk_id, 1, is_sent=False, forward=False).tag)
-        gradients: Sequence[torch.Tensor | None] = self._gradients.pop(bwd_chunk_id, [None] * len(edges))
+            self._wait(self._message(bwd_chunk_id, 1, is_sent=False, forward=False), bwd_chunk_id)
+        received = self._gradients.pop(bwd_chunk_id, None)
+        gradients = [None] * len(edges) if received is None else received.bring()
         begun = [(edge, grad) for edge, grad in zip(edges, gradients, strict=True) if edge is not None]
+        del gradients
         if begun:
             self._step.hold(self.submod)
-            with self._step.around_backward():
+            with self._timed(StageWork.BACKWARD, bwd_chunk_id), self._step.around_backward():
                 torch.autograd.backward([edge for edge, _ in begun], [grad for _, grad in begun])
+        del begun
+        if received is not None:
+            received.end()
         if not self.is_first:
-            self._outgoing[bwd_chunk_id] = [cut.gradient(self.device) for cut in cuts if cut.form.requires_grad]
+            tensors = [cut.gradient(self.device) for cut in cuts if cut.form.requires_grad]
+            self._outgoing[bwd_chunk_id] = self._park(tensors, step=-1, what="gradient")
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Do nothing: losses are divided."""
@@ -185,8 +213,12 @@ class Stage(_PipelineStageBase):
 
     def clear_runtime_states(self) -> None:
         """Forget what an interrupted step has left."""
-        for left in (self._received, self._gradients, self._edges, self._cuts, self._outgoing):
-            left.clear()
+        for messages in (self._received, self._gradients, self._outgoing):
+            for parked in messages.values():
+                parked.end()
+            messages.clear()
+        self._edges.clear()
+        self._cuts.clear()
 
     # What schedules prepare, and nothing here needs.
 
@@ -212,11 +244,45 @@ class Stage(_PipelineStageBase):
 
     def _take_inputs(self, part: int) -> Any:
         assert self._step is not None
-        self._neighbours.wait(self._message(part, -1, is_sent=False, forward=True).tag)
-        tensors, forms = self._received.pop(part), self._inputs(part)
+        self._wait(self._message(part, -1, is_sent=False, forward=True), part)
+        tensors, forms = self._received[part].bring(), self._inputs(part)
         cuts = self._cuts[part] = [_Cut(form, tensor) for form, tensor in zip(forms, tensors, strict=True)]
         del tensors
         return self._step.borders[part][self.stage_index - 1].filled([cut.take() for cut in cuts])
+
+    def _wait(self, message: Message, part: int) -> None:
+        if self.device.type == "cpu":
+            with self._timed(StageWork.WAIT, part):
+                self._neighbours.wait(message.tag)
+
+    @contextlib.contextmanager
+    def _timed(self, work: StageWork, part: int) -> Iterator[None]:
+        """Write down when that is done for a micro-batch."""
+        log = self._log()
+        if log is None:
+            yield
+            return
+        started = self._clock.timestamp()
+        yield
+        log.stage_calls.append((work, self.stage_index, part, Interval(started, self._clock.timestamp())))
+
+    def _park(self, tensors: list[torch.Tensor], *, step: int, what: str) -> Parked:
+        """Return a chunk of tensors, of which the caller keeps none; in evaluations the tensors as they are.
+
+        Args:
+            tensors: that the stage before this one (`step` is -1), or this one (0), gives or is given.
+            step: see there.
+            what: "output" of that stage, or "gradient" of it.
+        """
+        if not torch.is_grad_enabled():
+            return self._parking.keep(tensors)
+        contiguous: list[torch.Tensor] = []
+        while tensors:
+            contiguous.append(tensors.pop(0).contiguous())
+        return self._parking.park(contiguous, name=f"stage {self.stage_index + step}", what=what, copies=True)
+
+    def _send(self, parked: Parked, message: Message) -> list[dist.P2POp]:
+        return self._neighbours.send(parked.bring(), message, done=parked.end)
 
     def _message(self, part: int, step: int, *, is_sent: bool, forward: bool) -> Message:
         other = self.stage_index + step

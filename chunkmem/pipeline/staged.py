@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from chunkmem.assembly import Runtime
 from chunkmem.comm.neighbours import Neighbours
@@ -21,81 +21,48 @@ from chunkmem.pipeline.forms import BorderForms
 from chunkmem.pipeline.held import HeldStage
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.modules import StageModule, divide, with_ends
+from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.schedules import FOR_ANY_NUMBER, Schedule, check_schedule, make_schedule
 from chunkmem.pipeline.stage import Stage, StageStep
 from chunkmem.pipeline.ties import TiedParameters
 
-LossFunction = Callable[[Any, Any], torch.Tensor]
 
-
-def staged_pipeline(
-    runtime: Runtime,
-    blocks: Sequence[nn.Module],
-    *,
-    loss_fn: LossFunction,
-    micro_batches: int,
-    first: nn.Module | None = None,
-    last: nn.Module | None = None,
-    checkpoint: str = "auto",
-    schedule: str = "auto",
-    stages_per_rank: int | None = None,
-    deferred_batch_norm: bool = False,
-) -> StagedPipeline:
+def staged_pipeline(runtime: Runtime, options: PipelineOptions) -> StagedPipeline:
     """Divide a model into stages over ranks, pack those of this rank, and return what runs them.
 
-    Every rank calls it with the same arguments, and without another model in between.
+    Every rank calls it with the same options, and without another model in between.
 
     Args:
         runtime: of the manager that the model was built with.
-        blocks: modules; what one returns is what the next one is given.
-        loss_fn: of an output and a target, the mean over the micro-batch.
-        micro_batches: how many parts a batch is split into, at most.
-        first: gets the inputs of `step()`; None: the first block does.
-        last: gets what the last block returns; None: nothing comes after it.
-        checkpoint: the calls of blocks that are recomputed in backward: "always"; "except_last", not those of the last
-            micro-batch; "never"; "auto" has the planner choose. What is not recomputed is kept or offloaded.
-        schedule: see `check_schedule`, as is `stages_per_rank`.
-        stages_per_rank: with several, stage k is on rank k modulo the number of ranks.
-        deferred_batch_norm: see `ChunkManager.pipeline`.
+        options: see `ChunkManager.pipeline`; for `schedule` and `stages_per_rank` see `check_schedule`.
 
     Raises:
-        ConfigError: an argument is not one of those, or differs between ranks.
+        ConfigError: an option is not for stages, or differs between ranks.
         LayoutError: there are fewer blocks than stages, or parameters of the model are in none of them.
         StateError: there is no model, or it is packed already.
         CapacityError: the weights fit no tier.
     """
     ranks = runtime.ranks.stages
-    if ranks is None:
-        raise ConfigError('pipelines over ranks need a mesh with a dimension "stage"')
-    reason = ""
-    if schedule == "auto" and stages_per_rank is None:
+    assert ranks is not None
+    blocks, first, last, reason = options.blocks, options.first, options.last, ""
+    if options.schedule == "auto" and options.stages_per_rank is None:
         choice = choose(
             with_ends(blocks, first=first, last=last),
             num_ranks=ranks.size,
             num_shards=runtime.ranks.shard.size,
-            micro_batches=micro_batches,
+            micro_batches=options.micro_batches,
             device_nbytes=runtime.tiers.caps.device_nbytes,
         )
-        schedule, stages_per_rank, reason = choice.schedule, choice.stages_per_rank, choice.reason
-    name, per_rank = check_schedule(schedule, stages_per_rank)
-    ranks.agree(
-        "the pipeline", f"{name} of {len(blocks)} blocks, {per_rank} stages a rank, {micro_batches}, {checkpoint}"
-    )
+        options = replace(options, schedule=choice.schedule, stages_per_rank=choice.stages_per_rank)
+        reason = choice.reason
+    name, per_rank = check_schedule(options.schedule, options.stages_per_rank)
+    what = f"{name} of {len(blocks)} blocks, {per_rank} stages a rank, {options.micro_batches}, {options.checkpoint}"
+    ranks.agree("the pipeline", what)
     modules = divide(blocks, first=first, last=last, num=per_rank * ranks.size)
     runtime.check_stages(modules)
     forms = BorderForms(modules, dtype=runtime.dtype)
     runtime.add_stages(dict(enumerate(modules)))
-    return StagedPipeline(
-        runtime,
-        modules,
-        forms,
-        loss_fn=loss_fn,
-        micro_batches=micro_batches,
-        checkpoint=checkpoint,
-        schedule=name,
-        reason=reason,
-        defers_statistics=deferred_batch_norm,
-    )
+    return StagedPipeline(runtime, modules, forms, replace(options, schedule=name), reason=reason)
 
 
 class StagedPipeline:
@@ -106,23 +73,25 @@ class StagedPipeline:
         runtime: Runtime,
         modules: Sequence[StageModule],
         forms: BorderForms,
+        options: PipelineOptions,
         *,
-        loss_fn: LossFunction,
-        micro_batches: int,
-        checkpoint: str,
-        schedule: str,
         reason: str,
-        defers_statistics: bool,
     ) -> None:
-        """Run `modules`, of which those of this rank are packed; for the other arguments see `staged_pipeline`."""
+        """Run `modules`, of which those of this rank are packed; see `staged_pipeline`.
+
+        Args:
+            runtime: of the manager.
+            modules: of all stages.
+            forms: of what goes between them.
+            options: with the name of a schedule.
+            reason: why it was chosen; empty if it was asked for.
+        """
         assert runtime.ranks.stages is not None
         self._runtime = runtime
         self._ranks = runtime.ranks.stages
         self._forms = forms
-        self._loss_fn = loss_fn
-        self._micro_batches = micro_batches
-        self._checkpoint = checkpoint
-        self.schedule = schedule
+        self._options = options
+        self.schedule = options.schedule
         """Its name."""
         self.reason = reason
         """Why it was chosen; empty if it was asked for."""
@@ -136,6 +105,9 @@ class StagedPipeline:
                 index,
                 self._num_stages,
                 neighbours=self._neighbours,
+                parking=runtime.modules.parked,
+                clock=runtime.memory.store.clock,
+                log=lambda: runtime.controller.now.step_log,
                 device=runtime.device,
                 group=self._ranks.process_group,
             )
@@ -143,7 +115,9 @@ class StagedPipeline:
             if index % self._ranks.size == self._ranks.rank
         ]
         """Those of this rank."""
-        self._statistics = DeferredStatistics([stage.submod for stage in self.stages] if defers_statistics else ())
+        self._statistics = DeferredStatistics(
+            [stage.submod for stage in self.stages] if options.deferred_batch_norm else ()
+        )
         self._held = HeldStage(runtime)
         self._ties = TiedParameters(modules, ranks=self._ranks, registry=runtime.registry, gradients=runtime.gradients)
         for module in modules:
@@ -167,6 +141,8 @@ class StagedPipeline:
         """
         step, schedule = self._prepare(inputs, target)
         with self._running(), self._statistics.mini_batch():
+            # What is received for the first call is part of the step.
+            self._runtime.entry_points.begin_root(self.stages[0].submod)
             self._held.begin([stage.submod for stage in self.stages])
             self._ties.begin()
             schedule.step(target=torch.arange(len(step.parts)), return_outputs=False)
@@ -182,15 +158,16 @@ class StagedPipeline:
 
     def _prepare(self, inputs: Any, target: Any) -> tuple[StageStep, Schedule]:
         """Have the stages of this rank know a batch, the same on all ranks of the pipeline; return what runs it."""
-        parts = split(inputs, target, num=self._micro_batches)
+        with self._runtime.ranks.telling():
+            parts = split(inputs, target, num=self._options.micro_batches)
         with self._naming_stages():
             self._ranks.agree("the batch of the pipeline", _digest(parts))
         num = len(parts)
         step = StageStep(
             parts,
             [self._forms.of(part.inputs, part.form) for part in parts],
-            [policy_of(self._checkpoint, number, num) for number in range(num)],
-            self._loss_fn,
+            [policy_of(self._options.checkpoint, number, num) for number in range(num)],
+            self._options.loss_fn,
             None if self._runtime.scaler is None else self._runtime.scaler.scale,
             self._in_backward,
             self._statistics,
@@ -231,25 +208,30 @@ class StagedPipeline:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Have all ranks of the pipeline hear of what is raised inside; name ranks with their stages."""
-        with self._naming_stages():
-            try:
+        """Have all ranks hear of what is raised inside; name ranks with their stages."""
+        try:
+            with self._naming_stages(), self._runtime.modules.turn.taken():
                 yield
-            except Exception as error:
-                found = _cause(error)
-                if not isinstance(found, RankError):
-                    self._ranks.leave("pipe.step()", found)
-                if found is error:
-                    raise
-                raise found from None
+        except Exception as error:
+            own = self._ranks.name(self._ranks.rank)
+            where = "" if isinstance(error, RankError) else self._stages_of([own])
+            self._ranks.leave("pipe.step()", error)
+            self._runtime.ranks.leave("pipe.step()", error, where=where)
+            raise
 
     @contextlib.contextmanager
     def _naming_stages(self) -> Iterator[None]:
-        """Name the ranks of a `RankError` with their stages."""
+        """Name the ranks of a `RankError` with their stages; of what torch has wrapped, raise the error of chunkmem."""
         try:
             yield
-        except RankError as error:
-            raise RankError(f"{error}{self._stages_of(error.ranks)}", error.ranks) from error
+        except Exception as error:
+            found = _cause(error)
+            if isinstance(found, RankError):
+                where = self._stages_of(found.ranks)
+                raise RankError(f"{found}{where if where not in str(found) else ''}", found.ranks) from error
+            if found is error:
+                raise
+            raise found from None
 
     def _stages_of(self, ranks: Sequence[int]) -> str:
         """Say which stages some ranks have."""

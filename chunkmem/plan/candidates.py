@@ -131,7 +131,14 @@ class Candidates:
     """Makes candidates one after the other."""
 
     def __init__(
-        self, trace: Trace, machine: Machine, options: PlanOptions, known: Searched, *, is_quick: bool = False
+        self,
+        trace: Trace,
+        machine: Machine,
+        options: PlanOptions,
+        known: Searched,
+        *,
+        is_quick: bool = False,
+        placement: Placement | None = None,
     ) -> None:
         """Begin.
 
@@ -141,11 +148,13 @@ class Candidates:
             options: of a user's configuration.
             known: what was searched for before.
             is_quick: make one candidate for each placement, to compare traces rather than to follow the plan.
+            placement: make candidates for this one only; None: for all.
         """
         self.given = trace
         self.trace = _repeating(trace)
         self.machine = machine
         self.options = options
+        self.only = placement
         self.known = known
         self.is_small = len(trace.moments) <= _LARGE and not is_quick
         self.brief_reserves = (0,) if is_quick else (0, 2)
@@ -169,7 +178,13 @@ class Candidates:
         """
         ratio, host_nbytes = self.options.margin_use_ratio, self.machine.host_nbytes
         full = None
-        if host_nbytes > 0 and ratio > 0.0 and self.options.with_residents and not has_idle_states(self.trace):
+        if (
+            self.only is None
+            and host_nbytes > 0
+            and ratio > 0.0
+            and self.options.with_residents
+            and not has_idle_states(self.trace)
+        ):
             full = FullPlacements(self.trace, self.budget, host_nbytes=host_nbytes, margin_use_ratio=ratio)
         is_found = False
         try:
@@ -197,6 +212,10 @@ class Candidates:
         return nbytes / self.machine.device_update_Bps + given_s > CLOSE * candidate.timeline.step_s
 
     def _pieces(self, full: FullPlacements | None) -> Iterator[tuple[int, Candidate | None]]:
+        if self.only is not None:
+            if (way := self._placed(self.only)) is not None:
+                yield from self._by_rule(way, is_brief=True)
+            return
         ratio = self.options.margin_use_ratio
         tiers = placements(self.trace, self.machine, self.budget, ratio, with_half=self.is_small)
         others = [Placement(each) for each in tiers]

@@ -14,6 +14,13 @@ Said = tuple[Kind, ChunkId, str]
 """What is known of an event: its kind, its chunk, and the label of the moment it begins."""
 
 
+def label_of(kind: Kind, chunk: ChunkId, reader: object) -> str:
+    """Return the label of the moment that an event begins."""
+    if kind is Kind.UPDATE:
+        return f"update of group {chunk.group}"
+    return "" if reader is None else str(reader)
+
+
 class TraceCursor:
     """A cursor over the moments of a trace."""
 

@@ -10,8 +10,13 @@ second of DEVICE:
     offloaded            # # # # # # # . . . . .      the first ones of forward: their copies have most time
 
 and in the end single regions change sides, or two of them change places. Regions that are alike, as the blocks of a
-transformer, are one class, of which the first and the last of either side come first. As many choices are judged as
-there are regions, and 30 more; none whose computing alone takes longer than the best step so far.
+transformer, are one class, of which the first and the last of either side come first. Where a block is called for many
+micro-batches, its calls change sides together, so that the search grows with blocks.
+
+What a choice is worth depends on how many groups are resident. First it is judged with the updates where the best
+choice has them, and with as many groups resident as fit. Only one that is about as fast there gets all placements, and
+so does each choice that keeps one region more than the best one: that may take a group less. None is judged whose
+computing alone takes longer than the best step so far. The search ends when none is better, or at `MOST_WORK`.
 """
 
 from __future__ import annotations
@@ -19,16 +24,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import ceil, inf
 from statistics import mean
 
-from chunkmem.errors import CapacityError
-from chunkmem.plan.candidates import Candidate, Candidates, PlanOptions
-from chunkmem.plan.gaps import in_use_nbytes
+from chunkmem.plan.candidates import Candidate, PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import LINK_LANES, Copy, Plan
-from chunkmem.trace.model import Kind, Region, Trace
+from chunkmem.plan.region_judge import RegionJudge
+from chunkmem.trace.model import Region, Trace
 from chunkmem.trace.recomputed import with_recomputed
 from chunkmem.types import Tier
 
@@ -38,6 +42,12 @@ _BETTER = 1e-3
 """A step is faster if it is by this share."""
 _COARSE = 8
 """Parts that a range of numbers is cut into first."""
+_MANY = 32
+"""Regions from which on calls of one block are chosen together."""
+MOST_WORK = 1_500_000
+"""Of judging choices, in the planner's units."""
+_MOST_PASSES = 2500
+"""Work for each moment of the trace, if that is more: some fifty plans."""
 
 
 class Policy(enum.Enum):
@@ -74,7 +84,7 @@ class RegionChoice:
 
     @property
     def step_s(self) -> float:
-        return self.candidate.timeline.step_s
+        return self.candidate.step_s
 
     @property
     def peak_nbytes(self) -> int:
@@ -132,6 +142,7 @@ class RegionSearch:
         options: PlanOptions | None = None,
         now: Collection[int] | None = None,
         spare_nbytes: int = 0,
+        most_work: int | None = None,
     ) -> None:
         """Begin.
 
@@ -141,12 +152,16 @@ class RegionSearch:
             options: of the planner.
             now: the regions that are recomputed in steps until now, which fit; None: all of them.
             spare_nbytes: bytes of DEVICE that no moment may need with any other choice.
+            most_work: of judging others than the uniform choices; None: enough to look at each kind of them.
         """
-        self._now = frozenset(range(len(trace.regions)) if now is None else now)
-        self._judge = _Judge(trace, machine, options or PlanOptions(), fits=self._now, spare_nbytes=spare_nbytes)
-        self._regions = trace.regions
-        self._classes = _classes(trace)
-        self._order = _by_density(with_recomputed(trace, ()), self._classes)
+        self._trace = trace
+        self._every = frozenset(range(len(trace.regions)))
+        self._now = self._every if now is None else frozenset(now)
+        self._judge = RegionJudge(trace, machine, options or PlanOptions(), fits=self._now, spare_nbytes=spare_nbytes)
+        self._units = _units(trace)
+        self._classes = _classes(trace, self._units)
+        self._order = _by_density(with_recomputed(trace, ()), self._units, self._classes)
+        self._most_work = max(MOST_WORK, _MOST_PASSES * len(trace.moments)) if most_work is None else most_work
 
     @property
     def num_plans(self) -> int:
@@ -164,135 +179,94 @@ class RegionSearch:
         Raises:
             CapacityError: none fits.
         """
-        return self._judge.choice()
+        best, found = self._judge.best, self._judge.found
+        if found is None:
+            assert self._judge.shortage is not None
+            raise self._judge.shortage
+        return RegionChoice(best, summary(self._trace, best, found.plan), found)
 
     def pieces(self) -> Iterator[int]:
         """Yield the work done, in the planner's units, until the search is over."""
-        judge, every = self._judge, range(len(self._regions))
-        uniform = frozenset[int](), frozenset(every)
-        for recomputed in dict.fromkeys((*uniform, self._now)):
-            yield from judge.seconds(recomputed)
-            if judge.is_best_of_all:
-                return
+        judge = self._judge
+        kept_s = yield from judge.probe(frozenset())
+        if self._is_best_of_all:
+            judge.known[frozenset()] = kept_s
+            return
+        uniform = tuple(dict.fromkeys((self._now, self._every, frozenset[int]())))
+        for recomputed in uniform:
+            yield from judge.seconds(recomputed, is_thorough=True)
         count = yield from self._scan((), self._order)
-        yield from self._scan((), every)
         for kept in sorted({count, count // 2, 0}, reverse=True):
             yield from self._scan(self._order[:kept], sorted(self._order[kept:]), is_spread=True)
+        yield from self._scan((), range(len(self._units)))
         before = None
         while before != judge.best:
             before = judge.best
-            for changed in self._moves(before):
-                yield from judge.seconds(before ^ changed)
-                if judge.best != before:
-                    break
-        for recomputed in dict.fromkeys((judge.best, *uniform, self._now)):
-            yield from judge.seconds(recomputed, is_quick=False)
+            yield from self._improve()
+        if not judge.is_large or judge.work < self._most_work:
+            yield from judge.settle(uniform)
+
+    @property
+    def _is_best_of_all(self) -> bool:
+        """Nothing is recomputed, and nothing stalls."""
+        if self._judge.found is None or self._judge.best:
+            return False
+        timeline = self._judge.found.timeline
+        return timeline.stall_s <= _BETTER * timeline.step_s
+
+    def _seconds(self, recomputed: frozenset[int], *, is_thorough: bool = False) -> Generator[int, None, float]:
+        """Return how long a step takes; inf if that is not known, and there is no time left to judge it."""
+        if self._judge.work >= self._most_work:
+            return self._judge.known.get(recomputed, inf)
+        return (yield from self._judge.seconds(recomputed, is_thorough=is_thorough))
+
+    def _improve(self) -> Iterator[int]:
+        """Judge choices that are almost the best one, until one is better."""
+        best = self._judge.best
+        for changed in self._moves(best):
+            yield from self._seconds(changed)
+            if self._judge.best != best:
+                return
+        for alike in self._classes:  # to keep one more may take fewer resident groups
+            for at in _ends([at for at in alike if self._units[at] <= best]):
+                yield from self._seconds(best - self._units[at], is_thorough=True)
+                if self._judge.best != best:
+                    return
 
     def _scan(
         self, kept: Sequence[int], others: Sequence[int], *, is_spread: bool = False
     ) -> Generator[int, None, int]:
-        """Judge choices that keep `kept` and some of `others`, the first ones or evenly; return the best number of
-        them."""
-        step = max(1, ceil(len(others) / _COARSE))
+        """Judge choices that keep units `kept` and some of `others`, the first ones or evenly; return the best number
+        of them."""
+        step = max(1, ceil(len(others) / (_COARSE // 2 if self._judge.is_large else _COARSE)))
         counts = [*range(0, len(others), step), len(others)]
         seconds: dict[int, float] = {}
         while counts:
             for count in reversed(counts):
                 chosen = _spread(others, count) if is_spread else others[:count]
-                recomputed = frozenset(range(len(self._regions))) - {*kept, *chosen}
-                seconds[count] = yield from self._judge.seconds(recomputed)
+                left = set(range(len(self._units))) - {*kept, *chosen}
+                seconds[count] = yield from self._seconds(frozenset().union(*(self._units[at] for at in left)))
             best = min(seconds, key=lambda count: seconds[count])
             step //= 2
             counts = [count for count in (best - step, best + step) if 0 <= count <= len(others)] if step else []
         return best
 
     def _moves(self, recomputed: frozenset[int]) -> Iterator[frozenset[int]]:
-        """Yield sets of regions to change sides: the ends of each class, then any, each single ones before pairs."""
+        """Yield choices with units that change sides: the ends of each class, then any, each single ones before
+        pairs."""
+        again = {at for at, unit in enumerate(self._units) if unit <= recomputed}
         sides: list[tuple[list[int], list[int]]] = []
         for alike in self._classes:
-            there = [index for index in alike if index in recomputed]
-            here = [index for index in alike if index not in recomputed]
+            there = [at for at in alike if at in again]
+            here = [at for at in alike if at not in again]
             sides.append((_ends(there), _ends(here)))
-        every = [index for index in self._order if index in recomputed]
-        others = [index for index in reversed(self._order) if index not in recomputed]
+        every = [at for at in self._order if at in again]
+        others = [at for at in reversed(self._order) if at not in again]
         for there, here in (*sides, (every, others)):
-            yield from (frozenset({index}) for index in (*there, *here))
+            yield from (recomputed - self._units[at] for at in there)
+            yield from (recomputed | self._units[at] for at in here)
         for there, here in (*sides, (every, others)):
-            yield from map(frozenset, product(there, here))
-
-
-class _Judge:
-    """Says how long a step takes if some regions are recomputed, and remembers the fastest choice."""
-
-    def __init__(
-        self, trace: Trace, machine: Machine, options: PlanOptions, *, fits: frozenset[int], spare_nbytes: int
-    ) -> None:
-        self._trace, self._machine, self._options = trace, machine, options
-        self._fits, self._spare_nbytes = fits, spare_nbytes
-        self.known: dict[frozenset[int], float] = {}
-        self._found: Candidate | None = None
-        self._shortage: CapacityError | None = None
-        self._kept_s = sum(m.duration_s for m in with_recomputed(trace, ()).moments if m.kind is not Kind.UPDATE)
-        self._again_s = [forward_s(trace, region) for region in trace.regions]
-        self._num_left = len(trace.regions) + 30
-        """Choices that may still be judged."""
-        self.best = frozenset(range(len(trace.regions)))
-        """The regions that are recomputed in the fastest choice."""
-        self.num_plans = 0
-
-    @property
-    def is_best_of_all(self) -> bool:
-        """Nothing is recomputed, and nothing stalls."""
-        if self._found is None or self.best:
-            return False
-        return self._found.timeline.stall_s <= _BETTER * self._found.timeline.step_s
-
-    def choice(self) -> RegionChoice:
-        if self._found is None:
-            assert self._shortage is not None
-            raise self._shortage
-        return RegionChoice(self.best, summary(self._trace, self.best, self._found.plan), self._found)
-
-    def seconds(self, recomputed: frozenset[int], *, is_quick: bool = True) -> Generator[int, None, float]:
-        """Return how long a step takes, inf if it does not fit or cannot be the fastest; yield the work done.
-
-        Args:
-            recomputed: the choice.
-            is_quick: take few candidates, and stop when as many choices have been judged as may be.
-        """
-        if is_quick and recomputed in self.known:
-            return self.known[recomputed]
-        least_s = self._kept_s + sum(self._again_s[index] for index in recomputed)
-        is_hopeless = self._found is not None and least_s >= self._found.timeline.step_s
-        if is_quick and (is_hopeless or self._num_left <= 0):
-            return inf
-        self._num_left -= 1
-        found: Candidate | None = None
-        trace = with_recomputed(self._trace, recomputed)
-        try:
-            self._require_spare(trace, recomputed)
-            for work, candidate in Candidates(trace, self._machine, self._options, {}, is_quick=is_quick).pieces():
-                yield work
-                self.num_plans += candidate is not None
-                if candidate is not None and (found is None or candidate.timeline.step_s < found.timeline.step_s):
-                    found = candidate
-        except CapacityError as error:
-            if self._shortage is None or error.needed_nbytes < self._shortage.needed_nbytes:
-                self._shortage = error
-        step_s = inf if found is None else found.timeline.step_s
-        self.known[recomputed] = step_s
-        if found is not None and (self._found is None or step_s < self._found.timeline.step_s):
-            self._found, self.best = found, recomputed
-        return step_s
-
-    def _require_spare(self, trace: Trace, recomputed: frozenset[int]) -> None:
-        if self._spare_nbytes == 0 or recomputed == self._fits:
-            return
-        charges, cap_nbytes = self._machine.charges_non_model, self._machine.device_nbytes
-        least_nbytes = max(in_use_nbytes(trace, charges_non_model=charges)) + self._spare_nbytes
-        if least_nbytes > cap_nbytes:
-            text = f"DEVICE needs {least_nbytes} bytes and has {cap_nbytes}"
-            raise CapacityError(text, needed_nbytes=least_nbytes, cap_nbytes=cap_nbytes)
+            yield from (recomputed - self._units[out] | self._units[at] for out, at in product(there, here))
 
 
 def forward_s(trace: Trace, region: Region) -> float:
@@ -300,31 +274,45 @@ def forward_s(trace: Trace, region: Region) -> float:
     return sum(moment.duration_s for moment in trace.moments[slice(*region.forward)] if moment.chunk != region.chunk)
 
 
-def _classes(trace: Trace) -> list[list[int]]:
-    """Return regions that are alike together, each class in their order."""
-    seconds = [forward_s(trace, region) for region in trace.regions]
+def _units(trace: Trace) -> list[frozenset[int]]:
+    """Return the regions that are chosen together: calls of one block that follow each other, where there are many."""
+    by_name: dict[str, list[int]] = {}
+    for index, region in enumerate(trace.regions):
+        by_name.setdefault(region.name, []).append(index)
+    size = ceil(len(trace.regions) / _MANY)
+    found: list[frozenset[int]] = []
+    for calls in by_name.values():
+        num_parts = max(1, len(calls) // size) if size else 1
+        ends = [len(calls) * part // num_parts for part in range(num_parts + 1)]
+        found += (frozenset(calls[start:stop]) for start, stop in pairwise(ends))
+    return sorted(found, key=min)
+
+
+def _classes(trace: Trace, units: Sequence[Collection[int]]) -> list[list[int]]:
+    """Return units that are alike together, each class in their order."""
+    nbytes = [sum(trace.regions[index].nbytes for index in unit) for unit in units]
+    seconds = [sum(forward_s(trace, trace.regions[index]) for index in unit) for unit in units]
     classes: list[list[int]] = []
-    for index in sorted(range(len(seconds)), key=lambda index: (trace.regions[index].nbytes, seconds[index])):
-        first = classes[-1][0] if classes else index
-        is_alike = trace.regions[index].nbytes == trace.regions[first].nbytes
-        if classes and is_alike and seconds[index] <= (1 + _ALIKE) * seconds[first]:
-            classes[-1].append(index)
+    for at in sorted(range(len(units)), key=lambda at: (nbytes[at], seconds[at])):
+        first = classes[-1][0] if classes else at
+        if classes and nbytes[at] == nbytes[first] and seconds[at] <= (1 + _ALIKE) * seconds[first]:
+            classes[-1].append(at)
         else:
-            classes.append([index])
+            classes.append([at])
     return [sorted(alike) for alike in classes]
 
 
-def _by_density(kept: Trace, classes: Sequence[Sequence[int]]) -> list[int]:
-    """Return the regions of a trace that keeps them all, first those that save most for each byte and second."""
+def _by_density(kept: Trace, units: Sequence[Collection[int]], classes: Sequence[Sequence[int]]) -> list[int]:
+    """Return the units of a trace that keeps them all, first those that save most for each byte and second."""
     begins_s = [0.0, *accumulate(moment.duration_s for moment in kept.moments)]
     density = {}
     for alike in classes:
-        again_s = mean(forward_s(kept, kept.regions[index]) for index in alike)
-        for index in alike:
-            region = kept.regions[index]
-            rent = region.nbytes * (begins_s[region.backward[0]] - begins_s[region.forward[1]])
-            density[index] = again_s / rent if rent else inf
-    return sorted(density, key=lambda index: (-density[index], -index))
+        again_s = mean(sum(forward_s(kept, kept.regions[index]) for index in units[at]) for at in alike)
+        for at in alike:
+            regions = [kept.regions[index] for index in units[at]]
+            rent = sum(r.nbytes * (begins_s[r.backward[0]] - begins_s[r.forward[1]]) for r in regions)
+            density[at] = again_s / rent if rent else inf
+    return sorted(density, key=lambda at: (-density[at], -at))
 
 
 def _spread(indices: Sequence[int], count: int) -> list[int]:

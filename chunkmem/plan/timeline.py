@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,9 +32,37 @@ class Span:
     is_stall: bool = False
 
 
+class StageWork(enum.Enum):
+    """What a stage does at a time."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WAIT = "wait"
+    """For what another stage sends: a bubble."""
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class StageCall:
+    """What a pipeline stage of this rank did for one micro-batch."""
+
+    work: StageWork
+    stage: Integer
+    micro_batch: Integer
+    start_s: float
+    """Since the step began."""
+    end_s: float
+
+
 @dataclass(frozen=True)
 class Timeline(
-    Saved, name="chunkmem timeline", error=PlanError, again="record the run again", tables=("chunks", "labels")
+    Saved,
+    name="chunkmem timeline",
+    error=PlanError,
+    again="record the run again",
+    tables=("chunks", "labels"),
+    optional=("stage_calls",),
 ):
     """One step."""
 
@@ -52,6 +81,8 @@ class Timeline(
     """Copies to DEVICE that had arrived before they were needed."""
     fetched: int = 0
     """Copies to DEVICE that a moment needed."""
+    stage_calls: tuple[StageCall, ...] = ()
+    """Of pipeline stages over ranks, in the order of time. On an accelerator, torch waits for other stages unseen."""
 
     @cached_property
     def moved_nbytes(self) -> Mapping[Lane, int]:

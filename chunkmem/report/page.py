@@ -32,6 +32,7 @@ from chunkmem.report.tracks import (
     module_tracks,
     moment_line,
     moment_tips,
+    stage_tracks,
     starts_ns,
 )
 from chunkmem.sizes import format_nbytes
@@ -84,7 +85,7 @@ _LEGEND: Mapping[str, Mapping[str, str]] = {
         BACKWARD: "backward",
         AGAIN: "forward again, in backward",
         STEP: "optimizer step",
-        STALL: "stall: waits for a copy",
+        STALL: "stall: waits for a copy, or another stage",
     },
     "newest version on, copies to": {
         "device": "DEVICE",
@@ -259,14 +260,14 @@ def _view(
 ) -> dict[str, Any]:
     trace, names = run.trace, chunk_names(run.plan, run.trace)
     starts = starts_ns(timeline, len(trace.moments))
-    lanes = lane_tracks(run, timeline)
+    lanes, stages = lane_tracks(run, timeline), stage_tracks(run, timeline)
     ends = [(piece.start_ns, piece.end_ns) for track in lanes for piece in (*track.slices, *track.over)]
     return {
         "range": [min([0, *(span[0] for span in ends)]), max([starts[-1], *(span[1] for span in ends)])],
         "starts": _differences(starts),
         "moments": _moments(trace, moment_tips(run, nbytes), tables),
         "graphs": [_graph(graph, tables) for graph in memory_graphs(run, nbytes, PlainPyTorch.of(trace))],
-        "lanes": [_track(track, tables) for track in (*module_tracks(trace, starts), *lanes)],
+        "lanes": [_track(track, tables) for track in (*stages, *module_tracks(trace, starts), *lanes)],
         "chunks": [
             _track(chunk_track(chunk, history, trace, starts, name=names.get(chunk, "")), tables)
             for chunk, history in histories.items()

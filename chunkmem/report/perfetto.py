@@ -19,7 +19,13 @@ from chunkmem.types import Tier
 _PHASES, _STALLS = 0, 2
 """Rows besides those of lanes."""
 _ROWS: Mapping[Lane, int] = {lane: row + (row > 1) for row, lane in enumerate(LANE_NAMES, 1)}
-_NAMES: Mapping[int, str] = {_PHASES: "step", _STALLS: "stalls"} | {_ROWS[lane]: LANE_NAMES[lane] for lane in _ROWS}
+_STAGES = len(LANE_NAMES) + 2
+_NAMES: Mapping[int, str] = {
+    _PHASES: "step",
+    _STALLS: "stalls",
+    _STAGES: "pipeline stages",
+    **{_ROWS[lane]: LANE_NAMES[lane] for lane in _ROWS},
+}
 _US = 1e6
 
 Event = dict[str, Any]
@@ -61,6 +67,10 @@ def _process(
             told["bytes"] = span.nbytes
         label = span.label if span.moment < 0 else label_of(span, run.trace.moments[span.moment])
         yield _complete(pid, row, label, span.start_s, span.end_s, told)
+    for call in timeline.stage_calls:
+        used.add(_STAGES)
+        label = f"stage {call.stage}: {call.work.value} of micro-batch {call.micro_batch}"
+        yield _complete(pid, _STAGES, label, call.start_s, call.end_s, {})
     for row in sorted(used):
         yield {"ph": "M", "pid": pid, "tid": row, "name": "thread_name", "args": {"name": _NAMES[row]}}
         yield {"ph": "M", "pid": pid, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST
-from chunkmem.plan.timeline import Span, Timeline
+from chunkmem.plan.timeline import Span, StageWork, Timeline
 from chunkmem.report.clock import AGAIN, STEP, moment_starts_s, phases, recomputations
 from chunkmem.report.modules import ModuleRun, layer_runs, submodule_runs
 from chunkmem.report.regions import region_names
@@ -111,6 +111,21 @@ def _module_slices(runs: Iterable[ModuleRun], starts: Sequence[int]) -> Iterator
         if starts[run.stop] > starts[run.first]:
             tip = Tip(f"{run.name} {run.phase}")
             yield Slice(starts[run.first], starts[run.stop], f"{run.phase} {LAYER}", tip, run.name)
+
+
+def stage_tracks(run: Run, timeline: Timeline) -> list[Track]:
+    """Return what each pipeline stage of a rank did: micro-batches by their numbers, and waits for other stages.
+
+    Of what was predicted nothing is known: those tracks are empty.
+    """
+    found: dict[int, list[Slice]] = {call.stage: [] for call in run.happened.stage_calls}
+    for call in timeline.stage_calls:
+        is_wait = call.work is StageWork.WAIT
+        words = "waits for another stage" if is_wait else call.work.value
+        tip = Tip(f"stage {call.stage}: {words}", rest=f"micro-batch {call.micro_batch}")
+        style, text = (STALL, "") if is_wait else (call.work.value, str(call.micro_batch))
+        found[call.stage].append(Slice(_ns(call.start_s), _ns(call.end_s), style, tip, text))
+    return [Track(f"stage {stage}", tuple(slices)) for stage, slices in sorted(found.items())]
 
 
 def lane_tracks(run: Run, timeline: Timeline) -> list[Track]:

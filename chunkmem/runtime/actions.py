@@ -22,7 +22,7 @@ from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update, Wait
 from chunkmem.plan.semantics import ABSENT, NEWEST
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.copy_order import CopyOrder, Step
-from chunkmem.runtime.events import COPY_LANES, Copies, DoneEvent, Lanes
+from chunkmem.runtime.events import COPY_LANES, DoneEvent, Lanes
 from chunkmem.runtime.failed import drain
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
@@ -197,16 +197,16 @@ class PlanActions(ABC):
             return
         target, source = chunk.replicas[copy.target], chunk.replicas[copy.source]
         after = self._order.before_copy(lane, chunk)
-        issued = [
-            self._order.lanes.copy(lane, there, here, after=after, label=chunk.label)
-            for there, here in target.copied_from(source)
-        ]
-        event = issued[-1]
+        pieces, lanes = target.copied_from(source), self._order.lanes
+        if len(pieces) == 1:
+            event = lanes.copy(lane, *pieces[0], after=after, label=chunk.label)
+        else:
+            event = lanes.copy_pieces(lane, pieces, after=after, label=chunk.label)
         target.slab.busy = source.slab.busy = event
         self._store.note_copy(chunk, copy.source, copy.target)
         self._store.forget_done_copies()
         self._store.issued.append(IssuedCopy(chunk, chunk.version, source.slab, copy.target, target.slab, event))
         self._order.events[lane].append(event)
-        self.step_log.copied(lane, chunk, event if len(issued) == 1 else Copies(issued[0], event))
+        self.step_log.copied(lane, chunk, event)
         if isinstance(event, DoneEvent):  # lanes that block
             self.step_log.waited(lane, event)

@@ -25,6 +25,10 @@ COPY_LANES = tuple(LANE_LINKS)
 """The lanes that copy between tiers."""
 
 
+Piece = tuple[torch.Tensor, torch.Tensor]
+"""What is copied to, and from where: 1-D, contiguous, of equal nbytes."""
+
+
 class Event(Protocol):
     """Something issued on a lane. Times are of `time.perf_counter()`, and valid once it is done."""
 
@@ -65,6 +69,10 @@ class Lanes(Protocol):
         Raises:
             StateError: the lanes are closed, or `lane` or the tensors are not as above.
         """
+        ...
+
+    def copy_pieces(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
+        """Issue several copies, one after the other, as one. Arguments and errors are those of `copy`."""
         ...
 
     def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
@@ -132,32 +140,6 @@ def _profiled(lane: Lane, label: str) -> Iterator[None]:
 def named_range(lane: Lane, label: str) -> contextlib.AbstractContextManager[None]:
     """Return the range that a profile shows for a copy; without a profiler, one that does nothing."""
     return _profiled(lane, label) if torch.autograd.profiler._is_profiler_enabled else contextlib.nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Copies that were issued one after the other on a lane, as one; the last is over when all are."""
-
-    first: Event
-    last: Event
-
-    @property
-    def started_s(self) -> float:
-        return self.first.started_s
-
-    @property
-    def ended_s(self) -> float:
-        return self.last.ended_s
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self.last.failure
-
-    def done(self) -> bool:
-        return self.last.done()
-
-    def wait(self) -> None:
-        self.last.wait()
 
 
 @dataclass(eq=False, slots=True)

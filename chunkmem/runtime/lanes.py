@@ -21,6 +21,7 @@ from chunkmem.runtime.events import (
     DoneEvent,
     Event,
     Lanes,
+    Piece,
     closed_error,
     copy_error,
     host_waits,
@@ -64,6 +65,12 @@ class BlockingLanes:
                 raise copy_error(label, *LANE_LINKS[lane], error) from error
         return DoneEvent(start, self._clock.timestamp())
 
+    def copy_pieces(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
+        issued = [self.copy(lane, target, source, after=after, label=label) for target, source in pieces]
+        first, last = issued[0], issued[-1]
+        is_done = isinstance(first, DoneEvent) and isinstance(last, DoneEvent)
+        return DoneEvent(first.start, last.end) if is_done else last
+
     def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
         if self._closed:
             raise closed_error(label)
@@ -99,8 +106,11 @@ class ThreadLanes:
     def copy(
         self, lane: Lane, target: torch.Tensor, source: torch.Tensor, *, after: Sequence[Event], label: str
     ) -> Event:
+        return self.copy_pieces(lane, [(target, source)], after=after, label=label)
+
+    def copy_pieces(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
         self._require_open(label)
-        task = HostCopy.of(lane, target, source, after, label)
+        task = HostCopy.of(lane, pieces, after=after, label=label)
         return self._worker(lane).issue(task)
 
     def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:

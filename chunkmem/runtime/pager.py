@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from chunkmem.errors import CapacityError, StateError
-from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, SavedMemory
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.eviction import Evictor, Holder, NoHolder
 from chunkmem.runtime.failed import lost_error
@@ -249,11 +249,27 @@ class Pager:
         self._touch(replica)
         return replica
 
-    def create(self, chunk: Chunk, tier: Tier, *, reader: object, zero: bool, elastic: bool = False) -> Replica:
-        """Begin new content of `chunk` on `tier`, making room first; see `ChunkStore.create`."""
+    def create(
+        self,
+        chunk: Chunk,
+        tier: Tier,
+        *,
+        reader: object,
+        zero: bool,
+        elastic: bool = False,
+        saved: SavedMemory | None = None,
+    ) -> Replica:
+        """Begin new content of `chunk` on `tier`, making room first; see `ChunkStore.create`.
+
+        Content that is there already is that of `saved`. A plan may free and allocate the chunk until then.
+        """
         self._require_open(reader)
         if tier is Tier.DEVICE and not elastic:
             self.policy.event(Kind.CREATE, chunk, reader)
+        if saved is not None:
+            chunk.saved = saved
+            if tier in chunk.replicas:
+                chunk.replicas[tier].pieces = saved.fill()
         if elastic or tier not in chunk.replicas:
             self.policy.before_demand()
         try:

@@ -25,15 +25,12 @@ or for as long as it is pinned.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from chunkmem.errors import PlanError, TierIOError
-from chunkmem.plan.ahead import SHADOW
-from chunkmem.plan.cursor import Said, TraceCursor
-from chunkmem.plan.model import Action, Lane, Plan
+from chunkmem.errors import TierIOError
+from chunkmem.plan.cursor import Said, TraceCursor, label_of
+from chunkmem.plan.model import Lane, Plan
 from chunkmem.plan.semantics import Residency, residency_before
 from chunkmem.runtime.actions import PlanActions
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, residency
@@ -41,23 +38,18 @@ from chunkmem.runtime.copy_order import Step
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.garbage import no_collections
 from chunkmem.runtime.left_out import LeftOut
+from chunkmem.runtime.moment_names import MomentNames
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.runtime.timestamps import Interval, Timestamp
-from chunkmem.runtime.transition import actions_to, go
-from chunkmem.trace.model import Kind, Mode, Trace
-from chunkmem.types import ChunkId, Tier
+from chunkmem.runtime.transition import go
+from chunkmem.runtime.way_back import WayBack
+from chunkmem.trace.model import Kind, Trace
+from chunkmem.types import Tier
 
 _ELSEWHERE = -1
 """No moment of this plan."""
-
-
-def label_of(kind: Kind, chunk: ChunkId, reader: object) -> str:
-    """Return the label of the moment that an event begins."""
-    if kind is Kind.UPDATE:
-        return f"update of group {chunk.group}"
-    return "" if reader is None else str(reader)
 
 
 @dataclass(slots=True)
@@ -94,9 +86,8 @@ class PlanExecutor(PlanActions):
             tiers: of the store.
         """
         super().__init__(plan, trace, pager, lanes, tiers)
-        self.obstacle = ""
-        """Why the last try to resume the plan failed."""
         self.director = TraceCursor(trace)
+        self._way_back = WayBack(self._facts, trace, pager, tiers)
         self.elsewhere: Callable[[Kind, Chunk, object, int | None], bool] = lambda kind, chunk, reader, left_out: False
         """Called with an event that does not come next, and with how many moments would be left out if it came later,
         None: it does not. Tells whether another plan_executor has taken the step over."""
@@ -115,12 +106,17 @@ class PlanExecutor(PlanActions):
             *(_Cue(m.kind, chunks[m.chunk], str(m), do) for m, do in zip(trace.moments, self._compile(), strict=True)),
             _Cue(None, None, "", ()),
         ]
-        self._profiling: torch.profiler.record_function | None = None
+        self._profile = MomentNames()
 
     @property
     def is_planned(self) -> bool:
         """The plan is followed."""
         return self._on_plan
+
+    @property
+    def obstacle(self) -> str:
+        """Why the last try to resume the plan failed."""
+        return self._way_back.obstacle
 
     @property
     def is_at_end(self) -> bool:
@@ -200,7 +196,7 @@ class PlanExecutor(PlanActions):
 
     def close(self) -> None:
         """Stop following; nothing is under way when this returns."""
-        self._show(None)
+        self._profile.end()
         self._on_plan = False
         self.drain()
 
@@ -237,23 +233,13 @@ class PlanExecutor(PlanActions):
         self._cursor += 1
         step_log = self.step_log
         step_log.begin(self._cursor - 1, cue.kind, cue.chunk)
-        if torch.autograd.profiler._is_profiler_enabled or self._profiling is not None:
-            self._show(cue.label)
+        self._profile.show(cue.label)
         if self._store.num_outdated != self._num_outdated:
             self._num_outdated = self._store.num_outdated
             self._order.is_exact = False
         for step in cue.steps:
             step()
         step_log.device_nbytes.append(self._tiers.device.chunk_nbytes)
-
-    def _show(self, label: str | None) -> None:
-        """Name the moment in a profile."""
-        if self._profiling is not None:
-            self._profiling.__exit__(None, None, None)
-            self._profiling = None
-        if label is not None and torch.autograd.profiler._is_profiler_enabled:
-            self._profiling = torch.profiler.record_function(f"chunkmem {label}")
-            self._profiling.__enter__()
 
     def _unforeseen(self, kind: Kind, chunk: Chunk, reader: object) -> _Cue | None:
         """Return the moment that an event begins which does not come next; None if there is nothing to do for it."""
@@ -364,7 +350,7 @@ class PlanExecutor(PlanActions):
             del wanted.newest[chunk, tier]
             peaks[tier] -= self.trace.chunk_nbytes[chunk]
         if not (is_next and self._has(wanted)):
-            actions = self._actions_to(wanted, peaks)
+            actions = self._way_back.actions(wanted, peaks)
             if actions is None:
                 self._tiers.plan_is_left()
                 return False
@@ -372,7 +358,7 @@ class PlanExecutor(PlanActions):
                 self._leave_room(self.trace.moments[moment])
             go(actions, self._store)
         # Only now: on the way, HOST may hold more than the plan has there, and the log would take that room.
-        self._reserve_shadow_buffers(on_host)
+        self._way_back.reserve_shadow_buffers(on_host)
         self._order.resume(self._facts.copies_before[moment])
         self._cursor = moment
         self._on_plan = True
@@ -380,36 +366,6 @@ class PlanExecutor(PlanActions):
         self._num_outdated = self._store.num_outdated
         self._tries = _Tries()
         return True
-
-    def _actions_to(self, wanted: Residency, peaks: Mapping[Tier, int]) -> list[Action] | None:
-        """Return how to get to a residency, given what the plan takes of each tier at most; None: there is no way.
-
-        Shadow buffers are the first to give way, those that are there and those that the plan would have.
-        """
-        host, shadow_nbytes = peaks[Tier.HOST], self._facts.shadow_nbytes
-        # The plan's peak includes the shadow buffers. What is reserved of it already is no room that a way could take.
-        reserved_nbytes = min(host, self._tiers.host.now.get(SHADOW, 0))
-        for host_nbytes in dict.fromkeys((host - reserved_nbytes, host - shadow_nbytes)):
-            try:
-                return actions_to(
-                    wanted,
-                    self._pager,
-                    own=self.trace.chunk_nbytes,
-                    peak_nbytes={**peaks, Tier.HOST: host_nbytes},
-                    keep_duplicates=self.trace.mode is Mode.EVAL,
-                )
-            except PlanError as error:
-                self.obstacle = str(error)
-            self._pager.speculative.reserve({})
-        return None
-
-    def _reserve_shadow_buffers(self, own: Iterable[ChunkId]) -> None:
-        """Reserve what the plan has, as far as HOST has room for it and for all chunks that are not its `own`."""
-        host, resident = self._tiers.host, self._store.resident[Tier.HOST]
-        own_nbytes = sum(resident[chunk].nbytes for chunk in own if chunk in resident)
-        others_nbytes = max(0, host.chunk_nbytes - host.now.get(SHADOW, 0) - own_nbytes)
-        chunks_nbytes = self._facts.peak_nbytes[Tier.HOST] - self._facts.shadow_nbytes
-        self._pager.speculative.reserve(self._facts.shadow_counts(host.limit_nbytes - chunks_nbytes - others_nbytes))
 
     def _has(self, wanted: Residency) -> bool:
         """Tell whether the chunks of the plan are exactly where they should be."""

@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol, Self
 
-import torch
-
 from chunkmem.errors import StateError
 from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.runtime.events import Event, copy_error, named_range, require_copyable
+from chunkmem.runtime.events import Event, Piece, copy_error, named_range, require_copyable
 
 Move = Callable[[int, int, int], object]
 """Copies bytes in RAM: target address, source address, number of bytes."""
@@ -45,33 +43,34 @@ class HostCopy:
 
     lane: Lane
     label: str
-    target: int
-    source: int
-    nbytes: int
+    pieces: tuple[tuple[int, int, int], ...]
+    """Target address, source address and bytes of each."""
     after: tuple[Event, ...]
-    held: tuple[torch.Tensor, ...]
+    held: tuple[object, ...]
     started_s: float = field(default=0.0, init=False)
     ended_s: float = field(default=0.0, init=False)
 
     @classmethod
-    def of(cls, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event], label: str) -> Self:
-        """Return the copy between the memory that two tensors have now.
+    def of(cls, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Self:
+        """Return the copy between the memory that targets and sources have now.
 
         Raises:
             StateError: the tensors cannot be copied, or are not in RAM.
         """
         with runtime_mode():
-            require_copyable(lane, target, source, label)
-            if not (target.is_cpu and source.is_cpu):
-                raise StateError(f"{label}: from {source.device} to {target.device} is not a copy within RAM")
-            addresses = target.data_ptr(), source.data_ptr()
-            return cls(lane, label, *addresses, target.nbytes, tuple(after), (target, source))
+            for target, source in pieces:
+                require_copyable(lane, target, source, label)
+                if not (target.is_cpu and source.is_cpu):
+                    raise StateError(f"{label}: from {source.device} to {target.device} is not a copy within RAM")
+            addresses = tuple((target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in pieces)
+            return cls(lane, label, addresses, tuple(after), tuple(pieces))
 
     def run(self, move: Move) -> None:
         self.started_s = time.perf_counter()
         try:
             with named_range(self.lane, self.label):
-                move(self.target, self.source, self.nbytes)
+                for target, source, nbytes in self.pieces:
+                    move(target, source, nbytes)
         except Exception as error:
             raise copy_error(self.label, *LANE_LINKS[self.lane], error) from error
         finally:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 
 from chunkmem.plan.model import FETCH, LANE_LINKS, LINK_LANES, Lane
-from chunkmem.plan.timeline import Span, Timeline
+from chunkmem.plan.timeline import Span, StageCall, StageWork, Timeline
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import DoneEvent, Event
 from chunkmem.runtime.timestamps import Clock, Interval, Timestamp
@@ -44,6 +44,8 @@ class StepLog:
         """By chunk: the moment its last exchange was issued in."""
         self.updates: list[tuple[int, int, Chunk, Event]] = []
         """(moment it is for, moment it was begun in, PARAM chunk, event)"""
+        self.stage_calls: list[tuple[StageWork, int, int, Interval]] = []
+        """(what, pipeline stage, micro-batch, when)"""
         self.device_nbytes: list[int] = []
         self._ended: Timestamp | None = None
         self.plan_misses = 0
@@ -54,6 +56,7 @@ class StepLog:
         self._made = step_log._first
         self.copies = [(lane, -1, chunk, event) for lane, _, chunk, event in step_log.copies]
         self.stalls = [(lane, -1, stall) for lane, _, stall in step_log.stalls]
+        self.stage_calls = step_log.stage_calls
 
     def begin(self, moment: int, kind: Kind, chunk: Chunk) -> None:
         """A moment begins; its actions come next."""
@@ -200,6 +203,10 @@ class StepLog:
             plan_misses=self.plan_misses,
             prefetched=fetched - min(late, fetched),
             fetched=fetched,
+            stage_calls=tuple(
+                StageCall(work, stage, part, when.started_s - first_s, when.started_s - first_s + when.duration_s)
+                for work, stage, part, when in self.stage_calls
+            ),
         )
 
     def _moment_spans(self, trace: Trace | None, times_s: list[float]) -> list[Span]:

@@ -15,7 +15,7 @@ import torch
 
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
-from chunkmem.runtime.events import COPY_LANES, Event, closed_error, host_waits, named_range, require_copyable
+from chunkmem.runtime.events import COPY_LANES, Event, Piece, closed_error, host_waits, named_range, require_copyable
 from chunkmem.runtime.queues import HostWork, Worker
 from chunkmem.runtime.timestamps import Interval, StreamClock, StreamTimestamp
 
@@ -60,7 +60,7 @@ class StreamLanes:
 
     def copy(
         self, lane: Lane, target: torch.Tensor, source: torch.Tensor, *, after: Sequence[Event], label: str
-    ) -> Event:
+    ) -> StreamEvent:
         if self._closed:
             raise closed_error(label)
         stream = self._streams[lane]
@@ -72,6 +72,10 @@ class StreamLanes:
             target.view(torch.uint8).copy_(source.view(torch.uint8), non_blocking=True)
             copied = self._last[lane] = StreamEvent(start, self._clock.timestamp_on(stream))
         return copied
+
+    def copy_pieces(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
+        issued = [self.copy(lane, target, source, after=after, label=label) for target, source in pieces]
+        return StreamEvent(issued[0].start, issued[-1].end)
 
     def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
         if self._closed:

@@ -12,12 +12,13 @@ from typing import Protocol
 
 from chunkmem.errors import TraceError
 from chunkmem.plan.candidates import PlanOptions
+from chunkmem.plan.cursor import label_of
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.failed import drain
 from chunkmem.runtime.pager import Pager
-from chunkmem.runtime.plan_executor import PlanExecutor, label_of
+from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.runtime.policy import BetweenSteps, OnDemand
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.steps.cached_plan import CachedPlan

@@ -15,13 +15,13 @@ from chunkmem.errors import CapacityError
 from chunkmem.plan.candidates import PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
-from chunkmem.plan.regions import RegionSearch
+from chunkmem.plan.regions import MOST_WORK, RegionSearch
 from chunkmem.plan.simulate import simulate
 from chunkmem.runtime.garbage import no_collections
 from chunkmem.steps.plan_cache import Key
 from chunkmem.steps.planning import WORK_A_STEP
 from chunkmem.trace.model import Trace
-from chunkmem.trace.retimed import retimed
+from chunkmem.trace.retimed import retimed, with_warm_forward
 from chunkmem.trace.uncharged import uncharged
 
 _WORTH = 0.03
@@ -78,7 +78,7 @@ class RegionChoices:
         """Return what steps like this one, which recomputes all, had better not recompute."""
         self._recorded = trace
         try:
-            search = self._search(trace, {})
+            search = self._search(trace, {}, most_work=MOST_WORK)
             for _ in search.pieces():
                 pass
             return _kept(trace, search)
@@ -131,24 +131,36 @@ class RegionChoices:
         kind.pieces = kind.search.pieces()
         return True
 
-    def _search(self, recorded: Trace, kept_nbytes: Mapping[int, int], measured: Trace | None = None) -> RegionSearch:
+    def _search(
+        self,
+        recorded: Trace,
+        kept_nbytes: Mapping[int, int],
+        measured: Trace | None = None,
+        *,
+        most_work: int | None = None,
+    ) -> RegionSearch:
         """Return a search among the choices for steps like the recorded one, with times as measured.
 
-        A tensor that two regions save belongs to the first that is kept. So what a region needs depends a little on
-        the others, by no more than inputs take: so much of DEVICE is left in each moment, and where that is too much,
-        all is recomputed as before, which has fitted.
+        What a kept region returns to the next one, and both save, is in neither's chunk: it is non-model data until the
+        first one's backward. If the next one is kept alone, it is in that chunk. So what a region needs depends a
+        little on the others, by no more than its inputs take: so much of DEVICE is left in each moment, and where that
+        is too much, all is recomputed as before, which has fitted.
         """
         machine = self._machine()
         step = uncharged(recorded, charges_non_model=machine.charges_non_model, kept_nbytes=kept_nbytes)
         now = None
-        if measured is not None:
+        if measured is None:
+            step = with_warm_forward(step)
+        else:
             step = retimed(step, measured)
             again = {region.number for region in measured.regions if region.recomputed is not None}
             now = [at for at, region in enumerate(step.regions) if region.number in again]
         inputs = [recorded.chunk_nbytes[region.inputs] for region in recorded.regions if region.inputs is not None]
         machine = replace(machine, charges_non_model=True)
         spare_nbytes = max(inputs, default=0)
-        return RegionSearch(step, machine, options=self._options, now=now, spare_nbytes=spare_nbytes)
+        return RegionSearch(
+            step, machine, options=self._options, now=now, spare_nbytes=spare_nbytes, most_work=most_work
+        )
 
 
 def _kept(trace: Trace, search: RegionSearch) -> frozenset[int]:

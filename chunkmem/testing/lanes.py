@@ -24,7 +24,7 @@ import torch
 
 from chunkmem.errors import StateError
 from chunkmem.plan.model import Lane
-from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, closed_error
+from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, Piece, closed_error
 from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.queues import HostCopy, HostTask, HostWork
 from chunkmem.runtime.timestamps import HostTimestamp, Interval
@@ -77,9 +77,12 @@ class AdversarialLanes:
     def copy(
         self, lane: Lane, target: torch.Tensor, source: torch.Tensor, *, after: Sequence[Event], label: str
     ) -> Event:
+        return self.copy_pieces(lane, [(target, source)], after=after, label=label)
+
+    def copy_pieces(self, lane: Lane, pieces: Sequence[Piece], *, after: Sequence[Event], label: str) -> Event:
         if self._closed:
             raise closed_error(label)
-        return self._queue(HostCopy.of(lane, target, source, after, label))
+        return self._queue(HostCopy.of(lane, pieces, after=after, label=label))
 
     def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
         if self._closed:
@@ -153,7 +156,8 @@ class AdversarialLanes:
         # Not before it can run: until then, what it comes after may still need the target's old contents.
         for held in self._runnable():
             if not held.poisoned and isinstance(held.task, HostCopy):
-                ctypes.memset(held.task.target, _POISON, held.task.nbytes)
+                for target, _, nbytes in held.task.pieces:
+                    ctypes.memset(target, _POISON, nbytes)
                 held.poisoned = True
 
 

@@ -7,22 +7,43 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 
 from chunkmem.trace.model import Trace
-from chunkmem.trace.recomputed import with_recomputed
+
+_FORWARD, _AGAIN, _BACKWARD = "forward", "again", "backward"
 
 
 def retimed(trace: Trace, measured: Trace) -> Trace:
-    """Return `trace` with times as measured, by which a region's forward is scaled as a whole, and so its backward.
+    """Return `trace` with times as measured: those of regions' forwards, recomputations and backwards as a whole.
+
+    Where a region was kept in the measured step, its recomputation would take as long as its forward did there.
 
     Args:
         trace: of a step with the same regions, by their numbers; all are recomputed.
         measured: of a step with better durations.
     """
-    kept = {region.number for region in measured.regions if region.recomputed is None}
-    alike = with_recomputed(trace, [at for at, region in enumerate(trace.regions) if region.number not in kept])
-    was_s, is_s = _seconds(alike), _seconds(measured)
+    is_s = dict(_seconds(measured))
+    for region in measured.regions:
+        if region.recomputed is None:
+            is_s[region.number, _AGAIN] = is_s.get((region.number, _FORWARD), 0.0)
+    return _with_seconds(trace, is_s)
+
+
+def with_warm_forward(trace: Trace) -> Trace:
+    """Return a first step, in which forward touches memory for the first time, with forwards that take no longer than
+    their recomputation."""
+    was_s, is_s = _seconds(trace), dict[Hashable, float]()
+    for region in trace.regions:
+        forward_s, again_s = (was_s.get((region.number, part), 0.0) for part in (_FORWARD, _AGAIN))
+        if 0.0 < again_s < forward_s:
+            is_s[region.number, _FORWARD] = again_s
+    return _with_seconds(trace, is_s)
+
+
+def _with_seconds(trace: Trace, seconds: Mapping[Hashable, float]) -> Trace:
+    """Return the trace with parts that take so long, their moments in proportion; all others as they are."""
+    was_s = _seconds(trace)
     moments = []
     for part, moment in zip(_parts(trace), trace.moments, strict=True):
-        factor = is_s[part] / was_s[part] if part in is_s and was_s.get(part) else 1.0
+        factor = seconds[part] / was_s[part] if part in seconds and was_s[part] else 1.0
         moments.append(replace(moment, duration_s=factor * moment.duration_s))
     return replace(trace, moments=tuple(moments))
 
@@ -36,12 +57,14 @@ def _seconds(trace: Trace) -> Mapping[Hashable, float]:
 
 
 def _parts(trace: Trace) -> Iterator[Hashable]:
-    """Yield by moment the part of the step that it is of: a region's forward or backward, or what has its label.
+    """Yield by moment the part of the step that it is of: a region's forward, recomputation or other backward, or what
+    has its label.
 
-    What has none belongs to the one before.
+    What has none belongs to the one before. Where two backwards overlap, the second one has begun.
     """
-    spans = [(region.forward, (region.number, "forward")) for region in trace.regions]
-    spans += [(region.backward, (region.number, "backward")) for region in trace.regions]
+    spans = [(region.backward, (region.number, _BACKWARD)) for region in reversed(trace.regions)]
+    spans += [(region.forward, (region.number, _FORWARD)) for region in trace.regions]
+    spans += [(region.recomputed, (region.number, _AGAIN)) for region in trace.regions if region.recomputed is not None]
     of_regions = {at: part for span, part in spans for at in range(*span)}
     part: Hashable = ""
     for at, moment in enumerate(trace.moments):

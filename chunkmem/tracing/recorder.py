@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from chunkmem.plan.cursor import label_of
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
-from chunkmem.runtime.plan_executor import label_of
 from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.timestamps import Clock, Interval, Timestamp

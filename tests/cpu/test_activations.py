@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import chunkmem
 from chunkmem.nn.binding import BoundChunk
@@ -15,7 +16,9 @@ from chunkmem.plan.model import Lane
 from chunkmem.runtime.store import Chunk
 from chunkmem.trace.activations import activation_contents
 from chunkmem.types import Role
+from tests.cpu.test_precision import LOWERED
 from tests.helpers.lanes import adversarial
+from tests.helpers.low_precision import LowPlain
 from tests.helpers.training import (
     HOST_NBYTES,
     VARIANTS,
@@ -38,20 +41,22 @@ AMPLE_NBYTES = 32 << 20
 STEPS = 6
 
 
-def config(case: ZooModel, device_nbytes: int, policy: str) -> chunkmem.Config:
+def config(case: ZooModel, device_nbytes: int, policy: str, precision: str = "fp32") -> chunkmem.Config:
+    numel = case.chunk_numel if precision == "fp32" else 2 * case.chunk_numel
     return chunkmem.Config.from_dict(
         {
             "memory": {"device": device_nbytes, "host": HOST_NBYTES},
-            "default_chunk_size": case.chunk_numel,
+            "default_chunk_size": numel,
             "activations": {"policy": policy},
+            **({} if precision == "fp32" else {"precision": precision}),
         }
     )
 
 
 @functools.cache
-def smallest_nbytes(case: ZooModel, variant: Variant, policy: str) -> int:
+def smallest_nbytes(case: ZooModel, variant: Variant, policy: str, precision: str = "fp32") -> int:
     """The smallest cap, as a run with ample memory reports it."""
-    with chunkmem.ChunkManager(config(case, AMPLE_NBYTES, policy)) as manager:
+    with chunkmem.ChunkManager(config(case, AMPLE_NBYTES, policy, precision)) as manager:
         Trainer(case, variant, Chunked(manager)).run(STEPS)
         if variant.early_stop is None:  # else the checkpoint saves nothing in blocks
             assert manager.runtime.tiers.device.peak[Role.ACTIVATION] > 0
@@ -60,9 +65,11 @@ def smallest_nbytes(case: ZooModel, variant: Variant, policy: str) -> int:
     return required_nbytes + (case.slab_nbytes if policy == "auto" and not repeats(case) else 0)
 
 
-def train(case: ZooModel, variant: Variant, policy: str, device_nbytes: int, seed: int | None) -> Outcome:
+def train(
+    case: ZooModel, variant: Variant, policy: str, device_nbytes: int, seed: int | None, precision: str = "fp32"
+) -> Outcome:
     lanes = None if seed is None else adversarial(seed)
-    with chunkmem.ChunkManager(config(case, device_nbytes, policy), make_lanes=lanes) as manager:
+    with chunkmem.ChunkManager(config(case, device_nbytes, policy, precision), make_lanes=lanes) as manager:
         trainer = Trainer(case, variant, Chunked(manager, follows=repeats(case)))
         manager.runtime.tiers.device_pool.poison = manager.runtime.tiers.host_pool.poison = True
         return trainer.run(STEPS)
@@ -100,6 +107,30 @@ def test_the_numbers_are_those_of_plain_pytorch(policy: str, model: str, way: st
     least = smallest_nbytes(case, variant, policy)
     for device_nbytes, seed in ((least, None), (least, 1), (least + least // 3, 2), (AMPLE_NBYTES, 3)):
         assert_same(train(case, variant, policy, device_nbytes, seed), expected)
+
+
+FEW_IN_BF16 = {("keep", "lstm"), ("offload", "cnn"), ("recompute", "vit"), ("auto", "gpt")}
+
+
+@pytest.mark.parametrize(
+    ("policy", "case"),
+    [
+        pytest.param(
+            policy,
+            case,
+            id=f"{policy}-{case.name}",
+            marks=() if (policy, case.name) in FEW_IN_BF16 else pytest.mark.full,
+        )
+        for policy in FEW
+        for case in LOWERED
+    ],
+)
+def test_in_bf16_the_numbers_are_those_of_plain_pytorch_with_master_weights(policy: str, case: ZooModel) -> None:
+    variant = VARIANTS[0]
+    expected = Trainer(case, variant, LowPlain(torch.bfloat16)).run(STEPS)
+    least = smallest_nbytes(case, variant, policy, "bf16")
+    for device_nbytes, seed in ((least, None), (least, 1), (least + least // 3, 2), (AMPLE_NBYTES, 3)):
+        assert_same(train(case, variant, policy, device_nbytes, seed, "bf16"), expected)
 
 
 @pytest.mark.parametrize("policy", FEW)

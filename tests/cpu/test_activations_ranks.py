@@ -13,8 +13,10 @@ from torch import Tensor, nn
 import chunkmem
 from chunkmem.types import Role, Tier
 from tests.helpers.audit import assert_as_predicted
+from tests.helpers.low_precision import LowPlain
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import WIDTH, Block, mean_of
+from tests.helpers.training import Plain, Side
 
 NUM_BLOCKS = 4
 BLOCK_NUMEL = 1104
@@ -67,9 +69,9 @@ class Found:
     required_nbytes: int
 
 
-def train(rank: int, policy: str, device_nbytes: int) -> Found:
+def train(rank: int, policy: str, device_nbytes: int, precision: str = "fp32") -> Found:
     torch.set_num_threads(1)
-    values = {"default_chunk_size": BLOCK_NUMEL, "activations": {"policy": policy}}
+    values = {"default_chunk_size": BLOCK_NUMEL, "activations": {"policy": policy}, "precision": precision}
     memory = {"device": device_nbytes, "host": 8 << 20}
     with chunkmem.ChunkManager(chunkmem.Config.from_dict(values | {"memory": memory})) as manager:
         torch.manual_seed(0)
@@ -85,11 +87,12 @@ def train(rank: int, policy: str, device_nbytes: int) -> Found:
         return Found(manager.state_dict(), peak_nbytes, manager.memory().device.required_nbytes)
 
 
-def serial() -> dict[str, Tensor]:
+def serial(precision: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = Model()
+    side: Side = Plain() if precision == "fp32" else LowPlain(torch.bfloat16)
+    model = side.ready(Model())
     params = list(model.parameters())
-    optimizer = torch.optim.AdamW(params, lr=1e-2, fused=True)
+    optimizer = side.optimizer(params, lr=1e-2)
     for step in range(NUM_STEPS):
         grads = []
         for rank in range(2):
@@ -99,15 +102,16 @@ def serial() -> dict[str, Tensor]:
         for param, *each in zip(params, *grads, strict=True):
             param.grad = mean_of(param, each)
         optimizer.step()
-    return {key: value.detach() for key, value in model.state_dict().items()}
+    return {key: value.detach() for key, value in side.state_dict(model).items()}
 
 
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_means_are_exact(team: Team, policy: str) -> None:
-    expected = serial()
-    ample = team.run(train, policy, AMPLE_NBYTES)
+def test_means_are_exact(team: Team, policy: str, precision: str) -> None:
+    expected = serial(precision)
+    ample = team.run(train, policy, AMPLE_NBYTES, precision)
     little = math.ceil(1.1 * max(found.required_nbytes for found in ample))
-    for found in (*ample, *team.run(train, policy, little)):
+    for found in (*ample, *team.run(train, policy, little, precision)):
         assert [key for key, value in expected.items() if not torch.equal(value, found.weights[key])] == []
         assert found.activation_nbytes > 0
 

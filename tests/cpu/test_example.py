@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.saved_files import last_contents
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pretrain_gpt.py"
 LIBRARIES = ("transformers", "accelerate", "peft", "lightning")
@@ -24,7 +26,7 @@ DOCUMENTS = (
     "docs/distributed.md",
     *(
         pytest.param(f"docs/{name}.md", marks=pytest.mark.full, id=f"docs/{name}.md")
-        for name in ("differences", "checking", "tuning", "timeline")
+        for name in ("differences", "checking", "checkpoints", "tuning", "timeline")
     ),
     pytest.param(
         "docs/integrations.md",
@@ -37,7 +39,7 @@ DOCUMENTS = (
 )
 
 TINY = ("--model", "1m", "--batch", "2", "--seq", "16", "--sample", "4")
-WRITTEN = {"checkpoint.pt", "sample.txt"}
+WRITTEN = {"checkpoints", "sample.txt"}
 RECORDED = {"trace.json", "plan.json", "timeline.json"}
 TEXT = b"for word in ('chunk', 'slab', 'tier', 'role'):\n    print(word)\n" * 20
 
@@ -112,11 +114,6 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def checkpoint(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(folder / "checkpoint.pt", weights_only=True)
-    return state
-
-
 def tensors(tree: Any, name: str = "") -> dict[str, Any]:
     """The leaves of nested dicts and lists by their path."""
     if isinstance(tree, dict | list):
@@ -159,7 +156,7 @@ def test_another_optimizer_cap_and_checkpointing_are_plain_pytorch_too(tmp_path:
     options = ("--checkpointing", "--device-cap", "80%", "--lr", 0.002, "--config", "adam.json")
     result = train("--steps", 2, "--res_check", "--data", text, *options, cwd=tmp_path)
     assert "bit for bit" in result.stdout
-    group = checkpoint(tmp_path / "runs" / "gpt")["optimizer"]["param_groups"][0]
+    group = last_contents(tmp_path / "runs" / "gpt")["optimizer"]["param_groups"][0]
     assert (group["initial_lr"], group["weight_decay"], group["decoupled_weight_decay"]) == (0.002, 0.1, False)
 
 
@@ -170,7 +167,7 @@ def test_in_less_than_fp32_it_learns_and_resumes_to_the_bit(tmp_path: Path, text
     train(*options, "--out", "whole", cwd=tmp_path)
     train(*options, "--out", "parts", "--stop-after", 2, cwd=tmp_path)
     train(*options, "--out", "parts", "--resume", cwd=tmp_path)
-    assert_equal(checkpoint(tmp_path / "parts"), checkpoint(tmp_path / "whole"))
+    assert_equal(last_contents(tmp_path / "parts"), last_contents(tmp_path / "whole"))
 
 
 @pytest.mark.full
@@ -178,10 +175,10 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, text
     whole, parts = ("--steps", 4, "--data", text, "--out", "whole"), ("--steps", 4, "--data", text, "--out", "parts")
     train(*whole, cwd=tmp_path)
     train(*parts, "--stop-after", 2, cwd=tmp_path)
-    assert checkpoint(tmp_path / "parts")["step"] == 2
+    assert last_contents(tmp_path / "parts")["extra"]["step"] == 2
     result = train(*parts, "--resume", "--res_check", cwd=tmp_path)
     assert "2 losses" in result.stdout
-    assert_equal(checkpoint(tmp_path / "parts"), checkpoint(tmp_path / "whole"))
+    assert_equal(last_contents(tmp_path / "parts"), last_contents(tmp_path / "whole"))
 
 
 def test_res_check_finds_a_single_bit(tmp_path: Path, text: Path) -> None:
@@ -213,8 +210,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, text: Path) -> No
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "unknown.json").write_text('{"optimiser": {}}')
     (tmp_path / "small.json").write_text('{"memory": {"host": "1GiB"}}')
-    (tmp_path / "junk").mkdir()
-    (tmp_path / "junk" / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    (tmp_path / "junk" / "checkpoints" / "step-1").mkdir(parents=True)
     cases: dict[str, tuple[object, ...]] = {
         "nowhere does not exist": ("--data", "nowhere"),
         "empty has 0 bytes": ("--data", "empty"),
@@ -232,8 +228,8 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, text: Path) -> No
         "optimizer.params.lr is -1.0": ("--lr", "-1"),
         "--device-cap x% is neither": ("--device-cap", "x%"),
         "memory.device is '24GiBs'": ("--device-cap", "24GiBs"),
-        "checkpoint.pt does not exist, so there is nothing to resume": ("--out", "new", "--resume"),
-        "checkpoint.pt is not a checkpoint": ("--out", "junk", "--resume"),
+        "new/checkpoints has no checkpoint, so there is nothing to resume": ("--out", "new", "--resume"),
+        "step-1 has no .metadata, so it is no checkpoint": ("--out", "junk", "--resume", "--steps", 2),
         "unrecognized arguments: --stepz": ("--stepz", 3),
         "invalid choice: 'fp8'": ("--precision", "fp8"),
         "--res_check compares with plain PyTorch in fp32": ("--precision", "bf16", "--res_check"),

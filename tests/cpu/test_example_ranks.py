@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,8 @@ import psutil
 import pytest
 import torch
 
+from tests.helpers.saved_files import last_contents
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TEXT = b"for word in ('chunk', 'slab', 'tier', 'role'):\n    print(word)\n" * 20
@@ -25,7 +26,7 @@ PRETRAIN = ("pretrain_gpt.py", "--model", "1m", "--batch", "2", "--seq", str(SEQ
 PIPELINE = ("pipeline_gpt.py", "--model", "1m", "--batch", "4", "--seq", str(SEQ), "--micro-batches", "2")
 STAGES = (*PIPELINE, "--stages", "2", "--schedule", "1f1b")
 REPORT = {"trace.json", "plan.json", "timeline.json", "timeline.html", "memory.png"}
-WRITTEN = {"checkpoint.pt", "sample.txt", *REPORT}
+WRITTEN = {"checkpoints", "sample.txt", *REPORT}
 PATIENCE_S = 300
 
 
@@ -78,11 +79,6 @@ def train(*arguments: object, log: Path, ranks: int = 2, example: tuple[str, ...
         return finish(process, log)
 
 
-def checkpoint(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(folder / "checkpoint.pt", weights_only=True)
-    return state
-
-
 def assert_equal(left: Any, right: Any, name: str = "") -> None:
     assert type(left) is type(right), name
     if isinstance(left, dict):
@@ -110,8 +106,8 @@ def test_two_ranks_train_what_plain_pytorch_loads(tmp_path: Path, text: Path, ex
     torch.manual_seed(0)
     model = example.GPT(example.PRESETS["1m"], SEQ)
     loss_before = loss_of(model)
-    state = checkpoint(tmp_path / "run")
-    assert state["step"] == 6
+    state = last_contents(tmp_path / "run")
+    assert state["extra"]["step"] == 6
     model.load_state_dict(state["model"])
     assert loss_of(model) < loss_before - 0.5
 
@@ -129,12 +125,12 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(
 ) -> None:
     arguments = ("--steps", 12, "--save-every", 4, "--data", text)
     train(*arguments, "--out", "whole", log=tmp_path / "whole.log", example=example)
-    log, saved = tmp_path / "parts.log", tmp_path / "parts" / "checkpoint.pt"
-    saved.parent.mkdir()
-    saved.write_bytes(b"of an earlier training")
+    log, saved = tmp_path / "parts.log", tmp_path / "parts" / "checkpoints"
+    saved.mkdir(parents=True)
+    (saved / "step-2").write_bytes(b"of an earlier training")
     with torchrun(*arguments, "--out", "parts", log=log, restarts=1, example=example) as process:
         # `wait` comes back early if the training ends, which it must not yet.
-        while not (saved.exists() and saved.stat().st_size > 1000):
+        while not (saved / "step-4").exists():
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(0.05)
         workers = [worker(process, rank) for rank in range(2)]
@@ -145,10 +141,10 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(
     assert said.count(f"{step}/12 [00:00<?") == 1
     assert not any(each.is_running() for each in workers)
     assert not [each for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info["cmdline"])]
-    written = WRITTEN if example is PRETRAIN else {"checkpoint.pt"}
-    assert {path.name for path in saved.parent.iterdir()} == {*written, "earlier-checkpoint.pt"}
-    assert (saved.parent / "earlier-checkpoint.pt").read_bytes() == b"of an earlier training"
-    assert_equal(checkpoint(tmp_path / "parts"), checkpoint(tmp_path / "whole"))
+    written = WRITTEN if example is PRETRAIN else {"checkpoints"}
+    assert {path.name for path in saved.parent.iterdir()} == {*written, "earlier-checkpoints"}
+    assert (saved.parent / "earlier-checkpoints" / "step-2").read_bytes() == b"of an earlier training"
+    assert_equal(last_contents(tmp_path / "parts"), last_contents(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.full)])
@@ -156,12 +152,12 @@ def test_stages_go_on_as_other_ranks(tmp_path: Path, text: Path, ranks: int) -> 
     """What two stages have saved, one process or two stages of two shards train on, with the same means."""
     out = ("--save-every", 3, "--data", text, "--out", "run")
     train("--steps", 3, *out, log=tmp_path / "stages.log", example=STAGES)
-    first = checkpoint(tmp_path / "run")
+    first = last_contents(tmp_path / "run")
     example = PIPELINE if ranks == 1 else STAGES
     said = train("--steps", 5, "--resume", *out, log=tmp_path / "other.log", ranks=ranks, example=example)
     assert "3/5 [00:00<?" in said
-    then = checkpoint(tmp_path / "run")
-    assert (first["step"], then["step"]) == (3, 5)
+    then = last_contents(tmp_path / "run")
+    assert (first["extra"]["step"], then["extra"]["step"]) == (3, 5)
     assert then["model"].keys() == first["model"].keys()
     assert all(float(state["step"]) == 5 for state in then["optimizer"]["state"].values())
 
@@ -176,17 +172,19 @@ def test_what_ranks_refuse_is_said_with_their_number(tmp_path: Path, text: Path)
 
 
 def test_a_restart_goes_on_from_its_own_training_only(tmp_path: Path, example: Any) -> None:
-    args, path = Namespace(out=tmp_path, resume=False, steps=4), tmp_path / "checkpoint.pt"
-    state: dict[str, Any] = {"step": 2, "model": {}, "optimizer": {}, "scheduler": {}}
+    saved = example.Checkpoints(tmp_path)
     first, again = (example.Ranks(num_restarts=count, may_restart=True) for count in (0, 1))
-    assert example.start_of(args, again) is None  # died before anything was saved
-    example.save(state, path)
-    assert example.start_of(args, again) == state
-    assert example.start_of(args, example.Ranks()) is None
-    assert path.exists()
-    assert example.start_of(args, first) is None
-    assert example.start_of(args, again) is None
-    assert {each.name for each in tmp_path.iterdir()} == {"earlier-checkpoint.pt"}
+    assert saved.start(again, resume=False) == 0  # died before anything was saved
+    for step in (2, 10, 4):
+        saved.of(step).mkdir(parents=True)
+    assert saved.start(again, resume=False) == 10
+    saved.prune(keep=2)
+    assert saved.steps() == [4, 10]
+    assert saved.start(example.Ranks(), resume=False) == 0
+    assert saved.of(10).exists()
+    assert saved.start(first, resume=False) == 0
+    assert saved.start(again, resume=False) == 0
+    assert {each.name for each in tmp_path.iterdir()} == {"earlier-checkpoints"}
 
 
 def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path, example: Any) -> None:

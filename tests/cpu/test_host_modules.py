@@ -295,7 +295,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("toy")  # a device that torch can name, without memory: tensors are fake
-from chunkmem.nn.access import AccessTracker, Frame
+from chunkmem.nn.access import AccessTracker
+from chunkmem.nn.frames import Frame
 from chunkmem.nn.host_modules import HostModules
 from chunkmem.types import Tier
 

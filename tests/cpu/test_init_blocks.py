@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from chunkmem.nn.access import ParameterReads
 from chunkmem.nn.lazy_gradient import LazyGradient
+from chunkmem.nn.parameter_reads import ParameterReads
 from tests.helpers.audit import audit
 from tests.helpers.training import compute_device
 from tests.helpers.twins import AMPLE_NBYTES, SEED, WIDTH, Blocks, Twin, assert_equal, config, cpu_only, features, mlp

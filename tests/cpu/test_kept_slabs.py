@@ -33,7 +33,7 @@ STEPS = 5
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ComputeDevice, "default", lambda index=None: SimulatedAccelerator())
-    monkeypatch.setattr("chunkmem.assembly.cached_machine", lambda compute, caps: SLOW)
+    monkeypatch.setattr("chunkmem.speeds.cached_machine", lambda compute, caps: SLOW)
 
 
 def run_with(make_lanes: object = lambda compute: ThreadLanes()) -> Run:

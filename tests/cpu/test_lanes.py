@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import threading
@@ -58,6 +59,27 @@ def test_the_bytes_arrive(lanes: Lanes, dtype: torch.dtype) -> None:
     assert torch.equal(there.view(torch.uint8), source.view(torch.uint8))
     assert torch.equal(back.view(torch.uint8), source.view(torch.uint8))
     assert out.started_s <= out.ended_s <= home.started_s <= home.ended_s <= time.perf_counter()
+
+
+def test_pieces_are_one_copy(lanes: Lanes) -> None:
+    host, sources = torch.zeros(100), [numbers(36, 1), numbers(64, 50)]
+    out = lanes.copy_pieces(Lane.D2H, list(zip(host.split([36, 64]), sources, strict=True)), after=[], label="out")
+    targets = [torch.zeros(36), torch.zeros(64)]
+    pieces = list(zip(targets, host.split([36, 64]), strict=True))
+    home = lanes.copy_pieces(Lane.H2D, pieces, after=[out], label="home")
+    lanes.compute_waits(home)
+    assert out.done()
+    assert home.done()
+    assert all(map(torch.equal, targets, sources))
+    assert out.started_s <= out.ended_s <= home.started_s <= home.ended_s
+
+
+def test_no_piece_is_copied_if_one_is_refused() -> None:
+    target = torch.zeros(8)
+    with contextlib.closing(ThreadLanes()) as lanes, pytest.raises(StateError, match="36 bytes cannot be copied to 32"):
+        pieces = [(target, torch.ones(8)), (torch.zeros(8), torch.zeros(9))]
+        lanes.copy_pieces(Lane.H2D, pieces, after=[], label="block 3")
+    assert torch.equal(target, torch.zeros(8))
 
 
 def test_a_lane_keeps_its_order(lanes: Lanes) -> None:

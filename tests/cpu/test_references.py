@@ -336,3 +336,25 @@ def test_what_calls_inside_have_left_of_other_parameters_hides_no_alias() -> Non
         del twin.model.kept
         twin.update()
         assert manager.runtime.modules.access.holders() == ()
+
+
+def test_a_finalizer_may_use_a_parameter_while_held_chunks_are_looked_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's collector runs finalizers at any allocation: between two looks at what is held, one lets go of some."""
+    manager = chunkmem.ChunkManager(chunkmem.Config.from_dict({"default_chunk_size": 64}))
+    model = manager.wrap(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))))
+    views = [layer.weight.data for layer in model]
+    access = manager.runtime.modules.access
+    assert len(access.holders()) == 3
+    is_kept, num_calls = access._is_kept, iter(range(1000))
+
+    def interrupted(group: int) -> bool:
+        if next(num_calls) == 0:
+            views[0] = views[2] = torch.empty(0)
+            model[0].weight.sum()
+            views[0] = model[0].weight.data
+        return is_kept(group)
+
+    monkeypatch.setattr(access, "_is_kept", interrupted)
+    assert torch.equal(model[1].weight.sum(), views[1].sum())
+    assert set(access.holders()) == {"param chunk 0 (0.weight)", "param chunk 1 (1.weight)"}
+    assert torch.equal(views[0], manager.state_dict()["0.weight"])

@@ -6,7 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import chunkmem
 from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.pipeline.staged import StagedPipeline
+from chunkmem.plan.timeline import StageWork, Timeline
+from chunkmem.report.page import timeline_page
+from chunkmem.report.run import load_run
+from chunkmem.report.tracks import STALL, stage_tracks
+from chunkmem.runtime.store import ChunkStore
+from chunkmem.types import Role, Tier
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import Block
 from tests.helpers.staged_training import Net, StagedTask, different, loss_of, serial, train
@@ -151,6 +159,51 @@ def test_a_dead_rank_is_named_with_its_stage(pair: Team) -> None:
     pair.run(die, lost=(1,))
 
 
+def fail(rank: int, bad: int, task: StagedTask) -> str:
+    """Return the error of this rank, when a block of another one raises something."""
+
+    def raise_it(*_: object) -> None:
+        raise ValueError("no such word")
+
+    def watch(pipe: StagedPipeline, manager: chunkmem.ChunkManager, step: int) -> None:
+        if (step, rank) == (2, bad):
+            pipe.stages[0].submod.blocks[1].register_forward_pre_hook(raise_it)
+
+    with pytest.raises((ValueError, chunkmem.RankError)) as raised:
+        train(rank, task, watch)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@pytest.mark.parametrize("bad", [2, pytest.param(0, marks=pytest.mark.full)])
+def test_what_a_rank_raises_is_said_on_all_ranks(four: Team, bad: int) -> None:
+    """Also on those that exchange nothing with it: they hear it from those that do."""
+    said = four.run(fail, bad, StagedTask(sizes=(2, 2), timeout_s=20.0))
+    assert said.pop(bad) == "ValueError: no such word"
+    for error in said:
+        assert error.startswith("RankError: ")
+        assert f"rank {bad} raised ValueError: no such word" in error
+        assert error.count(f"(rank {bad} has stage {bad // 2})") == 1
+
+
+def lack_a_batch(rank: int) -> str:
+    """Return the error of this rank, when the other one is given a batch of no samples."""
+
+    def watch(pipe: StagedPipeline, manager: chunkmem.ChunkManager, step: int) -> None:
+        if (step, rank) == (2, 1):
+            pipe.step(torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long))
+
+    with pytest.raises(chunkmem.ChunkmemError) as raised:
+        train(rank, StagedTask(timeout_s=20.0), watch)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_batch_that_one_rank_cannot_split_is_said_on_all_ranks(pair: Team) -> None:
+    first, second = pair.run(lack_a_batch)
+    assert second.startswith("StateError: ")
+    assert f"rank 1 raised {second}" in first
+    assert "(rank 1 has stage 1)" in first
+
+
 def run_short(rank: int, task: StagedTask) -> str:
     with pytest.raises(chunkmem.ChunkmemError) as raised:
         train(rank, task)
@@ -243,22 +296,38 @@ def test_the_state_of_all_stages_is_saved_and_loaded(pair: Team) -> None:
     pair.run(load)
 
 
-def keep_count(rank: int, task: StagedTask) -> tuple[int, int]:
-    """The most received and sent tensors that are alive at one time."""
+@dataclass
+class Messages:
+    """Received and sent tensors of a rank."""
+
+    most_received: int = 0
+    """The most that are alive at one time."""
+    most_sent: int = 0
+    outside: set[str] = field(default_factory=set)
+    """What is in no chunk of activations that is pinned on DEVICE, so that no cap covers it."""
+    num: int = 0
+
+
+def keep_count(rank: int, task: StagedTask) -> Messages:
     alive: dict[str, list[StorageWeakRef]] = {"received": [], "sent": []}
     most = {"received": 0, "sent": 0}
+    found = Messages()
 
-    def note(kind: str, tensors: Sequence[Tensor]) -> None:
+    def note(neighbours: Neighbours, kind: str, tensors: Sequence[Tensor], message: Message) -> None:
         alive[kind] = [one for one in alive[kind] if not one.expired()]
         alive[kind] += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         most[kind] = max(most[kind], len(alive[kind]))
+        found.num += len(tensors)
+        pinned = pinned_storages(neighbours._waiting.__self__.store)  # type: ignore[attr-defined]
+        if any(tensor.untyped_storage().data_ptr() not in pinned for tensor in tensors):
+            found.outside.add(message.label)
 
-    def send(self: Neighbours, tensors: Sequence[Tensor], message: Message) -> list[Any]:
-        note("sent", tensors)
-        return usual_send(self, tensors, message)
+    def send(self: Neighbours, tensors: Sequence[Tensor], message: Message, **options: Any) -> list[Any]:
+        note(self, "sent", tensors, message)
+        return usual_send(self, tensors, message, **options)
 
     def receive(self: Neighbours, tensors: Sequence[Tensor], message: Message) -> list[Any]:
-        note("received", tensors)
+        note(self, "received", tensors, message)
         return usual_receive(self, tensors, message)
 
     usual_send, usual_receive = Neighbours.send, Neighbours.receive
@@ -266,7 +335,19 @@ def keep_count(rank: int, task: StagedTask) -> tuple[int, int]:
         patch.setattr(Neighbours, "send", send)
         patch.setattr(Neighbours, "receive", receive)
         train(rank, task)
-    return most["received"], most["sent"]
+    found.most_received, found.most_sent = most["received"], most["sent"]
+    return found
+
+
+def pinned_storages(store: ChunkStore) -> set[int]:
+    """Where the memory of activations lies that stays on DEVICE."""
+    replicas = [
+        chunk.replicas[Tier.DEVICE]
+        for chunk in store.chunks.values()
+        if chunk.id.role is Role.ACTIVATION and Tier.DEVICE in chunk.replicas
+    ]
+    pieces = [piece for replica in replicas if replica.pins for _, piece in replica.pieces]
+    return {piece.untyped_storage().data_ptr() for piece in pieces}
 
 
 @pytest.mark.parametrize(
@@ -276,9 +357,18 @@ def test_messages_live_no_longer_than_their_micro_batches(
     pair: Team, schedule: str, in_flight: tuple[int, int]
 ) -> None:
     task = StagedTask(schedule, micro_batches=8, batch=16, steps=3)
-    for rank, (received, sent) in enumerate(pair.run(keep_count, task)):
-        assert received <= in_flight[rank]
-        assert sent <= len(in_flight) + 1
+    for rank, messages in enumerate(pair.run(keep_count, task)):
+        assert messages.most_received <= in_flight[rank]
+        assert messages.most_sent <= len(in_flight) + 1
+
+
+@pytest.mark.parametrize("model", ["plain", "saves its output", pytest.param("pairs", marks=pytest.mark.full)])
+@pytest.mark.parametrize("checkpoint", ["never", pytest.param("always", marks=pytest.mark.full)])
+def test_the_cap_covers_messages(pair: Team, model: str, checkpoint: str) -> None:
+    """What is received and sent is a chunk of activations until it is used, or has been sent."""
+    for messages in pair.run(keep_count, StagedTask(model=model, checkpoint=checkpoint, steps=5)):
+        assert messages.num > 0
+        assert messages.outside == set()
 
 
 class Slow(Block):
@@ -318,6 +408,40 @@ def test_waiting_for_another_stage_is_no_compute(pair: Team) -> None:
     assert first_s >= 4 * SLOW_S
     assert last_s < 4 * SLOW_S
     assert waited_s >= 2 * SLOW_S
+
+
+def record_stages(rank: int, folder: str) -> tuple[str, list[tuple[str, int]], float, float]:
+    """What the stage of this rank did in a planned step that was recorded, the seconds it waited, and of the step."""
+
+    def watch(pipe: StagedPipeline, manager: chunkmem.ChunkManager, step: int) -> None:
+        if step == 5:
+            manager.record(f"{folder}/rank{rank}")
+
+    train(rank, StagedTask(), watch)
+    timeline = Timeline.load(f"{folder}/rank{rank}/timeline.json")
+    calls = timeline.stage_calls
+    assert {call.stage for call in calls} == {rank}
+    assert all(call.start_s <= call.end_s for call in calls)
+    assert all(one.end_s <= next_one.start_s for one, next_one in pairwise(calls))
+    order = [(call.work.value, call.micro_batch) for call in calls if call.work is not StageWork.WAIT]
+    waited_s = sum(call.end_s - call.start_s for call in calls if call.work is StageWork.WAIT)
+    run = load_run(Path(folder) / f"rank{rank}")
+    (track,) = stage_tracks(run, run.happened)
+    assert [piece.text for piece in track.slices if piece.style != STALL] == [str(number) for _, number in order]
+    assert f"stage {rank}" in timeline_page([run])
+    return track.name, order, waited_s, timeline.step_s
+
+
+def test_a_timeline_shows_micro_batches_and_bubbles(pair: Team, tmp_path: Path) -> None:
+    first, last = pair.run(record_stages, str(tmp_path))
+    assert (first[0], last[0]) == ("stage 0", "stage 1")
+    #   stage 0 | F0 F1 .. B0 F2 B1 F3 B2 .. B3
+    #   stage 1 | .. F0 B0 F1 B1 F2 B2 F3 B3 ..
+    ahead = [("forward", 0), ("forward", 1), ("backward", 0), ("forward", 2), ("backward", 1), ("forward", 3)]
+    assert first[1] == [*ahead, ("backward", 2), ("backward", 3)]
+    assert last[1] == [(work, number) for number in range(4) for work in ("forward", "backward")]
+    for _, _, waited_s, step_s in (first, last):
+        assert 0 < waited_s < step_s
 
 
 def evaluate(rank: int) -> list[float]:

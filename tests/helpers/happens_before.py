@@ -84,7 +84,7 @@ class HappensBefore(AccessOrder):
         patch = self._entered.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(ComputeDevice, "default", lambda index=None: SimulatedAccelerator())
         patch.setattr("chunkmem.parts.load_kernels", lambda **_: load_kernels())
-        patch.setattr("chunkmem.assembly.cached_machine", lambda compute, caps: SLOW)
+        patch.setattr("chunkmem.speeds.cached_machine", lambda compute, caps: SLOW)
         patch.setattr("chunkmem.runtime.tiers.DevicePool", lambda *args, **keys: DeviceSlabs(self, *args, **keys))
         patch.setattr("chunkmem.runtime.tiers.HostArena", lambda *args, **keys: HostSlabs(self, *args, **keys))
         _observe_runtime(self, self._observer, patch)

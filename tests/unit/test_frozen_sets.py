@@ -54,6 +54,7 @@ OPTIONS = {
     "check": "MODEL --batch --chunk-size --device --host --orders --precision --seed --seq --steps",
     "plan": "TRACE --d2h --device --h2d --host --keep-ties --machine --margin-use-ratio --out --stages",
     "report": "RUN --against --out --perfetto",
+    "convert": "SOURCE TARGET --max-shard-size --to",
     "chunk-size": "MODEL --device",
     "config": "FILE --markdown --schema",
     "info": "",

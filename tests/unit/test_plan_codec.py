@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from chunkmem.errors import PlanError, TraceError
 from chunkmem.plan.machine import LinkSpeed, Machine, host_links
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Plan, Update, Wait
-from chunkmem.plan.timeline import Span, Timeline
+from chunkmem.plan.timeline import Span, StageCall, StageWork, Timeline
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import LINKS, ChunkId, Role, Tier
 from tests.helpers.cpu_time import cpu_s
@@ -155,7 +155,9 @@ def timelines() -> st.SearchStrategy[Timeline]:
     by_tier = st.fixed_dictionaries({Tier.DEVICE: count}, optional={Tier.HOST: count})
     by_role = st.dictionaries(st.tuples(st.sampled_from(Tier), st.text()), count, max_size=5)
     lists = st.lists(spans, max_size=5).map(tuple), st.lists(count, max_size=5).map(tuple)
-    return st.builds(Timeline, lists[0], seconds, by_tier, by_role, by_tier, lists[1], count, count, count)
+    calls = st.lists(st.builds(StageCall, st.sampled_from(StageWork), count, count, seconds, seconds), max_size=5)
+    rest = count, count, count, calls.map(tuple)
+    return st.builds(Timeline, lists[0], seconds, by_tier, by_role, by_tier, lists[1], *rest)
 
 
 def changed(values: dict[str, Any], path: tuple[Any, ...], value: object) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from itertools import chain, combinations
 from math import inf
 from typing import Any
@@ -156,6 +158,32 @@ def test_without_host_what_does_not_fit_is_recomputed() -> None:
     assert 0 < len(tight.recomputed) < 8
     assert tight.moved_nbytes == 0
     assert not ample.recomputed
+
+
+@pytest.mark.parametrize("name", ["gpt", "cnn"])
+@pytest.mark.parametrize("cap", [120, 200])
+def test_slow_forwards_of_a_first_step_rule_nothing_out(name: str, cap: int) -> None:
+    """To recompute takes a quarter of the time of forward there, whatever the sum of both is."""
+    trace, on = all_recomputed(MODELS[name]), machine(cap, link_Bps=1e9)
+    slow = {at for region in trace.regions for at in range(*region.forward)}
+    moments = enumerate(trace.moments)
+    trace = replace(
+        trace, moments=tuple(replace(m, duration_s=m.duration_s * (4 if at in slow else 1)) for at, m in moments)
+    )
+    assert faster_s(trace, on, within_s=choose_regions(trace, on).step_s / 1.03) is None
+
+
+def test_calls_of_a_block_for_many_micro_batches_are_chosen_together() -> None:
+    """8 calls of each of 16 blocks: 4 at a time, so that there is as much to decide as for 32 blocks."""
+    trace = all_recomputed(gpt_like(128, blocks_per_chunk=32, saved=4))
+    regions = tuple(replace(region, name=f"blocks.{at // 8}") for at, region in enumerate(trace.regions))
+    search = RegionSearch(replace(trace, regions=regions), machine(160, link_Bps=5e8))
+    work = sum(search.pieces())
+    assert search.num_plans <= 70
+    assert work <= 5_000_000
+    recomputed = search.choice().recomputed
+    assert set(Counter(at // 4 for at in recomputed).values()) == {4}
+    assert 0 < len(recomputed) < 128
 
 
 @pytest.mark.parametrize("num_blocks", [8, pytest.param(48, marks=pytest.mark.full)])

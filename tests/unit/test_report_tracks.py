@@ -11,7 +11,7 @@ import pytest
 
 from chunkmem.plan.model import Alloc, Copy, Free, Lane, Placed, Plan, Update
 from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST, TIERS, ReplicaState
-from chunkmem.plan.timeline import Span, Timeline
+from chunkmem.plan.timeline import Span, StageCall, StageWork, Timeline
 from chunkmem.report import page
 from chunkmem.report.clock import AGAIN, BACKWARD, FORWARD, STEP
 from chunkmem.report.modules import ModuleRun, layer_runs, submodule_runs
@@ -29,11 +29,13 @@ from chunkmem.report.tracks import (
     Level,
     Slice,
     Tip,
+    Track,
     chunk_track,
     lane_tracks,
     memory_graphs,
     module_tracks,
     moment_tips,
+    stage_tracks,
     starts_ns,
     state_style,
     where,
@@ -98,6 +100,29 @@ RUN = run_of()
 
 def test_moments_begin_in_whole_nanoseconds() -> None:
     assert starts_ns(RUN.happened, 7) == STARTS
+
+
+# Stages.
+
+
+def test_a_stage_shows_its_micro_batches_and_where_it_waits() -> None:
+    #   stage 1 | wait F0 B0 |
+    calls = (
+        StageCall(StageWork.WAIT, 1, 0, 0.000, 0.010),
+        StageCall(StageWork.FORWARD, 1, 0, 0.010, 0.012),
+        StageCall(StageWork.BACKWARD, 1, 0, 0.015, 0.030),
+    )
+    run = replace(RUN, happened=replace(RUN.happened, stage_calls=calls))
+    (track,) = stage_tracks(run, run.happened)
+    assert track.name == "stage 1"
+    assert [(piece.style, piece.text, piece.start_ns, piece.end_ns) for piece in track.slices] == [
+        (STALL, "", 0, 10 * MS),
+        ("forward", "0", 10 * MS, 12 * MS),
+        ("backward", "0", 15 * MS, 30 * MS),
+    ]
+    assert [piece.tip.title for piece in track.slices][:2] == ["stage 1: waits for another stage", "stage 1: forward"]
+    assert stage_tracks(run, run.predicted) == [Track("stage 1")]  # so that both views have the same rows
+    assert stage_tracks(RUN, RUN.happened) == []
 
 
 # States.

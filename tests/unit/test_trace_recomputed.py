@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -11,7 +11,7 @@ import pytest
 
 from chunkmem.trace.model import Kind, Mode, Moment, Moments, Region, Trace
 from chunkmem.trace.recomputed import with_recomputed
-from chunkmem.trace.retimed import retimed
+from chunkmem.trace.retimed import retimed, with_warm_forward
 from chunkmem.trace.uncharged import uncharged
 from chunkmem.types import ChunkId, Role
 from tests.helpers.region_traces import as_recorded, cnn_like, gpt_like, region_trace
@@ -245,12 +245,16 @@ def test_what_a_region_is_recomputed_from_is_no_chunk_where_it_is_kept(name: str
     assert found.compute_s == pytest.approx(expected.compute_s)
 
 
-def test_what_a_kept_region_saves_may_be_known() -> None:
+@pytest.mark.parametrize(("charges", "expected"), [(False, 5), (True, 8)])
+def test_what_a_kept_region_saves_may_be_known(charges: bool, expected: int) -> None:
+    """What it was given may be saved by the region before as well: then it is non-model data, which may count."""
     blocks = MODELS["gpt"]
-    step = uncharged(as_recorded(blocks, inputs_nbytes=INPUTS_NBYTES), charges_non_model=True, kept_nbytes={1: 5 << 20})
+    recorded = as_recorded(blocks, inputs_nbytes=INPUTS_NBYTES)
+    step = uncharged(recorded, charges_non_model=charges, kept_nbytes={1: 5 << 20, 3: 26 << 20})
     kept = with_recomputed(step, ())
-    assert [region.nbytes >> 20 for region in kept.regions] == [27, 5, 27, 27, 27, 27]
-    assert kept.chunk_nbytes[kept.regions[1].chunk] == 5 << 20
+    third = 27 if charges else 26
+    assert [region.nbytes >> 20 for region in kept.regions] == [27, expected, 27, third, 27, 27]
+    assert kept.chunk_nbytes[kept.regions[1].chunk] == expected << 20
 
 
 def test_times_are_those_of_a_step_that_recomputes_others() -> None:
@@ -266,6 +270,37 @@ def test_times_are_those_of_a_step_that_recomputes_others() -> None:
     assert with_recomputed(again, [0, 4]).compute_s == pytest.approx(measured.compute_s)
     assert again.regions == trace.regions
     for at, (was, now) in enumerate(zip(trace.moments, again.moments, strict=True)):
-        spans = {1: trace.regions[1].forward, 4: trace.regions[4].backward}
-        factor = next((f for number, f in ((1, 3.0), (4, 0.5)) if spans[number][0] <= at < spans[number][1]), 1.0)
+        assert trace.regions[1].recomputed is not None
+        spans = (trace.regions[1].forward, 3.0), (trace.regions[1].recomputed, 3.0), (trace.regions[4].backward, 0.5)
+        factor = next((factor for span, factor in spans if span[0] <= at < span[1]), 1.0)
         assert now.duration_s == pytest.approx(factor * was.duration_s)
+
+
+@pytest.mark.parametrize("kept", [(), (1, 3), range(6)])
+def test_times_hold_for_any_other_choice(kept: Sequence[int]) -> None:
+    """In later steps, forward is faster than it was, unlike backward; of one block it is slower."""
+    trace = uncharged(as_recorded(MODELS["gpt"], inputs_nbytes=INPUTS_NBYTES), charges_non_model=True)
+    factors = {
+        at: 2.0 if region.number == 1 else 0.25
+        for region in trace.regions
+        for span in (region.forward, region.recomputed or (0, 0))
+        for at in range(*span)
+    }
+    step = _scaled(trace, factors)
+    again = retimed(trace, with_recomputed(step, [at for at in range(6) if at not in kept]))
+    for recomputed in ((), (0, 4), range(6)):
+        expected = with_recomputed(step, recomputed)
+        assert with_recomputed(again, recomputed).compute_s == pytest.approx(expected.compute_s)
+
+
+def test_a_first_forward_is_taken_to_be_as_fast_as_its_recomputation() -> None:
+    step = uncharged(as_recorded(MODELS["gpt"], inputs_nbytes=INPUTS_NBYTES), charges_non_model=True)
+    found = with_warm_forward(_scaled(step, {at: 5.0 for region in step.regions for at in range(*region.forward)}))
+    assert [m.duration_s for m in found.moments] == pytest.approx([m.duration_s for m in step.moments])
+
+
+def _scaled(trace: Trace, factors: Mapping[int, float]) -> Trace:
+    moments = enumerate(trace.moments)
+    return replace(
+        trace, moments=tuple(replace(m, duration_s=m.duration_s * factors.get(at, 1.0)) for at, m in moments)
+    )

@@ -1,0 +1,154 @@
+"""What a manager does while models are built: pack them, and note how their modules are to be treated."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+from torch import nn
+
+from chunkmem.assembly import Runtime
+from chunkmem.config import REGION_POLICIES, Config
+from chunkmem.errors import ConfigError, LayoutError, StateError
+from chunkmem.nn.built import HERE
+from chunkmem.nn.collect import Collector
+from chunkmem.nn.released import BuiltOverRanks
+from chunkmem.nn.tiling import tile_linears
+from chunkmem.sizes import shown
+
+
+class ModelBuilding:
+    """The methods of `ChunkManager` that models are built and packed with."""
+
+    config: Config
+    runtime: Runtime
+    """The parts that the manager is made of; no promise is made about them."""
+
+    @contextlib.contextmanager
+    def init(self) -> Iterator[None]:
+        """Pack the modules built inside into chunks when the block ends.
+
+        Raises:
+            LayoutError: a parameter cannot be packed; the modules are as they were built.
+            CapacityError: the weights fit no tier; likewise.
+            StateError: over ranks, the memory of a parameter was asked for after its module had been attached to its
+                parent (see `release_after_init`). Whatever is raised there, the modules are lost: no rank has all
+                values.
+            ConfigError, RankError: not all ranks build the same.
+        """
+        self.runtime.require_open()
+        if self.runtime.collector is not None:
+            raise StateError(
+                "manager.init() inside manager.init(): build all modules in one block, or in blocks in turn"
+            )
+        collector = self.runtime.collector = Collector()
+        built = HERE
+        can_release = self.runtime.ranks.stages is None and not self.runtime.config.release_after_init
+        if self.runtime.sharding.shards is not None and can_release:
+            built = BuiltOverRanks(self.runtime.sharding.shards, collector)
+        try:
+            with self.runtime.random_numbers(), collector.watching(), built.watching():
+                yield
+                for root in collector.roots() if self.config.with_tiling_linear else ():
+                    self._tile(root, self._configured_numel)
+        finally:
+            self.runtime.collector = None
+        self.runtime.add(collector.roots(), collector.excluded(), kept=collector.not_reduced(), built=built)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Pack the parameters of a model that exists; return the same object. Raises what `init` does."""
+        self.runtime.require_open()
+        if not isinstance(model, nn.Module):
+            raise LayoutError(f"manager.wrap() takes a torch.nn.Module, not a {type(model).__name__}")
+        if self.config.with_tiling_linear:
+            self._tile(model, self._configured_numel)
+        self.runtime.add([model], [])
+        return model
+
+    def tile(self, model: nn.Module, *, max_numel: int | None = None) -> nn.Module:
+        """Split wide linear layers of a model into tiles, before it is packed. Returns the same object.
+
+        Use it inside `init()`, when the model is built, or before `wrap()`. The layers become `TiledLinear`s, with the
+        values that they have. Those that cannot, since their weight is tied or they are more than an `nn.Linear`, stay
+        as they are, and a warning names them.
+
+        Args:
+            model: what is going to be packed.
+            max_numel: elements of a tile at most; None: a quarter of the widest layer's weight.
+
+        Raises:
+            LayoutError: `model` is no module, or `max_numel` no number of elements, or too small.
+            StateError: the model is managed already.
+        """
+        self.runtime.require_open()
+        if not isinstance(model, nn.Module):
+            raise LayoutError(f"manager.tile() takes a torch.nn.Module, not a {type(model).__name__}")
+        self._tile(model, max_numel)
+        return model
+
+    @property
+    def _configured_numel(self) -> int | None:
+        configured = self.config.with_tiling_linear
+        return None if isinstance(configured, bool) else configured
+
+    def _tile(self, model: nn.Module, max_numel: int | None) -> None:
+        collector = self.runtime.collector
+        left = tile_linears(model, max_numel=max_numel, excluded=collector.excluded() if collector else ())
+        if left and self.runtime.ranks.rank == 0:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in left.items())
+            warnings.warn(f"linear layers left untiled, whose chunks stay as large: {reasons}", stacklevel=3)
+
+    @contextlib.contextmanager
+    def exclude(self, reduce: bool = True) -> Iterator[None]:
+        """Leave the modules built inside ordinary PyTorch on the compute device. Use it inside `init()`.
+
+        `reduce` tells whether their gradients are averaged over ranks; with one process there is nothing to average.
+        """
+        if self.runtime.collector is None:
+            raise StateError("manager.exclude() belongs inside manager.init()")
+        with self.runtime.collector.excluding(reduce=reduce):
+            yield
+
+    def unit(self, module: nn.Module) -> nn.Module:
+        """Make a module one unit of exchange between ranks; call it before it is packed. Returns the same object.
+
+        By default, units are the children of ModuleList and Sequential. With one process it changes nothing.
+        """
+        self.runtime.require_open()
+        if not isinstance(module, nn.Module):
+            raise LayoutError(f"manager.unit() takes a torch.nn.Module, not a {type(module).__name__}")
+        self.runtime.sharding.units.mark(module)
+        return module
+
+    def region(self, module: nn.Module, *, policy: str = "auto") -> nn.Module:
+        """Manage what autograd saves in calls of a module, before that is packed. Returns the same object.
+
+        Args:
+            module: whose calls are managed as a whole, those of modules inside of it included.
+            policy: as `activations.policy` of the configuration, for this module.
+
+        Raises:
+            ConfigError: there is no such policy.
+        """
+        self.runtime.require_open()
+        if not isinstance(module, nn.Module):
+            raise LayoutError(f"manager.region() takes a torch.nn.Module, not a {type(module).__name__}")
+        if policy not in REGION_POLICIES:
+            raise ConfigError(f"policy is {shown(policy)}; give one of {', '.join(REGION_POLICIES)}")
+        self.runtime.modules.regions.policies.mark(module, policy)
+        return module
+
+    def on_host(self, module: nn.Module) -> nn.Module:
+        """Have a module compute on HOST, where weights, gradients and optimizer states stay. Returns the same object.
+
+        For a wide embedding: ids go to HOST and rows come back, and DEVICE never holds it. Call it before the module is
+        packed. Where DEVICE and HOST are one piece of RAM, nothing changes.
+
+        Raises:
+            LayoutError: it has no parameters.
+            StateError: it is packed already.
+        """
+        self.runtime.require_open()
+        self.runtime.modules.host.mark(module)
+        return module

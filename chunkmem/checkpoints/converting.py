@@ -1,0 +1,143 @@
+"""From one format of checkpoints to another, a tensor in memory at a time."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chunkmem.checkpoints.directory import MANIFEST, replacing
+from chunkmem.checkpoints.pretrained import Files, Form, shards_of
+from chunkmem.checkpoints.reading import CheckpointFiles
+from chunkmem.checkpoints.safetensors_files import open_safetensors
+from chunkmem.checkpoints.saving import write
+from chunkmem.comm.ranks import Ranks
+from chunkmem.errors import CheckpointError
+
+
+class Format(enum.Enum):
+    """Of a checkpoint."""
+
+    DCP = "dcp"
+    """A directory of torch.distributed.checkpoint, as `manager.save` writes."""
+    SAFETENSORS = "safetensors"
+    """A directory of weights, as `from_pretrained` loads."""
+    TORCH = "torch"
+    """One file of `torch.save`."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written."""
+
+    num_tensors: int
+    nbytes: int
+    left_out: tuple[str, ...]
+    """What the format has no place for."""
+
+
+def format_of(path: Path) -> Format:
+    """Return the format of a checkpoint that is there.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if (path / MANIFEST).is_file():
+        return Format.DCP
+    if path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors"))):
+        return Format.SAFETENSORS
+    if path.is_file():
+        return Format.TORCH
+    what = "has neither .metadata nor *.safetensors" if path.is_dir() else "is not there"
+    raise CheckpointError(f"{path} {what}; name a directory of manager.save(), safetensors, or a file of torch.save()")
+
+
+def convert(source: Path, target: Path, to: Format, *, max_shard_nbytes: int) -> Converted:
+    """Write a checkpoint in another format.
+
+    Raises:
+        CheckpointError: one cannot be read or written.
+    """
+    state = _open(source)
+    if to is Format.SAFETENSORS:
+        return _write_safetensors(state, target, max_shard_nbytes=max_shard_nbytes)
+    if to is Format.TORCH:
+        _write_torch(state, target)
+    else:
+        ranks = Ranks(timeout_s=1)
+        with replacing(target, ranks) as folder:
+            write(state, folder, ranks, named=target)
+    tensors = dict(_tensors("", state))
+    return Converted(len(tensors), sum(value.nbytes for value in tensors.values()), ())
+
+
+def _open(path: Path) -> dict[str, Any]:
+    """Return all that a checkpoint has, as it was nested; weights alone are under "model"."""
+    kind = format_of(path)
+    if kind is Format.DCP:
+        return CheckpointFiles(path).all()
+    if kind is Format.SAFETENSORS:
+        return {"model": open_safetensors(path)}
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged file raises anything
+        raise CheckpointError(f"{path} is no file of torch.save() that can be read safely: {_said(error)}") from None
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path} has a {type(state).__name__}, not a dict")
+    return dict(state) if any(isinstance(each, Mapping) for each in state.values()) else {"model": dict(state)}
+
+
+def _tensors(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        return [(prefix, value)]
+    if isinstance(value, Mapping):
+        pairs = [(str(key), each) for key, each in value.items()]
+    elif isinstance(value, list | tuple):
+        pairs = [(str(key), each) for key, each in enumerate(value)]
+    else:
+        return []
+    return [found for key, each in pairs for found in _tensors(f"{prefix}.{key}" if prefix else key, each)]
+
+
+def _write_safetensors(state: Mapping[str, Any], target: Path, *, max_shard_nbytes: int) -> Converted:
+    weights = state.get("model", state)
+    kept = dict(_tensors("", weights))
+    unique = {id(value): name for name, value in reversed(kept.items())}
+    kept = {name: value for name, value in kept.items() if unique[id(value)] == name}
+    forms = {name: Form(value.dtype, tuple(value.shape)) for name, value in kept.items()}
+    files = Files(target, shards_of(forms, max_nbytes=max_shard_nbytes))
+    is_done = False
+    try:
+        for name, value in kept.items():
+            files.write(name, value.clone() if type(value) is torch.Tensor else value.read())  # type: ignore[attr-defined]
+        files.finish(None)
+        is_done = True
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error.strerror}") from None
+    finally:
+        files.close(failed=not is_done)
+    left_out = tuple(sorted(key for key in state if key != "model")) if weights is not state else ()
+    return Converted(len(kept), sum(form.nbytes for form in forms.values()), left_out)
+
+
+def _write_torch(state: Mapping[str, Any], target: Path) -> None:
+    partial = target.with_name(f".{target.name}.incomplete")
+    try:
+        with partial.open("wb") as file:
+            torch.save(dict(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error.strerror}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

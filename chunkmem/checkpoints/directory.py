@@ -1,0 +1,104 @@
+"""Directories that are complete or not there: what is written comes under its name when all of it is on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from chunkmem.comm.ranks import Ranks
+from chunkmem.errors import CheckpointError
+
+MANIFEST = ".metadata"
+"""The file of a checkpoint that is written last."""
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+@contextlib.contextmanager
+def replacing(path: Path, ranks: Ranks) -> Iterator[Path]:
+    """Yield an empty directory, the same on all ranks, that takes the place of `path` when the block is over.
+
+    After a kill or an error, there is what was there before, or all of what was written. What a killed block has left
+    is removed by the next one.
+
+    Raises:
+        CheckpointError: it cannot be made or renamed, or `path` is something else than a checkpoint; on every rank.
+    """
+    folder = path.with_name(f".{path.name}.incomplete")
+    _on_first(ranks, path, lambda: _make(path, folder))
+    try:
+        yield folder
+        _on_first(ranks, path, lambda: _put(folder, path))
+    except BaseException:
+        if ranks.is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _on_first(ranks: Ranks, path: Path, do: Callable[[], None]) -> None:
+    """Do something on the first rank; what goes wrong there is raised on all of them."""
+    problem = ""
+    if ranks.is_first:
+        try:
+            do()
+        except OSError as error:
+            problem = f"{error.filename or path}: {error.strerror}"
+        except CheckpointError as error:
+            problem = str(error)
+    problem = ranks.from_first(problem, label="making the directory of a checkpoint")
+    if problem:
+        raise CheckpointError(f"the checkpoint {path} could not be written ({problem}); what was there before is there")
+
+
+def _make(path: Path, folder: Path) -> None:
+    if path.exists() and not (path / MANIFEST).exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(f"{path} is there, and is no checkpoint; name another directory")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def _put(folder: Path, path: Path) -> None:
+    sync(folder)
+    replaces = path.exists()
+    swap = _swap if replaces else Path.rename
+    swap(folder, path)
+    try:
+        sync(path.parent)
+    except OSError:  # nobody knows whether the new one would be there after a crash
+        swap(path, folder)
+        raise
+    if replaces:
+        shutil.rmtree(folder)
+
+
+def _swap(one: Path, other: Path) -> None:
+    """Give each of two directories the other's name."""
+    if not _exchange(one, other):
+        # This file system cannot do so in one step: for a moment, one of them is not there.
+        between = other.with_name(f".{other.name}.before")
+        other.rename(between)
+        one.rename(other)
+        between.rename(one)
+
+
+def sync(folder: Path) -> None:
+    """Have the names in a directory on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Give each of two directories the other's name, in one step of the file system; return whether it can."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)

@@ -1,0 +1,64 @@
+"""Read a checkpoint into a model and its optimizer: looked over as a whole first, then a tensor at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from chunkmem.assembly import Runtime
+from chunkmem.checkpoints.names import indexed_state
+from chunkmem.checkpoints.reading import CheckpointFiles
+from chunkmem.errors import CheckpointError
+from chunkmem.nn.lazy_tensor import LazyTensor
+from chunkmem.nn.registry import check_fits
+from chunkmem.optim.saved import StatefulOptimizer
+
+
+def load_checkpoint(
+    runtime: Runtime, path: Path, optimizer: StatefulOptimizer | None, *, model: nn.Module | None, strict: bool
+) -> dict[str, Any]:
+    """See `ChunkManager.load`."""
+    root, ranks = runtime.root(model), runtime.ranks
+    problem = ""
+    try:
+        files = CheckpointFiles(path)
+        weights: dict[str, Any] = files.nested("model") or {}
+        check_fits(weights, runtime.modules.surface.expected_state(root), strict=strict)
+        states = _states(files, root, optimizer)
+        extra = tree_map_only(LazyTensor, LazyTensor.read, files.nested("extra") or {})
+        _verify(files, rank=ranks.rank, size=ranks.size)
+    except CheckpointError as error:
+        problem = str(error)
+    problem = ranks.any_text(problem, label="manager.load()")
+    if problem:
+        raise CheckpointError(problem if "nothing was" in problem.lower() else f"{problem}; nothing was loaded")
+    runtime.load_state_dict(weights, root, strict=strict)
+    if optimizer is not None and states is not None:
+        optimizer.load_state_dict(states)
+    return dict(extra)
+
+
+def _states(files: CheckpointFiles, root: nn.Module, optimizer: StatefulOptimizer | None) -> dict[str, Any] | None:
+    """Return the saved state of an optimizer as it takes it, once it is certain to.
+
+    Raises:
+        CheckpointError: there is none, or it does not fit.
+    """
+    if optimizer is None:
+        return None
+    saved = files.nested("optimizer")
+    if not isinstance(saved, dict) or "param_groups" not in saved:
+        raise CheckpointError(f"{files.path} has no optimizer state; load it without an optimizer")
+    states = indexed_state(root, optimizer, saved)
+    optimizer.check_state_dict(states)
+    return states
+
+
+def _verify(files: CheckpointFiles, *, rank: int, size: int) -> None:
+    """Look over this rank's share of the files: they are read whole, as no damage may be found when half is loaded."""
+    for number, (index, part) in enumerate(files.entries()):
+        if number % size == rank:
+            files.verify(index, part)

@@ -1,0 +1,80 @@
+"""One call of a module whose backward may come."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from chunkmem.nn.access import AccessTracker
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.nodes import CallNodes
+from chunkmem.shard.units import Unit
+
+
+class BackwardCall:
+    """One module call whose backward may come: what it read, and what of that is still waited for."""
+
+    __slots__ = (
+        "access", "counter", "frozen", "inputs", "inputs_left", "is_hidden", "made_in_step", "module", "name", "nodes",
+        "open", "reads", "references", "uncertain", "unit",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        reads: tuple[ManagedParameter, ...],
+        access: AccessTracker,
+        *,
+        nodes: CallNodes,
+        unit: Unit | None = None,
+        references: Mapping[int, int] | None = None,
+        uncertain: Collection[int] = (),
+        is_hidden: bool = False,
+    ) -> None:
+        """Describe a call; its graph has `references` by group, which count as awaited as long as the call lives."""
+        self.name = name
+        self.reads = reads
+        self.access = access
+        self.unit = unit
+        self.references = {} if references is None else dict(references)
+        self.made_in_step = access.num_steps
+        for group, count in self.references.items():
+            access.awaited[group] = access.awaited.get(group, 0) + count
+        self.uncertain = uncertain
+        """Groups that are released when references are gone."""
+        self.nodes = nodes
+        self.counter = None if is_hidden else access.num_calls
+        """Where it counts as one that is to come. None: it does not, or no longer."""
+        if self.counter is not None:
+            self.counter.update(reads)
+        self.module = 0
+        """The identity of the module; 0 for an operator."""
+        self.is_hidden = is_hidden
+        """Its graph saves nothing itself, or saves it elsewhere: gradients have to land, too."""
+        self.inputs = 0
+        """Inputs whose gradients tell that frozen reads are over; 0 if those have to wait for the backward's end."""
+        self.inputs_left: set[int] = set()
+        self.frozen: set[int] = set()
+        """Groups of which a frozen parameter was read."""
+        self.open: dict[int, set[ManagedParameter]] = {}
+        """Pinned groups, each with the trainable reads that wait for a gradient. Not empty while announced."""
+
+    def used_up(self, group: int) -> None:
+        """The graph has run: its references are gone."""
+        count = self.references.pop(group, 0)
+        if count and self.made_in_step == self.access.num_steps:
+            self.access.awaited[group] -= count
+
+    def end(self) -> None:
+        """Its graph has run, or is gone."""
+        counter, self.counter = self.counter, None
+        if counter is not None:
+            counter.subtract(self.reads)
+
+    def __del__(self) -> None:
+        for group in list(getattr(self, "references", ())):
+            self.used_up(group)
+        if getattr(self, "counter", None) is not None:
+            self.end()
+
+    def __str__(self) -> str:
+        return f"{self.name} backward"

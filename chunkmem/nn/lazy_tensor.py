@@ -1,0 +1,188 @@
+"""Tensors that are read when somebody uses them: a state of a model that takes no second copy of the model.
+
+A lazy tensor is put together of pieces. Each lies in a source: a slot of a chunk, or an entry of a checkpoint's files.
+Joining lazy tensors (`torch.cat`) and taking parts of them (`tensor[2:4, :8]`) reads nothing and gives lazy ones: so
+tiles of a wide layer become the layer's weight, and it becomes tiles again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from chunkmem.errors import StateError
+from chunkmem.nn.lazy_storage import pickled
+from chunkmem.nn.tensor_functions import METADATA, is_write
+
+_TENSOR: Any = torch.Tensor
+_SAME = frozenset({_TENSOR.clone, _TENSOR.detach, _TENSOR.contiguous, _TENSOR.data.__get__, torch.clone, torch.detach})
+"""What gives the same values."""
+_MEMORY = frozenset({_TENSOR.data_ptr, _TENSOR.untyped_storage, _TENSOR.storage})
+"""What asks for memory, which would be that of a copy that is gone at once."""
+Extent = tuple[int, ...]
+"""Offsets, or a shape."""
+
+
+class Source(ABC):
+    """Has values, somewhere."""
+
+    @property
+    @abstractmethod
+    def is_here(self) -> bool:
+        """This rank can read them without the others."""
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """Where they are; what is together is read together."""
+
+    @abstractmethod
+    def read_here(self, start: Extent, shape: Extent) -> torch.Tensor:
+        """Return a copy of a part of them on the CPU, where they are here."""
+
+    def read(self, start: Extent, shape: Extent) -> torch.Tensor:
+        """Return the same on every rank; all of them call it."""
+        return self.read_here(start, shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a lazy tensor, in one source."""
+
+    source: Source
+    start: Extent
+    """In the source."""
+    offsets: Extent
+    """In the tensor."""
+    shape: Extent
+
+    def read_here(self) -> torch.Tensor:
+        """Return a copy of its values, which have to be here."""
+        return self.source.read_here(self.start, self.shape)
+
+    def read(self) -> torch.Tensor:
+        """Return the same on every rank; all of them call it."""
+        return self.source.read(self.start, self.shape)
+
+
+class LazyTensor(torch.Tensor):
+    """Shape and dtype of values that are elsewhere; an operator gets a copy, which is read for it.
+
+    A write would be to that copy, so it is a StateError. `torch.save` reads one after the other, as it writes them.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def __new__(cls, pieces: Sequence[Piece], shape: Extent, dtype: torch.dtype) -> LazyTensor:
+        """Make one of pieces that cover all of it."""
+        made: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        made.pieces = tuple(pieces)
+        return made
+
+    @classmethod
+    def of(cls, source: Source, shape: Extent, dtype: torch.dtype) -> LazyTensor:
+        """Make one of all that a source has."""
+        origin = (0,) * len(shape)
+        return cls([Piece(source, origin, origin, tuple(shape))], tuple(shape), dtype)
+
+    def read(self) -> torch.Tensor:
+        """Return an ordinary copy; over ranks, all of them call it. Raises what the sources do."""
+        first, *others = self.pieces
+        if not others:
+            return first.read()
+        values = torch.empty(self.shape, dtype=self.dtype)
+        for piece in self.pieces:
+            values[_slices(piece.offsets, piece.shape)] = piece.read()
+        return values
+
+    def part(self, start: Extent, shape: Extent) -> LazyTensor:
+        """Return a part of it, lazily."""
+        found = []
+        for piece in self.pieces:
+            begin = [max(a, b) for a, b in zip(start, piece.offsets, strict=True)]
+            ends = zip(start, shape, piece.offsets, piece.shape, strict=True)
+            end = [min(a + size, b + extent) for a, size, b, extent in ends]
+            if all(a < b for a, b in zip(begin, end, strict=True)):
+                moved = zip(piece.start, begin, piece.offsets, strict=True)
+                found.append(
+                    Piece(
+                        piece.source,
+                        tuple(at + a - b for at, a, b in moved),
+                        tuple(a - b for a, b in zip(begin, start, strict=True)),
+                        tuple(b - a for a, b in zip(begin, end, strict=True)),
+                    )
+                )
+        return LazyTensor(found, shape, self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is _TENSOR.is_pinned:
+            return False
+        if func in _SAME:
+            return args[0]
+        if func is torch.cat and (joined := _joined(*args, **kwargs)) is not None:
+            return joined
+        if func is _TENSOR.__getitem__ and (bounds := _bounds(args[0].shape, args[1])) is not None:
+            return args[0].part(*bounds)
+        if func in _MEMORY:
+            raise StateError(f"{func.__name__} of a lazy value, which has no memory; take that of value.read()")
+        if isinstance(kwargs.get("out"), cls) or (is_write(func) and isinstance(args[0], cls)):
+            name = getattr(func, "__name__", func)
+            raise StateError(f"{name} of a lazy value, which is read by each use of it: write to value.read()")
+        read, options = tree_map_only(cls, lambda lazy: lazy.read(), (args, kwargs))
+        return func(*read, **options)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        read, options = tree_map_only(cls, lambda lazy: lazy.read(), (args, kwargs or {}))
+        return func(*read, **options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return pickled(self.read, self)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.read()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyTensor({tuple(self.shape)}, {self.dtype})"
+
+
+def _slices(offsets: Extent, shape: Extent) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
+
+
+def _joined(tensors: Sequence[torch.Tensor], dim: int = 0, **options: Any) -> LazyTensor | None:
+    """Return what `torch.cat` would; None if it has to read for that."""
+    lazy = [tensor for tensor in tensors if isinstance(tensor, LazyTensor)]
+    if options or len(lazy) < len(tensors) or len({tensor.dtype for tensor in lazy}) > 1:
+        return None
+    dim %= lazy[0].ndim
+    ends = list(accumulate((tensor.shape[dim] for tensor in lazy), initial=0))
+    pieces = []
+    for tensor, start in zip(lazy, ends, strict=False):
+        for piece in tensor.pieces:
+            offsets = tuple(at + start * (axis == dim) for axis, at in enumerate(piece.offsets))
+            pieces.append(replace(piece, offsets=offsets))
+    shape = tuple(ends[-1] if axis == dim else size for axis, size in enumerate(lazy[0].shape))
+    return LazyTensor(pieces, shape, lazy[0].dtype)
+
+
+def _bounds(shape: Extent, index: object) -> tuple[Extent, Extent] | None:
+    """Return offsets and shape of what slices select; None if they are more than that."""
+    given = index if isinstance(index, tuple) else (index,)
+    if len(given) > len(shape) or not all(isinstance(each, slice) and each.step in (None, 1) for each in given):
+        return None
+    whole = (*given, *(slice(None),) * (len(shape) - len(given)))
+    ends = [each.indices(size)[:2] for each, size in zip(whole, shape, strict=True)]
+    return tuple(start for start, _ in ends), tuple(max(0, stop - start) for start, stop in ends)

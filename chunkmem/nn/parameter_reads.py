@@ -1,0 +1,86 @@
+"""A module's `_parameters`, which reports lookups; see [Note: Reads] in `chunkmem.nn.access`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from torch import nn
+
+from chunkmem.errors import StateError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.transforms import unwrapped, wrapped_error
+
+
+def not_copyable() -> StateError:
+    """Return the error for `deepcopy`, `pickle` and `torch.save` of a managed module."""
+    return StateError(
+        "a managed model cannot be copied or pickled: its parameters live in chunks. Take manager.state_dict() and "
+        "load it into a model built again"
+    )
+
+
+class ParameterReads(dict[str, nn.Parameter | None]):
+    """A module's `_parameters`, reporting reads and refusing replacements of managed parameters.
+
+    For a while, as `torch.func.functional_call` does, a tensor that is no Parameter may stand in for one.
+    """
+
+    __slots__ = ("_managed", "_on_read")
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter | None],
+        managed: Mapping[str, ManagedParameter],
+        on_read: Callable[[ManagedParameter], None],
+    ) -> None:
+        super().__init__(parameters)
+        self._managed = managed
+        self._on_read = on_read
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        value = dict.__getitem__(self, name)
+        managed = self._managed.get(name)
+        if managed is not None and value is managed.param:
+            self._on_read(managed)
+        return value
+
+    def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
+        managed = self._managed.get(name)
+        if managed is not None and (value is None or (isinstance(value, nn.Parameter) and value is not managed.param)):
+            raise StateError(
+                f"parameter {managed.name} was packed into a chunk and cannot be replaced; write to it in place, load "
+                "values with manager.load_state_dict(), or give torch.func.functional_call tensors (.detach())"
+            )
+        if managed is not None and value is not None and unwrapped(value) is not value:
+            for given in self._managed.values():
+                if unwrapped(value) is given.param:
+                    raise wrapped_error(given.name)
+        for other in self._managed.values() if managed is None and value is not None else ():
+            if other.param is value:
+                raise StateError(
+                    f"parameter {other.name} was packed into a chunk and cannot get the name {name} too; do that "
+                    "before manager.wrap() or inside manager.init()"
+                )
+        dict.__setitem__(self, name, value)
+
+    def check(self) -> None:
+        """Raise if something still stands in for a managed parameter.
+
+        Raises:
+            StateError: it was put there, and not by `torch.func.functional_call`, which puts the parameter back.
+        """
+        for name, managed in self._managed.items():
+            if dict.get(self, name) is not managed.param:
+                raise StateError(
+                    f"parameter {managed.name} was replaced by a tensor in its module's _parameters; put it back, and "
+                    "write to it in place"
+                )
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._managed:
+            raise StateError(f"parameter {self._managed[name].name} was packed into a chunk and cannot be removed")
+        dict.__delitem__(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise not_copyable()

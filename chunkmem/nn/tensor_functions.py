@@ -1,0 +1,31 @@
+"""Which of torch's functions of a tensor need none of its values, and which write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_TENSOR: Any = torch.Tensor
+METADATA = frozenset(
+    getattr(_TENSOR, name).__get__
+    for name in (
+        "shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "requires_grad", "is_cpu", "is_cuda",
+        "is_meta", "is_sparse", "is_quantized", "is_nested",
+    )
+) | frozenset(
+    getattr(_TENSOR, name)
+    for name in (
+        "size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "get_device", "__len__", "__hash__",
+    )
+)  # fmt: skip
+"""What is answered without values."""
+_REFUSED = frozenset({"__set__", "__delete__", "__setitem__"})
+
+
+def is_write(func: object) -> bool:
+    """Tell whether a function writes to its first argument."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__") and name.endswith("__"):
+        return name in _REFUSED or (name[2:3] == "i" and hasattr(_TENSOR, f"__{name[3:]}"))
+    return name.endswith("_")

@@ -1,0 +1,61 @@
+"""What a user asks of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.errors import ConfigError, LayoutError
+from chunkmem.pipeline.checkpoints import CHECKPOINTS
+from chunkmem.sizes import shown
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """The arguments of `ChunkManager.pipeline`, checked.
+
+    Raises:
+        LayoutError: something is no module.
+        ConfigError: an option has no such value.
+    """
+
+    blocks: tuple[nn.Module, ...]
+    first: nn.Module | None
+    last: nn.Module | None
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    micro_batches: int
+    checkpoint: str
+    schedule: str
+    stages_per_rank: int | None
+    deferred_batch_norm: bool
+
+    def __post_init__(self) -> None:
+        named = {f"block {at}": block for at, block in enumerate(self.blocks)}
+        ends = {"first": self.first, "last": self.last}
+        for name, module in (named | {name: end for name, end in ends.items() if end is not None}).items():
+            if not isinstance(module, nn.Module):
+                raise LayoutError(f"manager.pipeline(): {name} is a {type(module).__name__}, not a torch.nn.Module")
+        if not self.blocks and self.first is None:
+            raise LayoutError("manager.pipeline() was given no block")
+        if not callable(self.loss_fn):
+            what = type(self.loss_fn).__name__
+            raise ConfigError(f"loss_fn is a {what}; it has to be a function of output and target")
+        if not isinstance(self.micro_batches, int) or isinstance(self.micro_batches, bool) or self.micro_batches < 1:
+            raise ConfigError(f"micro_batches is {shown(self.micro_batches)}; give a number of at least 1")
+        if self.checkpoint not in CHECKPOINTS:
+            raise ConfigError(f"checkpoint is {shown(self.checkpoint)}; give one of {', '.join(CHECKPOINTS)}")
+
+
+def blocks_of(given: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """Return the blocks of a list of them.
+
+    Raises:
+        LayoutError: it is a module that is no list.
+    """
+    if isinstance(given, nn.Module) and not isinstance(given, nn.ModuleList | nn.Sequential):
+        raise LayoutError(f"manager.pipeline() takes a list of blocks, not a {type(given).__name__}")
+    return tuple(given)
