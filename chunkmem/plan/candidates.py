@@ -12,9 +12,9 @@ from math import inf
 
 from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.ahead import advance_updates
-from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recently_used, sweep
+from chunkmem.plan.choose import furthest_next_use, least_recently_used, sweep
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
-from chunkmem.plan.intervals import find_stays, keep_slabs, linger, prefetch
+from chunkmem.plan.intervals import find_stays, free_room, keep_slabs, linger, prefetch
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Copy, Plan
 from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
@@ -95,7 +95,7 @@ def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Itera
             yield candidate
 
 
-@dataclass
+@dataclass(eq=False)
 class _Placed:
     """One way to place the updates, and the candidates tried for it."""
 
@@ -111,6 +111,20 @@ class _Placed:
     """Every gap can be kept."""
     step_s: float = inf
     """Of the fastest candidate."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What came of trying a candidate."""
+
+    step_s: float = inf
+    is_quiet: bool = False
+    """Nothing stalls that would be worth hiding."""
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> _Outcome:
+        timeline = candidate.timeline
+        return cls(timeline.step_s, timeline.stall_s <= _QUIET * timeline.step_s)
 
 
 class Candidates:
@@ -144,7 +158,13 @@ class Candidates:
         self.known = known
         self.is_small = len(trace.moments) <= _LARGE and not is_quick
         self.brief_reserves = (0,) if is_quick else (0, 2)
-        self.placed: list[Placement] = []
+        self.has_extremes = self.is_small
+        """Of a large step: one candidate each has been tried with the most groups resident, and with none."""
+        self.placed: dict[tuple[frozenset[tuple[int, Tier]], frozenset[int]], _Placed | None] = {}
+        """By where groups are updated and which are resident; None: it does not fit."""
+        self.outcomes: dict[tuple[frozenset[tuple[int, Tier]], frozenset[int]], _Outcome] = {}
+        """Of candidates, by where groups are updated and the gaps that are kept: nothing else makes two of them
+        differ."""
         self.budget = budgets(self.trace, machine, static_nbytes=options.static_nbytes)
         self.slab_nbytes = max(trace.chunk_nbytes.values(), default=0)
         self.shortage: CapacityError | None = None
@@ -167,15 +187,18 @@ class Candidates:
         ):
             full = FullPlacements(self.trace, self.budget, host_nbytes=host_nbytes, margin_use_ratio=ratio)
         is_found = False
-        for work, candidate in self._pieces(full):
-            is_found = is_found or candidate is not None
-            yield work, candidate
-            if candidate is not None and candidate.nbytes == 0 and not self._could_hide_updates(candidate):
-                return  # nothing moves: nothing can be better
-        if not is_found and full is not None:
-            for work, candidate in self._with_least_on_host(full):
+        try:
+            for work, candidate in self._pieces(full):
                 is_found = is_found or candidate is not None
                 yield work, candidate
+                if candidate is not None and candidate.nbytes == 0 and not self._could_hide_updates(candidate):
+                    return  # nothing moves: nothing can be better
+            if not is_found and full is not None:
+                for work, candidate in self._with_least_on_host(full):
+                    is_found = is_found or candidate is not None
+                    yield work, candidate
+        finally:
+            self.placed.clear()  # it may be large, and the planner lives on
         if not is_found:
             raise self._nothing_fits()
 
@@ -193,16 +216,22 @@ class Candidates:
             if (way := self._placed(self.only)) is not None:
                 yield from self._by_rule(way, is_brief=True)
             return
+        ratio = self.options.margin_use_ratio
+        tiers = placements(self.trace, self.machine, self.budget, ratio, with_half=self.is_small)
+        others = [Placement(each) for each in tiers]
+        if not self.has_extremes:
+            for where in others if full is None else (full.placement(full.most), *others):
+                if (way := self._placed(where)) is not None:
+                    yield next(self._by_rule(way, is_brief=True))
+            self.has_extremes = True
         ways: list[_Placed] = []
         if full is not None:
             yield from self._by_residents(full, ways)
-        ratio = self.options.margin_use_ratio
-        for tiers in placements(self.trace, self.machine, self.budget, ratio, with_half=self.is_small):
-            if not self.is_small and Placement(tiers) in self.placed:
-                continue
-            if (way := self._placed(Placement(tiers))) is not None:
-                ways.append(way)
+        for where in others:
+            if (way := self._placed(where)) is not None:
                 yield from self._by_rule(way, is_brief=not self.is_small)
+                if way not in ways:
+                    ways.append(way)
         for way in ways if self.is_small else ():
             yield from self._by_search(way)
 
@@ -226,19 +255,24 @@ class Candidates:
 
     def _placed(self, where: Placement) -> _Placed | None:
         """Return what there is to decide for a placement; None if a moment of it does not fit DEVICE."""
-        self.placed.append(where)
+        tiers, residents = where.update_tiers, where.resident_groups
+        key = frozenset(tiers.items()), residents
+        if key in self.placed:
+            return self.placed[key]
         is_one_tier = self.machine.host_nbytes == 0
-        problem = find_gaps(self.trace, where.update_tiers, one_tier=is_one_tier, resident_groups=where.resident_groups)
+        problem = find_gaps(self.trace, tiers, one_tier=is_one_tier, resident_groups=residents)
+        room = [have - need for have, need in zip(self.budget, problem.required, strict=True)]
+        self.placed[key] = _Placed(where, problem, room)
         try:
             require_fit(problem, self.budget, self.machine)
         except CapacityError as error:
             if self.shortage is None or error.needed_nbytes < self.shortage.needed_nbytes:
                 self.shortage = error
-            return None
-        return _Placed(where, problem, [have - need for have, need in zip(self.budget, problem.required, strict=True)])
+            self.placed[key] = None
+        return self.placed[key]
 
     def _by_rule(self, way: _Placed, *, is_brief: bool) -> Iterator[tuple[int, Candidate | None]]:
-        everything = frozenset(free_to_choose(way.problem))
+        everything = frozenset(way.problem.free_to_choose)
         for reserve in self.brief_reserves if is_brief else (0, 1, 2, 3, 4):
             if way.quiet is not None and reserve > way.quiet:
                 return
@@ -278,6 +312,22 @@ class Candidates:
         if kept in way.tried:
             return work // 10, None
         way.tried.add(kept)
+        # Another placement with the same updates may keep the same gaps: some as it likes, and others always.
+        key = frozenset(way.problem.update_tiers.items()), kept | way.problem.always_kept
+        candidate = None
+        if key in self.outcomes:
+            work //= 10
+        else:
+            work, candidate = self._make(way, kept, f"{name}, {reserve} set aside")
+            self.outcomes[key] = _Outcome() if candidate is None else _Outcome.of(candidate)
+        way.step_s = min(way.step_s, self.outcomes[key].step_s)
+        if self.outcomes[key].is_quiet:
+            way.quiet = reserve if way.quiet is None else min(reserve, way.quiet)
+        return work, candidate
+
+    def _make(self, way: _Placed, kept: frozenset[int], name: str) -> tuple[int, Candidate | None]:
+        """Return the work done, and the candidate that keeps these gaps, unless it does not fit HOST."""
+        work = _MOMENT_WORK * len(self.trace.moments)
         machine = self.machine
         program = _program(way.problem, kept, self.budget, machine, lead=_LEAD)
         if program.below_peak_nbytes > machine.host_nbytes:
@@ -286,7 +336,6 @@ class Candidates:
             return work // 2, None
         log = min(machine.shadow_nbytes, machine.host_nbytes - program.below_peak_nbytes)
         actions = advance_updates(self.trace, program.actions, limit_nbytes=log)
-        name = f"{name}, {reserve} set aside"
         candidate = self._candidate(program, actions, way.placement, name)
         if not machine.one_processor:  # else it is the same cores that forward, backward and updates wait for
             in_time = advance_updates(self.trace, program.actions, limit_nbytes=log, in_time_on=machine)
@@ -294,9 +343,6 @@ class Candidates:
                 work *= 2
                 other = self._candidate(program, in_time, way.placement, f"{name}, updates in time")
                 candidate = min(candidate, other, key=lambda tried: tried.timeline.step_s)
-        way.step_s = min(way.step_s, candidate.timeline.step_s)
-        if candidate.timeline.stall_s <= _QUIET * candidate.timeline.step_s:
-            way.quiet = reserve if way.quiet is None else min(reserve, way.quiet)
         return work, candidate
 
     def _candidate(
@@ -347,9 +393,10 @@ def _program(
     problem: Problem, kept: frozenset[int], budget: Sequence[int], machine: Machine, *, lead: float
 ) -> Program:
     stays = find_stays(problem, kept)
-    prefetch(problem, stays, budget, machine, lead=lead)
-    linger(problem, stays, budget, machine)
-    stays = keep_slabs(problem, kept, stays, budget)
+    free = free_room(problem, stays, budget)
+    prefetch(problem, stays, free, machine, lead=lead)
+    linger(problem, stays, free, machine)
+    stays = keep_slabs(problem, kept, stays, free)
     # While an evaluation runs, what never leaves DEVICE need not be on HOST: training will say whether it should.
     program = emit(problem, stays, home_residents=problem.trace.mode is Mode.TRAIN)
     if program.below_peak_nbytes > machine.host_nbytes:

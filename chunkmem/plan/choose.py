@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from chunkmem.plan.gaps import After, Problem, may_be_kept
+from chunkmem.plan.gaps import After, Problem
 
 Order = Callable[[int, int, int], tuple[int, ...]]
 
@@ -24,11 +24,6 @@ def least_recently_used(start: int, stop: int, chunk: int) -> tuple[int, ...]:
     return (start, chunk)
 
 
-def free_to_choose(problem: Problem) -> list[int]:
-    """Return the gaps that cost a copy if they are not kept, and may be kept or not."""
-    return [at for at, gap in enumerate(problem.gaps) if may_be_kept(gap) and at not in problem.always_kept]
-
-
 def sweep(problem: Problem, room: Sequence[int], order: Order) -> frozenset[int]:
     """Keep every gap until room is short, then give up the open one that comes first in `order`.
 
@@ -37,7 +32,7 @@ def sweep(problem: Problem, room: Sequence[int], order: Order) -> frozenset[int]
         room: bytes that the chunks in use leave free, by moment.
         order: called with the moments in which an open gap begins and ends, and its chunk; the least leaves first.
     """
-    wrapping = {at for at in free_to_choose(problem) if problem.gaps[at].stop > len(room)}
+    wrapping = {at for at in problem.free_to_choose if problem.gaps[at].stop > len(room)}
     # What is open at an iteration's end is what the next one begins with. Giving up more of it later only makes
     # room.
     _, wrapping = _one_iteration(problem, room, order, wrapping)
@@ -60,7 +55,7 @@ def _one_iteration(
     """With its key, which tells the two meetings of one gap apart."""
     kept: set[int] = set()
     load = 0
-    for at in free_to_choose(problem):
+    for at in problem.free_to_choose:
         gap = problem.gaps[at]
         if gap.stop <= n or at in open_at_start:
             starting[gap.start].append(at)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.machine import Machine
@@ -84,6 +85,11 @@ class Problem:
     """By moment: bytes of the chunks in use, and of those in gaps that are always kept."""
     always_kept: frozenset[int] = frozenset()
     """Indices of gaps that are not free to decide: the content of resident groups never leaves DEVICE."""
+
+    @cached_property
+    def free_to_choose(self) -> tuple[int, ...]:
+        """The gaps that cost a copy if they are not kept, and may be kept or not."""
+        return tuple(at for at, gap in enumerate(self.gaps) if may_be_kept(gap) and at not in self.always_kept)
 
     def fetch_nbytes(self, gap: Gap) -> int:
         """Bytes that come back if the gap is not kept."""

@@ -78,6 +78,9 @@ class LaneOperation(NamedTuple):
 
 Entry = Take | Give | Unhold | Await | LaneOperation
 
+_Operations = tuple[tuple[int, int], ...]
+"""Their lanes and numbers."""
+
 
 @dataclass(frozen=True)
 class LaneProgram:
@@ -114,7 +117,7 @@ class _SlabHistory:
     def __init__(self) -> None:
         self.writer = COMPUTE
         self.written = 0
-        self.reads = [0] * len(LANES)
+        self.reads: dict[int, int] = {}
 
 
 class SimulatedLanes:
@@ -134,9 +137,8 @@ class SimulatedLanes:
             idle.setdefault((tier, n), []) if is_reused(chunk, tier) else None
             for (chunk, tier), n in zip(program.replicas, program.nbytes, strict=True)
         ]
-        self._slabs: list[_SlabHistory | None] = [None] * len(program.replicas)
-        for replica in program.start:
-            self._slabs[replica] = _SlabHistory()
+        self._slabs = [_SlabHistory() for _ in program.replicas]
+        """That of a replica without a slab is not looked at."""
         # Of each lane: how far it has seen every lane (itself: all the way), and the same at each of its operations.
         # Operations count from 1.
         self._seen: list[tuple[int, ...]] = [
@@ -150,12 +152,11 @@ class SimulatedLanes:
             self._queues[operation.lane].add(operation.duration_s, operation.host_nbytes, bandwidth)
         self._waits: list[list[tuple[int, int]]] = [[] for _ in LANES]
         """By lane: what its next operation starts after."""
-        self._host = (0,) * len(LANES)
-        """By lane: the operation that has held the host up; nothing is issued before the last of their ends. 0: none
-        has since another lane's did that ends later."""
-        self._host_known = [self._host] * len(LANES)
+        self._host: _Operations = ()
+        """What has held the host up, one of each lane at most: nothing is issued before the last of their ends."""
+        self._host_known: list[_Operations] = [()] * len(LANES)
         """By lane: what held the host up when its last operation was issued."""
-        self._hosts: list[tuple[int, ...]] = []
+        self._hosts: list[_Operations] = []
         """The same for each operation of this iteration, in their order."""
         self._updated: dict[ChunkId, int] = {}
         """By PARAM chunk, the number of its group's last update that the host does not wait for."""
@@ -189,15 +190,9 @@ class SimulatedLanes:
                 slabs[entry.replica] = stack.pop() if stack else _SlabHistory()
             elif isinstance(entry, Give):
                 if (stack := idle[entry.replica]) is not None:
-                    stack.append(self._slab(entry.replica))
-                slabs[entry.replica] = None
+                    stack.append(slabs[entry.replica])
             else:
-                self._slab(entry.replica).reads[COMPUTE] = len(self._seen_at[COMPUTE]) - 1
-
-    def _slab(self, replica: int) -> _SlabHistory:
-        slab = self._slabs[replica]
-        assert slab is not None
-        return slab
+                slabs[entry.replica].reads[COMPUTE] = len(self._seen_at[COMPUTE]) - 1
 
     def _await(self, wait: Await) -> None:
         lane, on, number = wait
@@ -217,21 +212,21 @@ class SimulatedLanes:
 
     def _hold_host(self, operations: Iterable[tuple[int, int]]) -> None:
         """The host waits for operations, of which these are the lanes and numbers."""
-        host = list(self._host)
+        host = dict(self._host)
         for lane, number in operations:
-            host[lane] = max(host[lane], number)
-        self._host = tuple(host)
+            host[lane] = max(host.get(lane, 0), number)
+        self._host = tuple(host.items())
 
     def _order(self, operation: LaneOperation) -> None:
         """Note what the operation starts after, and what the host waits for."""
-        lane = operation.lane
-        number, waits, host = len(self._seen_at[lane]) - 1, self._waits[lane], self._host
+        lane, host, waits = operation.lane, self._host, self._waits[operation.lane]
+        number = len(self._seen_at[lane]) - 1
         self._hosts.append(host)
         own = tuple(waits)
-        if host is not self._host_known[lane]:
-            known, self._host_known[lane] = self._host_known[lane], host
-            pairs = enumerate(zip(host, known, strict=True))
-            waits += [(other, now) for other, (now, then) in pairs if other != lane and now > then]
+        known = self._host_known[lane]
+        if host is not known:
+            self._host_known[lane] = host
+            waits += [(other, now) for other, now in host if other != lane and (other, now) not in known]
         if waits:
             self._queues[lane].after[number - 1] = waits
             self._waits[lane] = []
@@ -242,30 +237,30 @@ class SimulatedLanes:
         elif operation.settles:
             self._hold_host([*own, (lane, self._updated[operation.chunk])])
         elif lane in self._host_lanes:  # it starts after all that the host has waited for
-            self._host = tuple(number if other == lane else 0 for other in range(len(LANES)))
+            self._host = ((lane, number),)
 
     def _check(self, operation: LaneOperation) -> None:
         """Refuse the operation where [Note: What comes before what] does, then remember it."""
-        lane = operation.lane
-        seen = self._seen[lane]
-        number = len(self._seen_at[lane])
+        lane, slabs = operation.lane, self._slabs
+        seen, seen_at = self._seen[lane], self._seen_at[lane]
+        number = len(seen_at)
         for replica in operation.reads:
-            slab = self._slab(replica)
+            slab = slabs[replica]
             if slab.written > seen[slab.writer]:
                 raise self._conflict(operation, "reads", replica, slab.writer, slab.written, "write")
             slab.reads[lane] = number
         for replica in operation.writes:
-            slab = self._slab(replica)
+            slab = slabs[replica]
             if slab.written > seen[slab.writer]:
                 raise self._conflict(operation, "writes", replica, slab.writer, slab.written, "write")
-            for reader, read in enumerate(slab.reads):
+            for reader, read in slab.reads.items():
                 if read > seen[reader]:
                     raise self._conflict(operation, "writes", replica, reader, read, "read")
             slab.writer = lane
             slab.written = number
-        self._seen_at[lane].append(seen)
+        seen_at.append(seen)
 
-    def _times(self, ends: Sequence[Sequence[float]], host: Sequence[int]) -> IterationTimes:
+    def _times(self, ends: Sequence[Sequence[float]], host: _Operations) -> IterationTimes:
         """Return the times of the last iteration.
 
         Args:
@@ -273,40 +268,43 @@ class SimulatedLanes:
             host: what had held the host up before it.
         """
 
-        def free_s(host: Sequence[int]) -> float:
-            return max(ends[lane][number] if number else 0.0 for lane, number in enumerate(host))
+        def free_s(host: _Operations) -> float:
+            return max((ends[lane][number] for lane, number in host), default=0.0)
 
         number, host_s = list(self._base), free_s(host)
-        iteration = IterationTimes(max(ends[COMPUTE][number[COMPUTE]], host_s))
-        arrived = self._seen_at[COMPUTE][number[COMPUTE]][FETCHES]
+        computed, seen_at, after = ends[COMPUTE], self._seen_at[COMPUTE], [queue.after for queue in self._queues]
+        iteration = IterationTimes(max(computed[number[COMPUTE]], host_s))
+        arrived = seen_at[number[COMPUTE]][FETCHES]
         for operation, (host_before, host_after) in zip(
             self._operations, pairwise([*self._hosts, self._host]), strict=True
         ):
             lane = operation.lane
             if host_before is not host:
                 host, host_s = host_before, free_s(host_before)
-            before_s = start_s = ends[lane][number[lane]]
-            for other, awaited in self._queues[lane].after.get(number[lane], ()):
+            position = number[lane]
+            before_s = start_s = ends[lane][position]
+            for other, awaited in after[lane].get(position, ()):
                 start_s = max(start_s, ends[other][awaited])
-            number[lane] += 1
-            end_s = ends[lane][number[lane]]
-            ready_s = ends[COMPUTE][number[COMPUTE]] if operation.settles else before_s
-            ready_s = max(ready_s, host_s)
+            number[lane] = position + 1
+            end_s = ends[lane][position + 1]
+            ready_s = computed[number[COMPUTE]] if operation.settles else before_s
+            if host_s > ready_s:
+                ready_s = host_s
             if operation.settles:  # the host continues when its own update is over
                 start_s = end_s = free_s(host_after)
-            if lane == COMPUTE and (seen := self._seen_at[COMPUTE][number[COMPUTE]][FETCHES]) > arrived:
+            if lane == COMPUTE and (seen := seen_at[position + 1][FETCHES]) > arrived:
                 iteration.late += sum(arrival_s > ready_s for arrival_s in ends[FETCHES][arrived + 1 : seen + 1])
                 arrived = seen
             if end_s != ready_s or operation.nbytes:
                 self._record(operation, iteration, ready_s, start_s, end_s)
-        iteration.step_s = max(ends[COMPUTE][-1], free_s(self._host)) - iteration.began_s
+        iteration.step_s = max(computed[-1], free_s(self._host)) - iteration.began_s
         return iteration
 
     def _record(
         self, operation: LaneOperation, iteration: IterationTimes, ready_s: float, start_s: float, end_s: float
     ) -> None:
-        lane, moment, chunk = operation.lane, operation.moment, operation.chunk
-        ready_s, start_s, end_s = ready_s - iteration.began_s, start_s - iteration.began_s, end_s - iteration.began_s
+        lane, moment, chunk, began_s = operation.lane, operation.moment, operation.chunk, iteration.began_s
+        ready_s, start_s, end_s = ready_s - began_s, start_s - began_s, end_s - began_s
         label = str(chunk) if operation.nbytes else str(self._program.moments[moment])
         # On one processor an update on the host that waits keeps COMPUTE waiting.
         stands_still = lane == HOST_UPDATE and (self._one_processor or operation.settles) and not operation.is_ahead

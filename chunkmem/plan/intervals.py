@@ -122,8 +122,9 @@ def _add(change: list[int], start: int, stop: int, nbytes: int, n: int) -> None:
         change[stop - n] -= nbytes
 
 
-def prefetch(problem: Problem, stays: Stays, budget: Sequence[int], machine: Machine, *, lead: float) -> None:
-    """Set when each fetch is issued: early enough to arrive in time, as far as there is room. Changes `stays`.
+def prefetch(problem: Problem, stays: Stays, free: Room, machine: Machine, *, lead: float) -> None:
+    """Set when each fetch is issued: early enough to arrive in time, as far as there is room. Changes `stays` and
+    `free`.
 
     Walking backward through the step, each copy gets the latest start at which it, and all copies needed after it,
     arrive in time if copies on the link follow each other; `lead` multiplies the time it takes, against jitter. Room
@@ -132,7 +133,7 @@ def prefetch(problem: Problem, stays: Stays, budget: Sequence[int], machine: Mac
     Args:
         problem: the trace and its chunks.
         stays: whose `issued` is set.
-        budget: bytes that chunks may take on DEVICE, by moment.
+        free: what they leave of DEVICE.
         machine: the speed of the link.
         lead: 0 to fetch at the moment of need.
     """
@@ -141,7 +142,6 @@ def prefetch(problem: Problem, stays: Stays, budget: Sequence[int], machine: Mac
         return
     n = len(problem.trace.moments)
     begins = [0.0, *accumulate(moment.duration_s for moment in problem.trace.moments)]
-    free = Room([have - taken for have, taken in zip(budget, occupancy(problem, stays), strict=True)])
     wanted = _latest_starts(problem, fetches, begins, machine, lead)
     last_issued = -n
     for stay, start_s in zip(fetches, wanted, strict=True):
@@ -153,15 +153,15 @@ def prefetch(problem: Problem, stays: Stays, budget: Sequence[int], machine: Mac
         stay.issued = last_issued = at
 
 
-def linger(problem: Problem, stays: Stays, budget: Sequence[int], machine: Machine) -> None:
-    """Free what is copied to the tier below when the copy is over, where there is room for so long. Changes `stays`.
+def linger(problem: Problem, stays: Stays, free: Room, machine: Machine) -> None:
+    """Free what is copied to the tier below when the copy is over, where there is room for so long. Changes `stays` and
+    `free`.
 
     A slab freed sooner is the next to be taken, and computing would wait for the copy. Memory of activations is given
     back when it is freed, so computing waits then: that is put off for as long as there is room at all.
     """
     n = len(problem.trace.moments)
     begins = [0.0, *accumulate(moment.duration_s for moment in problem.trace.moments)]
-    free = free_room(problem, stays, budget)
     limits = _last_frees(problem, stays)
     link = machine.links[Tier.DEVICE, BELOW]
     over_s = 0.0
@@ -183,7 +183,7 @@ def _is_short_up_to(free: Room, start: int, nbytes: int, at: int) -> bool:
 
 
 def free_room(problem: Problem, stays: Stays, budget: Sequence[int]) -> Room:
-    """Return the bytes that stays leave, from when their slabs are taken to when they are freed."""
+    """Return the bytes that stays leave of `budget`, from when their slabs are taken to when they are freed."""
     free = Room([have - taken for have, taken in zip(budget, occupancy(problem, stays), strict=True)])
     for stay in stays.passing:
         free.take(stay.issued, stay.start, problem.nbytes[stay.chunk])
@@ -246,9 +246,9 @@ def _latest_starts(
     return starts
 
 
-def keep_slabs(problem: Problem, kept: frozenset[int], stays: Stays, budget: Sequence[int]) -> Stays:
-    """Let chunks whose content dies keep their slab until the next content begins, where room is left over."""
-    free = free_room(problem, stays, budget)
+def keep_slabs(problem: Problem, kept: frozenset[int], stays: Stays, free: Room) -> Stays:
+    """Let chunks whose content dies keep their slab until the next content begins, where room is left over. Changes
+    `free`."""
     spare = set()
     dying = [
         at

@@ -93,6 +93,7 @@ class FullPlacements:
         own = {c.group for c in trace.chunk_nbytes if c.role is not Role.ACTIVATION} - trace.remote_groups
         # Weights that nothing updates only pass, unless HOST is too small for them: keeping them spares least.
         self._order = [*self._updated, *sorted(own - set(self._updated))]
+        self._known_left: dict[int, int] = {}
         self._limit = self._allowed(margin_use_ratio)
         self.most = self._most()
         """Those that fit DEVICE next to some chunks of each that passes."""
@@ -138,24 +139,28 @@ class FullPlacements:
         return 0
 
     def _allowed(self, margin_use_ratio: float) -> int:
-        if min(self._left(len(self._updated)), default=0) >= 0:
+        if self._left(len(self._updated)) >= 0:
             return len(self._order)  # everything fits
         states = [_states_nbytes(self._trace, group) for group in self._updated]
-        count = most_resident(states, left_nbytes=min(self._left(0)), margin_use_ratio=margin_use_ratio)
+        count = most_resident(states, left_nbytes=self._left(0), margin_use_ratio=margin_use_ratio)
         return count if count < len(self._updated) else len(self._order)
 
     def _most(self) -> int:
         every = len(self._updated)
-        if min(self._left(every), default=0) >= 0:
+        if self._left(every) >= 0:
             return every
         aside_nbytes = _aside_nbytes([n for c, n in self._trace.chunk_nbytes.items() if c.role is Role.PARAM])
         counts = range(min(every, self._limit))
-        return bisect_right(counts, False, key=lambda at: min(self._left(at + 1)) < aside_nbytes)
+        return bisect_right(counts, False, key=lambda at: self._left(at + 1) < aside_nbytes)
 
-    def _left(self, count: int) -> list[int]:
-        placement = self.placement(count)
-        problem = find_gaps(self._trace, placement.update_tiers, resident_groups=placement.resident_groups)
-        return [have - need for have, need in zip(self._budget, problem.required, strict=True)]
+    def _left(self, count: int) -> int:
+        """Return the bytes that chunks in use leave in the moment with least room, if so many groups are resident."""
+        if count not in self._known_left:
+            placement = self.placement(count)
+            problem = find_gaps(self._trace, placement.update_tiers, resident_groups=placement.resident_groups)
+            left = (have - need for have, need in zip(self._budget, problem.required, strict=True))
+            self._known_left[count] = min(left, default=0)
+        return self._known_left[count]
 
     def _passing_nbytes(self, group: int) -> int:
         """Return the most bytes that a group which passes through DEVICE takes on HOST at a time."""

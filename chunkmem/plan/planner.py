@@ -41,7 +41,8 @@ class Planner:
         self._known: Searched = {} if known is None else known
         self._machine = machine
         self._options = options or PlanOptions()
-        self._pieces = Candidates(trace, machine, self._options, self._known).pieces()
+        self._candidates = Candidates(trace, machine, self._options, self._known)
+        self._pieces = self._candidates.pieces()
         self._close: list[Candidate] = []
         """Those so far that are as fast as the fastest, in their order."""
         self._before = before
@@ -52,8 +53,8 @@ class Planner:
 
     @property
     def plan(self) -> Plan | None:
-        """The best plan so far: of those as fast as the fastest the one that moves least, then the first, and the one
-        before where that moves less."""
+        """The best plan so far: of those as fast as the fastest the one that moves least, then the first, and last the
+        one before."""
         return self._best().plan if self._close else None
 
     def retimed(self, trace: Trace) -> Planner:
@@ -65,7 +66,8 @@ class Planner:
         return Planner(trace, self._machine, options=self._options, known=self._known, before=before)
 
     def improve(self, work: int | None = None) -> Plan:
-        """Try candidates for about `work` units, more if there is no plan yet; None: all of them.
+        """Try candidates for about `work` units; None: all of them. As long as there is no plan yet, those that differ
+        most are tried, however much work that is.
 
         Returns:
             The best plan so far.
@@ -76,7 +78,7 @@ class Planner:
             PlanError: the trace cannot be repeated; see `as_loop`.
         """
         last = inf if work is None else self.work_done + work
-        while not self.is_done and (self.work_done < last or not self._close):
+        while not self.is_done and (self.work_done < last or not self._has_choice):
             piece = next(self._pieces, None)
             if piece is None:
                 self.is_done = True
@@ -88,12 +90,14 @@ class Planner:
                 self._add(candidate)
         return self._best().plan
 
+    @property
+    def _has_choice(self) -> bool:
+        return bool(self._close) and (self._before is not None or self._candidates.has_extremes)
+
     def _best(self) -> Candidate:
-        best = min(self._close, key=lambda candidate: candidate.nbytes)
-        before, fastest_s = self._before, min(candidate.step_s for candidate in self._close)
-        if before is not None and before.nbytes < best.nbytes and before.step_s <= (1 + CLOSE) * fastest_s:
-            return before
-        return best
+        tried = self._close if self._before is None else [*self._close, self._before]
+        close_s = (1 + CLOSE) * min(candidate.step_s for candidate in tried)
+        return min((each for each in tried if each.step_s <= close_s), key=lambda candidate: candidate.nbytes)
 
     def _add(self, candidate: Candidate) -> None:
         self._close.append(candidate)

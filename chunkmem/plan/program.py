@@ -11,6 +11,9 @@ from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Update
 from chunkmem.trace.model import Kind
 from chunkmem.types import ChunkId, Tier
 
+_CHANGING = frozenset({Kind.CREATE, Kind.WRITE, Kind.UPDATE, Kind.CONSUME})
+"""Kinds of moments that change what is on the tier below."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -80,12 +83,21 @@ class _Emitter:
         return rounding, last_fetches
 
     def run(self) -> Program:
-        for moment in range(self.n):  # a first iteration only to see what is below when the next one begins
-            self._list(moment)
+        busy = self._busy()
+        for at in busy:  # a first iteration only to see what is below when the next one begins
+            self._list(at)
         start = frozenset(self._placed_on_device()) | {Placed(self.problem.chunks[c], BELOW, True) for c in self.below}
         self.below_peak_nbytes = self.below_nbytes
-        actions = tuple(tuple(self._list(moment)) for moment in range(self.n))
-        return Program(start, actions, self.below_peak_nbytes)
+        actions: list[tuple[Action, ...]] = [()] * self.n
+        for at in busy:
+            actions[at] = tuple(self._list(at))
+        return Program(start, tuple(actions), self.below_peak_nbytes)
+
+    def _busy(self) -> list[int]:
+        """Return the moments that may have actions: in the others a chunk is held or released, and stays."""
+        by_stays = self.leaving.keys() | self.ending.keys() | self.creating.keys() | self.fetching.keys()
+        moments = self.problem.trace.moments
+        return sorted(by_stays.union(at for at, moment in enumerate(moments) if moment.kind in _CHANGING))
 
     def _placed_on_device(self) -> set[Placed]:
         chunks = set(self.stays.resident)

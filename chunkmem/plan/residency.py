@@ -95,10 +95,10 @@ class CheckedState(State):
 
     def need_alone(self, replica: int) -> None:
         """Require that a chunk about to be written has no other replica."""
-        stale = [other for other in self.elsewhere(replica) if self.states[other] != ABSENT]
-        if stale:
-            chunk, tier = self.replicas[stale[0]]
-            self._position.fail(f"{chunk} would be stale on {tier.name}; a Free is missing")
+        for other in self.elsewhere(replica):
+            if self.states[other] != ABSENT:
+                chunk, tier = self.replicas[other]
+                self._position.fail(f"{chunk} would be stale on {tier.name}; a Free is missing")
 
     def check_cap(self, side: int) -> None:
         """Require that a tier, an index into `TIERS`, is within its cap."""
@@ -125,9 +125,10 @@ class CheckedState(State):
     def count(self, replica: int, nbytes: int) -> None:
         super().count(replica, nbytes)
         side, key = replica % len(TIERS), self._roles[replica]
-        self.peak_nbytes[side] = max(self.peak_nbytes[side], self.used_nbytes[side])
         now = self._role_nbytes[key] = self._role_nbytes.get(key, 0) + nbytes
-        self.role_peak_nbytes[key] = max(self.role_peak_nbytes.get(key, 0), now)
+        if nbytes > 0:
+            self.peak_nbytes[side] = max(self.peak_nbytes[side], self.used_nbytes[side])
+            self.role_peak_nbytes[key] = max(self.role_peak_nbytes.get(key, 0), now)
 
 
 def _shown(action: Action) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from itertools import islice
 
-from chunkmem.plan.choose import free_to_choose, furthest_next_use, sweep, traffic_nbytes
+from chunkmem.plan.choose import furthest_next_use, sweep, traffic_nbytes
 from chunkmem.plan.gaps import After, Gap, Problem
 
 State = tuple[int, int]
@@ -50,7 +50,7 @@ def least_traffic(
     """
     best = sweep(problem, room, furthest_next_use)
     best_nbytes = sum(traffic_nbytes(problem, best))
-    candidates = frozenset(free_to_choose(problem))
+    candidates = frozenset(problem.free_to_choose)
     fixed_nbytes = sum(traffic_nbytes(problem, candidates))
     if best == candidates:
         return best
@@ -90,7 +90,7 @@ class _Search:
         self.crossing: dict[int, int] = {}
         """By chunk, the gap that reaches into the next iteration."""
         gaps = problem.gaps
-        for at in free_to_choose(problem):
+        for at in problem.free_to_choose:
             gap = gaps[at]
             self.starts_at[gap.start].append(at)
             self.ends[gap.stop if gap.stop <= n else gap.stop - n] |= 1 << gap.chunk
@@ -106,11 +106,17 @@ class _Search:
                     else:
                         not_yet |= 1 << chunk
                     self.new_versions[use.start] = saved, not_yet
+        self.calm = [
+            not self.starts_at[at] and at > 0 and room[at] >= room[at - 1]  # what fitted the moment before fits
+            for at in range(n)
+        ]
         self.dirty = sum(1 << gap.chunk for gap in {g.chunk: g for g in gaps if g.epoch >= 0}.values())
         self.carried = {chunk: gap.epoch for chunk, gap in self._last_gaps() if gap.after is After.LIVES}
         """By chunk whose content lives across an iteration's end, its version then; those in use at that point
         included, those that never leave not."""
         self._loads: dict[int, int] = {0: 0}
+        self._known_chunks: dict[int, list[int]] = {}
+        """By mask, those in it."""
         self._work = 0
         """States looked at since the last yield."""
 
@@ -176,6 +182,8 @@ class _Search:
         gaps = self.problem.gaps
         kept_at_start = locked = start[0]  # what crosses the boundary is settled by `start`
         open_gap = {c: at for c, at in self.crossing.items() if kept_at_start >> c & 1}
+        doomed_nbytes = sum(self.problem.nbytes[c] for c in self.crossing if not kept_at_start >> c & 1)
+        """Of gaps that reach into the next iteration, which does not begin with them."""
         states: dict[State, tuple[int, Trail]] = {start: (0, None)}
         for moment in range(self.n):
             ends = self.ends[moment]
@@ -195,7 +203,11 @@ class _Search:
                             locked |= bit
                         else:
                             states = self._drop(states, at)
-            states = self._make_room(states, moment, locked, open_gap, limit_nbytes)
+                            doomed_nbytes -= self.problem.nbytes[gaps[at].chunk]
+            if self.calm[moment]:
+                self._work += len(states)
+            else:
+                states = self._make_room(states, moment, locked, open_gap, limit_nbytes - doomed_nbytes)
             if self._work >= _PIECE or not states:
                 yield self._take_work()
             if not states:
@@ -258,46 +270,66 @@ class _Search:
         open_gap: dict[int, int],
         limit_nbytes: int,
     ) -> dict[State, tuple[int, Trail]]:
-        room = self.room[moment]
+        room, loads, sizes, dirty = self.room[moment], self._loads, self.problem.nbytes, self.dirty
+        chunks_in = self._known_chunks
         fitting: dict[State, tuple[int, Trail]] = {}
         while states:
             beyond: dict[State, tuple[int, Trail]] = {}
             self._work += len(states)
             for state, way in states.items():
-                if way[0] >= limit_nbytes:
+                cost, trail = way
+                if cost >= limit_nbytes:
                     continue
-                if self.load(state[0]) <= room:
-                    if state not in fitting or way[0] < fitting[state][0]:
+                kept, paid = state
+                load = loads.get(kept)
+                if (self.load(kept) if load is None else load) <= room:
+                    if state not in fitting or cost < fitting[state][0]:
                         fitting[state] = way
                     continue
-                victims = self._victims(state, locked, open_gap)
+                free = kept & ~locked
+                victims = chunks_in.get(free) or self._chunks_in(free)
+                if len(victims) > _ALL_VICTIMS:
+                    victims = self._likely(victims, paid, open_gap)
                 self._work += len(victims)
-                for at in victims:
-                    after, longer = self._leave(state, way, at)
-                    if after not in beyond or longer[0] < beyond[after][0]:
-                        beyond[after] = longer
+                for chunk in victims:  # as `_leave`, which is too slow to be called here
+                    bit, nbytes = 1 << chunk, cost + sizes[chunk]
+                    if dirty & bit and not paid & bit:
+                        nbytes += sizes[chunk]
+                        after = kept ^ bit, paid | bit
+                    else:
+                        after = kept ^ bit, paid
+                    if nbytes >= limit_nbytes:
+                        continue
+                    known = beyond.get(after)
+                    if known is None or nbytes < known[0]:
+                        beyond[after] = nbytes, (open_gap[chunk], trail)
             states = self._cheapest(beyond)
         return self._cheapest(fitting)
 
     def _cheapest(self, states: dict[State, tuple[int, Trail]]) -> dict[State, tuple[int, Trail]]:
         if len(states) <= self.width:
             return states
-        order = sorted(states, key=lambda state: (states[state][0], state))
-        return {state: states[state] for state in order[: self.width]}
+        order = sorted([(way[0], state) for state, way in states.items()])
+        return {state: states[state] for _, state in order[: self.width]}
 
-    def _victims(self, state: State, locked: int, open_gap: dict[int, int]) -> list[int]:
-        kept, paid = state
-        free = kept & ~locked
-        found = []
-        while free:
-            lowest = free & -free
-            found.append(open_gap[lowest.bit_length() - 1])
-            free ^= lowest
-        if len(found) <= _ALL_VICTIMS:
-            return found
+    def _chunks_in(self, mask: int) -> list[int]:
+        """Return the chunks in a mask, and remember them."""
+        found = self._known_chunks[mask] = []
+        while mask:
+            lowest = mask & -mask
+            found.append(lowest.bit_length() - 1)
+            mask ^= lowest
+        return found
+
+    def _likely(self, chunks: Sequence[int], paid: int, open_gap: dict[int, int]) -> list[int]:
+        """Return those of many chunks which are likely to be the one to leave."""
         gaps = self.problem.gaps
-        now = min(gaps[at].start for at in found)
-        later = {at: gaps[at].stop + (self.n if gaps[at].stop <= now else 0) for at in found}
-        found.sort(key=lambda at: (-later[at], at))
-        clean = [at for at in found if (paid | ~self.dirty) >> gaps[at].chunk & 1]
-        return clean[:3] + [at for at in found if at not in clean][:3]
+        now = min(gaps[open_gap[chunk]].start for chunk in chunks)
+        later = {}
+        for chunk in chunks:
+            at = open_gap[chunk]
+            stop = gaps[at].stop
+            later[chunk] = -(stop + self.n if stop <= now else stop), at
+        found = sorted(chunks, key=later.__getitem__)
+        clean = [chunk for chunk in found if (paid | ~self.dirty) >> chunk & 1]
+        return clean[:3] + [chunk for chunk in found if chunk not in clean][:3]

@@ -60,12 +60,14 @@ class Reader:
                 up is, too. It may look at `state`.
         """
         state, position = self.state, self._position
-        if ahead := updates_ahead(self._trace, self._plan.actions):
+        limit_nbytes = self._machine.shadow_nbytes
+        if limit_nbytes and (ahead := updates_ahead(self._trace, self._plan.actions)):
             wanted_nbytes = sum(log_nbytes(self._trace, group) for group in ahead)
-            state.set_aside(min(wanted_nbytes, self._machine.shadow_nbytes))
+            state.set_aside(min(wanted_nbytes, limit_nbytes))
+        charges_non_model = self._machine.charges_non_model
         for actions, moment in zip(self._plan.actions, self._trace.moments, strict=True):
             position.index += 1
-            state.charge_nbytes = moment.non_model_peak_nbytes if self._machine.charges_non_model else 0
+            state.charge_nbytes = moment.non_model_peak_nbytes if charges_non_model else 0
             self._is_updated = False
             if moment.kind is Kind.RELEASE:
                 # Before the actions, so that they may free the chunk.
@@ -239,6 +241,9 @@ class Reader:
     def _begin(self, moment: Moment) -> None:
         """Run the moment itself."""
         state, kind = self.state, moment.kind
+        if kind is Kind.RELEASE:  # its state has changed before the actions
+            self._issue(COMPUTE, (), (), moment.duration_s, moment.chunk)
+            return
         device = state.replica(moment.chunk, Tier.DEVICE)
         reads: tuple[int, ...] = ()
         writes: tuple[int, ...] = ()

@@ -9,7 +9,8 @@ left out; vector clocks (for each lane, how far it knows the others to be) tell.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Update, Wait, is_reused
 from chunkmem.trace.model import Kind, Moment, Trace
@@ -27,13 +28,52 @@ Clock = tuple[int, ...]
 class _SlabUses:
     """The operations that may still be at work on a slab."""
 
-    __slots__ = ("reads", "written")
+    __slots__ = ("reads", "writer", "written")
 
     def __init__(self) -> None:
-        self.written: tuple[int, int] | None = None
-        """(lane, its count)"""
+        self.writer = _COMPUTE
+        """The lane of the last write."""
+        self.written = 0
+        """Its count there; 0: none."""
         self.reads: dict[int, int] = {}
         """By lane, the count of the last read since."""
+
+
+_Idle = list[_SlabUses]
+
+
+class _Take(NamedTuple):
+    """A replica gets the idle slab that was given last, or a new one."""
+
+    replica: int
+    idle: _Idle | None
+
+
+class _Give(NamedTuple):
+    """A replica's slab becomes idle; None: its memory goes back to the system at once."""
+
+    replica: int
+    idle: _Idle | None
+
+
+class _Held(NamedTuple):
+    """A replica was in use until the moment before."""
+
+    replica: int
+
+
+class _Operate(NamedTuple):
+    """An operation on a lane, and the replicas that it touches."""
+
+    lane: int
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+
+
+_PASS = _Operate(_COMPUTE)
+"""A moment that touches nothing."""
+_Step = _Take | _Give | _Held | _Operate | Action
+"""What is done in a moment; an action is only written down."""
 
 
 def add_waits(
@@ -43,108 +83,85 @@ def add_waits(
 
     It is followed iteration after iteration until two iterations wait for the same: from then on all do.
     """
-    follower = _Follower(trace, start)
-    iteration = follower.iteration(program)
+    reader = _Reader(trace, start)
+    steps = [reader.steps(moment, actions) for moment, actions in zip(trace.moments, program, strict=True)]
+    follower = _Follower(steps, len(reader.numbers))
+    iteration = follower.iteration()
     for _ in range(_MAX_LAPS):
-        following = follower.iteration(program)
+        following = follower.iteration()
         if following == iteration:
             break
         iteration = following
     return iteration
 
 
-class _Follower:
+class _Reader:
+    """Spells out what the moments of a program do, once for all iterations. Replicas are numbered as they come."""
+
     def __init__(self, trace: Trace, start: Iterable[Placed]) -> None:
         self.trace = trace
-        self.slabs = {(placed.chunk, placed.tier): _SlabUses() for placed in start}
-        self.idle: dict[tuple[Tier, int], list[_SlabUses]] = defaultdict(list)
-        self.done = [0] * len(_LANES)
-        """Operations issued on each lane, since the first iteration began."""
-        self.iteration_start = list(self.done)
-        self.known: list[Clock] = [tuple(self.done)] * len(_LANES)
-        """By lane: how far it knows the others to be."""
-        self.knew: list[list[Clock]] = [[] for _ in _LANES]
-        """By lane: the same at each of its operations."""
-        self.out: list[Action] = []
+        self.numbers: dict[tuple[ChunkId, Tier], int] = {}
+        self.idle: dict[tuple[Tier, int], _Idle] = defaultdict(list)
+        self.present = {(placed.chunk, placed.tier) for placed in start}
         self.ahead: set[int] = set()
-        """Groups that are being updated speculatively of their moment."""
-        self.sizes = trace.chunk_nbytes
+        """Groups that are being updated speculatively."""
 
-    def iteration(self, program: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
-        self.iteration_start = list(self.done)
-        lists = []
-        for moment, actions in zip(self.trace.moments, program, strict=True):
-            self.out = []
-            update = None
-            if (
-                moment.kind is Kind.RELEASE
-            ):  # it was in use until the moment before, and may be freed in this one's list
-                self.slabs[moment.chunk, Tier.DEVICE].reads[_COMPUTE] = self.done[_COMPUTE]
-            for action in actions:
-                if isinstance(action, Update) and (moment.kind, moment.chunk.group) == (Kind.UPDATE, action.group):
+    def steps(self, moment: Moment, actions: Sequence[Action]) -> list[_Step]:
+        """Return what is done in the next moment."""
+        found: list[_Step] = []
+        update = None
+        if moment.kind is Kind.RELEASE:  # it may be freed in this one's list
+            found.append(_Held(self._replica(moment.chunk, Tier.DEVICE)))
+        if moment.kind is Kind.HOLD and not actions and not self.trace.remote_groups:  # most moments are like this
+            return [_Operate(_COMPUTE, (self._replica(moment.chunk, Tier.DEVICE),))]
+        for action in actions:
+            if isinstance(action, Update):
+                if (moment.kind, moment.chunk.group) == (Kind.UPDATE, action.group):
                     update = action
-                elif isinstance(action, Update):
-                    self._update_ahead(action)
-                else:
-                    self._act(action)
-            self._moment(moment, update)
-            lists.append(tuple(self.out))
-        return tuple(lists)
+                    continue
+                # It reads what is on HOST, and writes elsewhere; the chunks take that over at the group's moment.
+                found.append(_Operate(_HOST_UPDATE, self._replicas(self.trace.update(action.group).reads, Tier.HOST)))
+                self.ahead.add(action.group)
+            elif isinstance(action, Alloc):
+                self.present.add((action.chunk, action.tier))
+                found.append(_Take(self._replica(action.chunk, action.tier), self._idle(action.chunk, action.tier)))
+            elif isinstance(action, Free):
+                found.append(self._give(action.chunk, action.tier))
+            elif isinstance(action, Copy):
+                reads, writes = (self._replica(action.chunk, tier) for tier in (action.source, action.target))
+                found.append(_Operate(_INDEX[action.lane], (reads,), (writes,)))
+            found.append(action)
+        if moment.kind is Kind.RELEASE:
+            found.append(_PASS)
+        else:
+            found += self._moment(moment, update)
+        return found
 
-    def _act(self, action: Action) -> None:
-        if isinstance(action, Alloc):
-            idle = self.idle[action.tier, self.sizes[action.chunk]]
-            is_idle = bool(idle) and is_reused(action.chunk, action.tier)
-            self.slabs[action.chunk, action.tier] = idle.pop() if is_idle else _SlabUses()
-        elif isinstance(action, Free):
-            if not is_reused(action.chunk, action.tier):  # its memory goes back to the system at once
-                self._compute_waits(self.slabs[action.chunk, action.tier])
-            self._free(action.chunk, action.tier)
-        elif isinstance(action, Copy):
-            lane = _INDEX[action.lane]
-            source = self.slabs[action.chunk, action.source]
-            target = self.slabs[action.chunk, action.target]
-            self._operate(lane, reads=(source,), writes=(target,))
-        self.out.append(action)
-
-    def _update_ahead(self, update: Update) -> None:
-        """Read what is on HOST, and write elsewhere; the chunks take that over at the group's moment."""
-        reads = [self.slabs[chunk, Tier.HOST] for chunk in self.trace.update(update.group).reads]
-        self._operate(_HOST_UPDATE, reads, ())
-        self.ahead.add(update.group)
-        self.out.append(update)
-
-    def _free(self, chunk: ChunkId, tier: Tier) -> None:
-        slab = self.slabs.pop((chunk, tier))
-        if is_reused(chunk, tier):
-            self.idle[tier, self.sizes[chunk]].append(slab)
-
-    def _moment(self, moment: Moment, update: Update | None) -> None:
-        device = Tier.DEVICE
-        key = (moment.chunk, device)
-        reads: tuple[_SlabUses, ...] = ()
-        writes: tuple[_SlabUses, ...] = ()
-        if moment.kind in (Kind.CREATE, Kind.WRITE) or self._is_exchanged(moment):
-            writes = (self.slabs[key],)
-        elif moment.kind is Kind.HOLD:
-            reads = (self.slabs[key],)
-        if moment.kind is Kind.UPDATE and moment.chunk.group in self.ahead:
-            self.ahead.remove(moment.chunk.group)
-            written = self.trace.update(moment.chunk.group).writes
-            self._operate(_HOST_UPDATE, (), [self.slabs[chunk, Tier.HOST] for chunk in written])
+    def _moment(self, moment: Moment, update: Update | None) -> Iterator[_Step]:
+        chunk, kind = moment.chunk, moment.kind
+        reads: tuple[int, ...] = ()
+        writes: tuple[int, ...] = ()
+        if kind in (Kind.CREATE, Kind.WRITE) or self._is_exchanged(moment):
+            writes = (self._replica(chunk, Tier.DEVICE),)
+        elif kind is Kind.HOLD:
+            reads = (self._replica(chunk, Tier.DEVICE),)
+        if kind is Kind.UPDATE and chunk.group in self.ahead:
+            self.ahead.remove(chunk.group)
+            yield _Operate(_HOST_UPDATE, (), self._replicas(self.trace.update(chunk.group).writes, Tier.HOST))
         elif update is not None:
-            touched, tier = self.trace.update(update.group), update.tier
-            reads = tuple(self.slabs[chunk, tier] for chunk in touched.chunks if chunk not in touched.writes)
-            writes = tuple(self.slabs[chunk, tier] for chunk in touched.writes)
-            if tier is Tier.HOST:
-                self._operate(_HOST_UPDATE, reads, writes)
+            touched = self.trace.update(update.group)
+            reads = self._replicas([each for each in touched.chunks if each not in touched.writes], update.tier)
+            writes = self._replicas(touched.writes, update.tier)
+            if update.tier is Tier.HOST:
+                yield _Operate(_HOST_UPDATE, reads, writes)
                 reads = writes = ()
-        self._operate(_COMPUTE, reads, writes)
+        yield _Operate(_COMPUTE, reads, writes)
         if update is not None:
-            self.out.append(update)
-        for tier in TIERS:
-            if moment.kind is Kind.CONSUME and tier is not Tier.DEVICE and (moment.chunk, tier) in self.slabs:
-                self._free(moment.chunk, tier)
+            yield update
+        if kind is Kind.CONSUME:
+            for tier in TIERS:
+                if tier is not Tier.DEVICE and (chunk, tier) in self.present:
+                    yield self._give(chunk, tier)
 
     def _is_exchanged(self, moment: Moment) -> bool:
         """Tell whether COMPUTE has to come after all that touched a chunk, or all others after it, for an exchange.
@@ -157,29 +174,90 @@ class _Follower:
             return moment.kind is Kind.HOLD and is_remote
         return moment.kind is Kind.ARRIVE and not is_remote
 
-    def _operate(self, lane: int, reads: Sequence[_SlabUses], writes: Sequence[_SlabUses]) -> None:
-        known = self.known[lane]
+    def _give(self, chunk: ChunkId, tier: Tier) -> _Give:
+        self.present.remove((chunk, tier))
+        return _Give(self._replica(chunk, tier), self._idle(chunk, tier))
+
+    def _idle(self, chunk: ChunkId, tier: Tier) -> _Idle | None:
+        return self.idle[tier, self.trace.chunk_nbytes[chunk]] if is_reused(chunk, tier) else None
+
+    def _replica(self, chunk: ChunkId, tier: Tier) -> int:
+        return self.numbers.setdefault((chunk, tier), len(self.numbers))
+
+    def _replicas(self, chunks: Iterable[ChunkId], tier: Tier) -> tuple[int, ...]:
+        return tuple(self._replica(chunk, tier) for chunk in chunks)
+
+
+class _Follower:
+    """Follows what a program does, iteration after iteration, and waits where it has to."""
+
+    def __init__(self, steps: Sequence[Sequence[_Step]], num_replicas: int) -> None:
+        self.steps = steps
+        self.slabs = [_SlabUses() for _ in range(num_replicas)]
+        self.done = [0] * len(_LANES)
+        """Operations issued on each lane, since the first iteration began."""
+        self.iteration_start = list(self.done)
+        self.known: list[Clock] = [tuple(self.done)] * len(_LANES)
+        """By lane: how far it knows the others to be."""
+        self.knew: list[list[Clock]] = [[] for _ in _LANES]
+        """By lane: the same at each of its operations."""
+        self.waits: dict[tuple[int, int, int], Wait] = {}
+        """Those made so far, by their lanes and count."""
+        self.out: list[Action] = []
+
+    def iteration(self) -> tuple[tuple[Action, ...], ...]:
+        """Follow the next iteration; return its actions."""
+        self.iteration_start = list(self.done)
+        slabs = self.slabs
+        lists = []
+        for steps in self.steps:
+            self.out = []
+            for step in steps:
+                if step is _PASS:
+                    self.done[_COMPUTE] += 1
+                    self.knew[_COMPUTE].append(self.known[_COMPUTE])
+                elif isinstance(step, _Operate):
+                    self._operate(step)
+                elif isinstance(step, _Take):
+                    slabs[step.replica] = step.idle.pop() if step.idle else _SlabUses()
+                elif isinstance(step, _Give):
+                    if step.idle is None:
+                        self._compute_waits(slabs[step.replica])
+                    else:
+                        step.idle.append(slabs[step.replica])
+                elif isinstance(step, _Held):
+                    slabs[step.replica].reads[_COMPUTE] = self.done[_COMPUTE]
+                else:
+                    self.out.append(step)
+            lists.append(tuple(self.out))
+        return tuple(lists)
+
+    def _operate(self, operation: _Operate) -> None:
+        lane, reads, writes = operation
+        slabs, known = self.slabs, self.known[lane]
         needs: dict[int, int] = {}
-        for slabs in (reads, writes):
-            for slab in slabs:
-                if slab.written is not None:
-                    other, count = slab.written
-                    if count > known[other] and count > needs.get(other, 0):
-                        needs[other] = count
-        for slab in writes:
+        for replica in reads:
+            slab = slabs[replica]
+            other, count = slab.writer, slab.written
+            if count > known[other] and other != lane and count > needs.get(other, 0):
+                needs[other] = count
+        for replica in writes:
+            slab = slabs[replica]
+            other, count = slab.writer, slab.written
+            if count > known[other] and other != lane and count > needs.get(other, 0):
+                needs[other] = count
             for other, count in slab.reads.items():
-                if count > known[other] and count > needs.get(other, 0):
+                if count > known[other] and other != lane and count > needs.get(other, 0):
                     needs[other] = count
-        needs.pop(lane, None)
         if needs:
             self._wait(lane, needs)
-        self.done[lane] += 1
-        count = self.done[lane]
+        count = self.done[lane] = self.done[lane] + 1
         self.knew[lane].append(self.known[lane])
-        for slab in reads:
-            slab.reads[lane] = count
-        for slab in writes:
-            slab.written = (lane, count)
+        for replica in reads:
+            slabs[replica].reads[lane] = count
+        for replica in writes:
+            slab = slabs[replica]
+            slab.writer, slab.written = lane, count
             slab.reads.clear()
 
     def _compute_waits(self, slab: _SlabUses) -> None:
@@ -191,17 +269,20 @@ class _Follower:
 
     def _wait(self, lane: int, open_needs: dict[int, int]) -> None:
         """Add the waits of an operation for what its lane does not know to be over: a count of each other lane."""
-        known = self.known[lane]
-        for other in list(open_needs) if len(open_needs) > 1 else ():
-            if any(
-                self.knew[third][count - 1][other] >= open_needs[other]
-                for third, count in open_needs.items()
-                if third != other
-            ):
-                del open_needs[other]
+        known, knew = self.known[lane], self.knew
+        if len(open_needs) > 1:
+            for other, count in list(open_needs.items()):
+                for third, seen in open_needs.items():
+                    if third != other and knew[third][seen - 1][other] >= count:
+                        del open_needs[other]
+                        break
         for other, count in sorted(open_needs.items()):
-            self.out.append(Wait(_LANES[lane], _LANES[other], count - self.iteration_start[other]))
-            merged = [a if a > b else b for a, b in zip(known, self.knew[other][count - 1], strict=True)]
+            key = lane, other, count - self.iteration_start[other]
+            wait = self.waits.get(key)
+            if wait is None:
+                wait = self.waits[key] = Wait(_LANES[lane], _LANES[other], key[2])
+            self.out.append(wait)
+            merged = [a if a > b else b for a, b in zip(known, knew[other][count - 1], strict=True)]
             merged[other] = max(merged[other], count)
             known = tuple(merged)
         self.known[lane] = known

@@ -82,6 +82,30 @@ def training_trace(
     return Trace(mode, LAYOUT, sizes, tuple(moments))
 
 
+def by_layer_trace(num_blocks: int, nbytes: int, *, micro_batches: int, groups_per_block: int = 8) -> Trace:
+    """Return the step of a model that runs block by block over all micro-batches: backward adds to the gradients of a
+    block's groups for each of them.
+
+    Args:
+        nbytes: of every chunk.
+    """
+    events: list[tuple[Kind, ChunkId]] = []
+    num_groups = num_blocks * groups_per_block
+    blocks = [range(first, first + groups_per_block) for first in range(0, num_groups, groups_per_block)]
+    for block in blocks:
+        for group in [*block] * micro_batches:
+            events += [(Kind.HOLD, param(group)), (Kind.RELEASE, param(group))]
+    for block in reversed(blocks):
+        for batch in range(micro_batches):
+            for group in reversed(block):
+                lands = Kind.WRITE if batch else Kind.CREATE
+                events += [(Kind.HOLD, param(group)), (lands, grad(group)), (Kind.RELEASE, param(group))]
+    for group in range(num_groups):
+        events += [(Kind.UPDATE, param(group)), (Kind.CONSUME, grad(group))]
+    sizes = {chunk: nbytes for group in range(num_groups) for chunk in updated_chunks(group)}
+    return Trace(Mode.TRAIN, LAYOUT, sizes, tuple(Moment(kind, chunk, duration_s=1e-4) for kind, chunk in events))
+
+
 def random_trace(
     rng: random.Random,
     *,

@@ -24,7 +24,7 @@ import pytest
 
 from chunkmem.errors import PlanError
 from chunkmem.plan.gaps import budgets, find_gaps
-from chunkmem.plan.intervals import find_stays, prefetch
+from chunkmem.plan.intervals import find_stays, free_room, prefetch
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
 from chunkmem.plan.program import emit
@@ -94,7 +94,7 @@ def make_subject(rng: random.Random, trace: Trace) -> Plan:
     budget = budgets(trace, machine)
     room = [have - need for have, need in zip(budget, problem.required, strict=True)]
     stays = find_stays(problem, found_by(least_traffic(problem, room, width=20)))
-    prefetch(problem, stays, budget, machine, lead=2.0)
+    prefetch(problem, stays, free_room(problem, stays, budget), machine, lead=2.0)
     program = emit(problem, stays, home_residents=rng.random() < 0.5)
     actions = add_waits(trace, program.start, program.actions)
     return Plan(trace.digest, machine, program.start, actions, problem.update_tiers)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from chunkmem.errors import CapacityError
 from chunkmem.plan.candidates import Candidates, PlanOptions, candidates
-from chunkmem.plan.choose import free_to_choose
 from chunkmem.plan.gaps import After, budgets, find_gaps
 from chunkmem.plan.intervals import find_stays
 from chunkmem.plan.machine import Machine, host_links
@@ -297,7 +296,7 @@ def test_the_content_of_resident_groups_never_leaves() -> None:
     # Only what dies comes and goes: weights make place for their gradients, and are rounded again.
     passing = [stay for stay in stays.passing if problem.chunks[stay.chunk].group in where.resident_groups]
     assert all(stay.source is None and stay.target is None for stay in passing)
-    assert not any(problem.chunks[problem.gaps[at].chunk].group < 2 for at in free_to_choose(problem))
+    assert not any(problem.chunks[problem.gaps[at].chunk].group < 2 for at in problem.free_to_choose)
 
 
 MASTER_AND_STATES = (Role.MASTER, Role("exp_avg"), Role("exp_avg_sq"))

@@ -18,9 +18,9 @@ import pytest
 
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.candidates import Candidate, PlanOptions, candidates
-from chunkmem.plan.choose import free_to_choose, furthest_next_use, least_recently_used, sweep, traffic_nbytes
+from chunkmem.plan.choose import furthest_next_use, least_recently_used, sweep, traffic_nbytes
 from chunkmem.plan.gaps import Problem, find_gaps
-from chunkmem.plan.intervals import find_stays, prefetch
+from chunkmem.plan.intervals import find_stays, free_room, prefetch
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Alloc, Copy, Free, Plan, Wait
 from chunkmem.plan.planner import make_plan
@@ -296,7 +296,7 @@ def drawn_problem(rng: random.Random) -> tuple[Problem, list[int]]:
         updates = [moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE]
         tiers = rng.choice(((DEVICE, HOST), (DEVICE,)))
         problem = find_gaps(trace, {group: rng.choice(tiers) for group in updates})
-        if sum(map(bool, problem.uses)) <= 8 and 3 <= len(free_to_choose(problem)) <= 13:
+        if sum(map(bool, problem.uses)) <= 8 and 3 <= len(problem.free_to_choose) <= 13:
             break
     everything = sum(n for n, chain in zip(problem.nbytes, problem.uses, strict=True) if chain)
     cap = rng.randint(max(problem.required), everything)
@@ -309,7 +309,7 @@ class BruteForce:
 
     def __init__(self, problem: Problem, room: Iterable[int]) -> None:
         self.problem, self.left = problem, list(room)
-        self.free = free_to_choose(problem)
+        self.free = problem.free_to_choose
         self.kept: set[int] = set()
 
     def least_nbytes(self, index: int = 0, let_go: tuple[int, ...] = ()) -> int:
@@ -364,7 +364,7 @@ def test_the_traffic_of_kept_gaps_is_what_the_plan_moves() -> None:
         kept = sweep(problem, room, rng.choice((furthest_next_use, least_recently_used)))
         kept = frozenset(at for at in sorted(kept) if rng.random() < 0.8)
         stays = find_stays(problem, kept)
-        prefetch(problem, stays, budget, machine, lead=rng.choice((0.0, 1.0, 4.0)))
+        prefetch(problem, stays, free_room(problem, stays, budget), machine, lead=rng.choice((0.0, 1.0, 4.0)))
         program = emit(problem, stays, home_residents=rng.random() < 0.5)
         actions = add_waits(trace, program.start, program.actions)
         plan = Plan(trace.digest, machine, program.start, actions, problem.update_tiers)
