@@ -44,7 +44,7 @@ from chunkmem.parts import (
     margin_use_ratio,
     require_open,
 )
-from chunkmem.plan.candidates import PlanOptions
+from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.knobs.record import BASE_NUMEL
 from chunkmem.errors import CapacityError
-from chunkmem.plan.candidates import PlanOptions
+from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane
 from chunkmem.plan.planner import make_plan

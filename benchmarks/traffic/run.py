@@ -24,7 +24,8 @@ from benchmarks.traffic.policies import POLICIES, page
 from benchmarks.traffic.uses import device_budgets
 from chunkmem.bound import traffic_bound
 from chunkmem.errors import CapacityError
-from chunkmem.plan.candidates import PlanOptions, candidates
+from chunkmem.plan.candidate import PlanOptions
+from chunkmem.plan.candidates import candidates
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import make_plan

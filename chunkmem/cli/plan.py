@@ -12,7 +12,7 @@ from chunkmem.cli.answer import CommandResult, table
 from chunkmem.cli.machine import add_machine_arguments, count, machine_of, parse_size
 from chunkmem.cli.stages import blocks_named, cut_answer, refuse_with
 from chunkmem.errors import CapacityError, ConfigError, PlanError
-from chunkmem.plan.candidates import PlanOptions
+from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import LANE_LINKS, Lane, Plan
 from chunkmem.plan.planner import make_plan

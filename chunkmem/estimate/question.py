@@ -16,7 +16,7 @@ from chunkmem.estimate.needs import DeviceNeed, Need, least_on_device, least_on_
 from chunkmem.estimate.rank_stage import Exchanged, Step
 from chunkmem.estimate.rank_steps import RankSteps, serve_on_demand
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
-from chunkmem.plan.candidates import PlanOptions
+from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.regions import RegionPolicy, choose_regions

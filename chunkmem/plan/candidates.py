@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import inf
 
 from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.ahead import advance_updates
+from chunkmem.plan.candidate import Candidate, PlanOptions
 from chunkmem.plan.choose import furthest_next_use, least_recently_used, sweep
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.intervals import find_stays, free_room, keep_slabs, linger, prefetch
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import Action, Copy, Plan
+from chunkmem.plan.model import Action, Plan
 from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.search import least_traffic
 from chunkmem.plan.simulate import simulate
-from chunkmem.plan.timeline import Timeline
 from chunkmem.plan.waits import add_waits
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.loop import as_loop
@@ -44,44 +43,6 @@ _MOMENT_WORK = 40
 Searched = dict[tuple[tuple[tuple[int, Tier], ...], frozenset[int], int], frozenset[int]]
 """Gaps to keep that move least, by where groups are updated, the gaps that are kept anyway, and how much room is set
 aside; durations do not matter."""
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """What a user's configuration, and what else there is to train, decide about plans."""
-
-    margin_use_ratio: float = 0.8
-    """Share of the space left on DEVICE at the traced peak that optimizer states may take; 0: all updates on HOST."""
-    static_nbytes: int | None = None
-    """A fixed share of DEVICE for chunks instead of what each moment leaves."""
-    with_residents: bool = True
-    """Groups may stay on DEVICE for good. Where steps of other kinds update other groups, they would take turns."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan that was tried, and what the simulator says of it."""
-
-    plan: Plan
-    timeline: Timeline
-    placement: Placement
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes moved in an iteration, over both links."""
-        return sum(self.timeline.moved_nbytes.values())
-
-    @cached_property
-    def num_copies(self) -> int:
-        """Copies in an iteration."""
-        return sum(isinstance(action, Copy) for actions in self.plan.actions for action in actions)
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step; where the host computes itself, with those that it takes to hand copies over."""
-        machine = self.plan.machine
-        latency_s = max(link.latency_s for link in machine.links.values()) if machine.one_processor else 0.0
-        return self.timeline.step_s + latency_s * self.num_copies
 
 
 def candidates(trace: Trace, machine: Machine, *, options: PlanOptions) -> Iterator[Candidate]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from chunkmem.plan.candidates import CLOSE, Candidate, Candidates, PlanOptions, Searched
+from chunkmem.plan.candidate import Candidate, PlanOptions
+from chunkmem.plan.candidates import CLOSE, Candidates, Searched
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.simulate import simulate

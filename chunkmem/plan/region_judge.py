@@ -6,7 +6,8 @@ from collections.abc import Collection, Generator, Iterator
 from math import inf
 
 from chunkmem.errors import CapacityError
-from chunkmem.plan.candidates import Candidate, Candidates, PlanOptions
+from chunkmem.plan.candidate import Candidate, PlanOptions
+from chunkmem.plan.candidates import Candidates
 from chunkmem.plan.gaps import in_use_nbytes
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.placement import Placement

@@ -28,7 +28,7 @@ from itertools import accumulate, pairwise, product
 from math import ceil, inf
 from statistics import mean
 
-from chunkmem.plan.candidates import Candidate, PlanOptions
+from chunkmem.plan.candidate import Candidate, PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import LINK_LANES, Copy, Plan
 from chunkmem.plan.region_judge import RegionJudge

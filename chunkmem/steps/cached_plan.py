@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import inf
 
 from chunkmem.errors import CapacityError, PlanError
-from chunkmem.plan.candidates import PlanOptions
+from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.cursor import Said, TraceCursor
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from chunkmem.errors import TraceError
-from chunkmem.plan.candidates import PlanOptions
+from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.cursor import label_of
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk

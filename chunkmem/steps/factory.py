@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from chunkmem.plan.candidates import PlanOptions
+from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.pager import Pager

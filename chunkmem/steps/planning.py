@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from chunkmem.errors import CapacityError
-from chunkmem.plan.candidates import PlanOptions
+from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import Planner

@@ -10,7 +10,8 @@ import pytest
 from chunkmem.errors import PlanError
 from chunkmem.estimate.hardware import HARDWARE, Hardware
 from chunkmem.estimate.lower_bounds import lower_bounds_of
-from chunkmem.plan.candidates import PlanOptions, candidates
+from chunkmem.plan.candidate import PlanOptions
+from chunkmem.plan.candidates import candidates
 from chunkmem.plan.model import Plan
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier

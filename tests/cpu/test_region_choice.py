@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import chunkmem
-from chunkmem.plan.candidates import PlanOptions
+from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import make_plan
 from chunkmem.steps.plan_cache import Key

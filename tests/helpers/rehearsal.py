@@ -6,7 +6,8 @@ import functools
 from dataclasses import replace
 
 import chunkmem
-from chunkmem.plan.candidates import PlanOptions, candidates
+from chunkmem.plan.candidate import PlanOptions
+from chunkmem.plan.candidates import candidates
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Plan
 from chunkmem.trace.model import Trace

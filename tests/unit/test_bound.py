@@ -12,7 +12,8 @@ import pytest
 from benchmarks.traffic.uses import device_budgets
 from chunkmem.bound import _reduce, _Relaxation, traffic_bound
 from chunkmem.errors import CapacityError, PlanError
-from chunkmem.plan.candidates import PlanOptions, candidates
+from chunkmem.plan.candidate import PlanOptions
+from chunkmem.plan.candidates import candidates
 from chunkmem.plan.gaps import budgets, find_gaps
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.trace.model import Kind, Mode, Moment, Trace

@@ -9,7 +9,8 @@ import pytest
 
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.ahead import SHADOW, advance_updates, log_nbytes, updates_ahead
-from chunkmem.plan.candidates import PlanOptions, candidates
+from chunkmem.plan.candidate import PlanOptions
+from chunkmem.plan.candidates import candidates
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Action, Copy, Free, Lane, Plan, Update, Wait
 from chunkmem.plan.planner import make_plan

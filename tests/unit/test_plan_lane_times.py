@@ -8,7 +8,8 @@ from math import inf
 import pytest
 
 from chunkmem.errors import PlanError
-from chunkmem.plan.candidates import PlanOptions, candidates
+from chunkmem.plan.candidate import PlanOptions
+from chunkmem.plan.candidates import candidates
 from chunkmem.plan.lane_times import Bandwidth, Queue, end_times
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Lane

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from chunkmem.errors import PlanError
-from chunkmem.plan.candidates import PlanOptions, candidates
+from chunkmem.plan.candidate import PlanOptions
+from chunkmem.plan.candidates import candidates
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Alloc, Free
 from chunkmem.plan.planner import make_plan

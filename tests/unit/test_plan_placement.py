@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkmem.errors import CapacityError
-from chunkmem.plan.candidates import Candidates, PlanOptions, candidates
+from chunkmem.plan.candidate import PlanOptions
+from chunkmem.plan.candidates import Candidates, candidates
 from chunkmem.plan.gaps import After, budgets, find_gaps
 from chunkmem.plan.intervals import find_stays
 from chunkmem.plan.machine import Machine, host_links

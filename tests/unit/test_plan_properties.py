@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from chunkmem.errors import CapacityError, PlanError
-from chunkmem.plan.candidates import Candidate, PlanOptions, candidates
+from chunkmem.plan.candidate import Candidate, PlanOptions
+from chunkmem.plan.candidates import candidates
 from chunkmem.plan.choose import furthest_next_use, least_recently_used, sweep, traffic_nbytes
 from chunkmem.plan.gaps import Problem, find_gaps
 from chunkmem.plan.intervals import find_stays, free_room, prefetch

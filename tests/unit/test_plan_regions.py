@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from chunkmem.errors import CapacityError
-from chunkmem.plan.candidates import Candidates, PlanOptions
+from chunkmem.plan.candidate import PlanOptions
+from chunkmem.plan.candidates import Candidates
 from chunkmem.plan.gaps import in_use_nbytes
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import make_plan

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from chunkmem.errors import CapacityError
-from chunkmem.plan.candidates import CLOSE, PlanOptions, candidates
+from chunkmem.plan.candidate import PlanOptions
+from chunkmem.plan.candidates import CLOSE, candidates
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import Planner, make_plan

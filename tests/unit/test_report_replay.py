@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from chunkmem.plan.ahead import SHADOW
-from chunkmem.plan.candidates import PlanOptions
+from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.model import Alloc, Copy, Free, Lane, Placed, Plan, Update
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.semantics import ABSENT, EMPTY, TIERS, ReplicaState, residency_before
