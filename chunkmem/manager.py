@@ -285,7 +285,7 @@ class ChunkManager(ModelBuilding):
         """
         self.runtime.require_open()
         self.runtime.registry.check()
-        save_checkpoint(self.runtime, Path(path), optimizer, model=model, extra=extra)
+        save_checkpoint(self.runtime, Path(path).resolve(), optimizer, model=model, extra=extra)
 
     def load(
         self,
@@ -311,7 +311,7 @@ class ChunkManager(ModelBuilding):
         """
         self.runtime.require_open()
         self.runtime.registry.check()
-        return load_checkpoint(self.runtime, Path(path), optimizer, model=model, strict=strict)
+        return load_checkpoint(self.runtime, Path(path).resolve(), optimizer, model=model, strict=strict)
 
     def save_pretrained(
         self, path: str | os.PathLike[str], model: nn.Module | None = None, *, max_shard_size: str | int = "5GiB"

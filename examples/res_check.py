@@ -33,11 +33,10 @@ def train_in_plain_pytorch(run: Run) -> Outcome:
     scheduler = run.scheduler(optimizer)
     if run.start:
         weights, states = get_state_dict(model, optimizer)
-        extra = {"scheduler": scheduler.state_dict()}
-        saved = {"model": weights, "optimizer": states, "extra": extra}
+        saved = {"model": weights, "optimizer": states, "extra": None}
         dcp.load(saved, checkpoint_id=run.checkpoints.of(run.start), no_dist=True)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-        scheduler.load_state_dict(extra["scheduler"])
+        scheduler.load_state_dict(saved["extra"]["scheduler"])
 
     losses: list[float] = []
     with run.bar("plain PyTorch") as bar:

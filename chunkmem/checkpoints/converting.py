@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from chunkmem.checkpoints.directory import MANIFEST, replacing
+from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.pretrained import Files, Form, shards_of
 from chunkmem.checkpoints.reading import CheckpointFiles
 from chunkmem.checkpoints.safetensors_files import open_safetensors
@@ -64,6 +65,8 @@ def convert(source: Path, target: Path, to: Format, *, max_shard_nbytes: int) ->
         CheckpointError: one cannot be read or written.
     """
     state = _open(source)
+    if to is Format.DCP:
+        _require_names("", {key: value for key, value in state.items() if key != EXTRA})
     if to is Format.SAFETENSORS:
         return _write_safetensors(state, target, max_shard_nbytes=max_shard_nbytes)
     if to is Format.TORCH:
@@ -90,6 +93,21 @@ def _open(path: Path) -> dict[str, Any]:
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} has a {type(state).__name__}, not a dict")
     return dict(state) if any(isinstance(each, Mapping) for each in state.values()) else {"model": dict(state)}
+
+
+def _require_names(prefix: str, value: Any) -> None:
+    """Raise if a key is no text: torch.distributed.checkpoint would make it one."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(
+                    f"{prefix or 'the checkpoint'} has the key {key!r}, and torch.distributed.checkpoint has names "
+                    "only: save optimizer states by name, as get_state_dict() does, or under the key extra"
+                )
+            _require_names(f"{prefix}.{key}" if prefix else key, each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _require_names(prefix, each)
 
 
 def _tensors(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:

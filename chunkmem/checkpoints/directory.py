@@ -46,7 +46,7 @@ def _on_first(ranks: Ranks, path: Path, do: Callable[[], None]) -> None:
         try:
             do()
         except OSError as error:
-            problem = f"{error.filename or path}: {error.strerror}"
+            problem = f"{error.filename or path}: {error.strerror or error}"
         except CheckpointError as error:
             problem = str(error)
     problem = ranks.from_first(problem, label="making the directory of a checkpoint")
@@ -57,6 +57,8 @@ def _on_first(ranks: Ranks, path: Path, do: Callable[[], None]) -> None:
 def _make(path: Path, folder: Path) -> None:
     if path.exists() and not (path / MANIFEST).exists() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(f"{path} is there, and is no checkpoint; name another directory")
+    if path == Path.cwd():
+        raise CheckpointError(f"{path} is the current directory, which would be replaced; name one in it")
     path.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists():
         shutil.rmtree(folder)

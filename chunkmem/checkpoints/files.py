@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
-import os
 import queue
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,29 +11,24 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from chunkmem.checkpoints.checksums import checksum, entry_name, write_checksums
 from chunkmem.nn.lazy_tensor import LazyTensor, Piece
 
-CHECKSUMS = "checksums.json"
-"""A file beside those of torch: CRC-32 of each tensor's values, by name and offsets."""
-
-
+EXTRA = "extra"
+"""The key of what a user adds."""
 _FILE_NBYTES = 32 << 20
 """Of a file, at most; a larger tensor has one of its own."""
-
-
-def checksum(values: torch.Tensor) -> int:
-    """Return the CRC-32 of a tensor's bytes."""
-    return zlib.crc32(values.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def entry_name(index: MetadataIndex) -> str:
-    """Return what `CHECKSUMS` calls a part of a tensor."""
-    return f"{index.fqn} {list(index.offset or ())}"
 
 
 class ChunkPlanner(DefaultSavePlanner):
@@ -54,6 +46,16 @@ class ChunkPlanner(DefaultSavePlanner):
         self._writes_objects = writes_objects
         self.checksums: dict[MetadataIndex, int] = {}
         """Of what was written so far."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Name the values by their place in nested dicts; what a user adds is one object, whatever its keys are."""
+        named = {key: value for key, value in state_dict.items() if key != EXTRA}
+        super().set_up_planner(named, storage_meta, is_coordinator)
+        if EXTRA in state_dict:
+            self.state_dict[EXTRA] = state_dict[EXTRA]
+            self.mappings[EXTRA] = (EXTRA,)
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank writes."""
@@ -78,8 +80,7 @@ class ChunkPlanner(DefaultSavePlanner):
         """Read what an item writes."""
         value, index = self.state_dict[write_item.index.fqn], write_item.index
         data = _piece(value, index).read_here() if isinstance(value, LazyTensor) else super().resolve_data(write_item)
-        if isinstance(data, torch.Tensor):
-            self.checksums[index] = checksum(data)
+        self.checksums[index] = checksum(data)
         return data
 
 
@@ -150,15 +151,8 @@ class ChunkWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-        """Write the checksums, and then what makes the checkpoint complete."""
-        found = {
-            entry_name(result.index): result.crc
-            for rows in results
-            for result in rows
-            if isinstance(result, _Checked) and result.crc is not None
-        }
-        with open(Path(self.path) / CHECKSUMS, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=0)
-            file.flush()
-            os.fsync(file.fileno())
+        """Write what makes the checkpoint complete."""
         super().finish(metadata, [list(rows) for rows in results])
+        written = (result for rows in results for result in rows if isinstance(result, _Checked))
+        found = {entry_name(result.index): result.crc for result in written if result.crc is not None}
+        write_checksums(Path(self.path), found)

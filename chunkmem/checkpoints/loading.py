@@ -9,8 +9,10 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from chunkmem.assembly import Runtime
+from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.names import indexed_state
 from chunkmem.checkpoints.reading import CheckpointFiles
+from chunkmem.checkpoints.saving import require_own
 from chunkmem.errors import CheckpointError
 from chunkmem.nn.lazy_tensor import LazyTensor
 from chunkmem.nn.registry import check_fits
@@ -22,13 +24,14 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """See `ChunkManager.load`."""
     root, ranks = runtime.root(model), runtime.ranks
+    require_own(optimizer, "manager.load()")
     problem = ""
     try:
         files = CheckpointFiles(path)
         weights: dict[str, Any] = files.nested("model") or {}
         check_fits(weights, runtime.modules.surface.expected_state(root), strict=strict)
         states = _states(files, root, optimizer)
-        extra = tree_map_only(LazyTensor, LazyTensor.read, files.nested("extra") or {})
+        extra = tree_map_only(LazyTensor, LazyTensor.read, files.nested(EXTRA) or {})
         _verify(files, rank=ranks.rank, size=ranks.size)
     except CheckpointError as error:
         problem = str(error)

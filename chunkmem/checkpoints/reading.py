@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from chunkmem.checkpoints.checksums import checksum, entry_name, read_checksums
 from chunkmem.checkpoints.directory import MANIFEST
-from chunkmem.checkpoints.files import CHECKSUMS, checksum, entry_name
 from chunkmem.errors import CheckpointError
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
 
@@ -36,28 +35,20 @@ class CheckpointFiles:
         """
         self.path = path
         self._reader = FileSystemReader(path)
+        checksums = read_checksums(path) if (path / MANIFEST).is_file() else {}
         try:
             self.metadata: Metadata = self._reader.read_metadata()
         except FileNotFoundError:
             what = "has no .metadata, so it is no checkpoint" if path.is_dir() else "is not there"
             raise CheckpointError(f"{path} {what}; name the directory that manager.save() was given") from None
+        except NotADirectoryError:
+            raise CheckpointError(f"{path} is a file; name the directory that manager.save() was given") from None
         except Exception as error:  # it is pickled: a damaged one raises anything
             raise CheckpointError(f"{path / MANIFEST} cannot be read: {_said(error)}") from None
         if not isinstance(self.metadata, Metadata) or self.metadata.storage_data is None:
             raise CheckpointError(f"{path / MANIFEST} is not what torch.distributed.checkpoint writes")
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
-        self._checksums = self._read_checksums()
-
-    def _read_checksums(self) -> dict[str, int]:
-        try:
-            found = json.loads((self.path / CHECKSUMS).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}  # another program has written it
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path / CHECKSUMS} cannot be read: {_said(error)}") from None
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{self.path / CHECKSUMS} has no checksums")
-        return found
+        self._checksums = checksums
 
     def nested(self, prefix: str) -> Any:
         """Return what was saved under a key, as it was nested, with lazy tensors; None if there is nothing."""
@@ -95,11 +86,7 @@ class CheckpointFiles:
         values = self.read(index.fqn, tuple(part.offsets), tuple(part.sizes))
         written = self._checksums.get(entry_name(index))
         if written is not None and checksum(values) != written:
-            raise CheckpointError(
-                f"{self.path / self._file(index)} has changed since it was written: {index.fqn} has not its checksum"
-            )
-        if written is None and self._checksums:
-            raise CheckpointError(f"{self.path / CHECKSUMS} has no checksum of {index.fqn}")
+            raise self._changed(index)
 
     def read(self, name: str, start: Extent, shape: Extent) -> torch.Tensor:
         """Return a part of a tensor.
@@ -126,7 +113,15 @@ class CheckpointFiles:
         into = _Into(torch.empty(0))
         items = [ReadItem(LoadItemType.BYTE_IO, index, torch.Size((0,)), index, torch.Size((0,)), torch.Size((0,)))]
         self._read(items, into, of=name)
+        written = self._checksums.get(entry_name(index))
+        if written is not None and into.crc != written:
+            raise self._changed(index)
         return into.loaded
+
+    def _changed(self, index: MetadataIndex) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path / self._file(index)} has changed since it was written: {index.fqn} has not its checksum"
+        )
 
     def _read(self, items: list[ReadItem], into: LoadPlanner, *, of: str) -> None:
         file = MANIFEST
@@ -170,6 +165,8 @@ class _Into(LoadPlanner):
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
         self.loaded: Any = None
+        self.crc = 0
+        """Of the object."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         """Nothing is planned."""
@@ -184,6 +181,7 @@ class _Into(LoadPlanner):
         raise NotImplementedError
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.crc = checksum(value)
         self.loaded = torch.load(value, weights_only=False)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:

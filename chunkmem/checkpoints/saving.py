@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from chunkmem.assembly import Runtime
 from chunkmem.checkpoints.directory import replacing
-from chunkmem.checkpoints.files import ChunkPlanner, ChunkWriter
+from chunkmem.checkpoints.files import EXTRA, ChunkPlanner, ChunkWriter
 from chunkmem.checkpoints.names import named_state
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
@@ -30,16 +30,28 @@ def save_checkpoint(
 ) -> None:
     """See `ChunkManager.save`."""
     root = runtime.root(model)
+    require_own(optimizer, "manager.save()")
+    if extra is not None and not isinstance(extra, Mapping):
+        raise CheckpointError(f"manager.save() takes extra= as a dict, not a {type(extra).__name__}")
     with runtime.together("manager.save()"):
         runtime.entry_points.ordinary.follow()
         state: dict[str, Any] = {"model": runtime.modules.surface.state_dict(root, lazily=True)}
     if optimizer is not None:
         state["optimizer"] = named_state(root, optimizer)
     if extra:
-        state["extra"] = dict(extra)
+        state[EXTRA] = dict(extra)
     ranks = runtime.ranks
     with replacing(path, ranks) as folder:
         write(state, folder, ranks, named=path)
+
+
+def require_own(optimizer: object, call: str) -> None:
+    """Raise a `CheckpointError` for an optimizer whose states are not in chunks."""
+    if optimizer is not None and not isinstance(optimizer, StatefulOptimizer):
+        raise CheckpointError(
+            f"{call} takes an optimizer of chunkmem's, or None, not a {type(optimizer).__name__}; put the state_dict() "
+            "of another optimizer into extra="
+        )
 
 
 def write(state: dict[str, Any], folder: Path, ranks: Ranks, *, named: Path) -> None:

@@ -93,7 +93,7 @@ def test_plain_pytorch_loads_it_and_the_other_way_round(tmp_path: Path) -> None:
     plain = Net()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
     weights, states = get_state_dict(plain, optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": states, "extra": {"step": 0}}
+    state: dict[str, Any] = {"model": weights, "optimizer": states, "extra": None}
     dcp.load(state, checkpoint_id=tmp_path / "chunks", no_dist=True)
     set_state_dict(plain, optimizer, model_state_dict=weights, optim_state_dict=states)
     assert state["extra"]["step"] == 2
@@ -107,6 +107,43 @@ def test_plain_pytorch_loads_it_and_the_other_way_round(tmp_path: Path) -> None:
     again = Saved().open()
     again.manager.load(tmp_path / "plain", again.optimizer)
     assert_same(own, {name: again.state()[name] for name in own})
+
+
+def test_extra_is_what_it_was(tmp_path: Path) -> None:
+    training = Saved().open()
+    layer = nn.Linear(2, 2)
+    foreign = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    foreign.step()
+    extra = {"foreign": foreign.state_dict(), "a.b": {1: [(2, None)]}, "empty": {}, "path": tmp_path}
+    training.manager.save(tmp_path / "saved", extra=extra)
+    found = training.manager.load(tmp_path / "saved")
+    same = ("a.b", "empty", "path")
+    assert [found[key] for key in same] == [extra[key] for key in same]
+    foreign.load_state_dict(found["foreign"])
+    with pytest.raises(chunkmem.CheckpointError, match=r"takes extra= as a dict, not a int"):
+        training.manager.save(tmp_path / "saved", extra=5)  # type: ignore[arg-type]
+    with pytest.raises(chunkmem.CheckpointError, match=r"could not be written: rank 0: Can't pickle") as caught:
+        training.manager.save(tmp_path / "saved", extra={"made": lambda: 1})
+    assert "\n" not in str(caught.value)
+    for call in (training.manager.save, training.manager.load):
+        with pytest.raises(chunkmem.CheckpointError, match=r"of chunkmem's, or None, not a Adam; put the"):
+            call(tmp_path / "saved", foreign)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_link_to_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Saved().open()
+    training.manager.save(tmp_path / "step-1", extra={"step": 1})
+    (tmp_path / "last").symlink_to("step-1")
+    training.manager.save(tmp_path / "last", extra={"step": 2})
+    assert (tmp_path / "last").is_symlink()
+    assert training.manager.load(tmp_path / "step-1") == {"step": 2}
+    monkeypatch.chdir(tmp_path / "last")
+    with pytest.raises(chunkmem.CheckpointError, match=r"is the current directory"):
+        training.manager.save(".")
+    assert training.manager.load(".") == {"step": 2}
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", "last"}
 
 
 def test_without_an_optimizer(tmp_path: Path) -> None:
@@ -215,6 +252,11 @@ def damaged(folder: Path) -> Iterator[tuple[str, Path, bytes]]:
         yield "empty", path, b""
         at = draw.randrange(len(content))
         yield f"another byte at {at}", path, content[:at] + bytes([content[at] ^ 0x41]) + content[at + 1 :]
+    for _ in range(4):  # in the pickles of what is no tensor, and of what is where
+        path = folder / ".metadata"
+        content = path.read_bytes()
+        at = draw.randrange(len(content))
+        yield f"another byte at {at}", path, content[:at] + bytes([content[at] ^ 0x01]) + content[at + 1 :]
 
 
 def test_damaged_files_are_named_and_nothing_is_loaded(tmp_path: Path) -> None:
@@ -256,6 +298,11 @@ def test_values_that_have_changed_fail_their_checksum(tmp_path: Path) -> None:
     (path,) = [path for path in (tmp_path / "saved").iterdir() if value in path.read_bytes()]
     path.write_bytes(path.read_bytes().replace(value, bytes(64)))
     with pytest.raises(chunkmem.CheckpointError, match=rf"{path.name} has changed.*model.blocks.0.0.weight") as caught:
+        training.manager.load(tmp_path / "saved", training.optimizer)
+    training.manager.save(tmp_path / "saved", training.optimizer, extra={"text": "the marvellous number is 41"})
+    (path,) = [path for path in (tmp_path / "saved").iterdir() if b"number is 41" in path.read_bytes()]
+    path.write_bytes(path.read_bytes().replace(b"number is 41", b"number is 42"))
+    with pytest.raises(chunkmem.CheckpointError, match=rf"{path.name} has changed.*extra has not its checksum"):
         training.manager.load(tmp_path / "saved", training.optimizer)
     assert "nothing was loaded" in str(caught.value)
 

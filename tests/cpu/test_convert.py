@@ -91,6 +91,7 @@ def test_what_cannot_be_converted(saved: Path, tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "text.txt").write_text("hello")
     (tmp_path / "odd.safetensors").write_bytes(b"12345678{}")
     torch.save([torch.ones(2)], tmp_path / "list.pt")
+    torch.save({"model": {}, "optimizer": {"state": {0: {"step": 1}}}}, tmp_path / "indexed.pt")
     whole = tmp_path / "hf"
     convert(saved, whole, Format.SAFETENSORS, max_shard_nbytes=1 << 30)
     cut = tmp_path / "cut.safetensors"
@@ -104,6 +105,12 @@ def test_what_cannot_be_converted(saved: Path, tmp_path: Path, capsys: pytest.Ca
         "list.pt has a list, not a dict": ("list.pt", "x", "--to", "dcp"),
         "x: say in which format, --to dcp or --to safetensors": ("saved", "x"),
         "text.txt is there, and is no checkpoint": ("saved", "text.txt", "--to", "dcp"),
+        "optimizer.state has the key 0, and torch.distributed.checkpoint has names only": (
+            "indexed.pt",
+            "x",
+            "--to",
+            "dcp",
+        ),
         "'many' is not a size": ("saved", "x", "--to", "safetensors", "--max-shard-size", "many"),
     }
     for said, (source, target, *options) in cases.items():
