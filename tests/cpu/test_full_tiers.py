@@ -15,7 +15,7 @@ import chunkmem
 from chunkmem.errors import PlanError
 from chunkmem.estimate.gpt import GPT, Shape
 from chunkmem.plan.model import Lane
-from chunkmem.runtime import plan_executor
+from chunkmem.runtime import way_back
 from tests.helpers.audit import audit
 from tests.helpers.overlapped import WIDTH, Block
 from tests.helpers.twins import cpu_only
@@ -74,7 +74,7 @@ def test_a_plan_out_of_reach_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> No
         raise PlanError("param chunk 7 takes 3 bytes on HOST, and 2 are free there")
 
     losses = [run.step(0)]
-    monkeypatch.setattr(plan_executor, "actions_to", no_way)
+    monkeypatch.setattr(way_back, "actions_to", no_way)
     losses.append(run.step(1))
     message = (
         r"^a train step could not follow its plan.* on demand.*: param chunk 7 takes 3 bytes on HOST, and 2 are free"
