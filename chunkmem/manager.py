@@ -327,7 +327,7 @@ class ChunkManager(ModelBuilding):
             max_shard_size: of a file, in bytes or such as "500MiB".
 
         Raises:
-            CheckpointError: it cannot be written; files that were there before are there still.
+            CheckpointError: it cannot be written, or a dtype has no place in such files.
             ConfigError: `max_shard_size` is no size.
         """
         self.runtime.require_open()

@@ -33,7 +33,7 @@ def load_checkpoint(
         states = _states(files, root, optimizer)
         extra = tree_map_only(LazyTensor, LazyTensor.read, files.nested(EXTRA) or {})
         _verify(files, rank=ranks.rank, size=ranks.size)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:  # else the other ranks would wait for this one
         problem = str(error)
     problem = ranks.any_text(problem, label="manager.load()")
     if problem:

@@ -45,6 +45,8 @@ def save_pretrained(runtime: Runtime, folder: Path, model: nn.Module | None, *, 
     stages = ranks.stages
     forms = {name: (Form(value.dtype, tuple(value.shape)), stages and stages.rank) for name, value in here.items()}
     forms = ranks.over_stages(forms, label="the names of a stage's weights")
+    if odd := [f"{name} ({form.dtype})" for name, (form, _) in forms.items() if form.dtype not in _NAMES]:
+        raise CheckpointError(f"safetensors files have no {', '.join(odd)}; use manager.save()")
     shards = shards_of({name: forms[name][0] for name in state if name in forms}, max_nbytes=max_shard_nbytes)
     problem = ""
     files = Files(folder, shards) if ranks.is_first else None
@@ -62,15 +64,17 @@ def save_pretrained(runtime: Runtime, folder: Path, model: nn.Module | None, *, 
         files.close(failed=bool(problem))
     problem = ranks.from_first(problem, label="manager.save_pretrained()")
     if problem:
-        raise CheckpointError(f"{folder} could not be written: {problem}; what was there before is there still")
+        raise CheckpointError(f"{folder} could not be written: {problem}")
 
 
 def _problem(do: Any, *args: Any) -> str:
-    """Do something; return what the system refuses."""
+    """Do something on the first rank; return what it raises, which is raised on all: they would wait for it."""
     try:
         do(*args)
     except OSError as error:
         return f"{error.filename or 'a file'}: {error.strerror}"
+    except Exception as error:  # what transformers raises for a configuration that it does not accept
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
@@ -171,12 +175,10 @@ class Files:
         """
         self._end()
         _save_config(root, self._folder)
-        for path in self._folder.iterdir():
-            if _SHARD.fullmatch(path.name) and path.name not in self._names:
-                path.unlink()
         for name in self._names:
             os.replace(self._partial(name), self._folder / name)
-        if len(self._names) > 1:
+        indices = [INDEX] if len(self._names) > 1 else []
+        if indices:
             found = {name: self._names[at] for at, shard in enumerate(self._shards) for name in shard}
             total = sum(form.nbytes for shard in self._shards for form in shard.values())
             index = self._folder / INDEX
@@ -184,6 +186,9 @@ class Files:
                 json.dumps({"metadata": {"total_size": total}, "weight_map": found}, indent=2), encoding="utf-8"
             )
             os.replace(self._partial(index.name), index)
+        for path in self._folder.iterdir():
+            if _SHARD.fullmatch(path.name) and path.name not in (*self._names, *indices):
+                path.unlink()
 
     def close(self, *, failed: bool) -> None:
         """Leave nothing that is not complete."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -159,26 +160,15 @@ class _FileSource(Source):
         return self._files.read(self._name, start, shape)
 
 
-class _Into(LoadPlanner):
+class _Into(DefaultLoadPlanner):
     """Puts what is read into one tensor, or keeps an object."""
 
     def __init__(self, values: torch.Tensor) -> None:
+        super().__init__()
         self._values = values
         self.loaded: Any = None
         self.crc = 0
         """Of the object."""
-
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing is planned."""
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.crc = checksum(value)

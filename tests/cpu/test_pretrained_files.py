@@ -9,6 +9,7 @@ import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,3 +113,27 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").read_bytes() == before
     with pytest.raises(chunkmem.ConfigError, match=r"'5 gigs' is not a size"):
         training.manager.save_pretrained(tmp_path, max_shard_size="5 gigs")
+
+
+class Refusing:
+    """A configuration that its library does not write."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        raise ValueError("temperature without sampling")
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+    training = Saved().open()
+    training.manager.save_pretrained(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    training.run(1)
+    model: Any = training.model
+    model.config, model.dtype = Refusing(), torch.float32
+    with pytest.raises(chunkmem.CheckpointError, match=r"ValueError: temperature without sampling"):
+        training.manager.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    del model.config
+    model.register_buffer("odd", torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(chunkmem.CheckpointError, match=r"have no odd \(torch.complex64\); use manager.save"):
+        training.manager.save_pretrained(tmp_path)
