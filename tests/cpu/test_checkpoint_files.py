@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import os
 import random
 import resource
@@ -305,6 +306,17 @@ def test_values_that_have_changed_fail_their_checksum(tmp_path: Path) -> None:
     with pytest.raises(chunkmem.CheckpointError, match=rf"{path.name} has changed.*extra has not its checksum"):
         training.manager.load(tmp_path / "saved", training.optimizer)
     assert "nothing was loaded" in str(caught.value)
+
+
+def test_checksums_that_have_changed_blame_no_other_file(tmp_path: Path) -> None:
+    training = Saved().open()
+    training.manager.save(tmp_path / "saved", training.optimizer)
+    path = tmp_path / "saved" / "checksums.json"
+    saved = json.loads(path.read_text())
+    saved["values"]["model.norm.bias [0]"] ^= 1
+    path.write_text(json.dumps(saved))
+    with pytest.raises(chunkmem.CheckpointError, match=r"checksums.json has changed since it was written"):
+        training.manager.load(tmp_path / "saved", training.optimizer)
 
 
 def test_another_model_or_optimizer(tmp_path: Path) -> None:
