@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
-import json
 import os
-import platform
 import queue
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +20,7 @@ import torch
 
 from chunkmem.plan.machine import Machine, host_links
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes, runtime_mode
+from chunkmem.runtime.speed_file import processor, read_speeds, speed_file, write_speeds
 from chunkmem.runtime.tiers import TierCaps
 from chunkmem.types import Tier
 
@@ -71,17 +68,14 @@ def cached_machine(compute: ComputeDevice, caps: TierCaps, *, path: Path | None 
         PlanError: a speed was measured as 0.
     """
     made_of = _identity(compute, caps)
-    if path is None:
-        with contextlib.suppress(RuntimeError):  # no home folder
-            digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
-            path = Path.home() / ".cache" / "chunkmem" / f"machine-{digest}.json"
+    path = path or speed_file("machine", made_of)
     speeds = None if path is None else _read(path, made_of)
     if speeds is not None:
         return speeds.machine(compute, caps)
     machine = measure_machine(compute, caps)
     if path is not None:
         with contextlib.suppress(OSError):
-            _write(path, made_of, _Speeds.of(machine))
+            write_speeds(path, made_of, _kept(_Speeds.of(machine)))
     return machine
 
 
@@ -259,7 +253,7 @@ def _identity(compute: ComputeDevice, caps: TierCaps) -> list[str]:
     """Return what the speeds depend on."""
     return [
         compute.name(),
-        _processor(),
+        processor(),
         f"{len(os.sched_getaffinity(0))} cores" if hasattr(os, "sched_getaffinity") else f"{os.cpu_count()} cores",
         f"torch {torch.__version__}",
         f"{torch.get_num_threads()} threads",
@@ -267,24 +261,15 @@ def _identity(compute: ComputeDevice, caps: TierCaps) -> list[str]:
     ]
 
 
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def _read(path: Path, made_of: list[str]) -> _Speeds | None:
     """Return the speeds in a file; None if it is not there, damaged, or of another machine."""
+    known = read_speeds(path, made_of)
+    if known is None:
+        return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["machine"] != made_of:
-            return None
-        found = {name: inf if value is None else value for name, value in content["speeds"].items()}
-        speeds = _Speeds(**found)
+        speeds = _Speeds(**{name: inf if value is None else value for name, value in known.items()})
         return speeds if _is_sound(speeds) else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+    except (TypeError, OverflowError):
         return None
 
 
@@ -295,17 +280,6 @@ def _is_sound(speeds: _Speeds) -> bool:
     return all(isfinite(values[name]) for name in ("h2d_Bps", "d2h_Bps", "latency_s"))
 
 
-def _write(path: Path, made_of: list[str], speeds: _Speeds) -> None:
-    """Put a whole file in place at once, so that another process never reads half of one."""
-    known = {name: value if isfinite(value) else None for name, value in asdict(speeds).items()}
-    text = json.dumps({"machine": made_of, "speeds": known}, indent=1) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+def _kept(speeds: _Speeds) -> dict[str, float | None]:
+    """Return what a file has of them."""
+    return {name: value if isfinite(value) else None for name, value in asdict(speeds).items()}

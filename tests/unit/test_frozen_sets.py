@@ -44,7 +44,18 @@ PUBLIC_NAMES = {
     "untile_optimizer_state",
 }
 
-TESTING_NAMES = {"AdversarialLanes", "CheckReport", "Comparison", "Difference", "ThrottledLanes", "check"}
+TESTING_NAMES = {
+    "AdversarialLanes",
+    "CheckReport",
+    "Comparison",
+    "Difference",
+    "Fault",
+    "FaultKind",
+    "FaultyDisk",
+    "ThrottledDisk",
+    "ThrottledLanes",
+    "check",
+}
 """What `chunkmem.testing` offers."""
 
 OPTIONS = {

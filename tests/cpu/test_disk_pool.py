@@ -1,0 +1,551 @@
+"""Slabs of DISK: what is written is read, whatever its address and size, and nothing is left of the file."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkmem.errors import ConfigError, StateError, TierIOError
+from chunkmem.runtime.disk_file import DiskFile
+from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
+from chunkmem.testing.disk import FaultyDisk, ThrottledDisk
+from tests.helpers.disk import BLOCK, ROLE, disk_threads, new_pool, numbers, open_files, opened
+from tests.helpers.processes import wait_for
+from tests.helpers.rights import ordinary_rights
+from tests.helpers.spread import spread
+
+PAGE = 4096
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[DiskPool]:
+    with opened(tmp_path) as pool:
+        yield pool
+
+
+def starts(pool: DiskPool, *nbytes: int) -> list[int]:
+    return [pool.alloc(ROLE, each).start for each in nbytes]
+
+
+# Reading and writing.
+
+
+@spread(
+    nbytes=[2 * BLOCK, 1, PAGE - 1, PAGE, PAGE + 1, BLOCK, 3 * BLOCK + 5, 5 * BLOCK + PAGE + 1],
+    shift=[0, 1, 64, 512, PAGE - 1],
+    direct=[True, False],
+    checks=[False, True],
+)
+def test_what_was_written_is_read(tmp_path: Path, nbytes: int, shift: int, direct: bool, checks: bool) -> None:
+    with opened(tmp_path, calls=FaultyDisk(direct=direct), checks=checks) as pool:
+        first, slab, last = (pool.alloc(ROLE, nbytes) for _ in range(3))
+        neighbours = numbers(nbytes, seed=1)
+        first.write(neighbours)
+        last.write(neighbours)
+        written, read = numbers(nbytes, seed=2, shift=shift), numbers(nbytes + 2, seed=3, shift=shift)
+        around = read[nbytes:].clone()
+        slab.write(written)
+        slab.read(read[:nbytes])
+        assert torch.equal(read[:nbytes], written)
+        assert torch.equal(read[nbytes:], around), "more was read than asked for"
+        for other in (first, last):
+            other.read(read[:nbytes])
+            assert torch.equal(read[:nbytes], neighbours), "another slab was written over"
+
+
+@spread(
+    at=[0, 1, PAGE, BLOCK - 1, BLOCK, BLOCK + 7, 2 * BLOCK + 100],
+    nbytes=[1, PAGE, BLOCK, 100, 2 * BLOCK + 3],
+    shift=[0, 1, 512],
+    direct=[True, False],
+    checks=[False, True],
+)
+def test_a_part_of_a_slab(tmp_path: Path, at: int, nbytes: int, shift: int, direct: bool, checks: bool) -> None:
+    size = 5 * BLOCK + 9
+    with opened(tmp_path, calls=FaultyDisk(direct=direct), checks=checks) as pool:
+        slab = pool.alloc(ROLE, size)
+        expected = numbers(size)
+        slab.write(expected)
+        part = numbers(nbytes, seed=1, shift=shift)
+        slab.read(part, at=at)
+        assert torch.equal(part, expected[at : at + nbytes])
+        part = numbers(nbytes, seed=2, shift=shift)
+        slab.write(part, at=at)
+        expected[at : at + nbytes] = part
+        whole = torch.empty(size, dtype=torch.uint8)
+        slab.read(whole)
+        assert torch.equal(whole, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_any_dtype(pool: DiskPool, dtype: torch.dtype) -> None:
+    written = (torch.arange(5000) % 3).to(dtype)
+    slab = pool.alloc(ROLE, written.nbytes)
+    slab.write(written)
+    read = torch.zeros_like(written)
+    slab.read(read)
+    assert torch.equal(read, written)
+
+
+def test_a_parameter_that_needs_gradients_in_any_mode(pool: DiskPool) -> None:
+    written = torch.nn.Parameter(torch.arange(2048.0))
+    slab = pool.alloc(ROLE, written.nbytes)
+    read = torch.zeros(2048)
+    with torch.inference_mode(), torch.device("meta"):
+        slab.write(written)
+        slab.read(read)
+    assert torch.equal(read, written.detach())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(BLOCK + 1, dtype=torch.uint8), f"bytes 0 to {BLOCK + 1} are not in a slab of {BLOCK}"),
+        (torch.zeros(4, 4), r"1-D contiguous.*shape \[4, 4\]"),
+        (torch.zeros(8)[::2], "1-D contiguous"),
+        (torch.zeros(8, device="meta"), "in RAM.*on meta"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused(pool: DiskPool, tensor: torch.Tensor, message: str) -> None:
+    slab = pool.alloc(ROLE, BLOCK)
+    for move in (slab.read, slab.write):
+        with pytest.raises(StateError, match=message):
+            move(tensor)
+    with pytest.raises(StateError, match="bytes -1 to 1 are not in"):
+        slab.read(torch.zeros(2, dtype=torch.uint8), at=-1)
+
+
+@given(
+    actions=st.lists(
+        st.tuples(st.sampled_from([1, 4096, 5000, 40000, 70001]), st.booleans(), st.integers(0, 99)), max_size=25
+    ),
+    cap_blocks=st.integers(4, 40),
+)
+@settings(max_examples=30)
+def test_slabs_never_overlap_and_the_file_stays_within_the_cap(
+    tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[int, bool, int]], cap_blocks: int
+) -> None:
+    with opened(tmp_path_factory.getbasetemp(), cap_nbytes=cap_blocks * BLOCK, checks=True) as pool:
+        live: list[tuple[int, DiskSlab]] = []
+        most_nbytes = 0
+        for mark, (nbytes, takes, which) in enumerate(actions):
+            if takes and pool.ledger.free_nbytes >= nbytes:
+                slab = pool.alloc(ROLE, nbytes)
+                assert slab.nbytes == nbytes
+                slab.write(torch.full((nbytes,), mark, dtype=torch.uint8))
+                live.append((mark, slab))
+            elif live:
+                pool.free(ROLE, live.pop(which % len(live))[1])
+            padded_nbytes = sum(-(-slab.nbytes // PAGE) * PAGE for _, slab in live)
+            most_nbytes = max(most_nbytes, padded_nbytes)
+            assert pool.ledger.total_nbytes == sum(slab.nbytes for _, slab in live)
+            assert pool.reserved_nbytes <= max(pool.ledger.cap_nbytes, most_nbytes)
+        for mark, slab in live:
+            read = torch.empty(slab.nbytes, dtype=torch.uint8)
+            slab.read(read)
+            assert (read == mark).all(), "another slab was written over this one"
+
+
+# Which slab is given out.
+
+
+def test_the_slab_of_its_size_that_was_freed_last_is_given_out_first(pool: DiskPool) -> None:
+    slabs = [pool.alloc(ROLE, nbytes) for nbytes in (PAGE, PAGE, 2 * PAGE, PAGE)]
+    assert [slab.start // PAGE for slab in slabs] == [0, 1, 2, 4]
+    for index in (0, 3, 2):
+        pool.free(ROLE, slabs[index])
+    assert pool.alloc(ROLE, PAGE) is slabs[3]
+    assert pool.alloc(ROLE, PAGE) is slabs[0]
+    assert pool.alloc(ROLE, PAGE).start == 5 * PAGE, "a slab of another size is not cut before the cap is reached"
+    assert pool.ledger.total_nbytes == 4 * PAGE
+
+
+def test_at_the_cap_freed_slabs_of_other_sizes_make_room(tmp_path: Path) -> None:
+    # |a|b|c|d|e|f|   b, c and e are freed; then 2 in one place, then 1 where it was, and with f freed 2 in two places
+    with opened(tmp_path, cap_nbytes=6 * PAGE) as pool:
+        slabs = [pool.alloc(ROLE, PAGE) for _ in range(6)]
+        for index in (1, 2, 4):
+            pool.free(ROLE, slabs[index])
+        assert starts(pool, 2 * PAGE) == [PAGE]
+        pool.free(ROLE, slabs[0])
+        split = pool.alloc(ROLE, 2 * PAGE)
+        assert sorted(split.extents) == [(0, PAGE), (4 * PAGE, PAGE)]
+        written, read = numbers(2 * PAGE), numbers(2 * PAGE, seed=1)
+        split.write(written)
+        split.read(read)
+        assert torch.equal(read, written)
+        assert pool.reserved_nbytes == 6 * PAGE
+
+
+class Busy:
+    """A copy that is at work."""
+
+    started_s = ended_s = 0.0
+    failure = None
+
+    def __init__(self) -> None:
+        self.waited = False
+
+    def done(self) -> bool:
+        return self.waited
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def test_a_slab_that_a_copy_still_uses_is_not_cut_before_that_is_over(tmp_path: Path) -> None:
+    with opened(tmp_path, cap_nbytes=2 * PAGE) as pool:
+        slabs = [pool.alloc(ROLE, PAGE) for _ in range(2)]
+        copies = []
+        for slab in slabs:
+            copies.append(Busy())
+            slab.busy = copies[-1]
+            pool.free(ROLE, slab)
+        assert pool.alloc(ROLE, PAGE) is slabs[1]
+        assert not any(copy.waited for copy in copies), "who uses it next waits, not the pool"
+        pool.free(ROLE, slabs[1])
+        assert starts(pool, 2 * PAGE) == [0]
+        assert all(copy.waited for copy in copies)
+
+
+def test_the_ledger_counts_bytes_without_padding(tmp_path: Path) -> None:
+    with opened(tmp_path, cap_nbytes=300) as pool:
+        slabs = [pool.alloc(ROLE, 100) for _ in range(3)]
+        assert pool.ledger.total_nbytes == pool.ledger.now[ROLE] == 300
+        pool.free(ROLE, slabs[0])
+        assert pool.ledger.total_nbytes == 200
+
+
+def test_a_slab_of_nothing(pool: DiskPool) -> None:
+    slab = pool.alloc(ROLE, 0)
+    slab.write(torch.empty(0))
+    slab.read(torch.empty(0))
+    assert pool.reserved_nbytes == 0
+    assert disk_threads() == []
+
+
+def test_poisoned_slabs_are_nan(pool: DiskPool) -> None:
+    pool.poison = True
+    slab, other = (pool.alloc(ROLE, 4 * 5000) for _ in range(2))
+    for each in (slab, other):
+        each.write(torch.zeros(5000))
+    other.busy = Busy()
+    pool.free(ROLE, slab)
+    pool.free(ROLE, other)
+    read = torch.zeros(5000)
+    slab.read(read)
+    assert read.isnan().all()
+    other.read(read)
+    assert (read == 0).all(), "a copy may still read it"
+
+
+# Several threads.
+
+
+def test_slabs_are_read_and_written_by_several_threads(pool: DiskPool) -> None:
+    """Each thread its own slabs; blocks take turns, so they mix."""
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for turn in range(10):
+                nbytes = 3 * BLOCK + 1000 * seed
+                written = numbers(nbytes, seed=100 * seed + turn, shift=seed)
+                slabs[seed].write(written[: slabs[seed].nbytes])
+                read = torch.empty(slabs[seed].nbytes, dtype=torch.uint8)
+                slabs[seed].read(read)
+                assert torch.equal(read, written[: slabs[seed].nbytes])
+        except BaseException as error:
+            failures.append(error)
+
+    slabs = [pool.alloc(ROLE, 3 * BLOCK + 1000 * seed) for seed in range(4)]
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(disk_threads()) == 2
+
+
+def test_a_short_read_is_not_held_up_by_a_long_write(tmp_path: Path) -> None:
+    # write |W W W W W W W W W W W W W W W W ...   64 blocks, 20 ms each with 2 threads: 0.64 s
+    # read       |R|                               one block
+    order: list[str] = []
+    with opened(tmp_path, calls=ThrottledDisk(1e12, BLOCK / 0.01)) as pool:
+        long, short = pool.alloc(ROLE, 64 * BLOCK), pool.alloc(ROLE, BLOCK)
+        short.write(numbers(BLOCK))
+
+        def write() -> None:
+            long.write(numbers(64 * BLOCK))
+            order.append("write")
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        time.sleep(0.05)
+        short.read(numbers(BLOCK))
+        order.append("read")
+        writer.join()
+    assert order == ["read", "write"]
+
+
+def test_blocks_are_moved_at_the_same_time(tmp_path: Path) -> None:
+    begin_s = 0.0
+    with opened(tmp_path, depth=8, calls=ThrottledDisk(1e12, 1e12, latency_s=0.2)) as pool:
+        slab = pool.alloc(ROLE, 8 * BLOCK)
+        begin_s = time.perf_counter()
+        slab.write(numbers(8 * BLOCK))
+        assert 0.2 <= time.perf_counter() - begin_s < 1.0
+
+
+# What is left.
+
+
+def test_the_file_has_no_name_and_goes_with_the_pool(tmp_path: Path) -> None:
+    pool = new_pool(tmp_path)
+    slab = pool.alloc(ROLE, BLOCK)
+    slab.write(numbers(BLOCK))
+    assert list(tmp_path.iterdir()) == []
+    assert len(open_files(tmp_path)) == 1
+    assert len(disk_threads()) == 2
+    pool.close()
+    pool.close()
+    assert open_files(tmp_path) == []
+    assert disk_threads() == []
+
+
+def test_what_is_closed_says_so(tmp_path: Path) -> None:
+    pool = new_pool(tmp_path)
+    used, idle = pool.alloc(ROLE, BLOCK), pool.alloc(ROLE, BLOCK)
+    used.write(numbers(BLOCK))
+    pool.close()
+    for use in (lambda: pool.alloc(ROLE, BLOCK), lambda: used.read(numbers(BLOCK)), lambda: idle.write(numbers(BLOCK))):
+        with pytest.raises(StateError, match="DISK is closed"):
+            use()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_pool_that_is_forgotten_goes_with_its_file_and_threads(tmp_path: Path, used: bool) -> None:
+    pool = new_pool(tmp_path)
+    slab = pool.alloc(ROLE, BLOCK)
+    if used:
+        slab.write(numbers(BLOCK))
+    threads = disk_threads()
+    assert len(threads) == 2 * used
+    del pool
+    gc.collect()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert disk_threads() == []
+    assert open_files(tmp_path) == []
+    with pytest.raises(StateError, match="closed"):
+        slab.read(numbers(BLOCK))
+
+
+def test_without_unnamed_files_the_name_is_removed_at_once(tmp_path: Path) -> None:
+    for direct in (True, False):
+        with opened(tmp_path, calls=FaultyDisk(unnamed=False, direct=direct)) as pool:
+            assert list(tmp_path.iterdir()) == []
+            (target,) = open_files(tmp_path)
+            assert ".chunkmem-" in target
+            slab = pool.alloc(ROLE, BLOCK)
+            slab.write(numbers(BLOCK))
+            read = numbers(BLOCK, seed=1)
+            slab.read(read)
+            assert torch.equal(read, numbers(BLOCK))
+
+
+def test_two_pools_in_one_directory_do_not_meet(tmp_path: Path) -> None:
+    with opened(tmp_path) as one, opened(tmp_path) as other:
+        slabs = one.alloc(ROLE, BLOCK), other.alloc(ROLE, BLOCK)
+        for seed, slab in enumerate(slabs):
+            slab.write(numbers(BLOCK, seed=seed))
+        for seed, slab in enumerate(slabs):
+            read = numbers(BLOCK, seed=9)
+            slab.read(read)
+            assert torch.equal(read, numbers(BLOCK, seed=seed))
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from tests.helpers.disk import *
+folder = Path(sys.argv[1])
+pool = new_pool(folder / "disk")
+slab = pool.alloc(ROLE, BLOCK)
+slab.write(numbers(BLOCK))
+(folder / "ready").write_text("yes")
+time.sleep(60)
+"""
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], env=environment, cwd=root)
+    try:
+        wait_for(tmp_path / "ready", process)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_forked_child_is_refused_and_leaves_its_parents_file_alone(pool: DiskPool, tmp_path: Path) -> None:
+    slab, idle = pool.alloc(ROLE, BLOCK), pool.alloc(ROLE, PAGE)
+    pool.free(ROLE, idle)
+    slab.write(numbers(BLOCK))
+    child = os.fork()
+    if child == 0:
+        # Straight out, whatever happens: nothing of the test session may run twice.
+        try:
+            num_refused = 0
+            for use in (
+                lambda: slab.read(numbers(BLOCK)),
+                lambda: slab.write(numbers(BLOCK, seed=1)),
+                lambda: pool.alloc(ROLE, PAGE),
+                lambda: pool.alloc(ROLE, BLOCK),
+            ):
+                try:
+                    use()
+                except StateError as error:
+                    num_refused += "process" in str(error)
+            pool.close()
+            os._exit(num_refused)
+        finally:
+            os._exit(99)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFEXITED(status)
+    assert os.WEXITSTATUS(status) == 4
+    read = numbers(BLOCK, seed=2)
+    slab.read(read)
+    assert torch.equal(read, numbers(BLOCK))
+
+
+# The directory.
+
+
+def test_a_directory_is_made(tmp_path: Path) -> None:
+    with opened(tmp_path / "a" / "b") as pool:
+        pool.alloc(ROLE, BLOCK).write(numbers(BLOCK))
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_file_in_place_of_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=rf"memory.disk.path: {path} cannot be used: Not a directory \(ENOTDIR\)"):
+            new_pool(path)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_directory_that_takes_no_files() -> None:
+    with pytest.raises(ConfigError, match=r"memory.disk.path: /proc/self cannot be used.*name a directory"):
+        new_pool(Path("/proc/self"), cap_nbytes=0)
+
+
+def test_a_directory_without_permission(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    with ordinary_rights(), pytest.raises(ConfigError, match=rf"{closed} cannot be used: Permission denied \(EACCES\)"):
+        new_pool(closed)
+    with ordinary_rights(), pytest.raises(ConfigError, match="below cannot be used: Permission denied"):
+        new_pool(closed / "below")
+
+
+def test_a_file_system_with_less_room_than_the_cap(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"memory.disk.capacity: 1.00 EiB are asked for.* left; make room"):
+        new_pool(tmp_path, cap_nbytes=1 << 60)
+    assert open_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("options", [{"block_nbytes": 0}, {"depth": 0}, {"block_nbytes": -1}])
+def test_options_that_move_nothing(tmp_path: Path, options: dict[str, int]) -> None:
+    with pytest.raises(StateError, match="move nothing"):
+        new_pool(tmp_path, **options)
+    gc.collect()
+    assert open_files(tmp_path) == []
+
+
+# Kinds of file systems.
+
+
+@pytest.mark.skipif(not SHM.is_dir(), reason="there is no tmpfs")
+def test_a_file_system_in_ram(tmp_path: Path) -> None:
+    with opened(SHM / f"chunkmem-test-{os.getpid()}") as pool:
+        try:
+            slab = pool.alloc(ROLE, 3 * BLOCK + 1)
+            slab.write(numbers(3 * BLOCK + 1, shift=3))
+            read = numbers(3 * BLOCK + 1, seed=1)
+            slab.read(read)
+            assert torch.equal(read, numbers(3 * BLOCK + 1, shift=3))
+        finally:
+            (SHM / f"chunkmem-test-{os.getpid()}").rmdir()
+
+
+def flags_of(file: DiskFile) -> int:
+    """The flags that the system has of the open file."""
+    lines = Path(f"/proc/self/fdinfo/{file._descriptor}").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("flags:")).split()[1], 8)
+
+
+def test_the_page_cache_is_passed_or_waited_for(tmp_path: Path) -> None:
+    """A write that the system puts off could fail later, and nobody would hear of it."""
+    for direct, expected in ((True, os.O_DIRECT), (False, os.O_DSYNC)):
+        with opened(tmp_path, calls=FaultyDisk(direct=direct)) as pool:
+            if direct and not pool.is_direct:
+                continue  # this file system does not take it
+            assert pool.is_direct is direct
+            assert flags_of(pool._file) & (os.O_DIRECT | os.O_DSYNC) == expected
+
+
+def test_room_is_reserved_when_it_is_first_taken(tmp_path: Path) -> None:
+    with opened(tmp_path, calls=(calls := FaultyDisk())) as pool:
+        assert calls.num_calls["fallocate"] == 0
+        first = pool.alloc(ROLE, 64 * BLOCK)
+        assert calls.num_calls["fallocate"] == 1
+        found = os.fstat(pool._file._descriptor or 0)
+        assert found.st_size == 64 * BLOCK
+        assert found.st_blocks * 512 >= 64 * BLOCK
+        pool.free(ROLE, first)
+        pool.alloc(ROLE, 64 * BLOCK)
+        assert calls.num_calls["fallocate"] == 1
+
+
+def test_what_is_full_says_so_and_nothing_is_lost(tmp_path: Path) -> None:
+    """A tmpfs of its own, of one MiB."""
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip(f"nothing can be mounted: {mount.stderr}")
+    try:
+        with opened(tmp_path, cap_nbytes=1 << 20) as pool:
+            slab = pool.alloc(ROLE, 40 * PAGE)
+            slab.write(numbers(40 * PAGE))
+            (tmp_path / "another").write_bytes(bytes(160 * PAGE))
+            with pytest.raises(
+                TierIOError, match=rf"reserving 400.00 KiB at offset \d+ .*{tmp_path}.*ENOSPC.*224.00 KiB left"
+            ):
+                pool.alloc(ROLE, 100 * PAGE)
+            assert pool.ledger.total_nbytes == 40 * PAGE
+            read = numbers(40 * PAGE, seed=1)
+            slab.read(read)
+            assert torch.equal(read, numbers(40 * PAGE))
+            pool.free(ROLE, slab)
+            assert pool.alloc(ROLE, 30 * PAGE).nbytes == 30 * PAGE
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
