@@ -129,8 +129,6 @@ class DiskTransfers:
             end = start + tensor.nbytes
             if not 0 <= start <= end <= stored.nbytes:
                 raise StateError(f"DISK: bytes {start} to {end} are not in a slab of {stored.nbytes} bytes")
-            if start == end:
-                return []
             memory = memoryview(tensor.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
             address = tensor.data_ptr()
         found = []

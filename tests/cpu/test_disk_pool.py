@@ -282,24 +282,19 @@ def test_slabs_are_read_and_written_by_several_threads(pool: DiskPool) -> None:
 
 
 def test_a_short_read_is_not_held_up_by_a_long_write(tmp_path: Path) -> None:
-    # write |W W W W W W W W W W W W W W W W ...   64 blocks, 20 ms each with 2 threads: 0.64 s
-    # read       |R|                               one block
-    order: list[str] = []
-    with opened(tmp_path, calls=ThrottledDisk(1e12, BLOCK / 0.01)) as pool:
+    # write |W W W W W W W W W W W W W W W W ...   64 blocks, 10 ms each: 0.64 s
+    # read       |R|                               one block, in its turn
+    calls = FaultyDisk(calls=ThrottledDisk(1e12, BLOCK / 0.01))
+    with opened(tmp_path, calls=calls) as pool:
         long, short = pool.alloc(ROLE, 64 * BLOCK), pool.alloc(ROLE, BLOCK)
         short.write(numbers(BLOCK))
-
-        def write() -> None:
-            long.write(numbers(64 * BLOCK))
-            order.append("write")
-
-        writer = threading.Thread(target=write)
+        writer = threading.Thread(target=lambda: long.write(numbers(64 * BLOCK)))
         writer.start()
         time.sleep(0.05)
         short.read(numbers(BLOCK))
-        order.append("read")
+        assert calls.num_calls["pwritev"] < 40
         writer.join()
-    assert order == ["read", "write"]
+        assert calls.num_calls["pwritev"] == 65
 
 
 def test_blocks_are_moved_at_the_same_time(tmp_path: Path) -> None:
@@ -321,9 +316,34 @@ def test_the_file_has_no_name_and_goes_with_the_pool(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     assert len(open_files(tmp_path)) == 1
     assert len(disk_threads()) == 2
+    folder = os.open("/", os.O_RDONLY)
+    with pytest.raises(FileNotFoundError):  # nor can it be given one
+        os.link(f"/proc/self/fd/{pool._file._descriptor}", tmp_path / "name", src_dir_fd=folder)
+    os.close(folder)
     pool.close()
     pool.close()
     assert open_files(tmp_path) == []
+    assert disk_threads() == []
+
+
+def test_what_is_under_way_ends_before_the_file_is_closed(tmp_path: Path) -> None:
+    """Another file may get its descriptor."""
+    pool = new_pool(tmp_path, calls=ThrottledDisk(1e12, BLOCK / 0.01))
+    slab = pool.alloc(ROLE, 20 * BLOCK)
+    failures: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            slab.write(numbers(20 * BLOCK))
+        except BaseException as error:
+            failures.append(error)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    time.sleep(0.05)
+    pool.close()
+    writer.join()
+    assert failures == []
     assert disk_threads() == []
 
 
