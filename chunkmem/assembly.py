@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.collect import Collector
-from chunkmem.nn.elsewhere import Unpacked, leave
+from chunkmem.nn.elsewhere import Elsewhere, Unpacked
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.ordinary import same_random_numbers
 from chunkmem.nn.packing import move_ordinary_tensors
@@ -32,19 +33,17 @@ from chunkmem.nn.registry import check_fits
 from chunkmem.nn.wrappers import WrapperCheck
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.places import StatePlaces
+from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.parts import (
     DTYPES,
     Memory,
-    Modules,
-    Sharding,
     make_modules,
     make_sharding,
     make_updater,
     margin_use_ratio,
     require_open,
 )
-from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
@@ -54,9 +53,8 @@ from chunkmem.runtime.storage import ChunkStorage, HostStorage, StorageBackend, 
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers, shadow_nbytes, warn_of_fragmentation
 from chunkmem.speeds import Links, machine_for
-from chunkmem.steps.controller import StepController
+from chunkmem.steps.making import make_controller
 from chunkmem.steps.trial import AheadTrial
-from chunkmem.tracing.watch import Watch
 from chunkmem.types import Tier
 
 MakeLanes = Callable[[ComputeDevice], Lanes]
@@ -75,19 +73,32 @@ class Runtime:
         device_index: int | None,
         machine: Machine | None,
         make_lanes: MakeLanes | None,
+        before: Runtime | None = None,
     ) -> None:
-        """Wire the parts together; the arguments are those of `ChunkManager`."""
+        """Wire the parts together.
+
+        Args:
+            config, process_group, mesh, exchange, device_index, machine, make_lanes: those of `ChunkManager`.
+            before: what these parts take the place of, and use the tiers and the loss scale of; it has stopped.
+        """
         self.config = _checked(config)
-        compute = ComputeDevice.default(device_index)
+        self._make_others = partial(
+            Runtime, config, exchange=exchange, device_index=device_index, machine=machine, make_lanes=make_lanes
+        )
+        self.mesh = mesh
+        compute = ComputeDevice.default(device_index) if before is None else before.tiers.compute
         require_method(exchange)
         rows = mesh_of(mesh, process_group=process_group)
         self.ranks = Ranks(process_group, mesh=rows, timeout_s=config.distributed.timeout_s)
         for ranks in self._several_ranks():
             for path, value in flattened(config.to_dict()).items():
                 ranks.agree(f"{path} of the configuration", json.dumps(value))
-        self.scaler = LossScaler(config.fp16) if config.precision == "fp16" else None
-        self.tiers = Tiers(config, compute, num_local=self.ranks.num_local)
-        warn_of_fragmentation(compute, self.tiers.caps)
+        if before is None:
+            self.scaler: LossScaler | None = LossScaler(config.fp16) if config.precision == "fp16" else None
+            self.tiers: Tiers = Tiers(config, compute, num_local=self.ranks.num_local)
+            warn_of_fragmentation(compute, self.tiers.caps)
+        else:
+            self.scaler, self.tiers = before.scaler, before.tiers
         backend = default_backend()
         self.memory = open_memory(self.tiers, backend)
         opts = config.client.opts
@@ -102,6 +113,8 @@ class Runtime:
         self.owns, self.from_owner = self.sharding.owns, self.sharding.from_owner
         self.updater = make_updater(self.memory, self.gradients, places, lanes, num_threads=opts.update_threads)
         self.modules = make_modules(config, self.memory, self.sharding, self.gradients, self.updater)
+        if before is not None:
+            self.modules.mark_as(before.modules)
         self.registry = self.modules.registry
         self.links = Links(self.sharding.shards, compute)
         log_nbytes = 0 if blocking else shadow_nbytes(opts, compute, self.tiers.caps)
@@ -130,6 +143,13 @@ class Runtime:
         self.collector: Collector | None = None
         self.unpacked: Unpacked | None = None
         """What was built, until it is known which stage has what; None without pipeline stages."""
+        self.added: list[Unpacked] = []
+        """All that was built."""
+        self.built: Built = HERE
+        """Where `add_stages` finds values."""
+        self.elsewhere = Elsewhere()
+        """What other stages have."""
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         collect_others()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -150,12 +170,15 @@ class Runtime:
         Raises:
             StateError: with pipeline stages, there is a model already.
         """
+        unpacked = Unpacked(tuple(roots), tuple(excluded), tuple(kept))
         if self.ranks.stages is not None:
             if self.unpacked is not None:
                 raise StateError("a manager with pipeline stages has one model; build all of it in one manager.init()")
-            self.unpacked = Unpacked(tuple(roots), tuple(excluded), tuple(kept))
+            self.unpacked = unpacked
+            self.added.append(unpacked)
             return
         self._pack(roots, excluded, kept=kept, built=built)
+        self.added.append(unpacked)
 
     def check_stages(self, stages: Iterable[nn.Module]) -> None:
         """Check that the model that was built can be packed as these stages.
@@ -187,10 +210,10 @@ class Runtime:
         modules = {module for stage in own for module in stage.modules()}
         excluded = [module for module in unpacked.excluded if module in modules]
         unpacked.is_packed = True
-        self._pack(own, excluded, kept=[module for module in unpacked.kept if module in modules], built=HERE)
+        self._pack(own, excluded, kept=[module for module in unpacked.kept if module in modules], built=self.built)
         for number, stage in stages.items():
-            elsewhere = leave(stage, modules, where=f"stage {number}, which rank {ranks.name(number % ranks.size)} has")
-            self.registry.add_elsewhere(elsewhere)
+            where = f"stage {number}, which rank {ranks.name(number % ranks.size)} has"
+            self.registry.add_elsewhere(self.elsewhere.leave(stage, modules, where=where))
         self.registry.place([param for root in unpacked.roots for param in root.parameters()])
 
     def _pack(
@@ -204,7 +227,8 @@ class Runtime:
             self.ranks.agree("the layout of the chunks", digest(packed.layout for packed in added))
             for packed in added:
                 self.sharding.shards.drop_unowned(group.id for group in packed.layout.groups)
-            self.sharding.shards.send_on_host(reader="packing")
+            if not built.is_put_off:
+                self.sharding.shards.send_on_host(reader="packing")
             self.entry_points.ordinary.add(roots, excluded, kept=kept)
         self.modules.fit(roots, added, self.hooks, dtype=DTYPES[self.config.precision])
         for module in (*roots, *excluded):
@@ -246,7 +270,33 @@ class Runtime:
         state.update(self.ranks.over_stages(own, label="sending the weights of a stage"))
         return state
 
+    def for_ranks(self, mesh: object) -> Runtime:
+        """Return parts for the same ranks in another mesh, once these have stopped; nothing is packed in them yet."""
+        return self._make_others(process_group=None, mesh=mesh, before=self)
+
+    def stop(self, reason: str) -> None:
+        """Have nothing run any more. What chunks hold stays; `reason` is what those are told who use the manager."""
+        self.foreign_steps.remove()
+        self.foreign_wrappers.remove()
+        if self.memory.pager.closed is None:
+            self.controller.close()
+            self.modules.access.close()
+            self.modules.backward.reset(step=True)
+            self.sharding.units.close()
+            self.ranks.close()
+            self.memory.pager.close(reason)
+
     # What optimizers see: `chunkmem.optim.host`.
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Know of an optimizer, as long as somebody has it."""
+        self._optimizers.append(weakref.ref(optimizer))
+
+    @property
+    def optimizers(self) -> list[StatefulOptimizer]:
+        """Those that somebody has, in the order in which they were made."""
+        alive = (ref() for ref in self._optimizers)
+        return [optimizer for optimizer in alive if isinstance(optimizer, StatefulOptimizer)]
 
     def forget_plans(self) -> None:
         """There are other chunks than in the steps that were recorded."""
@@ -325,49 +375,6 @@ def open_memory(tiers: Tiers, backend: StorageBackend) -> Memory:
 
     store = ChunkStore({Tier.DEVICE: tiers.device_pool, Tier.HOST: tiers.host_pool}, tiers.compute.clock)
     return Memory(tiers.compute, tiers.caps, Pager(store, meter=tiers.meter), make_home)
-
-
-def make_controller(
-    config: Config,
-    memory: Memory,
-    sharding: Sharding,
-    modules: Modules,
-    tiers: Tiers,
-    lanes: Lanes,
-    machine: Callable[[], Machine],
-) -> StepController:
-    """Return what decides before each step whether to record it, to follow a plan, or to serve it on demand."""
-    tracer, registry = config.client.mem_tracer, modules.registry
-    static_nbytes = int(tiers.caps.device_nbytes * tracer.warmup_gpu_chunk_mem_ratio)
-    where = "" if sharding.shards is None else f" on rank {sharding.ranks.shard.rank} of {sharding.ranks.shard.size}"
-    controller = StepController(
-        memory.pager,
-        tiers,
-        lanes,
-        machine=machine,
-        options=PlanOptions(
-            margin_use_ratio=margin_use_ratio(config),
-            static_nbytes=static_nbytes if tracer.with_static_partition else None,
-        ),
-        layout=lambda: digest(model.layout for model in registry.models) + where,
-        is_lone=sharding.shards is None,
-        trainable=lambda: bytes(managed.requires_grad for managed in registry.parameters),
-        num_backwards=lambda: modules.backward.num_ended,
-        regions=modules.regions,
-        watch=lambda: Watch(tiers, is_chunk=modules.declared.is_chunk, sample=tracer.use_async_mem_monitor),
-    )
-
-    def leave_out(storage: torch.UntypedStorage) -> None:
-        if controller.watch is not None:
-            controller.watch.leave_out(storage)
-
-    def count_again(storage: torch.UntypedStorage) -> None:
-        if controller.watch is not None:
-            controller.watch.count_again(storage)
-
-    modules.regions.on_taken = modules.parked.on_taken = leave_out
-    modules.regions.on_left = count_again
-    return controller
 
 
 def _checked(config: object) -> Config:

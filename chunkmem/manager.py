@@ -136,7 +136,11 @@ class ChunkManager(ModelBuilding):
             stages_per_rank=stages_per_rank,
             deferred_batch_norm=deferred_batch_norm,
         )
-        return make_pipeline(self.runtime, options)
+        return make_pipeline(self.runtime, options, adopt=self._adopt)
+
+    def _adopt(self, runtime: Runtime) -> None:
+        """Consist of other parts from now on."""
+        self.runtime = runtime
 
     def backward(self, loss: torch.Tensor, *, last: bool | None = None, is_scaled: bool = False, **kwargs: Any) -> None:
         """Run `loss.backward(**kwargs)`; in fp16, of the loss times the loss scale.
@@ -402,15 +406,9 @@ class ChunkManager(ModelBuilding):
 
     def close(self) -> None:
         """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent."""
-        runtime, pager = self.runtime, self.runtime.memory.pager
-        runtime.foreign_steps.remove()
-        runtime.foreign_wrappers.remove()
-        if pager.closed is None:
-            runtime.controller.close()
-            runtime.modules.access.close()
-            runtime.modules.backward.reset(step=True)
-            runtime.sharding.units.close()
-            runtime.ranks.close()
-            pager.close("its manager is closed; take manager.state_dict() before manager.close()")
+        pager = self.runtime.memory.pager
+        was_open = pager.closed is None
+        self.runtime.stop("its manager is closed; take manager.state_dict() before manager.close()")
+        if was_open:
             pager.store.close()
             give_back_freed_ram()

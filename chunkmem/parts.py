@@ -59,7 +59,7 @@ from chunkmem.optim.slot_source import SlotSource
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
 from chunkmem.optim.update import GroupUpdater
 from chunkmem.runtime.chunk import Chunk
-from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.shadow import ShadowBuffers
@@ -169,6 +169,28 @@ class Modules:
             self.gradient_hooks.watch(self.registry.parameters)
             self.server.add(packed.parameters)
         self.host.fit(on_host)
+
+    def unfit(self, hooks: ModuleHooks) -> None:
+        """Undo `fit` for all models: modules and Parameters are ordinary again, and Parameters have no memory.
+
+        What chunks hold stays. Nothing runs, and nobody keeps references to the memory of parameters.
+        """
+        for packed in self.registry.models:
+            self.server.remove(packed.parameters)
+            self.gradient_hooks.unwatch(packed.parameters)
+        self.host.unfit()
+        self.surface.unfit()
+        hooks.unfit()
+        self.borders.unfit()
+        with runtime_mode():
+            for home in dict.fromkeys(managed.bound for managed in self.registry.parameters):
+                home.release()
+
+    def mark_as(self, other: Modules) -> None:
+        """Have modules be units and regions, and compute on HOST, when they are packed, as users have asked there."""
+        self.units.mark_as(other.units)
+        self.regions.policies.mark_as(other.regions.policies)
+        self.host.mark_as(other.host)
 
 
 def margin_use_ratio(config: Config) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -70,3 +71,60 @@ def mesh_of(given: object, *, process_group: object = None) -> Mesh | None:
             raise ConfigError(f"mesh has ranks {members} in one dimension; list them in ascending order")
     groups = {name: given.get_group(index) for index, name in enumerate(names) if sizes[name] > 1}
     return Mesh(tuple(map(tuple, rows)), *(groups.get(name) for name in ("shard", "replicate", "stage")))
+
+
+def ranks_by_stage(given: object, num_stages: int) -> torch.Tensor:
+    """Return the ranks of a mesh, divided into another number of pipeline stages.
+
+    Replicas keep their ranks. Those of each are divided in ascending order, so that a stage gets neighbours.
+
+    Args:
+        given: what `mesh_of` takes.
+        num_stages: at least 1.
+
+    Returns:
+        Ranks by stage, replica and shard.
+
+    Raises:
+        ConfigError: there is no mesh, some ranks of the job are not in it, or they cannot be divided so.
+    """
+    if not isinstance(given, DeviceMesh):
+        raise ConfigError(
+            "only the ranks of a mesh can be divided into another number of stages: make the manager with "
+            "ChunkManager(config, mesh=init_device_mesh(...)), with the dimensions " + ", ".join(_DIMENSIONS)
+        )
+    names = given.mesh_dim_names or _DATA_PARALLEL[-given.ndim :]
+    sizes = dict(zip(names, given.mesh.shape, strict=True))
+    stages, replicas, shards = (sizes.get(name, 1) for name in _DIMENSIONS)
+    width = stages * shards
+    if width % num_stages:
+        possible = ", ".join(str(number) for number in range(1, width + 1) if width % number == 0)
+        raise ConfigError(
+            f"{stages} x {shards} ranks (stages x shards) cannot become {num_stages} stages: {width} ranks divide into "
+            f"{possible}"
+        )
+    if given.mesh.numel() != dist.get_world_size():
+        raise ConfigError(
+            f"the mesh has {given.mesh.numel()} of {dist.get_world_size()} ranks; only all ranks of a job together can "
+            "be divided into another number of stages"
+        )
+    order = sorted(range(given.ndim), key=lambda index: _DIMENSIONS.index(names[index]))
+    table = given.mesh.permute(order).reshape(stages, replicas, shards)
+    by_replica = table.permute(1, 0, 2).reshape(replicas, width).sort(dim=1).values
+    return by_replica.reshape(replicas, num_stages, width // num_stages).permute(1, 0, 2).contiguous()
+
+
+def with_stages(given: object, num_stages: int) -> DeviceMesh:
+    """Return a mesh of the same ranks with another number of pipeline stages, which all ranks of the job make.
+
+    Raises what `ranks_by_stage` does.
+    """
+    table = ranks_by_stage(given, num_stages)
+    assert isinstance(given, DeviceMesh)
+    return DeviceMesh(given.device_type, table, mesh_dim_names=_DIMENSIONS)
+
+
+def replica_of(given: DeviceMesh, rank: int) -> tuple[int, ...]:
+    """Return the ranks, ascending, that have one replica together with `rank`, in a mesh of `with_stages`."""
+    _, replica, _ = (given.mesh == rank).nonzero()[0].tolist()
+    return tuple(sorted(given.mesh[:, replica].flatten().tolist()))

@@ -139,6 +139,12 @@ class ManagedParameter:
         if self._num_users == 0:
             self.param.__class__ = self._closed_class
 
+    def unserve(self) -> None:
+        """Undo `serve`. Nobody has the parameter open."""
+        assert self._num_users == 0
+        self.param.__class__ = self._open_class
+        self._closed_class = None
+
     def open(self) -> None:
         """Somebody uses the parameter, whose chunk is pinned on DEVICE, as an ordinary one. Undo it with `close`."""
         self._num_users += 1
@@ -267,6 +273,17 @@ class BoundChunk:
         self.parameters.append(managed)
         move_to(managed.param, managed.placeholder)
         managed.version = managed.param._version
+
+    def release(self) -> None:
+        """Undo all `add`: parameters stand on memory of one element, in the dtypes they were built in.
+
+        The content of the chunk stays as it is.
+        """
+        for managed in self.parameters:
+            move_to(managed.param, blank(managed.built_dtype, torch.device("cpu")).expand(managed.shape))
+            torch.autograd.graph.increment_version(managed.param)  # else a backward of an older graph would read it
+            managed.view = managed.accumulator = None
+        self.parameters, self.is_bound = [], False
 
     def attach(self, slab: Slab) -> torch.Tensor:
         """Take the slab's memory; see `ChunkHome`."""

@@ -8,7 +8,6 @@ then it is the dtype of the module's last call before backward.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.frames import in_backward
 from chunkmem.nn.precision import precision_of
 
@@ -41,7 +41,7 @@ class Borders:
     def __init__(self, *, is_outermost: Callable[[nn.Module], bool] = lambda module: False) -> None:
         """Make borders; `is_outermost` tells of a model that begins whether what seems to run was interrupted."""
         self._is_outermost = is_outermost
-        self._fitted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._fitted = FittedModules()
         self._running: list[tuple[_Border, torch.dtype]] = []
         """Calls under way, each with the dtype it returns."""
 
@@ -60,7 +60,6 @@ class Borders:
     def _fit(self, module: nn.Module, border: _Border) -> None:
         if module in self._fitted:
             return
-        self._fitted.add(module)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._enter(border, module)
@@ -73,8 +72,13 @@ class Borders:
             outside = self._leave(border)
             return None if outside is None else cast_floats(result, outside)
 
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(leave, always_call=True)
+        begin = module.register_forward_pre_hook(enter, with_kwargs=True)
+        end = module.register_forward_hook(leave, always_call=True)
+        self._fitted.add(module, begin, end)
+
+    def unfit(self) -> None:
+        """Undo all that `fit` did: nothing is cast any more."""
+        self._fitted.undo()
 
     def _enter(self, border: _Border, module: nn.Module) -> None:
         recomputing = in_backward()

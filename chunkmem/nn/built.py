@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +17,8 @@ class Built:
 
     has_memory = True
     """Tensors have addresses; those that are only counted have none."""
+    is_put_off = False
+    """Values come later: chunks are made without content."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -59,3 +61,20 @@ class Built:
 
 HERE = Built()
 """Every value is on this rank."""
+
+
+class PutOff(Built):
+    """Values come later, chunk by chunk: packing makes chunks that have no content yet."""
+
+    has_memory = False
+    is_put_off = True
+
+    def __init__(self, strides: Mapping[int, tuple[int, ...]]) -> None:
+        """Take the strides that parameters have in their slots, by the identity of each."""
+        self._strides = strides
+
+    def is_released(self, param: nn.Parameter) -> bool:
+        return id(param) in self._strides
+
+    def stride(self, param: nn.Parameter) -> tuple[int, ...]:
+        return self._strides[id(param)]

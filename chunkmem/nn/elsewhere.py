@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from chunkmem.errors import LayoutError, StateError
-from chunkmem.nn.binding import move_to
+from chunkmem.nn.binding import blank, move_to
+from chunkmem.nn.fitted import FittedModules
 
 _OF_SHAPE = frozenset(
     {"__get__", "__set__", "dim", "element_size", "is_complex", "is_floating_point", "ndimension", "nelement", "numel"}
@@ -43,29 +44,68 @@ class Unpacked:
                     )
 
 
-def leave(stage: nn.Module, own: Collection[nn.Module], *, where: str) -> list[nn.Parameter]:
-    """Free what no own module has of a stage that another rank has; return its parameters.
+class Elsewhere:
+    """What only other ranks have of a model."""
 
-    Args:
-        stage: all of its modules.
-        own: modules of this rank's stages.
-        where: the stage, for messages.
-    """
-    kept = {id(param) for module in own for param in module._parameters.values()}
-    left: dict[int, nn.Parameter] = {}
-    for name, module in stage.named_modules():
-        if module in own:
-            continue
-        for key, param in module._parameters.items():
-            if param is not None and id(param) not in kept:
-                left[id(param)] = param
-                if not param.is_meta:
-                    move_to(param, torch.empty_like(param, device="meta"))
-                    param.__class__ = _class_of(f"{name}.{key}".removeprefix("."), where)
-        module._buffers.update((key, b.to("meta")) for key, b in module._buffers.items() if b is not None)
-        vars(module)["_save_to_state_dict"] = partial(_save_nothing, module)
-        vars(module)["_load_from_state_dict"] = _load_nothing
-    return list(left.values())
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._plain: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
+        """Parameters without memory, each with its class."""
+        self._fitted = FittedModules()
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Parameters without memory."""
+        return [param for param, _ in self._plain]
+
+    @property
+    def modules(self) -> Iterator[nn.Module]:
+        """Modules whose parameters and buffers are not here."""
+        return iter(self._fitted)
+
+    def leave(self, stage: nn.Module, own: Collection[nn.Module], *, where: str) -> list[nn.Parameter]:
+        """Free what no own module has of a stage that another rank has; return its parameters.
+
+        Args:
+            stage: all of its modules.
+            own: modules of this rank's stages.
+            where: the stage, for messages.
+        """
+        kept = {id(param) for module in own for param in module._parameters.values()}
+        kept_buffers = {id(buffer) for module in own for buffer in module._buffers.values()}
+        left: dict[int, nn.Parameter] = {}
+        for name, module in stage.named_modules():
+            if module in own:
+                continue
+            for key, param in module._parameters.items():
+                if param is not None and id(param) not in kept:
+                    left[id(param)] = param
+                    if not param.is_meta:
+                        self._plain.append((param, type(param)))
+                        move_to(param, torch.empty_like(param, device="meta"))
+                        param.__class__ = _class_of(f"{name}.{key}".removeprefix("."), where)
+            for key, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in kept_buffers:
+                    module._buffers[key] = buffer.to("meta")
+            self._fitted.set(module, "_save_to_state_dict", partial(_save_nothing, module))
+            self._fitted.set(module, "_load_from_state_dict", _load_nothing)
+        return list(left.values())
+
+    def come_back(self) -> None:
+        """Undo all that `leave` did, but for values: parameters have memory of one element, and buffers have none."""
+        for param, plain in self._plain:
+            param.__class__ = plain
+            move_to(param, blank(param.dtype, torch.device("cpu")).expand(param.shape))
+            _hook_again(param)
+        self._plain.clear()
+        self._fitted.undo()
+
+
+def _hook_again(param: nn.Parameter) -> None:
+    """Have a parameter whose memory was on another kind of device, and autograd's part with it, have its hooks."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(param, name):
+            setattr(param, name, hooks)
 
 
 def _save_nothing(module: nn.Module, destination: dict[str, Any], prefix: str, _keep_vars: bool) -> None:

@@ -27,6 +27,13 @@ class GradientHooks:
             if managed.gradient_hook is None and managed.requires_grad:
                 self._watch(managed)
 
+    def unwatch(self, params: Iterable[ManagedParameter]) -> None:
+        """Catch their gradients no more."""
+        for managed in params:
+            if managed.gradient_hook is not None:
+                managed.gradient_hook.remove()
+                managed.gradient_hook = None
+
     def _watch(self, managed: ManagedParameter) -> None:
         # Python does not see through a parameter's hooks: one that referred to the parameter would keep it for ever.
         ref, group, position = weakref.ref(self), managed.group, managed.position

@@ -16,6 +16,7 @@ from chunkmem.errors import StateError
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.frames import Frame, in_backward
 from chunkmem.nn.guard import AccessGuard
 from chunkmem.nn.parameter_reads import ParameterReads, not_copyable
@@ -95,7 +96,7 @@ class ModuleHooks:
         self._calls = calls
         self._handled: BaseException | None = None
         """What the caller of the outermost call was handling when it began."""
-        self._fitted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._fitted = FittedModules()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -118,7 +119,6 @@ class ModuleHooks:
         for name, module in root.named_modules():
             if module in self._fitted:
                 continue
-            self._fitted.add(module)
             own = {key: by_id[id(p)] for key, p in module._parameters.items() if p is not None and id(p) in by_id}
             fitted = FittedModule(
                 name or type(module).__name__,
@@ -134,17 +134,26 @@ class ModuleHooks:
                 owned[module] = own
             # Of a region first: others may change what the module is given, and do so again when it is recomputed.
             enter = partial(self._enter, fitted)
-            module.register_forward_pre_hook(enter, with_kwargs=True, prepend=fitted.region is not None)
-            module.register_forward_hook(partial(self._leave, fitted), always_call=True)
+            begin = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=fitted.region is not None)
+            end = module.register_forward_hook(partial(self._leave, fitted), always_call=True)
+            self._fitted.add(module, begin, end)
         return owned
 
     def fit_outermost(self, module: nn.Module, *, name: str) -> None:
         """Have calls of a module that has no parameters of its own count as those of a model from outside."""
         fitted = FittedModule(name, (), (), is_leaf=False, unit=None, region=None, tier=Tier.DEVICE)
-        self._fitted.add(module)
         self._roots.add(module)
-        module.register_forward_pre_hook(partial(self._enter, fitted), with_kwargs=True)
-        module.register_forward_hook(partial(self._leave, fitted), always_call=True)
+        begin = module.register_forward_pre_hook(partial(self._enter, fitted), with_kwargs=True)
+        end = module.register_forward_hook(partial(self._leave, fitted), always_call=True)
+        self._fitted.add(module, begin, end)
+
+    def unfit(self) -> None:
+        """Undo all that `fit` and `fit_outermost` did: calls and lookups are heard of no more."""
+        for module in self._fitted:
+            if isinstance(module._parameters, ParameterReads):
+                vars(module)["_parameters"] = dict(module._parameters)
+        self._fitted.undo()
+        self._roots.clear()
 
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
         access = self._access

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.nn.access import AccessTracker
+from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.parameter_reads import ParameterReads
 from chunkmem.nn.values import tensors_in
 from chunkmem.types import Tier
@@ -58,7 +59,7 @@ class HostModules:
         self._is_one_tier = is_one_tier
         self._always_copies = always_copies
         self._marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._fitted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._fitted = FittedModules()
 
     def mark(self, module: nn.Module) -> None:
         """Have a module, and all modules below it, compute on HOST once it is packed.
@@ -114,10 +115,19 @@ class HostModules:
         """Move what modules on HOST are given, and what they return; after they have all their other hooks."""
         for module in modules:
             if module not in self._fitted:
-                self._fitted.add(module)
                 # Around all others: a call on HOST begins, and ends, with tensors on HOST.
-                module.register_forward_pre_hook(self._move_in, with_kwargs=True, prepend=True)
-                module.register_forward_hook(self._move_out, prepend=True)
+                begin = module.register_forward_pre_hook(self._move_in, with_kwargs=True, prepend=True)
+                end = module.register_forward_hook(self._move_out, prepend=True)
+                self._fitted.add(module, begin, end)
+
+    def unfit(self) -> None:
+        """Undo all that `fit` did."""
+        self._fitted.undo()
+
+    def mark_as(self, other: HostModules) -> None:
+        """Mark what is marked there."""
+        for module in tuple(other._marked):
+            self._marked.add(module)
 
     def _move_in(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         if all(tensor.device == _HOST for tensor in tensors_in((args, kwargs))):

@@ -118,13 +118,8 @@ class Packer:
         specs = tensor_specs(named, precision, on_host=on_host)
         layout = pack(specs, slab_nbytes=slab_nbytes, first_group=first_group)
         built.agree(layout)
-        own = [group for group in layout.groups if built.owns(group.id)]
-        others = [group for group in layout.groups if group.is_on_host and not built.owns(group.id)]
-        nbytes = sum(packed_nbytes(group) for group in own) + sum(group.nbytes for group in others)
-        self._require_room(nbytes, built, in_training=sum(map(self._nbytes_in_training, own)))
-        if on_host:
-            self._require_host(layout, built)
-        self._pager.store.pools[Tier.HOST].expect(nbytes)
+        if not built.is_put_off:
+            self._prepare_room(layout, built)
         managed: dict[int, ManagedParameter] = {}
         freed_nbytes = 0
         try:
@@ -141,6 +136,15 @@ class Packer:
             self.unpack(layout)
             raise
         return PackedModel(root, layout, tuple(managed[i] for i in range(len(named))))
+
+    def _prepare_room(self, layout: Layout, built: Built) -> None:
+        own = [group for group in layout.groups if built.owns(group.id)]
+        others = [group for group in layout.groups if group.is_on_host and not built.owns(group.id)]
+        nbytes = sum(packed_nbytes(group) for group in own) + sum(group.nbytes for group in others)
+        self._require_room(nbytes, built, in_training=sum(map(self._nbytes_in_training, own)))
+        if any(group.is_on_host for group in layout.groups):
+            self._require_host(layout, built)
+        self._pager.store.pools[Tier.HOST].expect(nbytes)
 
     def _bar(self, nbytes: int) -> Any:
         from tqdm import tqdm
@@ -221,7 +225,10 @@ class Packer:
         strides = [built.stride(param) for _, param in params]
         forms = tuple((param.shape, stride) for (_, param), stride in zip(params, strides, strict=True))
         inside = [name for name, _ in params]
-        chunk, views = self.make_chunks(group, inside, forms, is_own=built.owns(group.id))
+        if built.is_put_off:
+            chunk, views = self._register(group, inside, forms), _elsewhere([])
+        else:
+            chunk, views = self.make_chunks(group, inside, forms, is_own=built.owns(group.id))
         home = cast(BoundChunk, chunk.home)
         packed = []
         for position, (slot, (name, param)) in enumerate(zip(group.slots, params, strict=True)):
@@ -258,6 +265,18 @@ class Packer:
         Returns:
             The PARAM chunk, and slots of each chunk that is to be filled, before anything else is placed.
         """
+        chunk = self._register(group, inside, forms)
+        filled = [chunk]
+        if chunk.master is not None and group.master is MasterCopy.PACKED:
+            filled.append(chunk.master)
+        if not is_own and chunk.compute_tier is Tier.HOST:  # weights there are sent to all ranks
+            return chunk, [*self._place([chunk]), *_elsewhere(filled[1:])]
+        return chunk, self._place(filled) if is_own else _elsewhere(filled)
+
+    def _register(
+        self, group: Group, inside: Sequence[str], forms: tuple[tuple[torch.Size, tuple[int, ...]], ...]
+    ) -> Chunk:
+        """Register the chunks of all roles, without content; return that of PARAM. The arguments are as above."""
         store = self._pager.store
         what = inside[0] if len(inside) == 1 else f"{inside[0]} .. {inside[-1]}"
         for role, form in groups_by_role(group).items():
@@ -268,12 +287,7 @@ class Packer:
             store.add(chunk)
         chunk = store.chunks[ChunkId(Role.PARAM, group.id)]
         chunk.master = store.chunks.get(ChunkId(Role.MASTER, group.id))
-        filled = [chunk]
-        if chunk.master is not None and group.master is MasterCopy.PACKED:
-            filled.append(chunk.master)
-        if not is_own and chunk.compute_tier is Tier.HOST:  # weights there are sent to all ranks
-            return chunk, [*self._place([chunk]), *_elsewhere(filled[1:])]
-        return chunk, self._place(filled) if is_own else _elsewhere(filled)
+        return chunk
 
     def _place(self, chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:
         """Begin the content of chunks; return views of their slots, to be written before anything else is placed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -16,10 +17,17 @@ class RegionPolicies:
         self.by_name: dict[str, set[str]] = {}
         """Of the regions of models that were packed; two models may have regions of one name."""
         self._marked: list[tuple[nn.Module, str]] = []
+        self._ever_marked: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
     def mark(self, module: nn.Module, policy: str) -> None:
         """Make a module a region of a policy when it is packed."""
         self._marked.append((module, policy))
+        self._ever_marked[module] = policy
+
+    def mark_as(self, other: RegionPolicies) -> None:
+        """Mark what was marked there."""
+        for module, policy in tuple(other._ever_marked.items()):
+            self.mark(module, policy)
 
     def of(self, root: nn.Module) -> dict[nn.Module, str]:
         """Return the policies of the regions under `root`, a model that was packed."""

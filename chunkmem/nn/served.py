@@ -120,6 +120,12 @@ class ParameterServer:
             self._managed[id(managed.param)] = managed
             managed.serve(self._served_class)
 
+    def remove(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Undo `add`: they are ordinary Parameters again."""
+        for managed in parameters:
+            del self._managed[id(managed.param)]
+            managed.unserve()
+
     def _served_class(self, plain: type[nn.Parameter]) -> type[nn.Parameter]:
         if plain not in self._classes:
             self._classes[plain] = _make_class(plain, weakref.ref(self))

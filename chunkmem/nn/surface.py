@@ -14,6 +14,7 @@ from torch import nn
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.lazy_tensor import LazyTensor
 from chunkmem.nn.parameter_reads import ParameterReads
 from chunkmem.runtime.device import runtime_mode
@@ -65,8 +66,7 @@ class ModuleSurface:
         """A `state_dict` of lazy tensors is being made."""
         self._given: list[_Given] = []
         """Copies that `model.state_dict()` gave out."""
-        self._fitted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Modules that own managed parameters."""
+        self._fitted = FittedModules()
 
     def check_copies(self) -> None:
         """Raise, once, if somebody has written to a value of `model.state_dict()`: in plain PyTorch it is a view.
@@ -123,22 +123,29 @@ class ModuleSurface:
     def fit(self, root: nn.Module, owned: Mapping[nn.Module, Mapping[str, ManagedParameter]]) -> None:
         """Fit every module under `root`; `owned` holds the managed parameters of those that have some."""
         for module, own in owned.items():
-            self._fitted.add(module)
-            module._register_state_dict_hook(partial(self._on_state_dict, own))
-            module.register_load_state_dict_pre_hook(partial(self._before_load, own))
-            module.register_load_state_dict_post_hook(self._after_load)
+            self._fitted.add(
+                module,
+                module._register_state_dict_hook(partial(self._on_state_dict, own)),
+                module.register_load_state_dict_pre_hook(partial(self._before_load, own)),
+                module.register_load_state_dict_post_hook(self._after_load),
+            )
             # Before the hooks of the user, which may rename what they find.
             _put_last_first(module._state_dict_hooks)
             _put_last_first(module._load_state_dict_post_hooks)
-            vars(module)["_save_to_state_dict"] = partial(_save, module, own, self._saving)
-            vars(module)["extra_repr"] = partial(_extra_repr, module)
+            self._fitted.set(module, "_save_to_state_dict", partial(_save, module, own, self._saving))
+            self._fitted.set(module, "extra_repr", partial(_extra_repr, module))
             if isinstance(module, nn.RNNBase):
                 # It would re-point the weights at a buffer of cuDNN's own.
-                vars(module)["flatten_parameters"] = lambda: None
-            vars(module)["__prepare_scriptable__"] = partial(_refuse_script, next(iter(own.values()), None))
+                self._fitted.set(module, "flatten_parameters", lambda: None)
+            self._fitted.set(module, "__prepare_scriptable__", partial(_refuse_script, next(iter(own.values()), None)))
         for module in root.modules():
             if "_apply" not in vars(module):  # a module of two models is fitted once
-                vars(module)["_apply"] = partial(_apply_to_buffers, module, dict(owned.get(module, {})))
+                self._fitted.set(module, "_apply", partial(_apply_to_buffers, module, dict(owned.get(module, {}))))
+
+    def unfit(self) -> None:
+        """Undo all that `fit` did."""
+        self._fitted.undo()
+        self._given.clear()
 
     def _on_state_dict(
         self, own: Mapping[str, ManagedParameter], _module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any

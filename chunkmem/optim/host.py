@@ -59,6 +59,10 @@ class OptimizerHost(Protocol):
         """Raise a `StateError` if the manager is closed."""
         ...
 
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Know of an optimizer that is made over these parameters."""
+        ...
+
     def owns(self, managed: ManagedParameter) -> bool:
         """Tell whether this rank has a parameter's states."""
         ...

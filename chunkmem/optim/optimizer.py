@@ -129,6 +129,13 @@ class RuleOptimizer(StatefulOptimizer):
         else:
             self._update(pending, multiplier=None if multiplier == 1.0 else multiplier)
 
+    def move_to(self, host: OptimizerHost) -> None:
+        super().move_to(host)
+        self._options_of, self._needs = {}, []
+        wanted = self._wanted(self.param_groups)
+        self._updater.claims.require_room(wanted)
+        self._updater.claim(wanted, self, forget_plans=host.forget_plans)
+
     def intent(self, group: int) -> Intent | None:
         """Return what `step()` would do with a chunk group now if nothing is clipped; None if it cannot be told yet."""
         items: dict[int, UpdateItem] = {}

@@ -20,6 +20,7 @@ from chunkmem.optim.masters import MASTER_KEY, check_masters, masters_to_save
 from chunkmem.optim.rule import StateSpec, UpdateRule
 from chunkmem.optim.speculative import Intent
 from chunkmem.optim.state import OptimizerState, ParameterState
+from chunkmem.types import Role
 
 
 class StatefulOptimizer(ChunkedOptimizer):
@@ -36,6 +37,7 @@ class StatefulOptimizer(ChunkedOptimizer):
         self._states = ChunkStates(host, self, rule, owned=self._managed)
         super().__init__(params, defaults)
         self._complete = True
+        host.add_optimizer(self)
 
     def __getstate__(self) -> NoReturn:
         raise StateError(
@@ -146,6 +148,38 @@ class StatefulOptimizer(ChunkedOptimizer):
     def intent(self, group: int) -> Intent | None:
         """See `chunkmem.optim.claims.Owner`."""
         return None
+
+    def move_to(self, host: OptimizerHost) -> None:
+        """Have the same Parameters in other chunks from now on, which `host` has; there are no states in them yet.
+
+        Raises:
+            CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
+        """
+        self._host, self._updater = host, host.updater
+        self._states = ChunkStates(host, self, self._rule, owned=self._managed)
+        self._state.show(self._states)
+        host.add_optimizer(self)
+
+    def counts(self) -> dict[ManagedParameter, tuple[torch.Tensor, tuple[Role, ...]]]:
+        """Return the parameters whose states this rank has: each one's number of updates, and the states it has."""
+        states_of = self._updater.claims.states_of
+        return {m: (count, tuple(spec.role for spec in states_of(m))) for m, count in self._states.steps.items()}
+
+    def take_over(self, counts: Mapping[ManagedParameter, tuple[torch.Tensor, Sequence[Role]]]) -> None:
+        """Have the states of parameters that `counts` has returned on other ranks; what is in them comes later.
+
+        Args:
+            counts: of all ranks, in the same order on all.
+
+        Raises:
+            CapacityError: see `move_to`.
+        """
+        self._claim_more(
+            {managed: self._rule.states_in(dict.fromkeys(roles)) for managed, (_, roles) in counts.items()}
+        )
+        own = {managed: count.clone() for managed, (count, _) in counts.items() if self._host.owns(managed)}
+        self._states.steps.update(own)
+        self._states.note(counts)
 
     def _params(self) -> Iterator[torch.Tensor]:
         return (param for group in self.param_groups for param in group["params"])

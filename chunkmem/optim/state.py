@@ -118,6 +118,10 @@ class OptimizerState(MutableMapping[Any, Any]):
         self.excluded = excluded
         self._params = params
 
+    def show(self, states: ChunkStates) -> None:
+        """Show other states of managed parameters from now on."""
+        self._states = states
+
     def __getitem__(self, param: Any) -> Any:
         managed = self._states.find(param)
         return self.excluded[param] if managed is None else ParameterState(self._states, managed)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import nn
 
 from chunkmem.assembly import Runtime
@@ -9,12 +12,32 @@ from chunkmem.errors import ConfigError, LayoutError
 from chunkmem.pipeline.by_layer import ByLayerPipeline, Item, LossItem
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.options import PipelineOptions
+from chunkmem.pipeline.repartition import repartition
 from chunkmem.pipeline.staged import StagedPipeline, staged_pipeline
 from chunkmem.sizes import shown
 
 
-def make_pipeline(runtime: Runtime, options: PipelineOptions) -> ByLayerPipeline | StagedPipeline:
-    """Return what `ChunkManager.pipeline` does, and raise what it does."""
+def make_pipeline(
+    runtime: Runtime, options: PipelineOptions, *, adopt: Callable[[Runtime], None]
+) -> ByLayerPipeline | StagedPipeline:
+    """Return what `ChunkManager.pipeline` does, and raise what it does.
+
+    Args:
+        runtime: of the manager.
+        options: what the user asks for.
+        adopt: has the manager take other parts over, when the pipeline is divided into another number of stages.
+    """
+
+    def make(after: Runtime, options: PipelineOptions) -> ByLayerPipeline | StagedPipeline:
+        adopt(after)
+        return make_pipeline(after, options, adopt=adopt)
+
+    pipeline = _made(runtime, options)
+    pipeline.divide = partial(repartition, runtime, options, make=make)
+    return pipeline
+
+
+def _made(runtime: Runtime, options: PipelineOptions) -> ByLayerPipeline | StagedPipeline:
     if runtime.ranks.stages is not None:
         return staged_pipeline(runtime, options)
     if options.schedule not in ("auto", "by-layer") or options.stages_per_rank is not None:

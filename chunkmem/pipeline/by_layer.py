@@ -29,6 +29,7 @@ from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.outputs import BlockOutput
 from chunkmem.pipeline.random_streams import RandomStreams, Streams, foreign_states, states_of
+from chunkmem.pipeline.width import OfWidth
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class _Batch:
     outputs: Sequence[list[BlockOutput]]
 
 
-class ByLayerPipeline:
+class ByLayerPipeline(OfWidth):
     """Blocks in one process, or on ranks that share all chunks; see [Note: By layer]."""
 
     def __init__(
@@ -124,6 +125,7 @@ class ByLayerPipeline:
             StateError: there is nothing to split, or a block returns what cannot be passed on; nothing was accumulated.
             CapacityError: something does not fit.
         """
+        self.require_current()
         runtime = self._runtime
         runtime.require_open()
         if not torch.is_grad_enabled():
@@ -150,6 +152,7 @@ class ByLayerPipeline:
     @torch.no_grad()
     def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """Run forward of a batch, and return its loss. Arguments and errors are those of `step`."""
+        self.require_current()
         self._runtime.require_open()
         batch = self._batch(inputs, target)
         with self._runtime.modules.turn.taken():

@@ -25,6 +25,7 @@ from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.schedules import FOR_ANY_NUMBER, Schedule, check_schedule, make_schedule
 from chunkmem.pipeline.stage import Stage, StageStep
 from chunkmem.pipeline.ties import TiedParameters
+from chunkmem.pipeline.width import OfWidth
 
 
 def staged_pipeline(runtime: Runtime, options: PipelineOptions) -> StagedPipeline:
@@ -65,7 +66,7 @@ def staged_pipeline(runtime: Runtime, options: PipelineOptions) -> StagedPipelin
     return StagedPipeline(runtime, modules, forms, replace(options, schedule=name), reason=reason)
 
 
-class StagedPipeline:
+class StagedPipeline(OfWidth):
     """Runs the stages of this rank, together with the ranks that have the others."""
 
     def __init__(
@@ -146,6 +147,8 @@ class StagedPipeline:
             self._held.begin([stage.submod for stage in self.stages])
             self._ties.begin()
             schedule.step(target=torch.arange(len(step.parts)), return_outputs=False)
+            if self._runtime.scaler is not None:  # also on a rank whose stages are frozen, and have no backward
+                self._runtime.scaler.is_used = True
             self._ties.end()
             return self._loss(step)
 
@@ -158,6 +161,8 @@ class StagedPipeline:
 
     def _prepare(self, inputs: Any, target: Any) -> tuple[StageStep, Schedule]:
         """Have the stages of this rank know a batch, the same on all ranks of the pipeline; return what runs it."""
+        self.require_current()
+        self._runtime.require_open()
         with self._runtime.ranks.telling():
             parts = split(inputs, target, num=self._options.micro_batches)
         with self._naming_stages():

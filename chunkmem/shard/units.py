@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -65,6 +65,7 @@ class Units:
         """Backwards a step: declared, or as many as the step before had; None: not known."""
         self._is_declared = False
         self._marked: list[nn.Module] = []
+        self._ever_marked: WeakSet[nn.Module] = WeakSet()
         self._users: dict[int, set[Unit]] = {}
         """By group: the units that have a part in it."""
         self._unit_of: WeakKeyDictionary[nn.Module, Unit] = WeakKeyDictionary()
@@ -99,6 +100,14 @@ class Units:
     def mark(self, module: nn.Module) -> None:
         """Make a module a unit when it is packed."""
         self._marked.append(module)
+        self._ever_marked.add(module)
+
+    def mark_as(self, other: Units) -> None:
+        """Mark what was marked there, and expect as many backwards, if that was declared."""
+        for module in tuple(other._ever_marked):
+            self.mark(module)
+        if other._is_declared:
+            self._expected, self._is_declared = other._expected, True
 
     def of(self, root: nn.Module, group_of: Mapping[int, int]) -> dict[nn.Module, Unit]:
         """Return the unit that each module under `root` belongs to: marked modules, children of lists, or the root.

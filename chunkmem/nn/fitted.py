@@ -1,0 +1,52 @@
+"""Modules that were fitted with hooks and attributes, and the way back to what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+_ABSENT = object()
+
+
+class FittedModules:
+    """Keeps no module alive."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._handles: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+        self._before: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+        """What modules had as attributes of their own under names that are ours now."""
+
+    def __contains__(self, module: object) -> bool:
+        return module in self._handles
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._handles)
+
+    def add(self, module: nn.Module, *handles: RemovableHandle) -> None:
+        """Count a module as fitted, with hooks that were registered on it."""
+        self._handles.setdefault(module, []).extend(handles)
+
+    def set(self, module: nn.Module, name: str, value: object) -> None:
+        """Give a module an attribute of its own, in place of what its class, or the module, has under that name."""
+        self._before.setdefault(module, {}).setdefault(name, vars(module).get(name, _ABSENT))
+        vars(module)[name] = value
+        self.add(module)
+
+    def undo(self) -> None:
+        """Take all hooks and attributes away again; no module is fitted any more."""
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        for module, before in self._before.items():
+            for name, value in before.items():
+                if value is _ABSENT:
+                    vars(module).pop(name, None)
+                else:
+                    vars(module)[name] = value
+        self._handles.clear()
+        self._before.clear()

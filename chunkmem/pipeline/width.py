@@ -1,0 +1,68 @@
+"""What pipelines have in common: they can be divided into another number of stages, and are over then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from chunkmem.errors import StateError
+
+
+class Pipeline(Protocol):
+    """What `ChunkManager.pipeline` returns."""
+
+    def step(self, inputs: Any, target: Any = None) -> torch.Tensor:
+        """Run forward and backward of a batch; return its loss."""
+        ...
+
+    def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
+        """Run forward of a batch; return its loss."""
+        ...
+
+    def repartition(self, stages: int) -> Pipeline:
+        """Divide the model into another number of stages."""
+        ...
+
+
+class OfWidth:
+    """A pipeline over so many stages and ranks."""
+
+    divide: Callable[[int], tuple[Pipeline, str]] | None = None
+    """Makes a pipeline of another number of stages in place of this one; with a word on both."""
+    _over = ""
+
+    def repartition(self, stages: int) -> Pipeline:
+        """Divide the same ranks into another number of stages, between steps, without a file; return the new pipeline.
+
+        2 stages x 1 rank become 1 x 2: chunks go from rank to rank, each parameter and optimizer state once, to where
+        it is needed. Weights, states and counts keep all bits. Meanwhile a rank has at most one chunk a role more than
+        before or afterwards, whichever is more. The model, its Parameters, the manager, optimizers and schedulers stay
+        the same objects. From now on call `step` of what is returned, which has the options of this pipeline: with one
+        stage it runs block by block, as `ChunkManager.pipeline` does on ranks that share chunks, and each of them is
+        given batches of its own. This pipeline is over.
+
+        All ranks call it, with the same number, after `optimizer.step()` and `optimizer.zero_grad()`.
+
+        Args:
+            stages: divides the number of ranks of one replica.
+
+        Raises:
+            StateError: gradients wait for their step, somebody keeps memory of parameters, or there are so many stages
+                already; nothing has been changed.
+            ConfigError: the ranks cannot be divided so; likewise.
+            LayoutError: there are fewer blocks than stages, or parameters of the model are in none; likewise.
+            CapacityError: there is no room for what ranks have meanwhile. Training is over: continue from a checkpoint.
+            RankError: a rank is missing, or has raised something; likewise.
+        """
+        self.require_current()
+        if self.divide is None:
+            raise StateError("this pipeline was not made by manager.pipeline(), and cannot be divided again")
+        pipeline, self._over = self.divide(stages)
+        return pipeline
+
+    def require_current(self) -> None:
+        """Raise a `StateError` if the model was divided into another number of stages."""
+        if self._over:
+            raise StateError(f"this pipeline is over: {self._over}; use what repartition() has returned")

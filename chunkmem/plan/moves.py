@@ -1,0 +1,183 @@
+"""In which order groups of chunks are moved to other ranks, which pack the parameters in other groups.
+
+[Note: Order of moves] A rank gives a group up when all of its parameters have been moved, and a new group takes its
+memory as a whole before the first parameter arrives. So the order decides what ranks have at a time. It is one order
+for all ranks, a new group after the other. Next comes the group after which the ranks have least beyond what they have
+at the beginning or at the end, whichever is more: a rank that has given much up receives, and what is half empty is
+emptied.
+
+    rank 0   A B C D        A C E G          new groups in this order: A C E B G D F H, and not A C E G B D F H,
+    rank 1   E F G H   to   B D F H          with which rank 0 would have six groups at a time
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+_MOST_CANDIDATES = 16
+"""Of new groups that are looked at for each next one, on top of one for each rank."""
+
+
+@dataclass(frozen=True)
+class HeldGroup:
+    """A group that a rank has, and is going to give up."""
+
+    rank: int
+    group: int
+    """Its number among those of the rank."""
+    params: tuple[int, ...]
+    """Numbers that parameters have on all ranks."""
+    nbytes: tuple[int, ...]
+    """Of its chunks, by phase: all groups are moved in one phase before the next begins."""
+
+
+@dataclass(frozen=True)
+class WantedGroup:
+    """A group that a rank is going to have; the fields are those of `HeldGroup`."""
+
+    rank: int
+    group: int
+    params: tuple[int, ...]
+    nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What is moved, the same on all ranks."""
+
+    order: tuple[WantedGroup, ...]
+    sources: Mapping[tuple[int, int, int], HeldGroup]
+    """By (rank, group, parameter) of a wanted group: where the values are."""
+
+    def of(self, wanted: WantedGroup) -> Iterator[tuple[int, HeldGroup]]:
+        """Yield the parameters of a wanted group, each with the group that has its values."""
+        return ((param, self.sources[wanted.rank, wanted.group, param]) for param in wanted.params)
+
+    def num_moves(self) -> Counter[HeldGroup]:
+        """Return how often a parameter is taken out of each group: then it is given up."""
+        return Counter(self.sources.values())
+
+
+def plan_moves(held: Sequence[HeldGroup], wanted: Sequence[WantedGroup]) -> Moves:
+    """Decide from where each wanted group gets its parameters, and in which order; see [Note: Order of moves].
+
+    A rank that has a parameter itself takes it from there. What several ranks have, and the taker has not, comes from
+    the first of them.
+
+    Args:
+        held: of all ranks.
+        wanted: of all ranks, those of each in the order of their parameters.
+
+    Raises:
+        KeyError: no rank has a parameter.
+    """
+    holders: dict[int, dict[int, HeldGroup]] = defaultdict(dict)
+    for group in held:
+        for param in group.params:
+            holders[param].setdefault(group.rank, group)
+    sources = {
+        (group.rank, group.group, param): holders[param].get(group.rank) or _first(holders[param], param)
+        for group in wanted
+        for param in group.params
+    }
+    return Moves(tuple(_Order(held, wanted, sources).groups()), sources)
+
+
+def _first(holders: Mapping[int, HeldGroup], param: int) -> HeldGroup:
+    if not holders:
+        raise KeyError(f"no rank has parameter {param}")
+    return next(iter(holders.values()))
+
+
+class _Order:
+    """Simulates what each rank has."""
+
+    def __init__(
+        self,
+        held: Sequence[HeldGroup],
+        wanted: Sequence[WantedGroup],
+        sources: Mapping[tuple[int, int, int], HeldGroup],
+    ) -> None:
+        self._takes = [Counter(sources[w.rank, w.group, param] for param in w.params) for w in wanted]
+        """By wanted group: how many parameters it takes out of each held one."""
+        self._takers: dict[HeldGroup, list[int]] = defaultdict(list)
+        for index, takes in enumerate(self._takes):
+            for group in takes:
+                self._takers[group].append(index)
+        self._wanted = wanted
+        self._left = Counter(sources.values())
+        self._now = Counter[int]()
+        self._most = Counter[int]()
+        for group in held:
+            self._most[group.rank] += sum(group.nbytes)
+            self._now[group.rank] += sum(group.nbytes) if self._left[group] else 0
+        final = Counter[int]()
+        for each in wanted:
+            final[each.rank] += sum(each.nbytes)
+        for rank, nbytes in final.items():
+            self._most[rank] = max(self._most[rank], nbytes)
+        self._opened: dict[HeldGroup, None] = {}
+        """Groups that have lost some of their parameters."""
+
+    def groups(self) -> Iterator[WantedGroup]:
+        """Yield the wanted groups in order."""
+        waiting = dict.fromkeys(range(len(self._wanted)))
+        while waiting:
+            best = min(self._candidates(waiting), key=self._cost)
+            del waiting[best]
+            self._move(best)
+            yield self._wanted[best]
+
+    def _candidates(self, waiting: Mapping[int, None]) -> list[int]:
+        """Return the first group of each rank, and those that take from groups that have lost some parameters."""
+        firsts: dict[int, int] = {}
+        for index in waiting:
+            firsts.setdefault(self._wanted[index].rank, index)
+            if len(firsts) == len(self._most):
+                break
+        others = (index for group in self._opened for index in self._takers[group] if index in waiting)
+        found = dict.fromkeys(firsts.values())
+        for index in others:
+            if len(found) >= len(firsts) + _MOST_CANDIDATES:
+                break
+            found[index] = None
+        return list(found)
+
+    def _cost(self, index: int) -> tuple[int, int, int]:
+        """Return how far the ranks are beyond their bounds after a group was moved, and while it is."""
+        wanted = self._wanted[index]
+        after = Counter({wanted.rank: sum(wanted.nbytes)})
+        for group, num in self._takes[index].items():
+            if self._left[group] == num:
+                after[group.rank] -= sum(group.nbytes)
+        excess = sum(max(0, self._now[rank] + after[rank] - self._most[rank]) ** 2 for rank in self._most)
+        meanwhile = self._now[wanted.rank] + sum(wanted.nbytes) - self._most[wanted.rank]
+        return excess, meanwhile, index
+
+    def _move(self, index: int) -> None:
+        wanted = self._wanted[index]
+        self._now[wanted.rank] += sum(wanted.nbytes)
+        for group, num in self._takes[index].items():
+            self._left[group] -= num
+            self._opened[group] = None
+            if not self._left[group]:
+                del self._opened[group]
+                self._now[group.rank] -= sum(group.nbytes)
+
+
+def extra_nbytes(held: Sequence[HeldGroup], moves: Moves, *, rank: int) -> int:
+    """Return by how many bytes at most a rank has more than at the beginning, while all phases are moved."""
+    num_phases = max((len(group.nbytes) for group in held), default=0)
+    left, now, most = moves.num_moves(), 0, 0
+    now -= sum(sum(group.nbytes) for group in held if group.rank == rank and not left[group])
+    for phase in range(num_phases):
+        left = moves.num_moves()
+        for wanted in moves.order:
+            now += wanted.nbytes[phase] if wanted.rank == rank else 0
+            most = max(most, now)
+            for _, source in moves.of(wanted):
+                left[source] -= 1
+                now -= source.nbytes[phase] if source.rank == rank and not left[source] else 0
+    return most
