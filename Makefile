@@ -45,6 +45,7 @@ bench: $(VENV)/.test
 	$(RUN) -m benchmarks.sampling.run
 	$(RUN) -m benchmarks.knobs.run
 	$(RUN) -m benchmarks.checkpoints.run
+	$(RUN) -m benchmarks.disk.run
 	$(RUN) -m benchmarks.estimate.run
 	$(RUN) -m benchmarks.adam.run
 	$(RUN) -m benchmarks.tiled.run

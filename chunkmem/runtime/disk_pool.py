@@ -19,8 +19,8 @@ from chunkmem.runtime.disk_transfer import DiskTransfers, StoredBytes
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pool import Slab
 
-BLOCK_NBYTES, DEPTH = 4 << 20, 8
-"""Blocks are large enough that threads seldom need Python's lock, and small enough that a slab has several."""
+BLOCK_NBYTES, DEPTH = 16 << 20, 4
+"""Large blocks, as a thread needs Python's lock for each; the system cuts them into pieces that move at once."""
 _POISON = 0xFF
 """Repeated, this byte is NaN in every floating dtype."""
 

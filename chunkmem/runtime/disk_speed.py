@@ -22,10 +22,12 @@ from chunkmem.runtime.disk_transfer import DiskTransfers
 from chunkmem.runtime.populate import num_cores
 from chunkmem.runtime.speed_file import processor, read_speeds, speed_file, write_speeds
 
-_CANDIDATES = ((4 << 20, 8), (8 << 20, 4), (2 << 20, 16), (4 << 20, 4), (4 << 20, 16))
+_CANDIDATES = ((16 << 20, 4), (8 << 20, 8), (32 << 20, 2), (4 << 20, 8), (16 << 20, 8))
 """Bytes of a block, and how many are moved at once. The likeliest first: on a slow disk, the others are left out.
 Smaller blocks are not tried: here nothing computes in Python meanwhile, [Note: Turns]."""
-_MIN_NBYTES, _MAX_NBYTES = 8 << 20, 128 << 20
+_CLEARLY = 0.95
+"""The share of the time at most that a later one has to take: what is measured varies."""
+_MIN_NBYTES, _MAX_NBYTES = 16 << 20, 128 << 20
 """Read and written at a time; more where the disk is fast, so that what is under way at the ends does not count."""
 _SMALL_NBYTES = 4 << 10
 _NUM_SMALL = 8
@@ -53,8 +55,8 @@ class DiskSpeed:
 def measure_disk(directory: str | Path, *, budget_s: float = 3.0, calls: DiskCalls = SYSTEM_CALLS) -> DiskSpeed:
     """Measure the speeds of the disk under `directory`, by a file without a name of at most 128 MiB.
 
-    A few sizes of blocks are tried, each with several blocks at once, and the pair is kept that writes and reads the
-    same bytes in the least time. `budget_s` bounds that: what it has no time for is not tried.
+    A few sizes of blocks are tried, each with several blocks at once, and a pair is kept that writes and reads the
+    same bytes in the least time, or about that. `budget_s` bounds that: what it has no time for is not tried.
 
     Raises:
         ConfigError: `directory` cannot be used.
@@ -104,7 +106,7 @@ def _measure(file: DiskFile, end_s: float, slice_s: float) -> DiskSpeed:
             if best is not None and time.perf_counter() + slice_s > end_s:
                 break
             found = _measure_one(file, memory[:nbytes], block_nbytes, depth, slice_s)
-            if best is None or _round_trip_s(found) < _round_trip_s(best):
+            if best is None or _round_trip_s(found) < _CLEARLY * _round_trip_s(best):
                 best = found
     assert best is not None
     return best
@@ -181,26 +183,26 @@ def _round_trip_s(speed: DiskSpeed) -> float:
 
 def _identity(directory: Path) -> list[str]:
     """Return what the speeds depend on."""
+    return [f"device {_device(directory)}", file_system(directory), processor(), f"{num_cores()} cores"]
+
+
+def file_system(directory: Path) -> str:
+    """Return the type of a directory's file system, and its source; nothing where the system does not say."""
     device = _device(directory)
-    number = f"{os.major(device)}:{os.minor(device)}"
-    return [f"device {number}", _file_system(number), processor(), f"{num_cores()} cores"]
-
-
-def _device(directory: Path) -> int:
-    """Return the number of the device that a directory is on, or will be when it is made."""
-    for each in (directory.absolute(), *directory.absolute().parents):
-        with contextlib.suppress(OSError):
-            return os.stat(each).st_dev
-    return 0
-
-
-def _file_system(device: str) -> str:
-    """Return the type of the file system of a device, and its source; nothing where the system does not say."""
     with contextlib.suppress(OSError):
         for line in _MOUNTS.read_text(errors="replace").splitlines():
             words = line.split()
             if len(words) > 2 and words[2] == device and "-" in words:
                 return " ".join(words[words.index("-") + 1 :][:2])
+    return ""
+
+
+def _device(directory: Path) -> str:
+    """Return the number of the device that a directory is on, or will be when it is made."""
+    for each in (directory.absolute(), *directory.absolute().parents):
+        with contextlib.suppress(OSError):
+            number = os.stat(each).st_dev
+            return f"{os.major(number)}:{os.minor(number)}"
     return ""
 
 

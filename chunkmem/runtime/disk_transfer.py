@@ -153,50 +153,59 @@ class DiskTransfers:
 
     def _read(self, stored: StoredBytes, part: _Part, scratch: _Scratch) -> None:
         if self._checks and not part.is_whole:
-            whole = self._read_whole(stored, part.block, scratch.buffer())
-            ctypes.memmove(part.address, whole.address + part.start, len(part.memory))
+            buffer, begin = self._read_around(stored, part, scratch)
+            ctypes.memmove(part.address, buffer.address + begin, len(part.memory))
             return
-        offset = part.block.offset + part.start
-        straight = self._file.straight_nbytes(part.address, offset, len(part.memory))
+        offset, nbytes = part.block.offset + part.start, len(part.memory)
+        straight = self._file.straight_nbytes(part.address, offset, nbytes)
         if straight:
             self._file.read(part.memory[:straight], offset)
-        if straight < len(part.memory):
-            first, begin = self._aligned(offset + straight)
+        if straight < nbytes:
+            begin = (offset + straight) % self._file.alignment
             buffer = scratch.buffer()
-            self._file.read(buffer.view[: self._file.padded(begin + len(part.memory) - straight)], first)
-            ctypes.memmove(part.address + straight, buffer.address + begin, len(part.memory) - straight)
+            self._file.read(buffer.view[: self._file.padded(begin + nbytes - straight)], offset + straight - begin)
+            ctypes.memmove(part.address + straight, buffer.address + begin, nbytes - straight)
         if self._checks:
             self._compare(stored, part.block, part.memory)
 
     def _write(self, stored: StoredBytes, part: _Part, scratch: _Scratch) -> None:
-        block, nbytes, written = part.block, len(part.memory), part.memory
+        block, nbytes = part.block, len(part.memory)
         if part.is_whole:
-            checksum = self._begin_writing(stored, block, written)
+            checksum = self._begin_writing(stored, block, part.memory)
             straight = self._file.straight_nbytes(part.address, block.offset, nbytes)
             if straight:
-                self._file.write(written[:straight], block.offset)
+                self._file.write(part.memory[:straight], block.offset)
             if straight < nbytes:
                 buffer = scratch.buffer()
                 ctypes.memmove(buffer.address, part.address + straight, nbytes - straight)
                 self._file.write(buffer.view[: self._file.padded(nbytes - straight)], block.offset + straight)
         else:
-            buffer = self._read_whole(stored, block, scratch.buffer())
-            ctypes.memmove(buffer.address + part.start, part.address, nbytes)
+            buffer, begin = self._read_around(stored, part, scratch)
+            ctypes.memmove(buffer.address + begin, part.address, nbytes)
+            first, around_nbytes = self._around(part)
             checksum = self._begin_writing(stored, block, buffer.view[: block.nbytes])
-            self._file.write(buffer.view[: self._file.padded(block.nbytes)], block.offset)
+            self._file.write(buffer.view[:around_nbytes], block.offset + first)
         if stored.checksums is not None:
             stored.checksums[block.number] = checksum
 
-    def _aligned(self, offset: int) -> tuple[int, int]:
-        """Return the multiple of the alignment at or before `offset`, and how far that is."""
-        begin = offset % self._file.alignment
-        return offset - begin, begin
+    def _around(self, part: _Part) -> tuple[int, int]:
+        """Return what has to be read of a block to change a part of it, by offset and length: aligned.
 
-    def _read_whole(self, stored: StoredBytes, block: _Block, buffer: AlignedBuffer) -> AlignedBuffer:
-        self._file.read(buffer.view[: self._file.padded(block.nbytes)], block.offset)
+        All of it if it has a checksum.
+        """
         if self._checks:
-            self._compare(stored, block, buffer.view[: block.nbytes])
-        return buffer
+            return 0, self._file.padded(part.block.nbytes)
+        first = part.start // self._file.alignment * self._file.alignment
+        return first, self._file.padded(part.start + len(part.memory) - first)
+
+    def _read_around(self, stored: StoredBytes, part: _Part, scratch: _Scratch) -> tuple[AlignedBuffer, int]:
+        """Read that; return it, and where in it the part begins."""
+        first, nbytes = self._around(part)
+        buffer = scratch.buffer()
+        self._file.read(buffer.view[:nbytes], part.block.offset + first)
+        if self._checks:
+            self._compare(stored, part.block, buffer.view[: part.block.nbytes])
+        return buffer, part.start - first
 
     # Checksums.
 

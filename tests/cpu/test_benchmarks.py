@@ -71,3 +71,18 @@ def test_ways_to_accumulate_are_compared(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
     rows = json.loads(out.read_text())["settings"]["memory"]["variants"]
     assert rows["by-layer-always"]["traffic"]["moved_nbytes"] < rows["accumulating"]["traffic"]["moved_nbytes"] / 2
+
+
+@pytest.mark.full
+def test_a_disk_is_compared_with_fio(tmp_path: Path) -> None:
+    """What is read is what was written, or the run fails. Without fio, its rows say so."""
+    out = tmp_path / "results.json"
+    sizes = ["--total", "4MiB", "--slab", "1MiB", "--block", "256KiB"]
+    options = [*sizes, "--turns", "1", "--folder", str(tmp_path), "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.disk.run", *options]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    results = json.loads(out.read_text())
+    assert {"chunkmem", "again", "checks", "busy"} <= set(results["variants"])
+    assert ("fio is not installed" in done.stdout) == (results["fio"] is None)
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]

@@ -65,11 +65,11 @@ def test_the_fastest_blocks_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_on_a_slow_disk_little_is_moved_and_few_blocks_are_tried(tmp_path: Path) -> None:
-    disk = FaultyDisk(calls=ThrottledDisk(40e6, 40e6))
+    disk = FaultyDisk(calls=ThrottledDisk(80e6, 80e6))
     found = measure_disk(tmp_path, calls=disk, budget_s=0.5)
     assert (found.block_nbytes, found.depth) == disk_speed._CANDIDATES[0]
-    # Of 8 MiB in blocks of 4: once to find out, and twice to measure.
-    assert disk.num_calls["pwritev"] == 2 + 2 * 2
+    # One block of 16 MiB: once to find out, and twice to measure.
+    assert disk.num_calls["pwritev"] == 1 + 2
 
 
 def test_a_disk_that_fails(tmp_path: Path) -> None:
