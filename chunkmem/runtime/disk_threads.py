@@ -145,7 +145,7 @@ class TransferThreads(Generic[Scratch]):
             if transfer.over.is_set():
                 return
             while len(self._threads) < self._num_threads:
-                name, scratch = f"chunkmem disk {len(self._threads)}", self._make_scratch()
+                name, scratch = f"chunkmem disk pool {len(self._threads)}", self._make_scratch()
                 thread = threading.Thread(target=self._serve, args=(scratch,), name=name, daemon=True)
                 thread.start()
                 self._threads.append(thread)

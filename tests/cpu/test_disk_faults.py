@@ -22,7 +22,7 @@ from chunkmem.runtime.disk_calls import SYSTEM_CALLS, SystemCalls
 from chunkmem.runtime.disk_pool import DiskPool
 from chunkmem.runtime.disk_threads import TransferThreads
 from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk, ThrottledDisk
-from tests.helpers.disk import BLOCK, ROLE, disk_threads, new_pool, numbers, open_files, opened
+from tests.helpers.disk import BLOCK, ROLE, disk_threads, new_pool, numbers, open_files, opened, wait_until
 from tests.helpers.spread import spread
 
 PAGE = 4096
@@ -299,9 +299,9 @@ def run_at_random(directory: Path, seed: int) -> int:
 def test_an_interrupted_wait_leaves_nobody_at_work_on_the_memory(tmp_path: Path) -> None:
     """The memory belongs to the caller: once the call is over, whatever its end, nothing may write to it."""
     with opened(tmp_path, calls=ThrottledDisk(BLOCK / 0.05, 1e12)) as pool:
-        slab = pool.alloc(ROLE, 32 * BLOCK)
-        slab.write(numbers(32 * BLOCK))
-        read = torch.zeros(32 * BLOCK, dtype=torch.uint8)
+        slab = pool.alloc(ROLE, 64 * BLOCK)
+        slab.write(numbers(64 * BLOCK))
+        read = torch.zeros(64 * BLOCK, dtype=torch.uint8)
         main = threading.get_ident()
 
         def interrupt() -> None:
@@ -314,7 +314,7 @@ def test_an_interrupted_wait_leaves_nobody_at_work_on_the_memory(tmp_path: Path)
             slab.read(read)
         after = read.clone()
         timer.join()
-        assert 0 < int((after != 0).sum()) < 20 * BLOCK, "some blocks were read, the others never begun"
+        assert 0 < int((after != 0).sum()) < 50 * BLOCK, "some blocks were read, the others never begun"
         time.sleep(0.3)
         assert torch.equal(read, after)
         assert written_and_read(pool, size=BLOCK)
@@ -331,8 +331,7 @@ def test_a_failed_transfer_keeps_nothing_alive(tmp_path: Path) -> None:
             with pytest.raises(TierIOError):
                 slab.write(memory)
             del memory
-            time.sleep(0.05)
-            assert gone() is None
+            wait_until(lambda: gone() is None)
         finally:
             gc.enable()
 
@@ -364,14 +363,16 @@ def test_what_was_asked_for_is_done_before_threads_end() -> None:
     threads: TransferThreads[None] = TransferThreads(2, lambda: None)
     done: list[int] = []
     told: list[str] = []
+    begun = threading.Event()
 
     def move(block: int, scratch: None) -> None:
+        begun.set()
         time.sleep(0.02)
         done.append(block)
 
     waiter = threading.Thread(target=lambda: threads.carry_out(10, move))
     waiter.start()
-    time.sleep(0.03)
+    begun.wait()
     threads.stop(lambda: told.append("ended"))
     threads.join()
     waiter.join()
@@ -420,7 +421,7 @@ def test_a_throttled_disk_has_a_rate_for_each_direction(tmp_path: Path) -> None:
         for move, expected_s in ((slab.write, 0.125), (slab.read, 0.25)):
             begin_s = time.perf_counter()
             move(memory)
-            assert expected_s <= time.perf_counter() - begin_s < expected_s + 0.5
+            assert expected_s <= time.perf_counter() - begin_s < expected_s + 2
 
 
 def test_the_system_says_what_it_cannot_reserve(tmp_path: Path) -> None:

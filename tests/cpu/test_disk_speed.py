@@ -48,11 +48,11 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
 def test_the_speed_is_that_of_the_disk(tmp_path: Path) -> None:
     begin_s = time.perf_counter()
     found = measure_disk(tmp_path, calls=ThrottledDisk(400e6, 200e6, latency_s=0.004), budget_s=1.0)
-    assert time.perf_counter() - begin_s < 8
+    assert time.perf_counter() - begin_s < 30
     # No faster than the disk; slower by what is under way at the ends, and as far as others use this machine.
-    assert 400e6 / 4 < found.read_Bps <= 400e6
-    assert 200e6 / 4 < found.write_Bps <= 200e6
-    assert 0.004 <= found.latency_s < 0.1
+    assert 400e6 / 20 < found.read_Bps <= 400e6
+    assert 200e6 / 20 < found.write_Bps <= 200e6
+    assert 0.004 <= found.latency_s < 1
     assert (found.block_nbytes, found.depth) in disk_speed._CANDIDATES
     assert list(tmp_path.iterdir()) == []
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,15 @@ def numbers(nbytes: int, *, seed: int = 0, shift: int = 0) -> torch.Tensor:
 
 def disk_threads() -> list[threading.Thread]:
     """Return the threads of all pools."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("chunkmem disk")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("chunkmem disk pool")]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Wait for what other threads do."""
+    end_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
 
 
 def open_files(directory: Path) -> list[str]:
