@@ -10,19 +10,15 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from chunkmem.errors import ConfigError, StateError, TierIOError
-from chunkmem.runtime.disk_calls import SYSTEM_CALLS, SystemCalls
+from chunkmem.errors import ConfigError, TierIOError
 from chunkmem.runtime.disk_pool import DiskPool
-from chunkmem.runtime.disk_threads import TransferThreads
 from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk, ThrottledDisk
-from tests.helpers.disk import BLOCK, ROLE, disk_threads, new_pool, numbers, open_files, opened, wait_until
+from tests.helpers.disk import BLOCK, ROLE, new_pool, numbers, open_files, opened, wait_until
 from tests.helpers.spread import spread
 
 PAGE = 4096
@@ -334,100 +330,3 @@ def test_a_failed_transfer_keeps_nothing_alive(tmp_path: Path) -> None:
             wait_until(lambda: gone() is None)
         finally:
             gc.enable()
-
-
-def test_blocks_that_were_begun_end_before_an_error_is_raised() -> None:
-    threads: TransferThreads[None] = TransferThreads(4, lambda: None)
-    running: set[int] = set()
-    begun: list[int] = []
-
-    def move(block: int, scratch: None) -> None:
-        begun.append(block)
-        running.add(block)
-        try:
-            if block == 1:
-                raise ValueError(block)
-            time.sleep(0.1)
-        finally:
-            running.discard(block)
-
-    with pytest.raises(ValueError, match="1"):
-        threads.carry_out(100, move)
-    assert not running
-    assert len(begun) <= 8
-    threads.stop()
-    threads.join()
-
-
-def test_what_was_asked_for_is_done_before_threads_end() -> None:
-    threads: TransferThreads[None] = TransferThreads(2, lambda: None)
-    done: list[int] = []
-    told: list[str] = []
-    begun = threading.Event()
-
-    def move(block: int, scratch: None) -> None:
-        begun.set()
-        time.sleep(0.02)
-        done.append(block)
-
-    waiter = threading.Thread(target=lambda: threads.carry_out(10, move))
-    waiter.start()
-    begun.wait()
-    threads.stop(lambda: told.append("ended"))
-    threads.join()
-    waiter.join()
-    assert sorted(done) == list(range(10))
-    assert told == ["ended"]
-    with pytest.raises(StateError, match="DISK is closed"):
-        threads.carry_out(1, move)
-    assert disk_threads() == []
-
-
-# The faults themselves.
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Fault(TORN, "preadv", at=1), "torn does not happen to 'preadv'"),
-        (lambda: Fault(FaultKind.FLIP, "pwritev", at=1), "flip does not happen"),
-        (lambda: Fault(ERROR, "read", at=1), "does not happen to 'read'; calls: open, preadv"),
-        (lambda: Fault(ERROR, "preadv"), "give either `at` or `probability`"),
-        (lambda: Fault(ERROR, "preadv", at=1, probability=0.5), "give either"),
-        (lambda: ThrottledDisk(0, 1), "nothing would end on a disk of 0"),
-        (lambda: ThrottledDisk(1, 1, latency_s=-1), "nothing would end"),
-    ],
-)
-def test_faults_that_cannot_be(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(StateError, match=message):
-        make()
-
-
-def test_the_same_seed_fails_the_same_calls(tmp_path: Path) -> None:
-    def struck(seed: int) -> list[Any]:
-        disk = FaultyDisk(Fault(FaultKind.DELAY, "pwritev", probability=0.3, delay_s=0), seed=seed)
-        with opened(tmp_path, calls=disk) as pool:
-            pool.alloc(ROLE, 20 * BLOCK).write(numbers(20 * BLOCK))
-        return sorted(disk.struck, key=lambda each: each[1])
-
-    assert struck(1) == struck(1) != struck(2)
-    assert 1 <= len(struck(1)) <= 15
-
-
-def test_a_throttled_disk_has_a_rate_for_each_direction(tmp_path: Path) -> None:
-    with opened(tmp_path, depth=4, calls=ThrottledDisk(64 * BLOCK, 128 * BLOCK)) as pool:
-        slab = pool.alloc(ROLE, 16 * BLOCK)
-        memory = numbers(16 * BLOCK)
-        for move, expected_s in ((slab.write, 0.125), (slab.read, 0.25)):
-            begin_s = time.perf_counter()
-            move(memory)
-            assert expected_s <= time.perf_counter() - begin_s < expected_s + 2
-
-
-def test_the_system_says_what_it_cannot_reserve(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        SYSTEM_CALLS.fallocate(-1, 0, 10)
-    calls = SystemCalls()
-    calls._fallocate = None
-    with pytest.raises(OSError, match="not supported"):
-        calls.fallocate(0, 0, 10)
