@@ -17,7 +17,7 @@ from chunkmem.comm.exchange import Exchange
 from chunkmem.comm.mesh import mesh_of
 from chunkmem.comm.methods import ExchangeMethod, possible_exchanges, require_method
 from chunkmem.comm.ranks import Ranks
-from chunkmem.config import Config, flattened, unavailable_keys
+from chunkmem.config import Config, flattened
 from chunkmem.entry_points import EntryPoints, collect_abandoned
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.layout.spec import digest
@@ -373,7 +373,7 @@ def open_memory(tiers: Tiers, backend: StorageBackend) -> Memory:
             return BoundChunk(HostStorage(backend, device=in_ram, dtype=dtype), device=in_ram)
         return BoundChunk(ChunkStorage(backend, device=device, dtype=dtype), device=device)
 
-    store = ChunkStore({Tier.DEVICE: tiers.device_pool, Tier.HOST: tiers.host_pool}, tiers.compute.clock)
+    store = ChunkStore(tiers.pools, tiers.compute.clock)
     return Memory(tiers.compute, tiers.caps, Pager(store, meter=tiers.meter), make_home)
 
 
@@ -382,6 +382,4 @@ def _checked(config: object) -> Config:
         raise ConfigError(
             f"config is a {type(config).__name__}; pass Config.from_json(path), Config.from_dict(values) or None"
         )
-    if keys := unavailable_keys(config):
-        raise ConfigError(f"{', '.join(keys)}: not available in this version; leave out or set to the default")
     return config

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, Literal, Self
 
@@ -103,10 +102,10 @@ class Fp16Config(Section, at="fp16"):
 
 @dataclass(frozen=True)
 class DiskConfig(Section, at="memory.disk"):
-    """The third tier; not available yet."""
+    """The third tier: a file, for what HOST has no room for."""
 
-    path: str = option(PATH, about="Where files of chunks are written.")
-    capacity: int = option(CAPACITY, about="Cap on their bytes.")
+    path: str = option(PATH, about="A folder, on a fast disk of this machine. Each process makes a file there, without a name.")
+    capacity: int = option(CAPACITY, about="Cap on its bytes, of each process.")
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class MemoryConfig(Section, at="memory"):
         about="Cap on host memory; null: its capacity times `overall_cpu_mem_ratio`, divided by the ranks on the "
         "machine.",
     )
-    disk: DiskConfig | None = option(either(NULL, subsection(DiskConfig)), None, about="Not available yet.")
+    disk: DiskConfig | None = option(either(NULL, subsection(DiskConfig)), None, about="The third tier, DISK; null: there is none.")
 
 
 REGION_POLICIES: Final = ("auto", "keep", "offload", "recompute")
@@ -332,25 +331,12 @@ def _with_policy(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "activations": {**section, "policy": policy}}
 
 
-AVAILABLE: Final = MappingProxyType(
-    {
-        "memory.disk": (None,),
-    }
-)
-"""What this version can do with the keys it cannot do everything with; the default is always among it."""
-
-
 def flattened(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
     """Return the values of nested sections by their key paths."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found |= flattened(value, f"{at}{key}.") if isinstance(value, Mapping) else {f"{at}{key}": value}
     return found
-
-
-def unavailable_keys(config: Config) -> list[str]:
-    """Return the paths of keys set to something that this version cannot do."""
-    return [path for path, values in AVAILABLE.items() if attrgetter(path)(config) not in values]
 
 
 def _precision_contradiction(precision: object, *, enabled: object) -> ConfigError:

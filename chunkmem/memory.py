@@ -35,6 +35,10 @@ class MovedReport:
 
     h2d_nbytes: int
     d2h_nbytes: int
+    read_nbytes: int = 0
+    """From DISK to HOST."""
+    written_nbytes: int = 0
+    """From HOST to DISK."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,13 @@ class MemoryReport:
     left_nbytes: int = 0
     """Of those, bytes that were activations in chunks and are held by others now: by a user who got hold of them, or by
     autograd, whose graph outlives the step. On an accelerator the cap covers them, as other non-model data."""
+    disk: TierReport | None = None
+    """None: there is no DISK."""
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("tier", "role", "now", "last step", "peak", "cap")]
-        for name, tier in (("DEVICE", self.device), ("HOST", self.host)):
+        disk = [] if self.disk is None else [("DISK", self.disk)]
+        for name, tier in (("DEVICE", self.device), ("HOST", self.host), *disk):
             total = (tier.now_nbytes, tier.step_peak_nbytes, tier.peak_nbytes, tier.cap_nbytes)
             rows.append((name, "all", *(format_nbytes(n) for n in total)))
             for role, (now, peak) in tier.by_role.items():
@@ -71,6 +78,11 @@ class MemoryReport:
             f"{format_nbytes(self.non_model_nbytes)}, moved to DEVICE {format_nbytes(self.moved.h2d_nbytes)} and to "
             f"HOST {format_nbytes(self.moved.d2h_nbytes)}"
         )
+        if disk:
+            lines.append(
+                f"read from DISK {format_nbytes(self.moved.read_nbytes)}, written to it "
+                f"{format_nbytes(self.moved.written_nbytes)}"
+            )
         if self.exchange_nbytes[1]:
             received, at_peak = map(format_nbytes, self.exchange_nbytes)
             lines.append(f"to receive from other ranks {received}, at the peak {at_peak}")

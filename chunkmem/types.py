@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections.abc import Collection
 from typing import ClassVar, NamedTuple
 
 
@@ -14,6 +15,8 @@ class Tier(enum.Enum):
     """The accelerator, or the capped part of RAM that plays it."""
     HOST = "host"
     """RAM; pinned where there is an accelerator."""
+    DISK = "disk"
+    """A file, where `memory.disk` names a folder for it; else there is none."""
 
     # Members are singletons: hashing by identity is right, and several times faster than Enum's own hash of the name.
     __hash__ = object.__hash__
@@ -33,10 +36,11 @@ LINKS: tuple[Link, ...] = tuple(
 """Both directions between each tier and the one below it."""
 
 
-def neighbor(tier: Tier) -> Tier:
-    """Return where what leaves a tier goes: to the one below it or, from the last of the chain, to the one above."""
+def neighbor(tier: Tier, tiers: Collection[Tier] = TIERS) -> Tier:
+    """Return where what leaves a tier goes: to the one below it or, from the last of `tiers`, to the one above."""
     place = PLACE[tier]
-    return TIERS[place + 1] if place + 1 < len(TIERS) else TIERS[place - 1]
+    below = TIERS[place + 1] if place + 1 < len(TIERS) else None
+    return below if below is not None and below in tiers else TIERS[place - 1]
 
 
 class Role(str):

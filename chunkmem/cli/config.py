@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from chunkmem.cli.answer import CommandResult
-from chunkmem.config import Config, flattened, unavailable_keys
+from chunkmem.config import Config, flattened
 from chunkmem.errors import ConfigError
 from chunkmem.schema import Section
 
@@ -116,12 +116,9 @@ def _checked(file: Path) -> CommandResult:
     config = Config.from_json(file)
     defaults = flattened(Config().to_dict())
     found = {path: value for path, value in flattened(config.to_dict()).items() if defaults.get(path) != value}
-    lacking = unavailable_keys(config)
-    data = {"file": str(file), "set": found, "unavailable": lacking}
+    data = {"file": str(file), "set": found}
     lines = [f"{path} = {json.dumps(value)}" for path, value in found.items()] or ["every key has its default"]
-    if lacking:
-        lines.append(f"not available in this version: {', '.join(lacking)}; leave out or set to the default")
-    return CommandResult(data, "\n".join(lines), fits=not lacking)
+    return CommandResult(data, "\n".join(lines))
 
 
 def _sections(keys: Sequence[ConfigKey]) -> Mapping[str, list[ConfigKey]]:

@@ -14,7 +14,7 @@ from chunkmem.cli.stages import blocks_named, cut_answer, refuse_with
 from chunkmem.errors import CapacityError, ConfigError, PlanError
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import LANE_LINKS, Lane, Plan
+from chunkmem.plan.model import DIRECTIONS, LANE_LINKS, Lane, Plan
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline
@@ -22,7 +22,7 @@ from chunkmem.report.regions import region_policies
 from chunkmem.report.text import REGION_COLUMNS, region_rows
 from chunkmem.sizes import format_nbytes, shown
 from chunkmem.trace.model import Trace
-from chunkmem.types import TIERS, Tier
+from chunkmem.types import Tier
 
 if TYPE_CHECKING:
     from chunkmem.bound import TrafficBound
@@ -159,7 +159,7 @@ class Result:
     @property
     def moved_nbytes(self) -> int:
         """Bytes of a step, over both links."""
-        return sum(self.timeline.moved_nbytes.values())
+        return sum(nbytes for lane, nbytes in self.timeline.moved_nbytes.items() if Tier.DEVICE in LANE_LINKS[lane])
 
     @property
     def ratio(self) -> float | None:
@@ -200,7 +200,7 @@ class Result:
             "compute_s": self.compute_s,
             "stall_s": timeline.stall_s,
             "host_update_s": self.host_update_s,
-            **{f"{lane.value}_nbytes": timeline.moved_nbytes[lane] for lane in LANE_LINKS},
+            **{f"{lane.value.replace('-', '_')}_nbytes": nbytes for lane, nbytes in timeline.moved_nbytes.items()},
             "moved_nbytes": self.moved_nbytes,
             "exchanged_nbytes": timeline.exchanged_nbytes,
             "bound_nbytes": self.bound.nbytes,
@@ -208,8 +208,8 @@ class Result:
             "certain_nbytes": self.bound.certain_nbytes,
             "fetched": timeline.fetched,
             "prefetched": timeline.prefetched,
-            "peak_nbytes": {tier.value: timeline.peak_nbytes[tier] for tier in TIERS},
-            "cap_nbytes": {tier.value: timeline.cap_nbytes[tier] for tier in TIERS},
+            "peak_nbytes": {tier.value: nbytes for tier, nbytes in timeline.peak_nbytes.items()},
+            "cap_nbytes": {tier.value: nbytes for tier, nbytes in timeline.cap_nbytes.items()},
             "num_updates": len(self.plan.update_tiers),
             "num_updates_on_device": self.num_updated_on_device,
             "out": self.out,
@@ -231,7 +231,7 @@ class Result:
         ])  # fmt: skip
         yield ""
         yield table(("traffic", "of a step"), [
-            *((f"to {to.name}", format_nbytes(timeline.moved_nbytes[lane])) for lane, (_, to) in LANE_LINKS.items()),
+            *((DIRECTIONS[lane], format_nbytes(nbytes)) for lane, nbytes in timeline.moved_nbytes.items()),
             ("both", format_nbytes(self.moved_nbytes)),
             ("lower bound", format_nbytes(self.bound.nbytes)),
             ("both / lower bound", "-" if self.ratio is None else f"{self.ratio:.3f}"),
@@ -244,7 +244,7 @@ class Result:
             yield ""
         yield table(("chunks on", "peak", "cap"), [
             (tier.name, format_nbytes(timeline.peak_nbytes[tier]), format_nbytes(timeline.cap_nbytes[tier]))
-            for tier in TIERS
+            for tier in timeline.peak_nbytes
         ])  # fmt: skip
         if self.plan.machine.charges_non_model:
             non_model = self.trace.non_model_peak_nbytes

@@ -167,16 +167,16 @@ class GradientSlots:
         self._pager.policy.drain()
         self._clear_carried(managed)
         chunk = self.chunks[managed.group]
+        tiers = self._pager.to_write(chunk, reader="zeroing a gradient")
         with runtime_mode():
-            for tier in chunk.replicas:
-                if chunk.ready(tier):
-                    self._pager.store.views(chunk, tier)[managed.position].zero_()
+            for tier in tiers:
+                self._pager.store.views(chunk, tier)[managed.position].zero_()
 
     def value(self, managed: ManagedParameter) -> torch.Tensor:
         """Return the slot of a gradient that has landed, on the tier with the newest values; not a copy."""
         self._pager.policy.drain()
         chunk = self.chunks[managed.group]
-        tier = chunk.newest_tier()
+        tier = self._pager.in_memory(chunk, reader="a gradient")
         assert tier is not None
         return self._pager.store.views(chunk, tier)[managed.position]
 

@@ -12,7 +12,6 @@ from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradient_source import GradientSource, GradientState
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
-from chunkmem.types import TIERS
 
 
 class GradientValues(GradientSlots):
@@ -97,8 +96,10 @@ class GradientValues(GradientSlots):
             self.before_change()
         self._pager.policy.drain()
         chunk = self.chunks[source.group]
-        tiers = [tier for tier in TIERS if chunk.ready(tier)]
-        return [self._pager.store.views(chunk, tier)[source.position] for tier in tiers[: None if writing else 1]]
+        reader = f"the gradient of {source.name}"
+        in_use = self._pager.in_memory(chunk, reader=reader) if not writing else None
+        tiers = [in_use] if in_use is not None else self._pager.to_write(chunk, reader=reader)
+        return [self._pager.store.views(chunk, tier)[source.position] for tier in tiers]
 
     def zero(self, source: GradientSource) -> None:
         """Set a gradient to zero, over ranks this one's part of it; one that was consumed is zero from now on.

@@ -171,11 +171,12 @@ class Packer:
 
     def _give_back(self, chunk: Chunk, home: BoundChunk) -> None:
         """Let the parameters have the chunk's values in memory of their own."""
-        tier = chunk.newest_tier()
+        tier, store = chunk.newest_tier(), self._pager.store
         for parameter in home.parameters if tier is not None else ():
             assert tier is not None
+            at = parameter.position
             with runtime_mode():
-                values = self._pager.store.views(chunk, tier)[parameter.position]
+                values = store.read_slot(chunk, at) if tier is Tier.DISK else store.views(chunk, tier)[at]
                 parameter.param.data = values.to(parameter.built_dtype, copy=True)
 
     def _require_room(self, nbytes: int, built: Built, *, in_training: int) -> None:
@@ -291,11 +292,19 @@ class Packer:
 
     def _place(self, chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:
         """Begin the content of chunks; return views of their slots, to be written before anything else is placed."""
-        for chunk in chunks:
-            self._pager.place(chunk, reader="packing")
+        store, held = self._pager.store, []
+        try:
+            for chunk in chunks:
+                replica = self._pager.place(chunk, reader="packing")
+                if store.has_disk:  # where it could not be written to
+                    replica.pins += 1
+                    held.append(replica)
+        finally:
+            for replica in held:
+                replica.pins -= 1
         # The first may have made way for the second.
         tiers = [chunk.newest_tier() for chunk in chunks]
-        return [self._pager.store.views(chunk, tier) for chunk, tier in zip(chunks, tiers, strict=True) if tier]
+        return [store.views(chunk, tier) for chunk, tier in zip(chunks, tiers, strict=True) if tier]
 
 
 def _elsewhere(chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, ...]]:

@@ -52,13 +52,13 @@ class PendingGradients:
         self._scaler = scaler
         self._ranks = ranks
         self._counted_elsewhere = counted_elsewhere
-        self._grads: dict[torch.Tensor, torch.Tensor] = {}
-        for param in params:
-            if param in self._managed:
-                self._grads[param] = updater.gradient(self._managed[param])
-            elif param.grad is not None and not isinstance(param.grad, LazyGradient):  # that is another rank's
-                self._grads[param] = param.grad
-        if not self._grads and ranks.are_one:
+        self._params = [
+            param
+            for param in params
+            if param in self._managed or (param.grad is not None and not isinstance(param.grad, LazyGradient))
+        ]
+        """Those with a gradient. A lazy one of a parameter that is not among `managed` is another rank's."""
+        if not self._params and ranks.are_one:
             raise StateError("no gradient to clip: call manager.backward(loss) or loss.backward() before it")
 
     def clip(self, max_norm: float) -> torch.Tensor:
@@ -69,12 +69,20 @@ class PendingGradients:
             if float(coefficient) == 1.0:  # torch multiplies by it, which changes nothing
                 return norm
             self._updater.ahead.roll_back()
-            for param, grad in self._grads.items():
+            for param in self._params:
                 managed = self._managed.get(param)
-                replicas = [grad] if managed is None else self._updater.gradient_replicas(managed)
+                replicas = [self._gradient(param)] if managed is None else self._updater.gradient_replicas(managed)
                 for replica in replicas:
                     replica.mul_(coefficient.to(replica.device))
         return norm
+
+    def _gradient(self, param: torch.Tensor) -> torch.Tensor:
+        """Return a gradient, to be read: there may be no memory for all at a time."""
+        managed = self._managed.get(param)
+        if managed is not None:
+            return self._updater.gradient(managed)
+        assert param.grad is not None
+        return param.grad
 
     def multiplier(self, max_norm: float) -> float | None:
         """Return what an update multiplies gradients by, for the loss scale and clipping; None: they overflowed.
@@ -113,8 +121,8 @@ class PendingGradients:
         known: dict[torch.Tensor, torch.Tensor] = {
             managed.param: norm for part in parts for managed, norm in part.norms.items()
         }
-        grads = self._counted()
-        norm = global_norm(grads, known=known) if grads else torch.zeros(())
+        counted = self._counted()
+        norm = global_norm(counted, self._gradient, known=known) if counted else torch.zeros(())
         if self._ranks.are_one:
             return norm
         (total,) = self._ranks.sum_over((float(norm.double().square()),), label="norm of the gradients")
@@ -123,8 +131,9 @@ class PendingGradients:
     def _norm_in_float32(self, by_group: dict[int, list[ManagedParameter]]) -> torch.Tensor:
         squares = [self._squares_of(group, by_group[group]) for group in sorted(by_group)]
         excluded: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for param, grad in self._counted().items():
+        for param in self._counted():
             if param not in self._managed:
+                grad = self._gradient(param)
                 excluded.setdefault((grad.dtype, grad.device), []).append(grad)
         squares += [self._updater.native.squares(alike) for alike in excluded.values()]
         total = math.fsum(float(square) for square, _ in squares)
@@ -133,16 +142,16 @@ class PendingGradients:
             total, num_infinite = self._ranks.sum_over((total, num_infinite), label="norm of the gradients")
         return torch.tensor(math.inf if num_infinite else math.sqrt(total))
 
-    def _counted(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the gradients that this rank adds: every rank has those of excluded parameters, one counts them."""
+    def _counted(self) -> list[torch.Tensor]:
+        """Return whose gradients this rank adds: every rank has those of excluded parameters, one counts them."""
         elsewhere = {managed.param for managed in self._counted_elsewhere}
-        return {
-            param: grad
-            for param, grad in self._grads.items()
+        return [
+            param
+            for param in self._params
             if (self._ranks.rank == 0 or param in self._managed) and param not in elsewhere
-        }
+        ]
 
     def _squares_of(self, group: int, members: list[ManagedParameter]) -> torch.Tensor:
         is_whole = not any(managed.group == group for managed in self._counted_elsewhere)
         known = self._updater.ahead.norm_parts(group).squares if is_whole else None
-        return self._updater.native.squares([self._grads[m.param] for m in members]) if known is None else known
+        return self._updater.native.squares([self._updater.gradient(m) for m in members]) if known is None else known

@@ -21,7 +21,7 @@ from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.failed import lost_error
 from chunkmem.runtime.pager import Pager
-from chunkmem.types import TIERS, ChunkId, Role, Tier
+from chunkmem.types import ChunkId, Role, Tier
 
 
 class GroupUpdater:
@@ -117,8 +117,13 @@ class GroupUpdater:
             return
         self._pager.notice_writes(param)
         tier = self._places.tier_for(master)
-        self._pager.create(master, tier, reader="master weights", zero=False, elastic=True)
-        source = next(each for each in TIERS if param.ready(each))
+        source = self._pager.in_memory(param, reader="master weights")
+        assert source is not None
+        param.replicas[source].pins += 1  # room is made for the other
+        try:
+            self._pager.create(master, tier, reader="master weights", zero=False, elastic=True)
+        finally:
+            param.replicas[source].pins -= 1
         with runtime_mode():
             master.replicas[tier].flat.copy_(param.replicas[source].flat)
 
@@ -182,17 +187,15 @@ class GroupUpdater:
         """Return a CPU copy of a parameter's slot in `chunk`, in the parameter's shape."""
         self._pager.policy.drain()
         self._pager.notice_writes(chunk)
-        tier = chunk.newest_tier()
-        if tier is None:
+        if chunk.newest_tier() is None:
             raise lost_error("reading", chunk)
-        with runtime_mode():
-            return self._store.views(chunk, tier)[managed.position].to("cpu", copy=True)
+        return self._store.read_slot(chunk, managed.position)
 
     def write(self, chunk: Chunk, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Set a parameter's slot in `chunk`, where the newest version is."""
         self._pager.policy.before_demand()
         self._pager.notice_writes(chunk)
-        tier = chunk.newest_tier()
+        tier = self._pager.in_memory(chunk, reader="loading") if chunk.newest_tier() is not None else None
         if tier is None and chunk.can_be_rounded:
             return  # it will be rounded from what is written to its master copy
         if tier is None:
@@ -220,7 +223,7 @@ class GroupUpdater:
         for group in groups:
             self._pager.policy.drain()
             chunk = self._chunk(Role.PARAM, group)
-            tier = chunk.newest_tier()
+            tier = self._pager.in_memory(chunk, reader="master weights")
             if tier is not None:
                 self._store.follow(chunk, tier)
 
@@ -240,11 +243,13 @@ class GroupUpdater:
         return dtype
 
     def gradient(self, managed: ManagedParameter) -> torch.Tensor:
-        """Return the slot of a gradient that has landed, where it is now; not a copy."""
+        """Return the slot of a gradient that has landed, where it is now, to be read; of DISK a copy of it."""
         self._pager.policy.drain()
         chunk = self._chunk(Role.GRAD, managed.group)
         tier = chunk.newest_tier()
         assert tier is not None
+        if tier is Tier.DISK:
+            return self._store.read_slot(chunk, managed.position)
         return self._store.views(chunk, tier)[managed.position]
 
     def gradient_replicas(self, managed: ManagedParameter) -> list[torch.Tensor]:
@@ -255,7 +260,8 @@ class GroupUpdater:
         self._pager.policy.drain()
         self.ahead.forget()
         chunk = self._chunk(Role.GRAD, managed.group)
-        slots = [self._store.views(chunk, tier)[managed.position] for tier in chunk.replicas if chunk.ready(tier)]
+        tiers = self._pager.to_write(chunk, reader="the gradient")
+        slots = [self._store.views(chunk, tier)[managed.position] for tier in tiers]
         grad = managed.param.grad
         # A tensor that a user has assigned, and still uses, is one more replica.
         return slots if grad is None or isinstance(grad, LazyGradient) else [*slots, grad]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from chunkmem.plan.model import Copy, Plan
+from chunkmem.plan.model import FETCH, LANE_LINKS, Copy, Plan
 from chunkmem.plan.placement import Placement
 from chunkmem.plan.timeline import Timeline
 
@@ -44,5 +44,5 @@ class Candidate:
     def step_s(self) -> float:
         """Seconds of a step; where the host computes itself, with those that it takes to hand copies over."""
         machine = self.plan.machine
-        latency_s = max(link.latency_s for link in machine.links.values()) if machine.one_processor else 0.0
+        latency_s = machine.links[LANE_LINKS[FETCH]].latency_s if machine.one_processor else 0.0
         return self.timeline.step_s + latency_s * self.num_copies

@@ -12,6 +12,7 @@ from math import inf
 from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.ahead import advance_updates
 from chunkmem.plan.candidate import Candidate, PlanOptions
+from chunkmem.plan.disk import least_host_nbytes, offload_to_disk
 from chunkmem.plan.choose import furthest_next_use, least_recently_used, sweep
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.intervals import find_stays, free_room, keep_slabs, linger, prefetch
@@ -37,6 +38,8 @@ _LARGE = 2000
 """Moments from which on fewer candidates are tried, so that planning stays a matter of seconds."""
 _SEARCH_WORK = 1_000_000
 """Of one search for the least traffic; a plan takes up to 15 of them."""
+_DISK_RESERVES = (0, 3, 6, 12)
+"""Slabs of HOST that are set aside for what passes between DEVICE and DISK."""
 _MOMENT_WORK = 40
 """Of making and simulating a candidate, for each of its moments."""
 
@@ -291,6 +294,8 @@ class Candidates:
         work = _MOMENT_WORK * len(self.trace.moments)
         machine = self.machine
         program = _program(way.problem, kept, self.budget, machine, lead=_LEAD)
+        if program.below_peak_nbytes > machine.host_nbytes and machine.disk_nbytes:
+            return self._make_with_disk(way, program, name)
         if program.below_peak_nbytes > machine.host_nbytes:
             if self.least_host_nbytes is None or program.below_peak_nbytes < self.least_host_nbytes:
                 self.least_host_nbytes = program.below_peak_nbytes
@@ -305,6 +310,22 @@ class Candidates:
                 other = self._candidate(program, in_time, way.placement, f"{name}, updates in time")
                 candidate = min(candidate, other, key=lambda tried: tried.timeline.step_s)
         return work, candidate
+
+    def _make_with_disk(self, way: _Placed, program: Program, name: str) -> tuple[int, Candidate | None]:
+        """Return the work done, and the fastest candidate that has what HOST has no room for on DISK."""
+        work, best = 0, None
+        for reserve in _DISK_RESERVES:
+            work += _MOMENT_WORK * len(self.trace.moments)
+            found = offload_to_disk(self.trace, program, self.machine, reserve_nbytes=reserve * self.slab_nbytes)
+            if found is None:
+                continue
+            candidate = self._candidate(found, found.actions, way.placement, f"{name}, {reserve} set aside on HOST")
+            if best is None or candidate.step_s < best.step_s:
+                best = candidate
+        if best is None:
+            least_nbytes = least_host_nbytes(self.trace, program)
+            self.least_host_nbytes = min(least_nbytes, self.least_host_nbytes or least_nbytes)
+        return work, best
 
     def _candidate(
         self, program: Program, actions: Sequence[Sequence[Action]], placement: Placement, name: str

@@ -17,7 +17,7 @@ from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.machine import Machine
 from chunkmem.sizes import format_nbytes
 from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import ChunkId, Role, Tier, neighbor
 
 
 class After(enum.Enum):
@@ -85,6 +85,13 @@ class Problem:
     """By moment: bytes of the chunks in use, and of those in gaps that are always kept."""
     always_kept: frozenset[int] = frozenset()
     """Indices of gaps that are not free to decide: the content of resident groups never leaves DEVICE."""
+    tier: Tier = Tier.DEVICE
+    """Where the chunks are used."""
+
+    @property
+    def below(self) -> Tier:
+        """Where they are when they are not there."""
+        return neighbor(self.tier)
 
     @cached_property
     def free_to_choose(self) -> tuple[int, ...]:
@@ -232,11 +239,11 @@ def find_gaps(
     first_gap = []
     for own, chain in enumerate(uses):
         first_gap.append(len(gaps))
-        gaps += _gaps_of(own, chain, renewed[own], needed[own], len(trace.moments))
+        gaps += gaps_of(own, chain, renewed[own], needed[own], len(trace.moments))
     always_kept = frozenset(
         at for at, gap in enumerate(gaps) if chunks[gap.chunk].group in resident_groups and may_be_kept(gap)
     )
-    required = _required(len(trace.moments), nbytes, uses, [gaps[at] for at in always_kept])
+    required = required_nbytes(len(trace.moments), nbytes, uses, [gaps[at] for at in always_kept])
     return Problem(
         trace, update_tiers, chunks, nbytes, tuple(map(tuple, uses)), tuple(gaps), tuple(first_gap), required,
         always_kept,
@@ -248,7 +255,16 @@ def may_be_kept(gap: Gap) -> bool:
     return gap.after is After.LIVES and gap.start < gap.stop and gap.needed_below is None
 
 
-def _gaps_of(chunk: int, chain: Sequence[Use], renewed: Sequence[int], needed: Sequence[int], n: int) -> list[Gap]:
+def gaps_of(chunk: int, chain: Sequence[Use], renewed: Sequence[int], needed: Sequence[int], n: int) -> list[Gap]:
+    """Return the gap after each use of a chunk.
+
+    Args:
+        chunk: its index.
+        chain: its uses, in order.
+        renewed: moments at which the tier below writes a new version.
+        needed: moments at which the tier below has to have the content.
+        n: moments of the trace.
+    """
     found = []
     # The version a gap carries begins with the last write at or before the use; before the first, in the last
     # iteration.
@@ -274,9 +290,10 @@ def _gaps_of(chunk: int, chain: Sequence[Use], renewed: Sequence[int], needed: S
     return found
 
 
-def _required(
+def required_nbytes(
     n: int, nbytes: Sequence[int], uses: Sequence[Sequence[Use]], always_kept: Iterable[Gap]
 ) -> tuple[int, ...]:
+    """Return, for each of `n` moments, the bytes of chunks in use, and of those in gaps that are always kept."""
     change = [0] * (n + 1)
     for size, chain in zip(nbytes, uses, strict=True):
         for use in chain:

@@ -1,4 +1,4 @@
-"""From kept gaps to stays: when each chunk is on DEVICE, where it comes from, and how early it is fetched. Pure."""
+"""From kept gaps to stays: when each chunk is on a tier, where it comes from, and how early it is fetched. Pure."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from chunkmem.plan.gaps import After, Gap, Problem
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import is_reused
 from chunkmem.plan.room import Room
-from chunkmem.types import Tier, neighbor
-
-BELOW = neighbor(Tier.DEVICE)
-"""Where chunks are when they are not on DEVICE."""
+from chunkmem.types import Tier
 
 
 @dataclass(slots=True)
 class Stay:
-    """One stay of a chunk on DEVICE: uses joined by gaps that are kept."""
+    """One stay of a chunk on the tier where it is used: uses joined by gaps that are kept."""
 
     chunk: int
     start: int
     """First moment of its first use, within the trace."""
     stop: int
-    """The moment in whose list it may be freed, and a copy to HOST stands; past the trace's end if it lasts into the
+    """The moment in whose list it may be freed, and a copy to the tier below stands; past the trace's end if it lasts into the
     next iteration."""
     source: Tier | None
     """Where its content is copied from; None: the first use begins new content, in a slab that is taken then."""
@@ -92,8 +89,8 @@ def _chain_of_stays(problem: Problem, chunk: int, gaps: Sequence[Gap], joined: S
             stop = chain[last].stop + (n if last < first else 0)
             before = gaps[previous]
             ready = before.ready - (n if before.stop > start else 0)
-            source = None if chain[first].creates else BELOW
-            found.append(Stay(chunk, start, stop, source, ready, BELOW if is_saved else None, start, stop))
+            source = None if chain[first].creates else problem.below
+            found.append(Stay(chunk, start, stop, source, ready, problem.below if is_saved else None, start, stop))
     return found
 
 
@@ -163,14 +160,14 @@ def linger(problem: Problem, stays: Stays, free: Room, machine: Machine) -> None
     n = len(problem.trace.moments)
     begins = [0.0, *accumulate(moment.duration_s for moment in problem.trace.moments)]
     limits = _last_frees(problem, stays)
-    link = machine.links[Tier.DEVICE, BELOW]
+    link = machine.links[problem.tier, problem.below]
     over_s = 0.0
     for stay in sorted((stay for stay in stays.passing if stay.target is not None), key=lambda stay: stay.stop % n):
         stop = stay.stop % n
         nbytes = problem.nbytes[stay.chunk]
         over_s = max(over_s, begins[stop]) + link.copy_s(nbytes)
         freed = min(bisect_left(begins, over_s, hi=n), limits[stay.chunk, stay.start] - stay.stop + stop)
-        if not is_reused(problem.chunks[stay.chunk], Tier.DEVICE):
+        if not is_reused(problem.chunks[stay.chunk], problem.tier):
             short = partial(_is_short_up_to, free, stop, nbytes)
             freed = stop + bisect_left(range(stop, freed), True, key=short)
         if stop < freed and free.last_short(stop, freed, nbytes) is None:
@@ -230,7 +227,7 @@ def _latest_starts(
     problem: Problem, fetches: Sequence[Stay], begins: Sequence[float], machine: Machine, lead: float
 ) -> list[float]:
     iteration_s = begins[-1]
-    link = machine.links[BELOW, Tier.DEVICE]
+    link = machine.links[problem.below, problem.tier]
     starts = [0.0] * len(fetches)
     # The first copies of the next iteration queue behind the last ones of this: go round twice.
     limit_s = float("inf")

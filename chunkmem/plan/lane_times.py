@@ -19,9 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from chunkmem.plan.model import LANE_LINKS, Lane
+from chunkmem.plan.model import Lane
 
-_LINKS = frozenset(index for index, lane in enumerate(Lane) if lane in LANE_LINKS)
+_LINKS = frozenset(index for index, lane in enumerate(Lane) if lane in (Lane.H2D, Lane.D2H))
+"""That share `duplex_Bps`."""
 
 
 @dataclass(frozen=True)

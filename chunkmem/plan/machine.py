@@ -11,7 +11,7 @@ from typing import Annotated
 from chunkmem.errors import PlanError
 from chunkmem.trace.codec import Mark, Seconds, Speed
 from chunkmem.trace.saved import Saved
-from chunkmem.types import LINKS, Link, Tier
+from chunkmem.types import LINKS, PLACE, TIERS, Link, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,19 @@ def host_links(*, h2d_Bps: float, d2h_Bps: float, latency_s: float = 0.0) -> dic
     }
 
 
+def disk_links(*, read_Bps: float, write_Bps: float, latency_s: float = 0.0) -> dict[Link, LinkSpeed]:
+    """Return the links between HOST and DISK, in both directions, with one latency."""
+    return {
+        (Tier.DISK, Tier.HOST): LinkSpeed(read_Bps, latency_s),
+        (Tier.HOST, Tier.DISK): LinkSpeed(write_Bps, latency_s),
+    }
+
+
+def cap_key(tier: Tier) -> str:
+    """Return the key of the configuration that has a tier's cap."""
+    return "memory.disk.capacity" if tier is Tier.DISK else f"memory.{tier.value}"
+
+
 _SPEEDS = ("device_update_Bps", "host_update_Bps", "exchange_Bps", "host_memory_Bps", "duplex_Bps")
 
 
@@ -45,7 +58,7 @@ class Machine(
     name="chunkmem machine",
     error=PlanError,
     again="save it again with this one",
-    optional=("host_memory_Bps", "duplex_Bps"),
+    optional=("host_memory_Bps", "duplex_Bps", "disk_nbytes"),
 ):
     """Caps and speeds. Every field may be given by hand; `runtime.measure` measures them."""
 
@@ -54,7 +67,7 @@ class Machine(
     host_nbytes: int
     """Cap on HOST; 0 if both tiers are one piece of RAM and everything stays on DEVICE."""
     links: Annotated[Mapping[Link, LinkSpeed], Mark.SORTED]
-    """By source and target of a copy: all of `LINKS`."""
+    """By source and target of a copy: all of `LINKS` between tiers that there are."""
     device_update_Bps: Speed = inf
     """Bytes of PARAM, GRAD and states that an update on DEVICE passes over in a second; inf: take the trace's times."""
     host_update_Bps: Speed = inf
@@ -69,14 +82,18 @@ class Machine(
     host_memory_Bps: Speed = inf
     """Bytes a second that copies and updates on HOST read and write there, together."""
     duplex_Bps: Speed = inf
-    """Bytes a second of copies in both directions at once, together."""
+    """Bytes a second of copies between DEVICE and HOST in both directions at once, together."""
+    disk_nbytes: int = 0
+    """Cap on DISK; 0: there is none."""
 
     def __post_init__(self) -> None:
         speeds = {name: getattr(self, name) for name in _SPEEDS}
         for source, target in LINKS:
             name = f"the link from {source.name} to {target.name}"
+            if (source, target) not in self.links and Tier.DISK in (source, target) and not self.disk_nbytes:
+                continue
             if (source, target) not in self.links:
-                raise PlanError(f"machine: {name} has no speed; give one of each of its {len(LINKS)} links")
+                raise PlanError(f"machine: {name} has no speed; give one of each link between tiers that it has")
             link = self.links[source, target]
             speeds[name] = link.Bps
             if link.latency_s < 0 or not isfinite(link.latency_s):
@@ -89,7 +106,7 @@ class Machine(
                     f"machine: {name} is {Bps} bytes/s, and nothing could ever arrive; measure again, or give a "
                     "speed above 0"
                 )
-        for name in ("device_nbytes", "host_nbytes", "shadow_nbytes"):
+        for name in ("device_nbytes", "host_nbytes", "shadow_nbytes", "disk_nbytes"):
             value = getattr(self, name)
             if value < 0 or not isfinite(value):
                 raise PlanError(f"machine: {name} is {value}; give a finite number, 0 or more")
@@ -99,7 +116,12 @@ class Machine(
         """`step()` leaves updates on HOST to their lane, and what needs their results waits for it."""
         return self.shadow_nbytes > 0
 
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Those that there are: DISK may not be."""
+        return TIERS if self.disk_nbytes else TIERS[: PLACE[Tier.DISK]]
+
     @cached_property
     def cap_nbytes(self) -> Mapping[Tier, int]:
-        """The cap of each tier."""
-        return {Tier.DEVICE: self.device_nbytes, Tier.HOST: self.host_nbytes}
+        """The cap of each tier, 0 of one that is not there."""
+        return {Tier.DEVICE: self.device_nbytes, Tier.HOST: self.host_nbytes, Tier.DISK: self.disk_nbytes}

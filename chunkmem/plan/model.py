@@ -3,8 +3,8 @@
 [Note: What a plan means] A plan holds one list of actions a moment. When the moment's event comes, its actions are
 issued in order, and then the moment runs; a RELEASE releases before its actions, so they may free the chunk. `Alloc`
 and `Free` take effect as they are issued: they are book-keeping, and the sum over replicas never passes the cap at any
-point of that order. Everything that touches memory is an operation on a lane: a moment on COMPUTE, a `Copy` on H2D or
-D2H, an update on COMPUTE or HOST_UPDATE. The operations of one lane run in the order they are issued; between lanes
+point of that order. Everything that touches memory is an operation on a lane: a moment on COMPUTE, a `Copy` on the lane
+of its link, an update on COMPUTE or HOST_UPDATE. The operations of one lane run in the order they are issued; between lanes
 nothing is ordered but by `Wait`.
 
 What is exchanged between ranks is no action: all ranks have to exchange alike, so no plan of one of them may move it.
@@ -43,15 +43,29 @@ class Lane(enum.Enum):
     D2H = "d2h"
     HOST_UPDATE = "host-update"
     COLLECTIVE = "collective"
+    DISK_READ = "disk-read"
+    DISK_WRITE = "disk-write"
 
     __hash__ = object.__hash__
 
 
 LINK_LANES: Mapping[Link, Lane] = MappingProxyType(
-    {(Tier.HOST, Tier.DEVICE): Lane.H2D, (Tier.DEVICE, Tier.HOST): Lane.D2H}
+    {
+        (Tier.HOST, Tier.DEVICE): Lane.H2D,
+        (Tier.DEVICE, Tier.HOST): Lane.D2H,
+        (Tier.DISK, Tier.HOST): Lane.DISK_READ,
+        (Tier.HOST, Tier.DISK): Lane.DISK_WRITE,
+    }
 )
 """The lane of each link: copies over it run one after the other."""
 LANE_LINKS: Mapping[Lane, Link] = MappingProxyType({lane: link for link, lane in LINK_LANES.items()})
+DIRECTIONS: Mapping[Lane, str] = MappingProxyType(
+    {
+        lane: f"from {source.name}" if source is Tier.DISK else f"to {target.name}"
+        for lane, (source, target) in LANE_LINKS.items()
+    }
+)
+"""How a user is told which way a lane copies: ``"to DEVICE"``, ``"from DISK"``."""
 FETCH = LINK_LANES[neighbor(Tier.DEVICE), Tier.DEVICE]
 """The lane that brings chunks to DEVICE."""
 

@@ -6,10 +6,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from chunkmem.plan.gaps import Problem
-from chunkmem.plan.intervals import BELOW, Stay, Stays
+from chunkmem.plan.intervals import Stay, Stays
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Update
 from chunkmem.trace.model import Kind
-from chunkmem.types import ChunkId, Tier
+from chunkmem.types import ChunkId, Tier, neighbor
+
+BELOW = neighbor(Tier.DEVICE)
+"""Where chunks are when they are not on DEVICE."""
 
 _CHANGING = frozenset({Kind.CREATE, Kind.WRITE, Kind.UPDATE, Kind.CONSUME})
 """Kinds of moments that change what is on the tier below."""
@@ -23,6 +26,7 @@ class Program:
     actions: tuple[tuple[Action, ...], ...]
     below_peak_nbytes: int
     """Of the tier below DEVICE."""
+    disk_peak_nbytes: int = 0
 
 
 def emit(problem: Problem, stays: Stays, *, home_residents: bool) -> Program:

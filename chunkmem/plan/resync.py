@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from chunkmem.errors import PlanError
+from chunkmem.plan.machine import cap_key
 from chunkmem.plan.model import Action, Alloc, Copy, Free
 from chunkmem.plan.semantics import ABSENT, EMPTY, NEWEST, Residency, State
 from chunkmem.types import PLACE, TIERS, ChunkId, Tier, neighbor
@@ -97,21 +98,24 @@ class _Way:
     def _obstacle(self, chunk: ChunkId, tier: Tier) -> PlanError:
         if (chunk, tier) in self.held:
             return PlanError(f"{chunk} on {tier.name} is stale and in use")
-        nbytes, free = self.chunk_nbytes[chunk], self.free_nbytes[tier]
+        nbytes, free, other = self.chunk_nbytes[chunk], self.free_nbytes[tier], self._neighbor(tier)
         return PlanError(
             f"{chunk} takes {nbytes} bytes on {tier.name}, and {free} of {self.caps[tier]} are free there, and "
-            f"{self.free_nbytes[neighbor(tier)]} of {self.caps[neighbor(tier)]} on {neighbor(tier).name}; raise "
-            f"memory.{tier.value} by {max(0, nbytes - free)} bytes"
+            f"{self.free_nbytes[other]} of {self.caps[other]} on {other.name}; raise "
+            f"{cap_key(tier)} by {max(0, nbytes - free)} bytes"
         )
 
+    def _neighbor(self, tier: Tier) -> Tier:
+        return neighbor(tier, self.caps)
+
     def _missing(self, content: set[ChunkId]) -> list[tuple[ChunkId, Tier]]:
-        """Return the replicas that have to be copied yet, those on HOST first, but last what gave way to the others."""
+        """Return the replicas that have to be copied yet, lower tiers first, but last what gave way to the others."""
         found = (
             (chunk, tier)
             for (chunk, tier), is_wanted in self.wanted.newest.items()
             if is_wanted and chunk in content and self.now.on(chunk, tier) != NEWEST
         )
-        return sorted(found, key=lambda key: (key in self._given_up, key[1] is Tier.DEVICE, _order(key[0])))
+        return sorted(found, key=lambda key: (key in self._given_up, -PLACE[key[1]], _order(key[0])))
 
     def _free_a_spare(self, short: set[Tier]) -> bool:
         """Free a slab that is wanted, but can be had again once room is made: no content, or not the only copy."""
@@ -134,25 +138,27 @@ class _Way:
                 continue
             self._gone_round.add(key)
             lacking = self.chunk_nbytes[chunk] - self.free_nbytes[tier]
-            room = self.free_nbytes[neighbor(tier)]
+            next_to = self._neighbor(tier)
+            room = self.free_nbytes[next_to]
             moved = []
             here = [c for c, t in self.now.present() if t is tier and (c, t) not in self.held and c is not chunk]
             for other in sorted(here, key=lambda c: (self.chunk_nbytes[c], _order(c))):
                 nbytes = self.chunk_nbytes[other]
-                if lacking > 0 and nbytes <= room and self.now.on(other, neighbor(tier)) == ABSENT:
+                if lacking > 0 and nbytes <= room and self.now.on(other, next_to) == ABSENT:
                     moved.append(other)
                     lacking, room = lacking - nbytes, room - nbytes
             if lacking <= 0:
                 for other in moved:
-                    self._copy(other, tier, neighbor(tier))
+                    self._copy(other, tier, next_to)
                     self._free(other, tier)
                 return True
         return False
 
     def _let_bystanders_stay(self, content: set[ChunkId]) -> None:
-        """Want each bystander where it is, while the plan and all of them fit; else on HOST alone, or on DEVICE."""
+        """Want each bystander where it is, while the plan and all of them fit; else on one tier alone, HOST first."""
         left = {tier: self.caps[tier] - self.peak_nbytes.get(tier, 0) for tier in self.caps}
-        for tier in (Tier.HOST, Tier.DEVICE):
+        order = [tier for tier in (Tier.HOST, Tier.DISK, Tier.DEVICE) if tier in left]
+        for tier in order:
             duplicates = self.known if self.keep_duplicates and tier is Tier.HOST else set()
             for chunk in sorted(content & duplicates | content - self.known, key=_order):
                 if (chunk, tier) in self.wanted.newest:
@@ -165,7 +171,7 @@ class _Way:
         for chunk in sorted(content - self.known, key=_order):
             if not self.wanted.has_content(chunk):
                 nbytes = self.chunk_nbytes[chunk]
-                tier = Tier.HOST if left[Tier.HOST] >= nbytes or left[Tier.DEVICE] < nbytes else Tier.DEVICE
+                tier = next((tier for tier in order if left[tier] >= nbytes), Tier.HOST)
                 self.wanted.newest[chunk, tier] = True
                 left[tier] -= nbytes
         for tier, nbytes in left.items():
@@ -173,7 +179,7 @@ class _Way:
             if nbytes < 0 and aside_nbytes > 0:
                 raise PlanError(
                     f"the plan takes up to {self.peak_nbytes.get(tier, 0)} of {self.caps[tier]} bytes on {tier.name}, "
-                    f"and what it does not touch takes {aside_nbytes} there; raise memory.{tier.value} by {-nbytes} "
+                    f"and what it does not touch takes {aside_nbytes} there; raise {cap_key(tier)} by {-nbytes} "
                     "bytes"
                 )
 

@@ -17,7 +17,7 @@ from chunkmem.plan.model import Plan
 from chunkmem.plan.timeline import Timeline
 from chunkmem.plan.verify import Reader
 from chunkmem.trace.model import Trace
-from chunkmem.types import TIERS, Tier
+from chunkmem.types import PLACE, Tier
 
 
 def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, iterations: int = 3) -> Timeline:
@@ -44,9 +44,9 @@ def simulate(plan: Plan, trace: Trace, *, machine: Machine | None = None, iterat
     return Timeline(
         spans=tuple(iteration.spans),
         step_s=iteration.step_s,
-        peak_nbytes=dict(zip(TIERS, state.peak_nbytes, strict=True)),
+        peak_nbytes=_peaks(reader),
         role_peak_nbytes={key: nbytes for key, nbytes in state.role_peak_nbytes.items() if nbytes},
-        cap_nbytes=dict(machine.cap_nbytes),
+        cap_nbytes={tier: machine.cap_nbytes[tier] for tier in machine.tiers},
         device_nbytes=tuple(reader.device_nbytes),
         prefetched=fetched - iteration.late,
         fetched=fetched,
@@ -60,7 +60,11 @@ def peak_nbytes(plan: Plan, trace: Trace) -> Mapping[Tier, int]:
     Raises: what `simulate` does, but for conflicts between lanes, which are not looked for.
     """
     reader, _ = _read(plan, trace, plan.machine)
-    return dict(zip(TIERS, reader.state.peak_nbytes, strict=True))
+    return _peaks(reader)
+
+
+def _peaks(reader: Reader) -> dict[Tier, int]:
+    return {tier: reader.state.peak_nbytes[PLACE[tier]] for tier in reader.machine.tiers}
 
 
 def _read(plan: Plan, trace: Trace, machine: Machine) -> tuple[Reader, LaneProgram]:

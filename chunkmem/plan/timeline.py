@@ -87,7 +87,8 @@ class Timeline(
     @cached_property
     def moved_nbytes(self) -> Mapping[Lane, int]:
         """Bytes copied on each link."""
-        moved = dict.fromkeys(LANE_LINKS, 0)
+        tiers = {Tier.DEVICE, Tier.HOST, *self.cap_nbytes}
+        moved = {lane: 0 for lane, link in LANE_LINKS.items() if tiers.issuperset(link)}
         for span in self.spans:
             if span.nbytes and not span.is_stall and span.lane is not Lane.COLLECTIVE:
                 moved[span.lane] = moved.get(span.lane, 0) + span.nbytes

@@ -32,7 +32,7 @@ class Reader:
     """Reads a plan once, in program order, as the lanes' program; refuses what the order alone shows to be wrong."""
 
     def __init__(self, plan: Plan, trace: Trace, machine: Machine) -> None:
-        self._plan, self._trace, self._machine = plan, trace, machine
+        self._plan, self._trace, self.machine = plan, trace, machine
         self._position = Position(trace)
         self.state = CheckedState(plan, trace, machine, self._position)
         self.num_issued = [0] * len(LANES)
@@ -60,11 +60,11 @@ class Reader:
                 up is, too. It may look at `state`.
         """
         state, position = self.state, self._position
-        limit_nbytes = self._machine.shadow_nbytes
+        limit_nbytes = self.machine.shadow_nbytes
         if limit_nbytes and (ahead := updates_ahead(self._trace, self._plan.actions)):
             wanted_nbytes = sum(log_nbytes(self._trace, group) for group in ahead)
             state.set_aside(min(wanted_nbytes, limit_nbytes))
-        charges_non_model = self._machine.charges_non_model
+        charges_non_model = self.machine.charges_non_model
         for actions, moment in zip(self._plan.actions, self._trace.moments, strict=True):
             position.index += 1
             state.charge_nbytes = moment.non_model_peak_nbytes if charges_non_model else 0
@@ -146,7 +146,7 @@ class Reader:
         self._entries.append(Give(replica))
 
     def _copy(self, copy: Copy) -> None:
-        state, link = self.state, self._machine.links.get((copy.source, copy.target))
+        state, link = self.state, self.machine.links.get((copy.source, copy.target))
         if link is None:
             self._position.fail(f"no link leads from {copy.source.name} to {copy.target.name}")
         source, target = state.replica(copy.chunk, copy.source), state.replica(copy.chunk, copy.target)
@@ -182,8 +182,8 @@ class Reader:
             updates = f"group {moment.chunk.group}" if moment.kind is Kind.UPDATE else "nothing"
             self._position.fail(f"this moment updates {updates}, and ahead goes only what HOST updates once, and later")
         self._log_nbytes += log_nbytes(self._trace, update.group)
-        if self._log_nbytes > self._machine.shadow_nbytes:
-            self._position.fail(f"{self._log_nbytes} bytes pass the shadow buffers of {self._machine.shadow_nbytes}")
+        if self._log_nbytes > self.machine.shadow_nbytes:
+            self._position.fail(f"{self._log_nbytes} bytes pass the shadow buffers of {self.machine.shadow_nbytes}")
         reads = tuple(self.state.replica(chunk, Tier.HOST) for chunk in self._trace.update(update.group).reads)
         for replica in reads:
             self.state.need_newest(replica)
@@ -193,7 +193,7 @@ class Reader:
             HOST_UPDATE,
             reads,
             (),
-            update_s(self._trace, moment, self._machine),
+            update_s(self._trace, moment, self.machine),
             moment.chunk,
             is_ahead=True,
             host_nbytes=self._trace.touched_nbytes(update.group),
@@ -205,7 +205,7 @@ class Reader:
         self._issue_update(moment, Tier.HOST, settles=True)
 
     def _issue_update(self, moment: Moment, tier: Tier, *, settles: bool = False) -> None:
-        state, machine = self.state, self._machine
+        state, machine = self.state, self.machine
         update = self._trace.update(moment.chunk.group)
         reads: list[int] = []
         writes: list[int] = []
@@ -296,7 +296,7 @@ class Reader:
         nbytes = self._trace.chunk_nbytes[chunk]
         self._entries.append(Await(COLLECTIVE, COMPUTE, self.num_issued[COMPUTE]))
         replicas = (device,)
-        duration_s = nbytes / self._machine.exchange_Bps
+        duration_s = nbytes / self.machine.exchange_Bps
         self._issue(COLLECTIVE, () if writes else replicas, replicas if writes else (), duration_s, chunk, nbytes)
         self._exchanges[device] = self.num_issued[COLLECTIVE]
 

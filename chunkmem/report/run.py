@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chunkmem.errors import PlanError, TraceError
-from chunkmem.plan.model import LANE_LINKS, Lane, Plan
+from chunkmem.plan.model import DIRECTIONS, Lane, Plan
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Span, Timeline
 from chunkmem.trace.model import Kind, Moment, Trace
@@ -15,7 +15,7 @@ from chunkmem.types import Tier
 
 LANE_NAMES = {
     Lane.COMPUTE: "compute",
-    **{lane: f"copies to {target.name}" for lane, (_, target) in LANE_LINKS.items()},
+    **{lane: f"copies {direction}" for lane, direction in DIRECTIONS.items()},
     Lane.HOST_UPDATE: "updates on HOST",
     Lane.COLLECTIVE: "between ranks",
 }

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunkmem.plan.ahead import SHADOW
-from chunkmem.plan.model import LANE_LINKS, Lane
+from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import Timeline, differences
 from chunkmem.report.regions import region_policies
 from chunkmem.report.run import Run
 from chunkmem.trace.model import Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
-LINKS = tuple(LANE_LINKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,6 @@ def summarize(run: Run) -> dict[str, Any]:
 
 
 def _figures(timeline: Timeline) -> dict[str, Any]:
-    links = {*LINKS, *timeline.moved_nbytes}
     roles: dict[str, dict[str, int]] = {}
     for tier, role in sorted(timeline.role_peak_nbytes, key=_by_tier_and_role):
         roles.setdefault(tier.value, {})[role] = timeline.role_peak_nbytes[tier, role]
@@ -81,7 +79,7 @@ def _figures(timeline: Timeline) -> dict[str, Any]:
         "step_s": timeline.step_s,
         "stall_s": timeline.stall_s,
         "num_stalls": sum(span.is_stall for span in timeline.spans),
-        "moved_nbytes": {lane.value: timeline.moved_nbytes.get(lane, 0) for lane in sorted(links, key=_by_lane)},
+        "moved_nbytes": {lane.value: timeline.moved_nbytes.get(lane, 0) for lane in sorted(timeline.moved_nbytes, key=_by_lane)},
         "exchanged_nbytes": timeline.exchanged_nbytes,
         "peak_nbytes": {tier.value: nbytes for tier, nbytes in timeline.peak_nbytes.items()},
         "role_peak_nbytes": roles,

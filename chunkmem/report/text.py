@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from chunkmem.plan.model import LANE_LINKS
+from chunkmem.plan.model import DIRECTIONS
 from chunkmem.plan.regions import RegionPolicy
 from chunkmem.report.regions import DONE, alike
 from chunkmem.sizes import format_nbytes
 
 Row = tuple[str, ...]
 REGION_COLUMNS = ("activations", "", "bytes", "to recompute or copy")
-_LINKS = {lane.value: f"moved to {target.name}" for lane, (_, target) in LANE_LINKS.items()}
+_LINKS = {lane.value: f"moved {direction}" for lane, direction in DIRECTIONS.items()}
 
 
 def format_s(seconds: float) -> str:

@@ -17,19 +17,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from chunkmem.plan.ahead import updates_ahead
 from chunkmem.plan.facts import PlanFacts
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update, Wait
+from chunkmem.plan.model import LANE_LINKS, Action, Alloc, Copy, Free, Plan, Update, Wait
 from chunkmem.plan.semantics import ABSENT, NEWEST
-from chunkmem.runtime.chunk import NO_CONTENT, Chunk
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica
 from chunkmem.runtime.copy_order import CopyOrder, Step
-from chunkmem.runtime.events import COPY_LANES, DoneEvent, Lanes
+from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, Lanes, copy_error
 from chunkmem.runtime.failed import drain
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.store import IssuedCopy, LeftUpdate
+from chunkmem.runtime.store import IssuedCopy, LeftUpdate, disk_transfer
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Kind, Moment, Trace
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import ChunkId, Link, Role, Tier
 
 
 class PlanActions(ABC):
@@ -74,12 +75,15 @@ class PlanActions(ABC):
     def _compile(self) -> list[tuple[Step, ...]]:
         """Return what to do at each moment."""
         compiled = []
+        ahead = updates_ahead(self.trace, self.plan.actions)
         for moment, actions in zip(self.trace.moments, self.plan.actions, strict=True):
             steps = [step for action in actions if (step := self._step(action, moment)) is not None]
             if not self._order.is_host:
                 steps = [partial(self._leave_room, moment), *steps, self._tiers.device_pool.trim]
             if moment.kind is Kind.UPDATE:
-                steps.append(self._order.wait_for_update)
+                is_left = self.plan.update_tiers[moment.chunk.group] is Tier.HOST and moment.chunk.group not in ahead
+                if not (is_left and self._order.defers_updates):
+                    steps.append(self._order.wait_for_update)
                 if self.plan.update_tiers[moment.chunk.group] is Tier.HOST:
                     steps.append(self._begin_update(self._store.chunks[moment.chunk]))
             compiled.append(tuple(steps))
@@ -139,6 +143,7 @@ class PlanActions(ABC):
     def await_update(self) -> None:
         """See `StepPolicy.await_update`."""
         self._updated = None
+        self._order.wait_for_update()
         self._order.wait_for_lane()
 
     def defer(self, work: Callable[[], object], chunks: Sequence[Chunk]) -> bool:
@@ -147,13 +152,16 @@ class PlanActions(ABC):
         is_next = self._on_plan and param is not None and chunks[0] is param
         if not (is_next and self._order.defers_updates and self._order.is_exact):
             return False
-        update = LeftUpdate(work, {chunk: chunk.version + 1 for chunk in chunks if chunk.id.role is not Role.GRAD})
-        event = self._order.lanes.work(update.run, after=(), label=f"update of group {chunks[0].id.group}")
+        slabs = {chunk: chunk.replicas[Tier.HOST].slab for chunk in chunks}
+        written = (slab for chunk, slab in slabs.items() if chunk.id.role is not Role.GRAD)
+        update = LeftUpdate(work, chunks[0].id.group, tuple(slabs.values()), tuple(written))
+        after = self._order.before_update()
+        event = self._order.lanes.work(update.run, after=after, label=f"update of group {chunks[0].id.group}")
         update.event = event
         self._order.update_left(event)
-        for chunk in chunks:
-            chunk.replicas[Tier.HOST].slab.busy = event
-        self._store.left_updates.append(update)
+        for slab in slabs.values():
+            slab.busy = event
+        self._store.note_issued(update)
         self.step_log.left_to_lane(chunks[0], event)
         return True
 
@@ -197,16 +205,33 @@ class PlanActions(ABC):
             return
         target, source = chunk.replicas[copy.target], chunk.replicas[copy.source]
         after = self._order.before_copy(lane, chunk)
-        pieces, lanes = target.copied_from(source), self._order.lanes
-        if len(pieces) == 1:
-            event = lanes.copy(lane, *pieces[0], after=after, label=chunk.label)
-        else:
-            event = lanes.copy_pieces(lane, pieces, after=after, label=chunk.label)
+        event = self._issue(copy, target, source, after, chunk.label)
         target.slab.busy = source.slab.busy = event
         self._store.note_copy(chunk, copy.source, copy.target)
-        self._store.forget_done_copies()
-        self._store.issued.append(IssuedCopy(chunk, chunk.version, source.slab, copy.target, target.slab, event))
+        self._store.note_issued(
+            IssuedCopy(chunk, chunk.version, copy.source, source.slab, copy.target, target.slab, event)
+        )
         self._order.events[lane].append(event)
         self.step_log.copied(lane, chunk, event)
         if isinstance(event, DoneEvent):  # lanes that block
             self.step_log.waited(lane, event)
+
+    def _issue(self, copy: Copy, target: Replica, source: Replica, after: Sequence[Event], label: str) -> Event:
+        lanes, lane = self._order.lanes, copy.lane
+        transfer = disk_transfer(target, source)
+        if transfer is not None:
+            work = partial(_named, transfer, label, LANE_LINKS[lane])
+            filled = target.flat if copy.target is Tier.HOST else None
+            return lanes.work(work, after=after, label=label, lane=lane, target=filled)
+        pieces = target.copied_from(source)
+        if len(pieces) == 1:
+            return lanes.copy(lane, *pieces[0], after=after, label=label)
+        return lanes.copy_pieces(lane, pieces, after=after, label=label)
+
+
+def _named(transfer: Callable[[], object], label: str, link: Link) -> None:
+    """Copy to or from DISK; say of what if that fails."""
+    try:
+        transfer()
+    except Exception as error:
+        raise copy_error(label, *link, error) from error

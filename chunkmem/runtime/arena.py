@@ -146,6 +146,13 @@ class HostArena:
         self._idle[slab.nbytes].append(slab)
         self.ledger.release(role, slab.nbytes)
 
+    def take_again(self, role: str, slab: Slab) -> bool:
+        if slab not in self._idle[slab.nbytes]:
+            return False
+        self._idle[slab.nbytes].remove(slab)
+        self.ledger.charge(role, slab.nbytes)
+        return True
+
     def _join_idle(self) -> bool:
         """Make runs of the freed slabs; tell whether there were any."""
         idle = [slab for slabs in self._idle.values() for slab in slabs]

@@ -116,10 +116,15 @@ class CopyOrder:
             self._pending[wait.lane].append(event)
 
     def wait_for_update(self) -> None:
-        """The host is about to update a group itself, or to leave that to its lane."""
+        """The host is about to update a group itself, or to take a speculative update over."""
         after, self._update_after, self._ahead_after = self._update_after, [], []
         for lane, event in after:
             self._wait_for(lane, event)
+
+    def before_update(self) -> list[Event]:
+        """Return what the update that is about to be left to its lane comes after."""
+        after, self._update_after, self._ahead_after = self._update_after, [], []
+        return [event for _, event in after]
 
     def _wait_for(self, lane: Lane, event: Event) -> None:
         self.step_log.waited(lane, host_waits(event, self.step_log.clock))

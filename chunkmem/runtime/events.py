@@ -75,10 +75,25 @@ class Lanes(Protocol):
         """Issue several copies, one after the other, as one. Arguments and errors are those of `copy`."""
         ...
 
-    def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
-        """Call `work` on HOST_UPDATE, after everything issued there before and after `after`; its result is dropped.
+    def work(
+        self,
+        work: Callable[[], object],
+        *,
+        after: Sequence[Event],
+        label: str,
+        lane: Lane = Lane.HOST_UPDATE,
+        target: torch.Tensor | None = None,
+    ) -> Event:
+        """Call `work` on a lane, after everything issued there before and after `after`; its result is dropped.
 
         Where lanes have threads it runs in one of its own, so it must not touch what the caller may touch meanwhile.
+
+        Args:
+            work: an update, or what reads or writes a chunk on DISK.
+            after: events of these lanes.
+            label: see `copy`.
+            lane: HOST_UPDATE, DISK_READ or DISK_WRITE.
+            target: memory on HOST that it fills.
 
         Raises:
             StateError: the lanes are closed.

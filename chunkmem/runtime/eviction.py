@@ -94,6 +94,8 @@ class Evictor:
             # The warm-up share is a wish; the largest moment has to fit all the same.
             ledger.cap_nbytes = min(ledger.limit_nbytes, ledger.cap_nbytes + outcome.here_nbytes)
             outcome = self._decide(chunk.nbytes, tier)
+        while isinstance(outcome, Shortage) and self._passes_on(outcome, tier):
+            outcome = self._decide(chunk.nbytes, tier)
         while isinstance(outcome, Shortage) and holder.relieve():
             outcome = self._decide(chunk.nbytes, tier)
         if isinstance(outcome, Shortage):
@@ -102,7 +104,7 @@ class Evictor:
                 tier,
                 reader,
                 outcome,
-                below=neighbor(tier),
+                below=self._below(tier),
                 pools=self._store.pools,
                 chunks=self._store.chunks.values(),
                 pinned_nbytes=sum(c.nbytes for c in self._store.resident[tier].values() if c.replicas[tier].pins),
@@ -111,15 +113,25 @@ class Evictor:
             )
         self._evict(outcome, tier)
 
-    def shrink(self, tier: Tier, nbytes: int) -> None:
-        """Have `nbytes` leave a tier if that is possible."""
+    def shrink(self, tier: Tier, nbytes: int) -> bool:
+        """Have `nbytes` leave a tier if that is possible; tell whether it was."""
         need_nbytes = nbytes + self._free_nbytes(tier)
         outcome = self._without_unnoticed(self._decide(need_nbytes, tier), need_nbytes, tier)
         if isinstance(outcome, RoomPlan):
             self._evict(outcome, tier)
+        return isinstance(outcome, RoomPlan)
+
+    def _passes_on(self, shortage: Shortage, tier: Tier) -> bool:
+        """Have what is in the way on the tier below leave for the one below that; False if nothing was, or can."""
+        below = self._below(tier)
+        is_gateway = below is Tier.HOST and self._store.has_disk
+        return is_gateway and shortage.below_nbytes is not None and self.shrink(below, shortage.below_nbytes)
+
+    def _below(self, tier: Tier) -> Tier:
+        return neighbor(tier, self._store.pools)
 
     def _decide(self, nbytes: int, tier: Tier) -> RoomPlan | Shortage:
-        here, below = (self._leaving.room(each, self._free_nbytes(each)) for each in (tier, neighbor(tier)))
+        here, below = (self._leaving.room(each, self._free_nbytes(each)) for each in (tier, self._below(tier)))
         return make_room(nbytes, here, below)
 
     def _free_nbytes(self, tier: Tier) -> int:
@@ -142,7 +154,7 @@ class Evictor:
         return [chunk.version for chunk in chunks] != before
 
     def _evict(self, plan: RoomPlan, tier: Tier) -> None:
-        store, below = self._store, neighbor(tier)
+        store, below = self._store, self._below(tier)
         for drop in plan.drops_below:
             store.drop(store.chunks[drop], below)
         for eviction in plan.evictions_here:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
-
 from chunkmem.errors import TierIOError
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.pool import Slab
-from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import Role
+from chunkmem.runtime.store import ChunkStore, IssuedCopy, LeftUpdate
+from chunkmem.types import Role, Tier
 
 
 def lost_error(reader: object, chunk: Chunk) -> TierIOError:
@@ -24,54 +22,92 @@ def lost_error(reader: object, chunk: Chunk) -> TierIOError:
 
 
 def drain(lanes: Lanes, store: ChunkStore) -> None:
-    """Wait for every copy that was issued. If some have failed, no target of theirs is valid when this raises.
+    """Wait for everything that was issued. If some of it has failed, nothing that it was to fill is valid then.
 
     Raises:
-        TierIOError: one has failed.
+        TierIOError: it has.
     """
     try:
         lanes.drain()
     finally:
-        _undo_failed(store)
+        _Repair(store).run()
 
 
-def _undo_failed(store: ChunkStore) -> None:
-    """Let no target of a failed copy be valid, and bring the bytes that no replica has any more. All are over."""
-    failed = [copy for copy in store.issued if copy.event.failure is not None]
-    store.issued.clear()
-    _complete_updates(store)
-    for copy in failed:
-        if copy.replica is not None:
-            copy.replica.version = NO_CONTENT
-        for slab in (copy.source, copy.target):
-            if slab.busy is not None and slab.busy.failure is not None:
-                slab.busy = None
-    for copy in failed:
-        chunk, replica = copy.chunk, copy.replica
-        if replica is not None and chunk.newest_tier() is None and chunk.saved is None and not chunk.can_be_rounded:
-            with contextlib.suppress(Exception), runtime_mode():
-                store.transfer(replica.flat.view(torch.uint8), _memory(copy.source, store))
-                replica.version = copy.version
+class _Repair:
+    """Does again, one after the other, what has failed, and what a failure on its lane has kept from running.
 
-
-def _complete_updates(store: ChunkStore) -> None:
-    """Do what an earlier failure on its lane has kept from running, and let no chunk of half an update be valid.
-
-    What an update reads is as it was: whatever overwrites that comes after it on another lane, and has not run either.
+    All of it is over, and none of it has touched its slabs, but what failed itself: that did part of its work. So in the
+    order of issue each finds what it would have found. A copy is made again only if its chunk has no other replica of
+    that version. Bytes that it cannot save stay in their slab, and are the chunk's there again; what was to be written
+    over them fails, too.
     """
-    failed = [update for update in store.left_updates if update.has_failed]
-    store.left_updates.clear()
-    for update in failed:
-        if not update.has_begun:
-            with contextlib.suppress(TierIOError), runtime_mode():
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+        self._bad: set[Slab] = set()
+        """Slabs that do not have what they should."""
+        self._kept: set[Slab] = set()
+        """Slabs with the only bytes of some version, which nobody may write over."""
+
+    def run(self) -> None:
+        issued, self._store.issued = self._store.issued, []
+        failed = [each for each in issued if each.event is not None and each.event.failure is not None]
+        for each in failed:
+            for slab in each.slabs:
+                if slab.busy is not None and slab.busy.failure is not None:
+                    slab.busy = None
+        with runtime_mode():
+            for each in failed:
+                if isinstance(each, IssuedCopy):
+                    self._copy(each)
+                else:
+                    self._update(each)
+            if not failed:
+                return
+            self._invalidate()
+            for each in failed:
+                if isinstance(each, IssuedCopy) and each.source in self._kept:
+                    self._keep(each)
+
+    def _copy(self, copy: IssuedCopy) -> None:
+        chunk = copy.chunk
+        is_of_autograd = chunk.saved is not None and Tier.DEVICE in (copy.origin, copy.tier)
+        if self._is_elsewhere(copy) or is_of_autograd or copy.source in self._bad:
+            self._bad.add(copy.target)
+            return
+        try:
+            if copy.target in self._kept:
+                raise TierIOError(f"{chunk.label}: its slab on {copy.tier.name} has what could not be saved")
+            self._store.transfer_slab(copy.target, copy.source)
+        except Exception:  # whoever waited for it was told
+            self._bad.add(copy.target)
+            self._kept.add(copy.source)
+        else:
+            self._bad.discard(copy.target)
+
+    def _is_elsewhere(self, copy: IssuedCopy) -> bool:
+        """Tell whether the chunk has, or can make, what was copied without the copy."""
+        chunk = copy.chunk
+        others = (replica for tier, replica in chunk.replicas.items() if tier is not copy.tier)
+        has_other = any(each.version == copy.version and each.slab not in self._bad for each in others)
+        return chunk.version == copy.version and (has_other or chunk.can_be_rounded)
+
+    def _update(self, update: LeftUpdate) -> None:
+        if not update.has_begun and self._bad.isdisjoint(update.slabs):
+            with contextlib.suppress(TierIOError):
                 update.run()
-                continue
-        for chunk, version in update.written.items():
-            for replica in chunk.replicas.values() if chunk.version == version else ():
-                replica.version = NO_CONTENT
+                return
+        self._bad.update(update.written_slabs)
 
+    def _invalidate(self) -> None:
+        for chunk in self._store.chunks.values():
+            for replica in chunk.replicas.values():
+                if replica.slab in self._bad:
+                    replica.version = NO_CONTENT
 
-def _memory(slab: Slab, store: ChunkStore) -> torch.Tensor:
-    """Return the bytes of a slab, which another chunk may have by now."""
-    replicas = (replica for chunk in store.chunks.values() for replica in chunk.replicas.values())
-    return next((each.flat.view(torch.uint8) for each in replicas if each.slab is slab), slab.bytes)
+    def _keep(self, copy: IssuedCopy) -> None:
+        """Let a chunk that has no content any more have the slab again that its copy was to read."""
+        chunk = copy.chunk
+        is_lost = chunk.newest_tier() is None and chunk.version == copy.version and not chunk.can_be_rounded
+        if is_lost and copy.origin is not Tier.DEVICE:
+            self._store.adopt(chunk, copy.origin, copy.source)

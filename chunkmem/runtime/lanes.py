@@ -28,7 +28,7 @@ from chunkmem.runtime.events import (
     named_range,
     require_copyable,
 )
-from chunkmem.runtime.queues import HostCopy, HostWork, Move, Worker
+from chunkmem.runtime.queues import HostCopy, HostWork, Move, Worker, drain_workers, stop_workers
 from chunkmem.runtime.streams import StreamLanes, computed
 from chunkmem.runtime.timestamps import HostClock, HostTimestamp, Interval, StreamClock
 
@@ -72,12 +72,20 @@ class BlockingLanes:
             return DoneEvent(first.start, last.end)
         return last
 
-    def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
+    def work(
+        self,
+        work: Callable[[], object],
+        *,
+        after: Sequence[Event],
+        label: str,
+        lane: Lane = Lane.HOST_UPDATE,
+        target: torch.Tensor | None = None,
+    ) -> Event:
         if self._closed:
             raise closed_error(label)
         for event in after:
             event.wait()
-        task = HostWork(label, work, ())
+        task = HostWork(label, work, (), lane)
         task.run(ctypes.memmove)
         return DoneEvent(HostTimestamp(task.started_s), HostTimestamp(task.ended_s))
 
@@ -114,9 +122,17 @@ class ThreadLanes:
         task = HostCopy.of(lane, pieces, after=after, label=label)
         return self._worker(lane).issue(task)
 
-    def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
+    def work(
+        self,
+        work: Callable[[], object],
+        *,
+        after: Sequence[Event],
+        label: str,
+        lane: Lane = Lane.HOST_UPDATE,
+        target: torch.Tensor | None = None,
+    ) -> Event:
         self._require_open(label)
-        return self._worker(Lane.HOST_UPDATE).issue(HostWork(label, work, tuple(after)))
+        return self._worker(lane).issue(HostWork(label, work, tuple(after), lane, target))
 
     def _require_open(self, label: str) -> None:
         if self._closed:
@@ -140,19 +156,11 @@ class ThreadLanes:
     def drain(self) -> None:
         if os.getpid() != self._pid:
             return
-        for worker in self._workers.values():
-            worker.wait()
-        failures = [worker.take_failure() for worker in self._workers.values()]
-        for failure in failures:
-            if failure is not None:
-                raise failure
+        drain_workers(self._workers.values())
 
     def close(self) -> None:
         self._closed = True
         workers, self._workers = self._workers, {}
         if os.getpid() != self._pid:
             return
-        for worker in workers.values():
-            worker.stop()
-        for worker in workers.values():
-            worker.thread.join()
+        stop_workers(workers.values())

@@ -286,15 +286,40 @@ class Pager:
 
     def place(self, chunk: Chunk, *, reader: object) -> Replica:
         """Begin content on HOST, or on DEVICE where HOST has no room left: how a model is packed."""
-        tier = self._tier_with_room(chunk) if chunk.compute_tier is Tier.DEVICE else Tier.HOST
+        is_free = chunk.compute_tier is Tier.DEVICE and not self.store.has_disk
+        tier = self._tier_with_room(chunk) if is_free else Tier.HOST
         return self.create(chunk, tier, reader=reader, zero=False, elastic=True)
 
+    def in_memory(self, chunk: Chunk, *, reader: object) -> Tier | None:
+        """Return a tier on which the newest content is in memory, to be read or written in place; None: there is none.
+
+        What DISK alone has is brought to HOST.
+
+        Raises: what `pin` does.
+        """
+        tier = chunk.newest_tier()
+        if tier is Tier.DISK:
+            self._bring(chunk, Tier.HOST, reader, elastic=True)
+            return Tier.HOST
+        return tier
+
+    def to_write(self, chunk: Chunk, *, reader: object) -> list[Tier]:
+        """Return all tiers that have the newest content, in memory: who changes it does so on each. A copy on DISK goes.
+
+        Raises: what `pin` does.
+        """
+        self.in_memory(chunk, reader=reader)
+        if Tier.DISK in chunk.replicas:
+            self.policy.before_demand()
+            self.store.drop(chunk, Tier.DISK)
+        return [tier for tier in TIERS if chunk.ready(tier)]
+
     def restore(self, chunk: Chunk) -> bool:
-        """Make content that was dropped everywhere again, on HOST if there is room; False if there is none."""
+        """Make content that was dropped everywhere again, below DEVICE if there is room; False if there is none."""
         if chunk.newest_tier() is not None or not chunk.can_be_rounded:
             return True
         try:
-            self._make_again(chunk, self._tier_with_room(chunk), "resuming", elastic=True)
+            self._make_again(chunk, self._tier_with_room(chunk), "resuming", elastic=True)  # none gives way to it
         except CapacityError:
             return False
         return True
@@ -325,6 +350,9 @@ class Pager:
             )
         if source is None:
             raise lost_error(reader, chunk)
+        if source is Tier.DISK and tier is Tier.DEVICE:  # HOST is its gateway
+            self._bring(chunk, Tier.HOST, reader, elastic=True)
+            source = Tier.HOST
         if tier not in chunk.replicas:
             # The source must survive the making of room: it may look like a copy that the tier below can do without.
             chunk.replicas[source].pins += 1
@@ -362,7 +390,8 @@ class Pager:
 
     def _tier_with_room(self, chunk: Chunk) -> Tier:
         """Return the first tier below DEVICE that a chunk fits as it is, else DEVICE, which can make room."""
-        fitting = (tier for tier in TIERS[1:] if self.store.pools[tier].ledger.spare_nbytes >= chunk.nbytes)
+        pools = self.store.pools
+        fitting = (tier for tier in TIERS[1:] if tier in pools and pools[tier].ledger.spare_nbytes >= chunk.nbytes)
         return next(fitting, Tier.DEVICE)
 
 

@@ -157,7 +157,7 @@ class PlanExecutor(PlanActions):
         if not (was_complete and was_exact):
             self._on_plan = False
             self._resume(0, is_next=was_complete)
-            for ledger in (self._tiers.device, self._tiers.host):  # what led here is not part of the iteration
+            for ledger in self._tiers.ledgers:  # what led here is not part of the iteration
                 ledger.restart_peak()
 
     def end_iteration(self) -> None:

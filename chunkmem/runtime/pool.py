@@ -88,6 +88,10 @@ class SlabPool(Protocol):
         """Take a slab back."""
         ...
 
+    def take_again(self, role: str, slab: Slab) -> bool:
+        """Give a certain slab out again that is free, with what it holds; False if it is not free, or gone."""
+        ...
+
     def expect(self, nbytes: int) -> None:
         """Hear that `nbytes` more are about to be asked for."""
         ...
@@ -158,6 +162,9 @@ class DevicePool:
         self._kept.append(slab)
         if self.room_nbytes is None:
             self.trim()
+
+    def take_again(self, role: str, slab: Slab) -> bool:
+        return False  # torch's allocator has it, or a chunk's storage
 
     def admit(self, role: str, nbytes: int, fill: Callable[[], T]) -> tuple[Slab, T]:
         """Count memory that is not the pool's, and that `fill` takes from the allocator, or has been taken before.

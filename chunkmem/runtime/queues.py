@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol, Self
+
+import torch
 
 from chunkmem.errors import StateError
 from chunkmem.plan.model import LANE_LINKS, Lane
@@ -83,12 +85,14 @@ class HostCopy:
 
 @dataclass(eq=False, slots=True)
 class HostWork:
-    """A function that HOST_UPDATE calls, and the times of its event."""
+    """A function that the thread of a lane calls, and the times of its event."""
 
     label: str
     work: Callable[[], object] | None
     after: tuple[Event, ...]
-    lane: Lane = field(default=Lane.HOST_UPDATE, init=False)
+    lane: Lane = Lane.HOST_UPDATE
+    target: torch.Tensor | None = None
+    """Memory that it fills."""
     started_s: float = field(default=0.0, init=False)
     ended_s: float = field(default=0.0, init=False)
 
@@ -103,7 +107,7 @@ class HostWork:
 
     def let_go(self) -> None:
         self.after = ()
-        self.work = None
+        self.work = self.target = None
 
 
 @dataclass(eq=False, slots=True)
@@ -193,3 +197,21 @@ class Worker:
             queued.finish(self.failure)
             # While this thread waits for the next, it keeps nothing of the last.
             del queued
+
+
+def drain_workers(workers: Collection[Worker]) -> None:
+    """Wait for everything issued to some threads; raise what one of them raised since the last call."""
+    for worker in workers:
+        worker.wait()
+    failures = [worker.take_failure() for worker in workers]
+    for failure in failures:
+        if failure is not None:
+            raise failure
+
+
+def stop_workers(workers: Collection[Worker]) -> None:
+    """End threads once they have done what was issued."""
+    for worker in workers:
+        worker.stop()
+    for worker in workers:
+        worker.thread.join()

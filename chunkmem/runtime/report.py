@@ -22,7 +22,7 @@ def memory_report(
     left_nbytes: int,
 ) -> MemoryReport:
     """Return the ledgers' state as plain data; `traces` are of the kinds of steps that are known."""
-    required = {Tier.DEVICE: _required_on_device(tiers, pager, traces), Tier.HOST: pager.required_nbytes[Tier.HOST]}
+    required = {**pager.required_nbytes, Tier.DEVICE: _required_on_device(tiers, pager, traces)}
     reports = {
         ledger.tier: TierReport(
             cap_nbytes=ledger.limit_nbytes,
@@ -33,13 +33,19 @@ def memory_report(
             by_role={role: (now, ledger.peak[role]) for role, now in ledger.now.items()},
             kept_nbytes=tiers.host_pool.kept_nbytes if ledger.tier is Tier.HOST else 0,
         )
-        for ledger in (tiers.device, tiers.host)
+        for ledger in tiers.ledgers
     }
     moved = pager.store.moved
     return MemoryReport(
         device=reports[Tier.DEVICE],
         host=reports[Tier.HOST],
-        moved=MovedReport(moved[Tier.HOST, Tier.DEVICE], moved[Tier.DEVICE, Tier.HOST]),
+        disk=reports.get(Tier.DISK),
+        moved=MovedReport(
+            h2d_nbytes=moved[Tier.HOST, Tier.DEVICE],
+            d2h_nbytes=moved[Tier.DEVICE, Tier.HOST],
+            read_nbytes=moved[Tier.DISK, Tier.HOST],
+            written_nbytes=moved[Tier.HOST, Tier.DISK],
+        ),
         padding_nbytes=padding_nbytes,
         non_model_nbytes=tiers.non_model_nbytes(),
         exchange_nbytes=exchange_nbytes,

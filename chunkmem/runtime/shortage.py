@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from chunkmem.errors import CapacityError
 from chunkmem.plan.demand import Shortage
+from chunkmem.plan.machine import cap_key
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.pool import SlabPool
@@ -56,9 +57,9 @@ def shortage_error(
         enough = max(below_needed, for_all)
         return _error(
             f"{wanted} on {tier.name} for {chunk.label}, but what would leave it finds no room on {below.name}, which "
-            f"is {format_nbytes(shortage.below_nbytes)} short; raise memory.{below.value} from "
+            f"is {format_nbytes(shortage.below_nbytes)} short; raise {cap_key(below)} from "
             f"{format_nbytes(below_cap)} to {_exact(below_needed)}{_also(below_needed, enough)}, or "
-            f"memory.{tier.value} from {format_nbytes(cap)} to {format_nbytes(needed)}",
+            f"{cap_key(tier)} from {format_nbytes(cap)} to {format_nbytes(needed)}",
             (below_needed, below_cap, enough),
         )
     enough = max(needed, _enough_for_access(chunks) if tier is Tier.DEVICE else for_all)
@@ -68,7 +69,7 @@ def shortage_error(
         others = f" next to {format_nbytes(now_nbytes)} of activations"
     return _error(
         f"{wanted} on {tier.name} for {chunk.label}, only {format_nbytes(chunk.nbytes - shortage.here_nbytes)} can be "
-        f"made free ({format_nbytes(pinned_nbytes)} in use{others}){_advice(holders)} raise memory.{tier.value} from "
+        f"made free ({format_nbytes(pinned_nbytes)} in use{others}){_advice(holders)} raise {cap_key(tier)} from "
         f"{format_nbytes(cap)} to at least {_exact(needed)}{_also(needed, enough, later=bool(others))}, or lower "
         "default_chunk_size",
         (needed, cap, enough),

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from chunkmem.errors import TierIOError
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
+from chunkmem.runtime.disk_pool import DiskSlab
 from chunkmem.runtime.events import Event, copy_error
 from chunkmem.runtime.pool import DevicePool, Slab, SlabPool
 from chunkmem.runtime.timestamps import Clock, Interval
@@ -27,18 +29,17 @@ class IssuedCopy:
     chunk: Chunk
     version: int
     """Of the chunk."""
+    origin: Tier
     source: Slab
+    """On `origin`."""
     tier: Tier
     target: Slab
     """On `tier`."""
     event: Event
 
     @property
-    def replica(self) -> Replica | None:
-        """What it was to fill, if that has its slab yet, and this is the newest version yet."""
-        replica = self.chunk.replicas.get(self.tier)
-        is_current = replica is not None and replica.slab is self.target and self.chunk.version == self.version
-        return replica if is_current else None
+    def slabs(self) -> tuple[Slab, Slab]:
+        return self.source, self.target
 
 
 @dataclass(eq=False, slots=True)
@@ -46,8 +47,11 @@ class LeftUpdate:
     """An update that `step()` has left to HOST_UPDATE."""
 
     work: Callable[[], object]
-    written: Mapping[Chunk, int]
-    """The chunks it writes, with the versions that are its results."""
+    group: int
+    slabs: tuple[Slab, ...]
+    """Of all chunks it touches."""
+    written_slabs: tuple[Slab, ...]
+    """Those of them that it writes to."""
     event: Event | None = None
     """Once it is issued."""
     has_begun: bool = False
@@ -59,18 +63,13 @@ class LeftUpdate:
             TierIOError: it fails; what it writes is half an update.
         """
         self.has_begun = True
-        group = next(iter(self.written)).id.group
         try:
             self.work()
         except Exception as error:
             raise TierIOError(
-                f"the update of group {group}, which step() had left to its lane, has failed: {error!r}; load what was "
+                f"the update of group {self.group}, which step() had left to its lane, has failed: {error!r}; load what was "
                 "saved last into a new manager"
             ) from error
-
-    @property
-    def has_failed(self) -> bool:
-        return self.event is not None and self.event.failure is not None
 
 
 class ChunkStore:
@@ -78,16 +77,15 @@ class ChunkStore:
 
     def __init__(self, pools: Mapping[Tier, SlabPool], clock: Clock) -> None:
         self.pools = pools
+        self.has_disk = Tier.DISK in pools
         self.clock = clock
         """Times what DEVICE computes, and copies that are waited for."""
         self.chunks: dict[ChunkId, Chunk] = {}
         self.resident: dict[Tier, dict[ChunkId, Chunk]] = {tier: {} for tier in pools}
         self.moved: dict[Link, int] = dict.fromkeys(LINKS, 0)
         """Bytes copied over each link since the manager was made."""
-        self.issued: list[IssuedCopy] = []
-        """Copies on lanes that may be under way yet, or have failed; in this order."""
-        self.left_updates: list[LeftUpdate] = []
-        """Updates that may be under way yet, or have failed."""
+        self.issued: list[IssuedCopy | LeftUpdate] = []
+        """Copies and updates on lanes that may be under way yet, or have failed; in this order."""
         self.num_outdated = 0
         """Replicas that went because another one was written to: a plan frees them before."""
         self.on_copy: Callable[[Chunk, Tier, Tier, Interval], None] = lambda chunk, source, target, taken: None
@@ -148,8 +146,7 @@ class ChunkStore:
         start = self.clock.timestamp()
         with runtime_mode():
             try:
-                for there, here in to.copied_from(origin):
-                    self.transfer(there, here)
+                self._move(to, origin)
             except Exception as error:
                 to.version = NO_CONTENT
                 raise copy_error(chunk.label, source, target, error) from error
@@ -158,9 +155,41 @@ class ChunkStore:
         self.note_copy(chunk, source, target)
         self.on_copy(chunk, source, target, Interval(start, self.clock.timestamp()))
 
+    def _move(self, target: Replica, source: Replica) -> None:
+        if (transfer := disk_transfer(target, source)) is not None:
+            transfer()
+            return
+        for there, here in target.copied_from(source):
+            self.transfer(there, here)
+
     def transfer(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy the elements of `source`, 1-D, to `target`, and wait for it."""
         target.copy_(source)
+
+    def transfer_slab(self, target: Slab, source: Slab) -> None:
+        """Copy all bytes of a slab to another one, whichever chunks have them by now, and wait for it."""
+        if isinstance(target, DiskSlab):
+            target.write(self._memory(source))
+        elif isinstance(source, DiskSlab):
+            source.read(self._memory(target))
+        else:
+            self.transfer(self._memory(target), self._memory(source))
+
+    def _memory(self, slab: Slab) -> torch.Tensor:
+        replicas = (replica for chunk in self.chunks.values() for replica in chunk.replicas.values())
+        return next((each.flat.view(torch.uint8) for each in replicas if each.slab is slab), slab.bytes)
+
+    def adopt(self, chunk: Chunk, tier: Tier, slab: Slab) -> None:
+        """Let a slab, which has the content of `chunk`, be its replica on `tier`, if nobody needs it who has it now."""
+        for other in list(self.resident[tier].values()):
+            if other.replicas[tier].slab is slab and not other.ready(tier) and not other.replicas[tier].pins:
+                self._give_slab_back(other, tier)
+        if not self.pools[tier].take_again(chunk.id.role.value, slab):
+            return
+        if tier in chunk.replicas:
+            self._give_slab_back(chunk, tier)
+        with runtime_mode():
+            self._enter(chunk, tier, Replica(slab, slab.flat(chunk.dtype), version=chunk.version))
 
     def round(self, chunk: Chunk, target: Tier) -> None:
         """Make the content of `chunk`, of which there is no replica, again on `target`, which has a slab for it."""
@@ -169,7 +198,11 @@ class ChunkStore:
         assert source is not None, f"{chunk.label} cannot be made again: its master copy has no content"
         to = chunk.replicas[target]
         with runtime_mode():
-            to.flat.copy_(chunk.master.replicas[source].flat)
+            high = _contents(chunk.master, source)
+            if isinstance(to.slab, DiskSlab):
+                to.slab.write(high.to("cpu", chunk.dtype))
+            else:
+                to.flat.copy_(high)
             if target is Tier.DEVICE and chunk.home is not None:
                 chunk.home.bind()
         to.version = chunk.version
@@ -183,18 +216,21 @@ class ChunkStore:
         place = None if master is None else master.newest_tier()
         if master is None or place is None:
             return
-        low, high = chunk.replicas[tier].flat, master.replicas[place].flat
         with runtime_mode():
+            low, high = chunk.replicas[tier].flat, _contents(master, place)
             written = low.to(high.device)
             changed = high.to(low.dtype) != written
             if changed.any():
                 high.copy_(torch.where(changed, written.to(high.dtype), high))
+                slab = master.replicas[place].slab
+                if isinstance(slab, DiskSlab):
+                    slab.write(high)
                 self.mark_written(master, place)
 
     def may_differ(self, chunk: Chunk, tier: Tier) -> bool:
         """Tell whether the newest replica on `tier` may hold other bytes than one elsewhere, or than its master copy.
 
-        In RAM they are compared. On an accelerator that would take longer than to suppose so.
+        In RAM they are compared. On an accelerator, and with DISK, that would take longer than to suppose so.
         """
         flat = chunk.replicas[tier].flat
         if chunk.master is not None and chunk.master.newest_tier() is not None:
@@ -202,7 +238,7 @@ class ChunkStore:
         other = chunk.newest_besides(tier)
         if other is None:
             return False
-        if flat.device.type != "cpu":
+        if flat.device.type != "cpu" or other is Tier.DISK:
             return True
         with runtime_mode():
             return not torch.equal(flat.view(torch.uint8), chunk.replicas[other].flat.view(torch.uint8))
@@ -223,16 +259,11 @@ class ChunkStore:
         chunk.replicas[target].version = chunk.replicas[source].version
         self.moved[source, target] += chunk.nbytes
 
-    def forget_done_copies(self) -> None:
-        """Keep no account of copies that are done, once there are many."""
-        if len(self.left_updates) > _MANY_COPIES:
-            self.left_updates = [
-                update
-                for update in self.left_updates
-                if update.event is None or not update.event.done() or update.has_failed
-            ]
+    def note_issued(self, operation: IssuedCopy | LeftUpdate) -> None:
+        """Keep account of an operation, and once there are many, of none that is done."""
         if len(self.issued) > _MANY_COPIES:
-            self.issued = [copy for copy in self.issued if not copy.event.done() or copy.event.failure is not None]
+            self.issued = [each for each in self.issued if not (each.event and each.event.done() and not each.event.failure)]
+        self.issued.append(operation)
 
     def drop(self, chunk: Chunk, tier: Tier) -> None:
         """Give a replica's slab back. Never a pinned one, never the only one of the newest version."""
@@ -273,6 +304,23 @@ class ChunkStore:
                 replica.views = slot_views(chunk, replica.flat)
         return replica.views
 
+    def read_slot(self, chunk: Chunk, position: int) -> torch.Tensor:
+        """Return a CPU copy of a slot of the newest replica, in its parameter's shape; of DISK only it is read.
+
+        Raises:
+            TierIOError: it cannot be read.
+        """
+        tier = chunk.newest_tier()
+        assert tier is not None, f"{chunk.label} has no content"
+        slab = chunk.replicas[tier].slab
+        with runtime_mode():
+            if not isinstance(slab, DiskSlab):
+                return self.views(chunk, tier)[position].to("cpu", copy=True)
+            slot, (shape, stride) = chunk.group.slots[position], chunk.forms[position]
+            values = torch.empty(slot.numel, dtype=chunk.dtype, device="cpu")
+            slab.read(values, at=slot.offset * chunk.dtype.itemsize)
+            return torch.as_strided(values, shape, stride)
+
     def on_host_nbytes(self) -> Counter[Role]:
         """Return the bytes, by role, of chunks that are computed with on HOST: they are there for good."""
         found = Counter[Role]()
@@ -310,3 +358,22 @@ class ChunkStore:
         pool = self.pools[Tier.DEVICE]
         assert isinstance(pool, DevicePool)
         return pool
+
+
+def disk_transfer(target: Replica, source: Replica) -> Callable[[], None] | None:
+    """Return what copies a chunk from HOST to DISK, or back, and waits for it; None if neither replica is on DISK."""
+    if isinstance(target.slab, DiskSlab):
+        return partial(target.slab.write, source.flat)
+    if isinstance(source.slab, DiskSlab):
+        return partial(source.slab.read, target.flat)
+    return None
+
+
+def _contents(chunk: Chunk, tier: Tier) -> torch.Tensor:
+    """Return all elements of a chunk, 1-D: of DISK a copy of them."""
+    replica = chunk.replicas[tier]
+    if not isinstance(replica.slab, DiskSlab):
+        return replica.flat
+    read = torch.empty(chunk.nbytes // chunk.dtype.itemsize, dtype=chunk.dtype, device="cpu")
+    replica.slab.read(read)
+    return read

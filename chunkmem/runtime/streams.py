@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkmem.plan.model import Lane
+from chunkmem.plan.model import LANE_LINKS, Lane
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.events import COPY_LANES, Event, Piece, closed_error, host_waits, named_range, require_copyable
-from chunkmem.runtime.queues import HostWork, Worker
+from chunkmem.runtime.queues import HostWork, Worker, drain_workers, stop_workers
 from chunkmem.runtime.timestamps import Interval, StreamClock, StreamTimestamp
+from chunkmem.types import Tier
 
 
 @dataclass(eq=False, slots=True)
@@ -51,10 +52,10 @@ class StreamLanes:
         self._compute = compute
         assert isinstance(compute.clock, StreamClock)
         self._clock = compute.clock
-        self._streams = {lane: compute.stream() for lane in COPY_LANES}
+        self._streams = {lane: compute.stream() for lane in COPY_LANES if Tier.DEVICE in LANE_LINKS[lane]}
         self._last: dict[Lane, StreamEvent] = {}
-        self._worker: Worker | None = None
-        """The thread of HOST_UPDATE, once there is something to do."""
+        self._workers: dict[Lane, Worker] = {}
+        """The threads of the other lanes, once there is something to do."""
         self._pid = os.getpid()
         self._closed = False
 
@@ -77,13 +78,22 @@ class StreamLanes:
         issued = [self.copy(lane, target, source, after=after, label=label) for target, source in pieces]
         return StreamEvent(issued[0].start, issued[-1].end)
 
-    def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
+    def work(
+        self,
+        work: Callable[[], object],
+        *,
+        after: Sequence[Event],
+        label: str,
+        lane: Lane = Lane.HOST_UPDATE,
+        target: torch.Tensor | None = None,
+    ) -> Event:
         if self._closed:
             raise closed_error(label)
-        if self._worker is None:
-            self._worker = Worker(Lane.HOST_UPDATE, ctypes.memmove)
-            weakref.finalize(self, self._worker.stop)
-        return self._worker.issue(HostWork(label, work, tuple(after)))
+        worker = self._workers.get(lane)
+        if worker is None:
+            worker = self._workers[lane] = Worker(lane, ctypes.memmove)
+            weakref.finalize(self, worker.stop)
+        return worker.issue(HostWork(label, work, tuple(after), lane, target))
 
     def compute_event(self) -> Event:
         return computed(self._clock)
@@ -101,19 +111,15 @@ class StreamLanes:
         for event in self._last.values():
             event.wait()
         self._last.clear()
-        if self._worker is not None and os.getpid() == self._pid:
-            self._worker.wait()
-            if (failure := self._worker.take_failure()) is not None:
-                raise failure
+        if os.getpid() == self._pid:
+            drain_workers(self._workers.values())
 
     def close(self) -> None:
         self._closed = True
         if os.getpid() != self._pid:  # streams do not survive a fork, nor do threads
             return
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.stop()
-            worker.thread.join()
+        workers, self._workers = self._workers, {}
+        stop_workers(workers.values())
         self.drain()
 
 

@@ -1,16 +1,18 @@
-"""The two tiers of a process: how large they are, and the memory behind them."""
+"""The tiers of a process: how large they are, and the memory behind them."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from chunkmem.config import Config, OptsConfig
+from chunkmem.config import Config, DiskConfig, OptsConfig
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes
+from chunkmem.runtime.disk_pool import DiskPool
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.meter import NonModelMeter
-from chunkmem.runtime.pool import DevicePool
+from chunkmem.runtime.pool import DevicePool, SlabPool
 from chunkmem.types import Tier
 
 
@@ -22,6 +24,8 @@ class TierCaps:
     host_nbytes: int
     shared: bool
     """Both are one piece of RAM: everything stays on DEVICE and nothing is copied twice."""
+    disk_nbytes: int = 0
+    """0: there is no DISK."""
 
 
 def tier_caps(config: Config, compute: ComputeDevice, *, num_local: int = 1) -> TierCaps:
@@ -30,6 +34,8 @@ def tier_caps(config: Config, compute: ComputeDevice, *, num_local: int = 1) -> 
     `num_local` ranks share the RAM of this machine, and with `use_fake_dist` everything.
     """
     caps = _caps_of_one(config, compute, num_local=num_local)
+    if config.memory.disk is not None:
+        caps = replace(caps, disk_nbytes=config.memory.disk.capacity)
     if not config.client.mem_tracer.use_fake_dist:
         return caps
     host = caps.host_nbytes if config.memory.host is None else caps.host_nbytes // num_local
@@ -80,8 +86,12 @@ def warn_of_fragmentation(compute: ComputeDevice, caps: TierCaps) -> None:
         warnings.warn(f"memory.device is most of {compute.name()}: {EXPANDABLE_SEGMENTS}", stacklevel=2)
 
 
+def _open_disk(disk: DiskConfig, caps: TierCaps) -> DiskPool:
+    return DiskPool(Ledger(Tier.DISK, caps.disk_nbytes, caps.disk_nbytes), disk.path)
+
+
 class Tiers:
-    """Ledgers and pools of DEVICE and HOST."""
+    """Ledgers and pools of all tiers."""
 
     def __init__(self, config: Config, compute: ComputeDevice, *, num_local: int = 1) -> None:
         """Make them; `num_local` ranks share this machine."""
@@ -99,10 +109,19 @@ class Tiers:
             self.device, compute, capacity=opts.mem_cache_capacity if opts.with_mem_cache else 0
         )
         self.host_pool = HostArena(self.host, compute)
+        self.disk_pool = None if config.memory.disk is None else _open_disk(config.memory.disk, self.caps)
+        """None: there is no DISK."""
+        pools = {Tier.DEVICE: self.device_pool, Tier.HOST: self.host_pool, Tier.DISK: self.disk_pool}
+        self.pools: Mapping[Tier, SlabPool] = {tier: pool for tier, pool in pools.items() if pool is not None}
         self.meter = NonModelMeter(compute, self.device) if compute.is_accelerator else None
         """Measures what else is on an accelerator; None on a CPU, where the cap does not cover that."""
         if self.meter is not None:
             self.device_pool.changing = self.meter.excluding
+
+    @property
+    def ledgers(self) -> list[Ledger]:
+        """Of all tiers that there are."""
+        return [pool.ledger for pool in self.pools.values()]
 
     def leave_room_for_activations(self, known_nbytes: int = 0) -> None:
         """No plan is followed: on an accelerator, give chunks what activations have left of the cap so far.

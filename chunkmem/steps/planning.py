@@ -50,7 +50,8 @@ class StepPlanner:
         self._whole_machine = machine
         machine = self._machine = replace(machine, host_nbytes=max(0, machine.host_nbytes - on_host_nbytes))
         self._work = work
-        self._aside_nbytes = 0 if trace.mode is Mode.EVAL else sum(bystanders_nbytes.values())
+        goes_elsewhere = trace.mode is Mode.EVAL or machine.disk_nbytes > 0
+        self._aside_nbytes = 0 if goes_elsewhere else sum(bystanders_nbytes.values())
         """Bytes on HOST that the plan does not know of."""
         if self._aside_nbytes:
             options = replace(options, with_residents=False)

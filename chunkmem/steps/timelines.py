@@ -17,7 +17,7 @@ class LastTimelines:
 
     def __init__(self, tiers: Tiers, store: ChunkStore) -> None:
         """Begin before the first step; `tiers` tell the peaks, and `store` what of them no plan knows of."""
-        self._ledgers = (tiers.device, tiers.host)
+        self._ledgers = tiers.ledgers
         self._store = store
         self._last: Callable[[], Timeline] | None = None
         self._last_training: Callable[[], Timeline] | None = None

@@ -84,10 +84,18 @@ class AdversarialLanes:
             raise closed_error(label)
         return self._queue(HostCopy.of(lane, pieces, after=after, label=label))
 
-    def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
+    def work(
+        self,
+        work: Callable[[], object],
+        *,
+        after: Sequence[Event],
+        label: str,
+        lane: Lane = Lane.HOST_UPDATE,
+        target: torch.Tensor | None = None,
+    ) -> Event:
         if self._closed:
             raise closed_error(label)
-        return self._queue(HostWork(label, work, tuple(after)))
+        return self._queue(HostWork(label, work, tuple(after), lane, target))
 
     def _queue(self, task: HostTask) -> Event:
         held = _Held(task, self)
@@ -155,10 +163,19 @@ class AdversarialLanes:
     def _poison_targets(self) -> None:
         # Not before it can run: until then, what it comes after may still need the target's old contents.
         for held in self._runnable():
-            if not held.poisoned and isinstance(held.task, HostCopy):
-                for target, _, nbytes in held.task.pieces:
+            if not held.poisoned:
+                for target, nbytes in _targets(held.task):
                     ctypes.memset(target, _POISON, nbytes)
                 held.poisoned = True
+
+
+def _targets(task: HostTask) -> list[tuple[int, int]]:
+    """Return the memory that a task fills: addresses and bytes."""
+    if isinstance(task, HostCopy):
+        return [(target, nbytes) for target, _, nbytes in task.pieces]
+    if isinstance(task, HostWork) and task.target is not None:
+        return [(task.target.data_ptr(), task.target.nbytes)]
+    return []
 
 
 class ThrottledLanes(ThreadLanes):

@@ -340,9 +340,9 @@ def test_a_norm_in_float32_is_made_of_what_updates_ahead_have_read(monkeypatch: 
         run.step(seed)
     num_known = []
 
-    def noted(grads: Any, *, known: Any) -> torch.Tensor:
+    def noted(params: Any, gradient: Any, *, known: Any) -> torch.Tensor:
         num_known.append(len(known))
-        return global_norm(grads, known=known)
+        return global_norm(params, gradient, known=known)
 
     monkeypatch.setattr(pending, "global_norm", noted)
     run.step(9)

@@ -92,7 +92,16 @@ class ClockedLanes(BlockingLanes):
         with self._order.copying(_ACTORS[lane]):
             return self._issued(lane, label, super().copy(lane, target, source, after=(), label=label))
 
-    def work(self, work: Callable[[], object], *, after: Sequence[Event], label: str) -> Event:
+    def work(
+        self,
+        work: Callable[[], object],
+        *,
+        after: Sequence[Event],
+        label: str,
+        lane: Lane = Lane.HOST_UPDATE,
+        target: torch.Tensor | None = None,
+    ) -> Event:
+        assert lane is Lane.HOST_UPDATE, "there is no DISK"
         self._order.launch(Actor.HOST_UPDATE, label)
         self._hold_back(Actor.HOST_UPDATE, after)
         with self._order.calling(Actor.HOST_UPDATE):

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkmem.config import (
-    AVAILABLE,
     ActivationsConfig,
     ClientConfig,
     Config,
@@ -28,7 +27,6 @@ from chunkmem.config import (
     OptimizerConfig,
     OptimizerParams,
     OptsConfig,
-    unavailable_keys,
 )
 from chunkmem.errors import ConfigError
 from tests.helpers.config_keys import CASES, DISK_KEYS, KEYS
@@ -241,30 +239,3 @@ def test_copies_and_pickles_are_equal() -> None:
     assert copy.deepcopy(config) == config
     assert pickle.loads(pickle.dumps(config)) == config
     assert dataclasses.replace(config, gradient_clipping=1.0).gradient_clipping == 1.0
-
-
-# What this version cannot do.
-
-
-def test_the_defaults_are_available() -> None:
-    assert unavailable_keys(Config()) == []
-
-
-@pytest.mark.parametrize("path", KEYS)
-def test_unavailable_keys_are_named(path: str) -> None:
-    possible: dict[str, tuple[object, ...]] = {
-        "memory.disk": (None,),
-    }
-    assert set(AVAILABLE) == set(possible)
-    for value, kept in KEYS[path].good:
-        named = unavailable_keys(Config.from_dict(given_alone(path, value)))
-        if path in possible and kept not in possible[path]:
-            assert path in named
-        else:
-            assert named == []
-
-
-def test_all_unavailable_keys_are_named_at_once() -> None:
-    memory = {"disk": {"path": "/somewhere", "capacity": 1}}
-    config = Config.from_dict({"precision": "fp16", "use_cpu_embedding": True, "memory": memory})
-    assert unavailable_keys(config) == ["memory.disk"]
