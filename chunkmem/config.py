@@ -104,7 +104,7 @@ class Fp16Config(Section, at="fp16"):
 class DiskConfig(Section, at="memory.disk"):
     """The third tier: a file, for what HOST has no room for."""
 
-    path: str = option(PATH, about="A folder, on a fast disk of this machine. Each process makes a file there, without a name.")
+    path: str = option(PATH, about="A folder on a fast disk, where each process has a file without a name.")
     capacity: int = option(CAPACITY, about="Cap on its bytes, of each process.")
 
 
@@ -124,7 +124,9 @@ class MemoryConfig(Section, at="memory"):
         about="Cap on host memory; null: its capacity times `overall_cpu_mem_ratio`, divided by the ranks on the "
         "machine.",
     )
-    disk: DiskConfig | None = option(either(NULL, subsection(DiskConfig)), None, about="The third tier, DISK; null: there is none.")
+    disk: DiskConfig | None = option(
+        either(NULL, subsection(DiskConfig)), None, about="The third tier; null: there is none."
+    )
 
 
 REGION_POLICIES: Final = ("auto", "keep", "offload", "recompute")

@@ -34,6 +34,8 @@ LINKS: tuple[Link, ...] = tuple(
     link for upper, lower in itertools.pairwise(TIERS) for link in ((lower, upper), (upper, lower))
 )
 """Both directions between each tier and the one below it."""
+DEVICE_LINKS = LINKS[:2]
+"""Those of DEVICE, which there always are."""
 
 
 def neighbor(tier: Tier, tiers: Collection[Tier] = TIERS) -> Tier:

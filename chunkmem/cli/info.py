@@ -169,7 +169,7 @@ def _speeds() -> dict[str, float | None]:
 
     compute = _compute()
     machine = cached_machine(compute, tier_caps(Config(), compute))
-    found = {f"{lane.value}_Bps": machine.links[link].Bps for link, lane in LINK_LANES.items()}
+    found = {f"{lane.value}_Bps": machine.links[link].Bps for link, lane in LINK_LANES.items() if link in machine.links}
     found["latency_s"] = max(link.latency_s for link in machine.links.values())
     found |= {name: getattr(machine, name) for name in ("device_update_Bps", "host_update_Bps")}
     return {name: value if isfinite(value) else None for name, value in found.items()}
@@ -242,6 +242,7 @@ def _speed_rows(speeds: Mapping[str, float | None]) -> Sequence[tuple[str, str]]
         *(
             (f"{source.name} to {target.name}", rate(f"{lane.value}_Bps"))
             for (source, target), lane in LINK_LANES.items()
+            if f"{lane.value}_Bps" in speeds
         ),
         ("latency of a copy", f"{1e6 * (speeds['latency_s'] or 0.0):.1f} us"),
         ("update on DEVICE", rate("device_update_Bps")),

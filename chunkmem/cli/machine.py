@@ -10,6 +10,7 @@ from chunkmem.errors import ConfigError, PlanError
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import LINK_LANES, Plan
 from chunkmem.sizes import parse_nbytes
+from chunkmem.types import DEVICE_LINKS
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +39,8 @@ def machine_of(options: argparse.Namespace, *, host_nbytes: int) -> Machine:
     # What is wrong with the arguments is said before anything is measured.
     given = {
         link: parse_speed(f"--{lane.value}", text)
-        for link, lane in LINK_LANES.items()
-        if (text := getattr(options, lane.value)) is not None
+        for link in DEVICE_LINKS
+        if (text := getattr(options, (lane := LINK_LANES[link]).value)) is not None
     }
     machine = _measured() if options.machine is None else load_machine(options.machine)
     return replace(

@@ -111,8 +111,8 @@ class PendingGradients:
 
     def _norm(self) -> torch.Tensor:
         by_group: dict[int, list[ManagedParameter]] = {}
-        counted = (managed for managed in self._managed.values() if managed not in self._counted_elsewhere)
-        for managed in sorted(counted, key=lambda managed: managed.position):
+        own = (managed for managed in self._managed.values() if managed not in self._counted_elsewhere)
+        for managed in sorted(own, key=lambda managed: managed.position):
             by_group.setdefault(managed.group, []).append(managed)
         if self._is_lowered:
             norm = self._norm_in_float32(by_group)

@@ -12,8 +12,8 @@ from math import inf
 from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.ahead import advance_updates
 from chunkmem.plan.candidate import Candidate, PlanOptions
-from chunkmem.plan.disk import least_host_nbytes, offload_to_disk
 from chunkmem.plan.choose import furthest_next_use, least_recently_used, sweep
+from chunkmem.plan.disk import least_host_nbytes, offload_to_disk
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.intervals import find_stays, free_room, keep_slabs, linger, prefetch
 from chunkmem.plan.machine import Machine

@@ -1,23 +1,23 @@
 """What of HOST goes to DISK, and when. Pure.
 
-[Note: One pair lower] A program for DEVICE and HOST says when each chunk is needed on HOST: where a copy reads or writes
-it there, and where its group is updated. Between those moments it may go to DISK, as between its uses on DEVICE it may go to HOST:
-the same problem of gaps and stays, one pair of tiers lower. What the program says of HOST is then true of HOST and DISK together.
+[Note: One pair lower] A program for DEVICE and HOST says when each chunk is needed on HOST: where a copy reads or
+writes it there, and where its group is updated. Between those moments it may go to DISK, as between its uses on DEVICE
+it may go to HOST: the same problem of gaps and stays, one pair of tiers lower. What the program has on HOST is then on
+HOST or DISK.
 
-    DEVICE   |fwd 0|fwd 1| ... |bwd 1|bwd 0|                            the program, as it is
-    HOST        w0    w1          g1    g0  |upd 0: w g s|upd 1: w g s|  uses: one moment each
-    DISK     ---- states 0 ----------------->             <--- written   states leave after their update, and come back
-                                                                         before the next one: both at once, chunk by chunk
+    DEVICE   |fwd 0|fwd 1| ... |bwd 1|bwd 0|                              the program, as it is
+    HOST        w0    w1          g1    g0   |upd 0: w g s|upd 1: w g s|  uses: a moment each
+    DISK     --- states 0 ------------------>              <--- written   both ways at once, chunk by chunk
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chunkmem.plan.choose import furthest_next_use, sweep
-from chunkmem.plan.gaps import After, Gap, Problem, Use, gaps_of, required_nbytes
+from chunkmem.plan.gaps import Gap, Problem, Use, gaps_of, required_nbytes
 from chunkmem.plan.intervals import Stay, Stays, find_stays, free_room, linger, prefetch
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Update

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from chunkmem.errors import PlanError
 from chunkmem.plan.lane_times import Bandwidth, Queue, end_times
-from chunkmem.plan.model import FETCH, LANE_LINKS, Lane, is_reused
+from chunkmem.plan.model import DIRECTIONS, FETCH, Lane, is_reused
 from chunkmem.plan.timeline import Span
 from chunkmem.trace.model import Moment
 from chunkmem.types import ChunkId, Tier
@@ -320,7 +320,7 @@ class SimulatedLanes:
         chunk, tier = self._program.replicas[replica]
         doing = {
             COMPUTE: f"computing the {moments[operation.moment].kind.value}",
-            **{INDEX[each]: f"Copy {operation.chunk} to {to.name}" for each, (_, to) in LANE_LINKS.items()},
+            **{INDEX[each]: f"Copy {operation.chunk} {where}" for each, where in DIRECTIONS.items()},
             HOST_UPDATE: f"Update group {operation.chunk.group} on HOST",
             COLLECTIVE: f"exchanging {operation.chunk}",
         }[operation.lane]

@@ -23,8 +23,8 @@ class Stay:
     start: int
     """First moment of its first use, within the trace."""
     stop: int
-    """The moment in whose list it may be freed, and a copy to the tier below stands; past the trace's end if it lasts into the
-    next iteration."""
+    """The moment in whose list it may be freed, and a copy to the tier below stands; past the trace's end if it lasts
+    into the next iteration."""
     source: Tier | None
     """Where its content is copied from; None: the first use begins new content, in a slab that is taken then."""
     earliest: int

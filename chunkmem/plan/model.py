@@ -4,8 +4,8 @@
 issued in order, and then the moment runs; a RELEASE releases before its actions, so they may free the chunk. `Alloc`
 and `Free` take effect as they are issued: they are book-keeping, and the sum over replicas never passes the cap at any
 point of that order. Everything that touches memory is an operation on a lane: a moment on COMPUTE, a `Copy` on the lane
-of its link, an update on COMPUTE or HOST_UPDATE. The operations of one lane run in the order they are issued; between lanes
-nothing is ordered but by `Wait`.
+of its link, an update on COMPUTE or HOST_UPDATE. The operations of one lane run in the order they are issued; between
+lanes nothing is ordered but by `Wait`.
 
 What is exchanged between ranks is no action: all ranks have to exchange alike, so no plan of one of them may move it.
 An EXCHANGE moment issues it on COLLECTIVE, behind what was computed; its ARRIVE is waited for by COMPUTE.

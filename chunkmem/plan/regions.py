@@ -30,11 +30,11 @@ from statistics import mean
 
 from chunkmem.plan.candidate import Candidate, PlanOptions
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import LINK_LANES, Copy, Plan
+from chunkmem.plan.model import Copy, Plan
 from chunkmem.plan.region_judge import RegionJudge
 from chunkmem.trace.model import Region, Trace
 from chunkmem.trace.recomputed import with_recomputed
-from chunkmem.types import Tier
+from chunkmem.types import DEVICE_LINKS, Tier
 
 _ALIKE = 0.05
 """Durations this close are those of regions that are alike."""
@@ -126,7 +126,7 @@ def summary(trace: Trace, choice: Collection[int], plan: Plan) -> tuple[RegionPo
             policy, seconds = Policy.RECOMPUTE, forward_s(trace, region)
         elif region.chunk in copied:
             policy = Policy.OFFLOAD
-            seconds = sum(plan.machine.links[link].copy_s(region.nbytes) for link in LINK_LANES)
+            seconds = sum(plan.machine.links[link].copy_s(region.nbytes) for link in DEVICE_LINKS)
         found.append(RegionPolicy(region.name, policy, region.nbytes, seconds))
     return tuple(found)
 

@@ -166,6 +166,8 @@ class Reader:
         tier = self._plan.update_tiers.get(update.group)
         if update.tier is not tier:
             self._position.fail(f"update_tiers says {tier.name if tier else 'nothing of this group'}")
+        if update.tier is Tier.DISK:
+            self._position.fail("nothing is updated on DISK")
         if is_ahead:
             self._update_ahead(update)
             return

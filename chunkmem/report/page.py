@@ -71,6 +71,7 @@ STYLES = {
     "device": Style("#0072B2", "#fff"),
     BOTH: Style("#56B4E9"),
     "host": Style("#F1E488"),
+    "disk": Style("#8C6BB1", "#fff"),
     NO_CONTENT: Style("#D0D5DB"),
     NOWHERE: Style(""),
     HELD: Style("#111111", height=0.25),
@@ -89,9 +90,10 @@ _LEGEND: Mapping[str, Mapping[str, str]] = {
     },
     "newest version on, copies to": {
         "device": "DEVICE",
-        BOTH: "both",
+        BOTH: "several",
         "host": "HOST",
-        NO_CONTENT: "neither (an empty slab)",
+        "disk": "DISK",
+        NO_CONTENT: "none (an empty slab)",
         HELD: "in use",
     },
 }
@@ -187,6 +189,9 @@ def _figures(summary: Mapping[str, Any], mode: str, other: str) -> Iterator[str]
     yield figure("stalls", stalls)
     yield figure("to DEVICE", lambda view: format_nbytes(view["moved_nbytes"]["h2d"]))
     yield figure("to HOST", lambda view: format_nbytes(view["moved_nbytes"]["d2h"]))
+    if "disk-read" in summary["happened"]["moved_nbytes"]:
+        yield figure("from DISK", lambda view: format_nbytes(view["moved_nbytes"].get("disk-read", 0)))
+        yield figure("to DISK", lambda view: format_nbytes(view["moved_nbytes"].get("disk-write", 0)))
     yield figure("in time", lambda view: f"{view['prefetched']} of {view['fetched']}")
     cap = f" of {format_nbytes(summary['cap_nbytes']['device'])} on DEVICE"
     yield figure("peak", lambda view: format_nbytes(view["peak_nbytes"]["device"]), cap)

@@ -15,7 +15,7 @@ from chunkmem.report.run import Run, measured_nbytes
 from chunkmem.report.summary import PlainPyTorch
 from chunkmem.report.text import plan_misses
 from chunkmem.sizes import format_nbytes
-from chunkmem.types import TIERS, Role, Tier
+from chunkmem.types import Role, Tier
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,7 @@ class _Columns:
     def of(cls, run: Run) -> _Columns:
         histories, machine = replay(run.plan, run.trace), run.plan.machine
         return cls(
-            roles={tier: role_nbytes(histories, run.trace, tier) for tier in TIERS},
+            roles={tier: role_nbytes(histories, run.trace, tier) for tier in machine.tiers},
             non_model=[moment.non_model_peak_nbytes for moment in run.trace.moments],
             sampled=[moment.sampled_peak_nbytes for moment in run.trace.moments],
             predicted=run.predicted.device_nbytes,
@@ -75,7 +75,7 @@ class _Columns:
 
 
 def memory_picture(run: Run) -> bytes:
-    """Return a PNG of the bytes by role on DEVICE, and on HOST, over the moments of a step.
+    """Return a PNG of the bytes by role on DEVICE, and on the tiers below, over the moments of a step.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed; the message says how to install it.
@@ -90,14 +90,15 @@ def memory_picture(run: Run) -> bytes:
     # Non-model data that the cap does not cover may be many times as much as chunks, and gets a scale of its own.
     room = max(columns.caps[Tier.DEVICE], columns.peak(Tier.DEVICE))
     is_apart = not columns.is_charged and max(columns.non_model) > room
-    heights = [3.6, *([2.4] if columns.roles[Tier.HOST] else []), *([1.2] if is_apart else [])]
+    below = [tier for tier, roles in columns.roles.items() if roles and tier is not Tier.DEVICE]
+    heights = [3.6, *([2.4] * len(below)), *([1.2] if is_apart else [])]
     figure = Figure(figsize=(11, 1.4 + sum(heights)), layout="constrained")
     panels = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
     figure.suptitle(_title(run), fontsize=13)
     rest = iter(panels)
     _draw_device(next(rest), columns, is_apart=is_apart)
-    if columns.roles[Tier.HOST]:
-        _draw_host(next(rest), columns)
+    for tier in below:
+        _draw_below(next(rest), columns, tier)
     if is_apart:
         _draw_non_model(next(rest), columns)
     _draw_phases(panels, run)
@@ -194,17 +195,17 @@ def _draw_non_model(axes: Axes, columns: _Columns) -> None:
     axes.set_ylabel(f"non-model, {unit}", fontsize=11)
 
 
-def _draw_host(axes: Axes, columns: _Columns) -> None:
-    cap, peak = columns.caps[Tier.HOST], columns.peak(Tier.HOST)
+def _draw_below(axes: Axes, columns: _Columns, tier: Tier) -> None:
+    cap, peak = columns.caps[tier], columns.peak(tier)
     unit, scale = _scale(max(peak, 1))
-    _draw_roles(axes, columns, Tier.HOST, scale)
+    _draw_roles(axes, columns, tier, scale)
     if cap <= 2 * peak:
         _draw_cap(axes, cap, scale)
         axes.set_ylim(0, 1.18 * max(cap, peak) / scale)
     else:
         axes.set_ylim(0, 1.25 * peak / scale)
         _note(axes, f"cap {format_nbytes(cap)}, far above")
-    axes.set_ylabel(f"HOST, {unit}", fontsize=11)
+    axes.set_ylabel(f"{tier.name}, {unit}", fontsize=11)
 
 
 def _draw_roles(axes: Axes, columns: _Columns, tier: Tier, scale: int) -> list[float]:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import groupby
 from types import MappingProxyType
 
-from chunkmem.plan.model import LINK_LANES, Copy, Plan
+from chunkmem.plan.model import Copy, Plan
 from chunkmem.plan.regions import Policy, RegionPolicy
 from chunkmem.report.clock import recomputations
 from chunkmem.trace.activations import Content, activation_contents
 from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import ChunkId
+from chunkmem.types import DEVICE_LINKS, ChunkId
 
 DONE: Mapping[Policy, str] = MappingProxyType(
     {Policy.KEEP: "kept", Policy.OFFLOAD: "offloaded", Policy.RECOMPUTE: "recomputed"}
@@ -35,7 +35,7 @@ def region_policies(plan: Plan, trace: Trace) -> tuple[RegionPolicy, ...]:
         if held.content is Content.RECOMPUTED:
             policy, seconds = Policy.RECOMPUTE, again_s.get(begins[chunk], 0.0)
         elif chunk in copied:
-            policy, seconds = Policy.OFFLOAD, sum(plan.machine.links[link].copy_s(nbytes) for link in LINK_LANES)
+            policy, seconds = Policy.OFFLOAD, sum(plan.machine.links[link].copy_s(nbytes) for link in DEVICE_LINKS)
         if held.content is Content.INPUTS:
             inputs.setdefault(held.region, []).append(chunk)
         # In the place of its inputs, those of the last call first, as backward goes.

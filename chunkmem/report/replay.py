@@ -10,10 +10,10 @@ from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update
 from chunkmem.plan.semantics import ABSENT, ReplicaState
 from chunkmem.plan.verify import Reader
 from chunkmem.trace.model import Kind, Trace
-from chunkmem.types import PLACE, TIERS, ChunkId, Role, Tier
+from chunkmem.types import PLACE, ChunkId, Role, Tier
 
 States = tuple[ReplicaState, ...]
-"""What a chunk has on each tier, in the order of `TIERS`."""
+"""What a chunk has on each tier that there is, in the order of `TIERS`."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ def replay(plan: Plan, trace: Trace) -> dict[ChunkId, ChunkHistory]:
         if moment.kind is Kind.UPDATE:
             touched.update(trace.update(moment.chunk.group).chunks)
         for chunk in touched:
-            states, changes = tuple(state.on(chunk, tier) for tier in TIERS), found[chunk].changes
+            states, changes = tuple(state.on(chunk, tier) for tier in plan.machine.tiers), found[chunk].changes
             if not changes or changes[-1][1] != states:
                 changes.append((index, states))
         touched.clear()

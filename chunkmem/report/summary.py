@@ -15,7 +15,6 @@ from chunkmem.trace.model import Moment, Trace
 from chunkmem.types import ChunkId, Role, Tier
 
 
-
 @dataclass(frozen=True, slots=True)
 class PlainPyTorch:
     """What the same step holds on DEVICE in plain PyTorch, where everything is resident."""
@@ -79,7 +78,9 @@ def _figures(timeline: Timeline) -> dict[str, Any]:
         "step_s": timeline.step_s,
         "stall_s": timeline.stall_s,
         "num_stalls": sum(span.is_stall for span in timeline.spans),
-        "moved_nbytes": {lane.value: timeline.moved_nbytes.get(lane, 0) for lane in sorted(timeline.moved_nbytes, key=_by_lane)},
+        "moved_nbytes": {
+            lane.value: timeline.moved_nbytes[lane] for lane in sorted(timeline.moved_nbytes, key=_by_lane)
+        },
         "exchanged_nbytes": timeline.exchanged_nbytes,
         "peak_nbytes": {tier.value: nbytes for tier, nbytes in timeline.peak_nbytes.items()},
         "role_peak_nbytes": roles,

@@ -25,6 +25,7 @@ BOTH, NO_CONTENT, NOWHERE = "both", "no content", "nowhere"
 HELD, STALL, LAYER = "in use", "stall", "layer"
 """Styles, with those of phases, and of tiers by their value."""
 _COPY_STYLES = {lane: target.value for lane, (_, target) in LANE_LINKS.items()}
+"""Those of the tier that a copy goes to."""
 _NS = 1e9
 
 
@@ -204,7 +205,7 @@ def chunk_track(chunk: ChunkId, history: ChunkHistory, trace: Trace, starts: Seq
 
 def state_style(states: States) -> str:
     """Return which tiers have the newest version: one, several, or none of those that have memory for it."""
-    newest = [tier for tier, state in zip(TIERS, states, strict=True) if state == NEWEST]
+    newest = [tier for tier, state in zip(TIERS, states, strict=False) if state == NEWEST]
     if newest:
         return newest[0].value if len(newest) == 1 else BOTH
     return NO_CONTENT if EMPTY in states else NOWHERE
@@ -214,7 +215,7 @@ def where(states: States) -> str:
     """Return the tiers that have memory for a chunk, in words."""
     names = [
         tier.name + (" (a slab, no content)" if state == EMPTY else "")
-        for tier, state in zip(TIERS, states, strict=True)
+        for tier, state in zip(TIERS, states, strict=False)
         if state != ABSENT
     ]
     return " and ".join(names) or "nowhere"

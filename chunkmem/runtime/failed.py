@@ -36,10 +36,10 @@ def drain(lanes: Lanes, store: ChunkStore) -> None:
 class _Repair:
     """Does again, one after the other, what has failed, and what a failure on its lane has kept from running.
 
-    All of it is over, and none of it has touched its slabs, but what failed itself: that did part of its work. So in the
-    order of issue each finds what it would have found. A copy is made again only if its chunk has no other replica of
-    that version. Bytes that it cannot save stay in their slab, and are the chunk's there again; what was to be written
-    over them fails, too.
+    All of it is over, and none of it has touched its slabs, but what failed itself: that did part of its work. So in
+    the order of issue each finds what it would have found. A copy is made again only if its chunk has no other replica
+    of that version. Bytes that it cannot save stay in their slab, and are the chunk's there again; what was to be
+    written over them fails, too.
     """
 
     def __init__(self, store: ChunkStore) -> None:

@@ -304,7 +304,7 @@ class Pager:
         return tier
 
     def to_write(self, chunk: Chunk, *, reader: object) -> list[Tier]:
-        """Return all tiers that have the newest content, in memory: who changes it does so on each. A copy on DISK goes.
+        """Return all tiers that have the newest content, for one who changes it on each. A copy on DISK goes.
 
         Raises: what `pin` does.
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 
-from chunkmem.plan.model import FETCH, LANE_LINKS, LINK_LANES, Lane
+from chunkmem.plan.model import DIRECTIONS, FETCH, LINK_LANES, Lane
 from chunkmem.plan.timeline import Span, StageCall, StageWork, Timeline
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import DoneEvent, Event
@@ -174,7 +174,7 @@ class StepLog:
         first_s, last_s = self._first.at_s, times_s[-1]
         spans = self._moment_spans(trace, times_s)
         for lane, moment, chunk, event in self.copies:
-            label = f"{chunk.id} to {LANE_LINKS[lane][1].name}"
+            label = f"{chunk.id} {DIRECTIONS[lane]}"
             spans.append(Span(lane, label, *_times(event, first_s, last_s), moment, chunk.id, chunk.nbytes))
         for moment, chunk, under_way in self.exchanges:
             start_s, end_s = under_way.started_s - first_s, under_way.ended_s - first_s

@@ -67,8 +67,8 @@ class LeftUpdate:
             self.work()
         except Exception as error:
             raise TierIOError(
-                f"the update of group {self.group}, which step() had left to its lane, has failed: {error!r}; load what was "
-                "saved last into a new manager"
+                f"the update of group {self.group}, which step() had left to its lane, has failed: {error!r}; load "
+                "what was saved last into a new manager"
             ) from error
 
 
@@ -262,7 +262,8 @@ class ChunkStore:
     def note_issued(self, operation: IssuedCopy | LeftUpdate) -> None:
         """Keep account of an operation, and once there are many, of none that is done."""
         if len(self.issued) > _MANY_COPIES:
-            self.issued = [each for each in self.issued if not (each.event and each.event.done() and not each.event.failure)]
+            events = [(each, each.event) for each in self.issued]
+            self.issued = [each for each, event in events if event is None or event.failure or not event.done()]
         self.issued.append(operation)
 
     def drop(self, chunk: Chunk, tier: Tier) -> None:

@@ -111,8 +111,9 @@ class Tiers:
         self.host_pool = HostArena(self.host, compute)
         self.disk_pool = None if config.memory.disk is None else _open_disk(config.memory.disk, self.caps)
         """None: there is no DISK."""
-        pools = {Tier.DEVICE: self.device_pool, Tier.HOST: self.host_pool, Tier.DISK: self.disk_pool}
-        self.pools: Mapping[Tier, SlabPool] = {tier: pool for tier, pool in pools.items() if pool is not None}
+        self.pools: dict[Tier, SlabPool] = {Tier.DEVICE: self.device_pool, Tier.HOST: self.host_pool}
+        if self.disk_pool is not None:
+            self.pools[Tier.DISK] = self.disk_pool
         self.meter = NonModelMeter(compute, self.device) if compute.is_accelerator else None
         """Measures what else is on an accelerator; None on a CPU, where the cap does not cover that."""
         if self.meter is not None:

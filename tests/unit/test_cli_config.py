@@ -90,12 +90,6 @@ def test_a_file_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert printed(capsys, file) == "every key has its default\n"
 
 
-def test_a_file_with_what_is_not_available_has_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "chunkmem.json"
-    file.write_text('{"memory": {"disk": {"path": "swap", "capacity": "1GiB"}}}', encoding="utf-8")
-    assert "not available in this version: memory.disk" in printed(capsys, file, status=1)
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -296,7 +296,7 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
         (("chunks", 0), ["grad", "0"], "chunks[0][1] is '0', but must be an integer from 0 to 2**63 - 1"),
         (("start",), None, "start is None, but must be a list"),
         (("start", 0, 0), 2, "start[0][0] is 2, but must be an index into chunks, which has 2 of them"),
-        (("start", 0, 1), "gpu", 'start[0][1] is \'gpu\', but must be "device" or "host"'),
+        (("start", 0, 1), "gpu", 'start[0][1] is \'gpu\', but must be "device", "host" or "disk"'),
         (("start", 0, 2), 1, "start[0][2] is 1, but must be true or false"),
         (
             ("start", 0),
@@ -309,7 +309,7 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
             [[0, "host"], [0, "device"]],
             "update_tiers[1] is [0, 'device'], but an earlier row is for",
         ),
-        (("update_tiers", 0, 1), None, 'update_tiers[0][1] is None, but must be "device" or "host"'),
+        (("update_tiers", 0, 1), None, 'update_tiers[0][1] is None, but must be "device", "host" or "disk"'),
         (("actions",), {"0": []}, "actions is {'0': []}, but must be a list"),
         (("actions", 1), 0, "actions[1] is 0, but must be a list"),
         (("actions", 2, 0), "free", "actions[2][0] is 'free', but must be a list"),
@@ -324,11 +324,12 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
             'actions[2][0][0] is \'move\', but must be "alloc", "free", "copy", "update" or "wait"',
         ),
         (("actions", 2, 0), ["free"], "actions[2][0] is ['free'], but must be a list of 3 values"),
-        (("actions", 0, 2, 3), "host ", 'actions[0][2][3] is \'host \', but must be "device" or "host"'),
+        (("actions", 0, 2, 3), "host ", 'actions[0][2][3] is \'host \', but must be "device", "host" or "disk"'),
         (
             ("actions", 0, 1, 2),
             "cpu",
-            'actions[0][1][2] is \'cpu\', but must be "compute", "h2d", "d2h", "host-update" or "collective"',
+            'actions[0][1][2] is \'cpu\', but must be "compute", "h2d", "d2h", "host-update", "collective", "disk-read" '
+            'or "disk-write"',
         ),
         (
             ("actions", 0, 1, 3),
@@ -360,7 +361,7 @@ def test_values_that_no_plan_has(path: tuple[Any, ...], value: object, says: str
         (
             "links",
             [["device", "host", 1, 0]],
-            "machine: the link from HOST to DEVICE has no speed; give one of each of ",
+            "machine: the link from HOST to DEVICE has no speed; give one of each link ",
         ),
         (
             "links",

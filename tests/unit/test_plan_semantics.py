@@ -25,11 +25,11 @@ def test_actions() -> None:
     assert (state.on(W, DEVICE), state.on(W, HOST)) == (ABSENT, NEWEST)
     state.act(Alloc(W, DEVICE))
     assert state.on(W, DEVICE) == EMPTY
-    assert state.used_nbytes == [3, 3]
+    assert state.used_nbytes == [3, 3, 0]
     state.act(Copy(W, HOST, DEVICE))
     assert state.on(W, DEVICE) == NEWEST
     state.act(Free(W, HOST))
-    assert state.used_nbytes == [3, 0]
+    assert state.used_nbytes == [3, 0, 0]
     assert state.snapshot() == Residency({(W, DEVICE): True})
     assert state.has_content(W)
     assert not state.has_content(G)
