@@ -15,6 +15,7 @@ from chunkmem.plan.simulate import simulate
 from chunkmem.plan.timeline import Timeline, differences
 from chunkmem.plan.victims import in_leaving_order
 from chunkmem.runtime.chunk import NO_CONTENT
+from chunkmem.runtime.disk_pool import DiskSlab
 from chunkmem.runtime.ledger import CACHE
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import ChunkStore
@@ -31,8 +32,12 @@ def audit(manager: ChunkManager) -> None:
         assert chunk.compute_tier is Tier.DEVICE or Tier.DEVICE not in chunk.replicas, f"{chunk.label} is on DEVICE"
         for replica in chunk.replicas.values():
             if replica.version == chunk.version != NO_CONTENT:
+                flat = replica.flat
+                if isinstance(replica.slab, DiskSlab):
+                    flat = torch.empty(chunk.group.numel, dtype=chunk.dtype)
+                    replica.slab.read(flat)
                 for start, stop in chunk.group.pads:
-                    assert not replica.flat[start:stop].any(), f"{chunk.label}: pads are not 0"
+                    assert not flat[start:stop].any(), f"{chunk.label}: pads are not 0"
         if isinstance(chunk.home, BoundChunk):
             audit_binding(chunk.home, present=chunk.compute_tier in chunk.replicas, nbytes=chunk.nbytes)
 
@@ -56,7 +61,11 @@ def audit_ledgers(store: ChunkStore, *, log_nbytes: int = 0) -> None:
         for chunk in store.chunks.values():
             if tier in chunk.replicas:
                 replica = chunk.replicas[tier]  # pieces: activations, whose memory a user may have got hold of
-                assert replica.pieces is not None or replica.flat.untyped_storage().nbytes() >= chunk.nbytes
+                in_memory = replica.flat.untyped_storage().nbytes()
+                if tier is Tier.DISK:
+                    assert in_memory == 0
+                else:
+                    assert replica.pieces is not None or in_memory >= chunk.nbytes
                 live[chunk.id.role.value] += chunk.nbytes
         live[CACHE] += sum(slab.nbytes for slab in getattr(pool, "_kept", ()))
         if tier is Tier.HOST:

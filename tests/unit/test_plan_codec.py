@@ -328,8 +328,8 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
         (
             ("actions", 0, 1, 2),
             "cpu",
-            'actions[0][1][2] is \'cpu\', but must be "compute", "h2d", "d2h", "host-update", "collective", "disk-read" '
-            'or "disk-write"',
+            'actions[0][1][2] is \'cpu\', but must be "compute", "h2d", "d2h", "host-update", "collective", '
+            '"disk-read" or "disk-write"',
         ),
         (
             ("actions", 0, 1, 3),
