@@ -145,6 +145,7 @@ class CopyOrder:
         """Nothing is under way, and what had failed was made again or is lost: nobody waits for it."""
         lane = Lane.HOST_UPDATE
         self.events[lane], self._previous[lane] = [None] * len(self.events[lane]), []
+        self._update_after, self._ahead_after = [], []
 
     def wait_for_lane(self) -> None:
         """The host makes an update itself, after those that were left to their lane."""

@@ -97,7 +97,6 @@ class DiskPool:
 
         Raises:
             StateError: `block_nbytes` or `depth` is not positive.
-            StateError: `block_nbytes` or `depth` is not positive.
             ConfigError: `directory` cannot be used, or its file system has less room than the cap.
             TierIOError: the first bytes could not be written or read.
         """
@@ -148,6 +147,14 @@ class DiskPool:
             slab.poison()
         self._idle[slab.nbytes].append(slab)
         self.ledger.release(role, slab.nbytes)
+
+    def take_again(self, role: str, slab: Slab) -> bool:
+        idle = self._idle[slab.nbytes]
+        if slab not in idle:
+            return False
+        idle.remove(slab)
+        self.ledger.charge(role, slab.nbytes)
+        return True
 
     def expect(self, nbytes: int) -> None:
         """Nothing is taken ahead of need."""
