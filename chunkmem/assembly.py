@@ -46,6 +46,7 @@ from chunkmem.parts import (
 )
 from chunkmem.plan.machine import Machine
 from chunkmem.runtime.device import ComputeDevice
+from chunkmem.runtime.disk_calls import DiskCalls
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.lanes import open_lanes
 from chunkmem.runtime.pager import Pager
@@ -73,17 +74,25 @@ class Runtime:
         device_index: int | None,
         machine: Machine | None,
         make_lanes: MakeLanes | None,
+        disk_calls: DiskCalls | None,
         before: Runtime | None = None,
     ) -> None:
         """Wire the parts together.
 
         Args:
-            config, process_group, mesh, exchange, device_index, machine, make_lanes: those of `ChunkManager`.
+            config, process_group, mesh, exchange, device_index, machine, make_lanes, disk_calls: those of
+                `ChunkManager`.
             before: what these parts take the place of, and use the tiers and the loss scale of; it has stopped.
         """
         self.config = _checked(config)
         self._make_others = partial(
-            Runtime, config, exchange=exchange, device_index=device_index, machine=machine, make_lanes=make_lanes
+            Runtime,
+            config,
+            exchange=exchange,
+            device_index=device_index,
+            machine=machine,
+            make_lanes=make_lanes,
+            disk_calls=disk_calls,
         )
         self.mesh = mesh
         compute = ComputeDevice.default(device_index) if before is None else before.tiers.compute
@@ -95,7 +104,7 @@ class Runtime:
                 ranks.agree(f"{path} of the configuration", json.dumps(value))
         if before is None:
             self.scaler: LossScaler | None = LossScaler(config.fp16) if config.precision == "fp16" else None
-            self.tiers: Tiers = Tiers(config, compute, num_local=self.ranks.num_local)
+            self.tiers: Tiers = Tiers(config, compute, num_local=self.ranks.num_local, disk_calls=disk_calls)
             warn_of_fragmentation(compute, self.tiers.caps)
         else:
             self.scaler, self.tiers = before.scaler, before.tiers

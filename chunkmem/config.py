@@ -106,6 +106,7 @@ class DiskConfig(Section, at="memory.disk"):
 
     path: str = option(PATH, about="A folder on a fast disk, where each process has a file without a name.")
     capacity: int = option(CAPACITY, about="Cap on its bytes, of each process.")
+    verify: bool = option(BOOL, False, about="Compare what is read with a checksum of what was written, kept in RAM.")
 
 
 @dataclass(frozen=True)

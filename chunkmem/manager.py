@@ -31,6 +31,7 @@ from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
+from chunkmem.runtime.disk_calls import DiskCalls
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.report import memory_report
 from chunkmem.sizes import parse_nbytes
@@ -50,9 +51,11 @@ class ChunkManager(ModelBuilding):
         device_index: which accelerator to compute on; None is the current one.
         machine: speeds that plans are made for; None measures this machine, once, and remembers.
         make_lanes: makes what copies while the device computes; None is threads, or streams on an accelerator.
+        disk_calls: what DISK is read and written by; None is the system. `chunkmem.testing.FaultyDisk` has it fail.
 
     Raises:
-        ConfigError: a key is set whose feature this version does not have, or the ranks do not fit together.
+        ConfigError: the ranks do not fit together, or the folder for DISK cannot be used.
+        TierIOError: DISK failed at the first bytes.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class ChunkManager(ModelBuilding):
         device_index: int | None = None,
         machine: Machine | None = None,
         make_lanes: Callable[[ComputeDevice], Lanes] | None = None,
+        disk_calls: DiskCalls | None = None,
     ) -> None:
         self.config = Config() if config is None else config
         self.runtime = Runtime(
@@ -75,6 +79,7 @@ class ChunkManager(ModelBuilding):
             device_index=device_index,
             machine=machine,
             make_lanes=make_lanes,
+            disk_calls=disk_calls,
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

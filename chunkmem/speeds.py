@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
-from chunkmem.plan.machine import LinkSpeed, Machine, disk_links
+from chunkmem.plan.machine import Machine
 from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.measure import cached_machine
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.shard.shards import ShardStore
-from chunkmem.types import Link
 
 
 class Links:
@@ -43,9 +41,5 @@ def machine_for(tiers: Tiers, links: Links, machine: Machine | None, *, shadow_n
         shadow_nbytes=shadow_nbytes,
         exchange_Bps=links.exchange_Bps,
         disk_nbytes=tiers.caps.disk_nbytes,
-        links={**machine.links, **_disk_links(tiers)} if tiers.caps.disk_nbytes else machine.links,
+        links=machine.links if tiers.disk_links is None else {**tiers.disk_links, **machine.links},
     )
-
-
-def _disk_links(tiers: Tiers) -> Mapping[Link, LinkSpeed]:
-    return disk_links(read_Bps=1e9, write_Bps=1e9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 
 from chunkmem.errors import TierIOError
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
@@ -46,6 +47,8 @@ class _Repair:
         self._store = store
         self._bad: set[Slab] = set()
         """Slabs that do not have what they should."""
+        self._awaited: Counter[Slab] = Counter()
+        """Slabs that are to be filled by what has failed, and comes yet."""
         self._kept: set[Slab] = set()
         """Slabs with the only bytes of some version, which nobody may write over."""
 
@@ -56,8 +59,10 @@ class _Repair:
             for slab in each.slabs:
                 if slab.busy is not None and slab.busy.failure is not None:
                     slab.busy = None
+            self._awaited.update(each.written_slabs)
         with runtime_mode():
             for each in failed:
+                self._awaited.subtract(each.written_slabs)
                 if isinstance(each, IssuedCopy):
                     self._copy(each)
                 else:
@@ -89,7 +94,8 @@ class _Repair:
         """Tell whether the chunk has, or can make, what was copied without the copy."""
         chunk = copy.chunk
         others = (replica for tier, replica in chunk.replicas.items() if tier is not copy.tier)
-        has_other = any(each.version == copy.version and each.slab not in self._bad for each in others)
+        sound = (each for each in others if each.slab not in self._bad and not self._awaited[each.slab])
+        has_other = any(each.version == copy.version for each in sound)
         return chunk.version == copy.version and (has_other or chunk.can_be_rounded)
 
     def _update(self, update: LeftUpdate) -> None:

@@ -38,8 +38,12 @@ class IssuedCopy:
     event: Event
 
     @property
-    def slabs(self) -> tuple[Slab, Slab]:
+    def slabs(self) -> tuple[Slab, ...]:
         return self.source, self.target
+
+    @property
+    def written_slabs(self) -> tuple[Slab, ...]:
+        return (self.target,)
 
 
 @dataclass(eq=False, slots=True)

@@ -7,13 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from chunkmem.config import Config, DiskConfig, OptsConfig
+from chunkmem.plan.machine import LinkSpeed, disk_links
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.device import ComputeDevice, ram_nbytes
-from chunkmem.runtime.disk_pool import DiskPool
+from chunkmem.runtime.disk_calls import SYSTEM_CALLS, DiskCalls
+from chunkmem.runtime.disk_pool import BLOCK_NBYTES, DEPTH, DiskPool
+from chunkmem.runtime.disk_speed import DiskSpeed, cached_disk_speed
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.pool import DevicePool, SlabPool
-from chunkmem.types import Tier
+from chunkmem.types import Link, Tier
+
+_UNKNOWN_SPEED = DiskSpeed(1e9, 1e9, 1e-4, BLOCK_NBYTES, DEPTH)
+"""Of a disk that cannot be measured."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +92,37 @@ def warn_of_fragmentation(compute: ComputeDevice, caps: TierCaps) -> None:
         warnings.warn(f"memory.device is most of {compute.name()}: {EXPANDABLE_SEGMENTS}", stacklevel=2)
 
 
-def _open_disk(disk: DiskConfig, caps: TierCaps) -> DiskPool:
-    return DiskPool(Ledger(Tier.DISK, caps.disk_nbytes, caps.disk_nbytes), disk.path)
+def _open_disk(disk: DiskConfig, caps: TierCaps, calls: DiskCalls | None) -> tuple[DiskPool, Mapping[Link, LinkSpeed]]:
+    """Return DISK, and how fast it is: measured once, but where the calls are not the system's."""
+    speed = cached_disk_speed(disk.path) if calls is None else _UNKNOWN_SPEED
+    pool = DiskPool(
+        Ledger(Tier.DISK, caps.disk_nbytes, caps.disk_nbytes),
+        disk.path,
+        block_nbytes=speed.block_nbytes,
+        depth=speed.depth,
+        checks=disk.verify,
+        calls=SYSTEM_CALLS if calls is None else calls,
+    )
+    return pool, disk_links(read_Bps=speed.read_Bps, write_Bps=speed.write_Bps, latency_s=speed.latency_s)
 
 
 class Tiers:
     """Ledgers and pools of all tiers."""
 
-    def __init__(self, config: Config, compute: ComputeDevice, *, num_local: int = 1) -> None:
-        """Make them; `num_local` ranks share this machine."""
+    def __init__(
+        self, config: Config, compute: ComputeDevice, *, num_local: int = 1, disk_calls: DiskCalls | None = None
+    ) -> None:
+        """Make them.
+
+        Args:
+            config: has their caps.
+            compute: what DEVICE is.
+            num_local: ranks that share this machine.
+            disk_calls: that DISK is read and written by; None: those of the system.
+
+        Raises:
+            ConfigError, TierIOError: the folder for DISK cannot be used.
+        """
         self.compute = compute
         self.caps = tier_caps(config, compute, num_local=num_local)
         opts = config.client.opts
@@ -109,11 +137,11 @@ class Tiers:
             self.device, compute, capacity=opts.mem_cache_capacity if opts.with_mem_cache else 0
         )
         self.host_pool = HostArena(self.host, compute)
-        self.disk_pool = None if config.memory.disk is None else _open_disk(config.memory.disk, self.caps)
-        """None: there is no DISK."""
+        self.disk_links: Mapping[Link, LinkSpeed] | None = None
+        """How fast DISK is; None: there is none."""
         self.pools: dict[Tier, SlabPool] = {Tier.DEVICE: self.device_pool, Tier.HOST: self.host_pool}
-        if self.disk_pool is not None:
-            self.pools[Tier.DISK] = self.disk_pool
+        if config.memory.disk is not None:
+            self.pools[Tier.DISK], self.disk_links = _open_disk(config.memory.disk, self.caps, disk_calls)
         self.meter = NonModelMeter(compute, self.device) if compute.is_accelerator else None
         """Measures what else is on an accelerator; None on a CPU, where the cap does not cover that."""
         if self.meter is not None:

@@ -24,12 +24,12 @@ import torch
 
 from chunkmem.errors import StateError
 from chunkmem.plan.model import Lane
-from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, Piece, closed_error
+from chunkmem.runtime.events import DoneEvent, Event, Piece, closed_error
 from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.queues import HostCopy, HostTask, HostWork
 from chunkmem.runtime.timestamps import HostTimestamp, Interval
 
-LANES = (*COPY_LANES, Lane.HOST_UPDATE)
+LANES = (Lane.H2D, Lane.D2H, Lane.HOST_UPDATE, Lane.DISK_READ, Lane.DISK_WRITE)
 _POISON = 0xFF
 """Repeated, this byte is NaN in every floating dtype."""
 _EAGERNESS = (0.0, 0.1, 0.5, 0.9)

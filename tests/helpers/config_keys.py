@@ -103,7 +103,7 @@ KEYS: Mapping[str, Key] = {
         None,
         ((None, None), ({"path": "swap", "capacity": "200GiB"}, DiskConfig(path="swap", capacity=200 * 2**30))),
         ("swap", 1, True, []),
-        "null, or an object with the keys path, capacity",
+        "null, or an object with the keys path, capacity, verify",
     ),
     "activations.policy": Key(
         None,
@@ -136,6 +136,7 @@ KEYS: Mapping[str, Key] = {
 DISK_KEYS: Mapping[str, Key] = {
     "memory.disk.path": Key(None, same("swap", "/mnt/x"), ("", None, 1, b"swap", []), "a path as a non-empty string"),
     "memory.disk.capacity": Key(None, (("200GiB", 200 * 2**30), (1, 1)), (*NOT_SIZES, None), SIZE),
+    "memory.disk.verify": Key(False, *BOOLEAN),
 }
 """The keys of the optional disk tier; both must be given."""
 

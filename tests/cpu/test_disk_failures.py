@@ -1,0 +1,251 @@
+"""DISK fails below everything: an error with path, offset and cause, and what is not lost is as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import chunkmem
+from chunkmem.errors import StateError, TierIOError
+from chunkmem.testing import Fault, FaultKind, FaultyDisk
+from tests.helpers.audit import audit
+from tests.helpers.spread import spread
+from tests.helpers.twins import cpu_only
+
+WIDTH, DEPTH, BATCH = 64, 5, 4
+SLAB = 4 * WIDTH * WIDTH
+NUM_STEPS = 6
+FAILS_IN = 3
+"""This step follows a plan."""
+SAID = re.compile(
+    r"(param|grad|exp_avg|exp_avg_sq) chunk \d+.*: the copy from (HOST|DISK) to (HOST|DISK) failed: DISK: "
+    r"(reading|writing|reserving) [\d.]+ \w+ at offset \d+ of the unnamed file in /.*\((EIO|ENOSPC)\)"
+)
+"""The chunk, both tiers, path, offset and errno."""
+LOST = re.compile(r".*chunk .* is lost, as the copy.* that was to save it has failed; (load|call) .*")
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(DEPTH)))
+
+
+def batch_of(step: int) -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def values(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in state.values()]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[torch.Tensor]]:
+    """The weights before each step, and after the last, in plain PyTorch."""
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    seen = [values(model.state_dict())]
+    for step in range(NUM_STEPS):
+        model(batch_of(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(values(model.state_dict()))
+    return seen
+
+
+@dataclass
+class Training:
+    manager: chunkmem.ChunkManager
+    model: nn.Module
+    optimizer: chunkmem.AdamW
+
+    def forward_backward(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch_of(step)).square().mean().backward()
+
+    def step(self, step: int) -> None:
+        self.forward_backward(step)
+        self.optimizer.step()
+
+    def weights(self) -> list[torch.Tensor]:
+        return values(self.manager.state_dict(self.model))
+
+
+@contextlib.contextmanager
+def training_on(disk: FaultyDisk, path: Path, *, overlap: bool = False, verify: bool = False) -> object:
+    config = chunkmem.Config.from_dict(
+        {
+            "default_chunk_size": WIDTH * WIDTH,
+            "memory": {
+                "device": 3 * SLAB,
+                "host": 7 * SLAB,
+                "disk": {"path": str(path), "capacity": "1GiB", "verify": verify},
+            },
+            "client": {"opts": {"overlap_optimizer": overlap}},
+        }
+    )
+    with chunkmem.ChunkManager(config, disk_calls=disk) as manager:
+        with manager.init():
+            model = model_of()
+        yield Training(manager, model, chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2))
+
+
+def calls_of_the_step(path: Path, call: str, fails_in: int, *, overlap: bool) -> range:
+    """The numbers of the calls that the step makes which is going to fail."""
+    disk = FaultyDisk()
+    with training_on(disk, path, overlap=overlap) as training:
+        for step in range(fails_in):
+            training.step(step)
+        before = disk.num_calls[call]
+        training.step(fails_in)
+        training.weights()
+        return range(before + 1, disk.num_calls[call] + 1)
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+def require_said(error: TierIOError, *patterns: re.Pattern[str]) -> None:
+    assert any(pattern.search(str(error)) for pattern in patterns), error
+
+
+def resume(training: Training, step: int, plain: list[list[torch.Tensor]]) -> int:
+    """Do a step that may fail, and continue from what is left; return how many errors were raised."""
+    try:
+        training.forward_backward(step)
+    except TierIOError as error:
+        require_said(error, SAID)
+        assert same(training.weights(), plain[step]), "a failed forward or backward changes no weight"
+        training.step(step)
+        return 1
+    try:
+        training.optimizer.step()
+    except TierIOError as error:
+        require_said(error, SAID)
+        before, after = plain[step : step + 2]
+        for value, old, new in zip(training.weights(), before, after, strict=True):
+            assert torch.equal(value, old) != torch.equal(value, new), "each is updated, or is not"
+        with contextlib.suppress(StateError):  # groups that were updated have no gradients any more
+            training.optimizer.step()
+        return 1
+    return 0
+
+
+@cpu_only
+@spread(
+    call=["pwritev", "preadv"], kind=[FaultKind.ERROR, FaultKind.TORN], fails_in=[FAILS_IN, 0], overlap=[True, False]
+)
+def test_each_call_of_a_step_fails_once(
+    call: str, kind: FaultKind, fails_in: int, overlap: bool, tmp_path: Path, plain: list[list[torch.Tensor]]
+) -> None:
+    """Nothing is lost: what failed is done again, in the order in which it was issued."""
+    if kind is FaultKind.TORN and call == "preadv":
+        kind = FaultKind.ERROR
+    found = 0
+    calls = calls_of_the_step(tmp_path, call, fails_in, overlap=overlap)
+    assert len(calls) > DEPTH
+    for at in calls:
+        disk = FaultyDisk(Fault(kind, call, at=at))
+        with training_on(disk, tmp_path, overlap=overlap) as training:
+            for step in range(fails_in):
+                training.step(step)
+            num_raised = 0
+            for step in range(fails_in, NUM_STEPS):
+                num_raised += resume(training, step, plain)
+            assert len(disk.struck) == 1
+            assert num_raised <= 1
+            found += num_raised
+            training.manager.runtime.memory.pager.policy.drain()
+            audit(training.manager)
+    assert found > 0
+
+
+@cpu_only
+@spread(call=["pwritev", "preadv"], fails_in=[FAILS_IN, 0], overlap=[True, False])
+def test_a_disk_that_stays_down(
+    call: str, fails_in: int, overlap: bool, tmp_path: Path, plain: list[list[torch.Tensor]]
+) -> None:
+    """No number is ever wrong: weights are those before or after the step, or their chunk says that it is lost."""
+    calls = calls_of_the_step(tmp_path, call, fails_in, overlap=overlap)
+    for at in list(calls)[:: max(1, len(calls) // 12)]:
+        disk = FaultyDisk(Fault(FaultKind.ERROR, call, at=at, times=math.inf, number=errno.EIO))
+        with training_on(disk, tmp_path, overlap=overlap) as training:
+            for step in range(fails_in):
+                training.step(step)
+            with pytest.raises(TierIOError) as raised:
+                for step in range(fails_in, NUM_STEPS):
+                    training.step(step)
+            require_said(raised.value, SAID, LOST)
+            disk.faults = ()
+            state = training.manager.state_dict(training.model, lazy=True)
+            num_lost = 0
+            for name, old, new in zip(state, plain[step], plain[step + 1], strict=True):
+                try:
+                    is_right = torch.equal(state[name], old) or torch.equal(state[name], new)
+                except TierIOError as error:
+                    require_said(error, LOST)
+                    num_lost += 1
+                else:
+                    assert is_right, name
+            assert num_lost <= 3, "what is on other tiers, and was not to be saved, is not lost"
+
+
+@cpu_only
+@pytest.mark.parametrize("at", [1, 4, 9])
+def test_a_disk_that_is_full(at: int, tmp_path: Path, plain: list[list[torch.Tensor]]) -> None:
+    """Said where room is reserved, with what the file system has left; afterwards the step is done again."""
+    disk = FaultyDisk(Fault(FaultKind.ERROR, "fallocate", at=at, times=math.inf, number=errno.ENOSPC))
+    with training_on(disk, tmp_path) as training:
+        num_raised = 0
+        for step in range(NUM_STEPS):
+            try:
+                training.step(step)
+            except TierIOError as error:
+                require_said(error, re.compile(r"ENOSPC.*memory\.disk\.capacity"))
+                num_raised += 1
+                disk.faults = ()
+                with contextlib.suppress(StateError):
+                    training.optimizer.step()
+        assert num_raised == 1
+        for value, expected in zip(training.weights(), plain[NUM_STEPS], strict=True):
+            assert torch.equal(value, expected)
+
+
+@cpu_only
+@pytest.mark.parametrize("seed", range(4))
+def test_short_and_late_calls_are_no_failures(seed: int, tmp_path: Path, plain: list[list[torch.Tensor]]) -> None:
+    faults = (
+        Fault(FaultKind.SHORT, "preadv", probability=0.2),
+        Fault(FaultKind.SHORT, "pwritev", probability=0.2),
+        Fault(FaultKind.DELAY, "preadv", probability=0.1, delay_s=0.003),
+        Fault(FaultKind.DELAY, "pwritev", probability=0.1, delay_s=0.003),
+    )
+    disk = FaultyDisk(*faults, seed=seed)
+    with training_on(disk, tmp_path, overlap=seed % 2 == 0) as training:
+        for step in range(NUM_STEPS):
+            training.step(step)
+        assert same(training.weights(), plain[NUM_STEPS])
+    assert len(disk.struck) > 20
+
+
+@cpu_only
+def test_a_changed_byte_is_found_if_asked_for(tmp_path: Path) -> None:
+    disk = FaultyDisk(Fault(FaultKind.FLIP, "preadv", at=30))
+    with training_on(disk, tmp_path, verify=True) as training, pytest.raises(TierIOError, match="are not what was written: their CRC-32"):
+        for step in range(NUM_STEPS):
+            training.step(step)
+
+
+@cpu_only
+def test_a_folder_that_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(chunkmem.ConfigError, match=r"memory\.disk\.path: .*file cannot be used"):
+        training_on(FaultyDisk(), tmp_path / "file").__enter__()
