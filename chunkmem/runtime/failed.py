@@ -49,8 +49,10 @@ class _Repair:
         """Slabs that do not have what they should."""
         self._awaited: Counter[Slab] = Counter()
         """Slabs that are to be filled by what has failed, and comes yet."""
+        self._unsaved: list[IssuedCopy] = []
+        """Copies that cannot be made, of bytes that are as they should be."""
         self._kept: set[Slab] = set()
-        """Slabs with the only bytes of some version, which nobody may write over."""
+        """Their sources, which nobody may write over."""
 
     def run(self) -> None:
         issued, self._store.issued = self._store.issued, []
@@ -70,9 +72,8 @@ class _Repair:
             if not failed:
                 return
             self._invalidate()
-            for each in failed:
-                if isinstance(each, IssuedCopy) and each.source in self._kept:
-                    self._keep(each)
+            for copy in self._unsaved:
+                self._keep(copy)
 
     def _copy(self, copy: IssuedCopy) -> None:
         chunk = copy.chunk
@@ -87,6 +88,7 @@ class _Repair:
         except Exception:  # whoever waited for it was told
             self._bad.add(copy.target)
             self._kept.add(copy.source)
+            self._unsaved.append(copy)
         else:
             self._bad.discard(copy.target)
 

@@ -155,10 +155,8 @@ def test_each_call_of_a_step_fails_once(
     for at in calls:
         disk = FaultyDisk(Fault(kind, call, at=at))
         with training_on(disk, tmp_path, overlap=overlap) as training:
-            for step in range(fails_in):
-                training.step(step)
             num_raised = 0
-            for step in range(fails_in, NUM_STEPS):
+            for step in range(NUM_STEPS):  # plans, and so the calls, are not the same in each run
                 num_raised += resume(training, step, plain)
             assert len(disk.struck) == 1
             assert num_raised <= 1
@@ -178,10 +176,8 @@ def test_a_disk_that_stays_down(
     for at in list(calls)[:: max(1, len(calls) // 12)]:
         disk = FaultyDisk(Fault(FaultKind.ERROR, call, at=at, times=math.inf, number=errno.EIO))
         with training_on(disk, tmp_path, overlap=overlap) as training:
-            for step in range(fails_in):
-                training.step(step)
             with pytest.raises(TierIOError) as raised:
-                for step in range(fails_in, NUM_STEPS):
+                for step in range(NUM_STEPS):
                     training.step(step)
             require_said(raised.value, SAID, LOST)
             disk.faults = ()
@@ -194,8 +190,13 @@ def test_a_disk_that_stays_down(
                     require_said(error, LOST)
                     num_lost += 1
                 else:
-                    assert is_right, name
-            assert num_lost <= 3, "what is on other tiers, and was not to be saved, is not lost"
+                    assert is_right, (
+                        name,
+                        step,
+                        at,
+                        [i for i, p in enumerate(plain) for q in p if torch.equal(state[name], q)],
+                    )
+            assert num_lost < DEPTH, "what is on other tiers, and was not to be saved, is not lost"
 
 
 @cpu_only
@@ -239,7 +240,10 @@ def test_short_and_late_calls_are_no_failures(seed: int, tmp_path: Path, plain: 
 @cpu_only
 def test_a_changed_byte_is_found_if_asked_for(tmp_path: Path) -> None:
     disk = FaultyDisk(Fault(FaultKind.FLIP, "preadv", at=30))
-    with training_on(disk, tmp_path, verify=True) as training, pytest.raises(TierIOError, match="are not what was written: their CRC-32"):
+    with (
+        training_on(disk, tmp_path, verify=True) as training,
+        pytest.raises(TierIOError, match="are not what was written: their CRC-32"),
+    ):
         for step in range(NUM_STEPS):
             training.step(step)
 
