@@ -8,7 +8,7 @@ are multiples of the file's alignment. Slabs begin at such offsets, and are padd
                                                        ^^             pass through a buffer of the thread
     RAM        |..............|................|..........|            not aligned: everything passes through buffers
 
-What is read or written of a part of a slab is aligned to nothing, so a block that is written in part is read first.
+A part of a slab may begin and end anywhere, so pieces of a block that are written in part are read first.
 """
 
 from __future__ import annotations
@@ -169,16 +169,16 @@ class DiskTransfers:
             self._compare(stored, part.block, part.memory)
 
     def _write(self, stored: StoredBytes, part: _Part, scratch: _Scratch) -> None:
-        block, nbytes = part.block, len(part.memory)
-        if part.is_whole:
+        block, nbytes, offset = part.block, len(part.memory), part.block.offset + part.start
+        straight = self._file.straight_nbytes(part.address, offset, nbytes)
+        if part.is_whole or (straight == nbytes and not self._checks):
             checksum = self._begin_writing(stored, block, part.memory)
-            straight = self._file.straight_nbytes(part.address, block.offset, nbytes)
             if straight:
-                self._file.write(part.memory[:straight], block.offset)
+                self._file.write(part.memory[:straight], offset)
             if straight < nbytes:
                 buffer = scratch.buffer()
                 ctypes.memmove(buffer.address, part.address + straight, nbytes - straight)
-                self._file.write(buffer.view[: self._file.padded(nbytes - straight)], block.offset + straight)
+                self._file.write(buffer.view[: self._file.padded(nbytes - straight)], offset + straight)
         else:
             buffer, begin = self._read_around(stored, part, scratch)
             ctypes.memmove(buffer.address + begin, part.address, nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from chunkmem.errors import StateError
 from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
-from chunkmem.testing.disk import FaultyDisk, ThrottledDisk
+from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk, ThrottledDisk
 from tests.helpers.disk import BLOCK, ROLE, disk_threads, numbers, opened, wait_until
 from tests.helpers.spread import spread
 
@@ -80,6 +81,19 @@ def test_a_part_of_a_slab(tmp_path: Path, at: int, nbytes: int, shift: int, dire
         whole = torch.empty(size, dtype=torch.uint8)
         slab.read(whole)
         assert torch.equal(whole, expected)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_part_is_written_where_nothing_was_written_and_nothing_reserved(tmp_path: Path, direct: bool) -> None:
+    disk = FaultyDisk(Fault(FaultKind.ERROR, "fallocate", at=1, number=errno.EOPNOTSUPP), direct=direct)
+    with opened(tmp_path, calls=disk) as pool:
+        slab = pool.alloc(ROLE, 3 * BLOCK)
+        at, nbytes = (BLOCK + PAGE, PAGE) if direct else (BLOCK + 7, 100)
+        slab.write(numbers(nbytes), at=at)
+        assert disk.num_calls["preadv"] == 0, "aligned, or of no alignment: nothing has to be read first"
+        read = numbers(nbytes, seed=1)
+        slab.read(read, at=at)
+        assert torch.equal(read, numbers(nbytes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
