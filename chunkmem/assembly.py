@@ -285,6 +285,8 @@ class Runtime:
 
     def stop(self, reason: str) -> None:
         """Have nothing run any more. What chunks hold stays; `reason` is what those are told who use the manager."""
+        if self.memory.store.snapshot is not None:
+            self.memory.store.snapshot.read_all()
         self.foreign_steps.remove()
         self.foreign_wrappers.remove()
         if self.memory.pager.closed is None:

@@ -14,12 +14,13 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from chunkmem.assembly import Runtime
 from chunkmem.building import ModelBuilding
+from chunkmem.checkpoints.asynchronous import Saving
 from chunkmem.checkpoints.loading import load_checkpoint
 from chunkmem.checkpoints.pretrained import save_pretrained
-from chunkmem.checkpoints.saving import save_checkpoint
+from chunkmem.checkpoints.saver import CheckpointSaver
 from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.config import Config
-from chunkmem.errors import StateError
+from chunkmem.errors import CheckpointError, StateError
 from chunkmem.memory import MemoryReport
 from chunkmem.nn.gather import gathered, parameters_in
 from chunkmem.optim.saved import StatefulOptimizer
@@ -81,6 +82,7 @@ class ChunkManager(ModelBuilding):
             make_lanes=make_lanes,
             disk_calls=disk_calls,
         )
+        self._saver = CheckpointSaver()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError("a manager cannot be copied or pickled: make another from its config")
@@ -88,8 +90,13 @@ class ChunkManager(ModelBuilding):
     def __enter__(self) -> ChunkManager:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, raised: BaseException | None, __: object) -> None:
+        try:
+            self.close()
+        except CheckpointError as error:
+            if raised is None:
+                raise
+            raised.add_note(str(error))
 
     def pipeline(
         self,
@@ -276,7 +283,8 @@ class ChunkManager(ModelBuilding):
         *,
         model: nn.Module | None = None,
         extra: Mapping[str, Any] | None = None,
-    ) -> None:
+        asynchronous: bool = False,
+    ) -> Saving:
         """Write a checkpoint: a directory in the format of torch.distributed.checkpoint, complete or not there.
 
         Every rank writes the chunks it owns, one parameter in memory at a time. A checkpoint that is there is replaced
@@ -288,13 +296,20 @@ class ChunkManager(ModelBuilding):
             optimizer: whose states are saved; None: none are.
             model: may be left out if the manager has one.
             extra: anything else, such as `{"step": 100, "scheduler": scheduler.state_dict()}`; of the first rank.
+            asynchronous: return at once, and have a thread write what is there now, while training continues: who
+                changes a chunk waits until its values are copied. The next `save`, `close` and the end of Python wait
+                for it, and raise its error if nobody has asked for that.
+
+        Returns:
+            What tells when the checkpoint is complete: `wait()` and `done()`.
 
         Raises:
             CheckpointError: it cannot be written, or `path` is something else; what was there before is there still.
         """
         self.runtime.require_open()
         self.runtime.registry.check()
-        save_checkpoint(self.runtime, Path(path).resolve(), optimizer, model=model, extra=extra)
+        where = Path(path).resolve()
+        return self._saver.save(self.runtime, where, optimizer, model=model, extra=extra, asynchronous=asynchronous)
 
     def load(
         self,
@@ -320,7 +335,9 @@ class ChunkManager(ModelBuilding):
         """
         self.runtime.require_open()
         self.runtime.registry.check()
-        return load_checkpoint(self.runtime, Path(path).resolve(), optimizer, model=model, strict=strict)
+        where = Path(path).resolve()
+        self._saver.before_load(where)
+        return load_checkpoint(self.runtime, where, optimizer, model=model, strict=strict)
 
     def save_pretrained(
         self, path: str | os.PathLike[str], model: nn.Module | None = None, *, max_shard_size: str | int = "5GiB"
@@ -410,10 +427,17 @@ class ChunkManager(ModelBuilding):
         timeline.save(folder / "timeline.json")
 
     def close(self) -> None:
-        """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent."""
+        """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent.
+
+        Raises:
+            CheckpointError: a checkpoint that was still being written is not complete, and nobody has asked.
+        """
+        error = self._saver.finish()
         pager = self.runtime.memory.pager
         was_open = pager.closed is None
         self.runtime.stop("its manager is closed; take manager.state_dict() before manager.close()")
         if was_open:
             pager.store.close()
             give_back_freed_ram()
+        if error is not None:
+            raise error

@@ -314,10 +314,18 @@ def _read(pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: Mana
 def _lazy(pager: Pager, sharding: Sharding, updater: GroupUpdater, managed: ManagedParameter) -> LazyTensor:
     def read() -> torch.Tensor:
         require_open(pager)
-        return updater.read_weight(managed).to(managed.built_dtype)
+        return updater.read_weight(managed)
 
-    source = SlotSource(managed, Role.PARAM, read, owns=sharding.owns, from_owner=sharding.from_owner)
-    return source.tensor(tuple(managed.shape), managed.built_dtype)
+    source = SlotSource(
+        managed,
+        Role.PARAM,
+        managed.built_dtype,
+        find=partial(updater.weight_chunk, managed),
+        read=read,
+        owns=sharding.owns,
+        from_owner=sharding.from_owner,
+    )
+    return source.tensor(tuple(managed.shape))
 
 
 def _write(

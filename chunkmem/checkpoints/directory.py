@@ -28,15 +28,26 @@ def replacing(path: Path, ranks: Ranks) -> Iterator[Path]:
     Raises:
         CheckpointError: it cannot be made or renamed, or `path` is something else than a checkpoint; on every rank.
     """
-    folder = path.with_name(f".{path.name}.incomplete")
-    _on_first(ranks, path, lambda: _make(path, folder))
+    folder = begin_replacing(path, ranks)
     try:
         yield folder
-        _on_first(ranks, path, lambda: _put(folder, path))
+        _on_first(ranks, path, lambda: put_in_place(folder, path))
     except BaseException:
         if ranks.is_first:
-            shutil.rmtree(folder, ignore_errors=True)
+            discard(folder)
         raise
+
+
+def begin_replacing(path: Path, ranks: Ranks) -> Path:
+    """Return an empty directory, the same on all ranks, to take the place of `path`. Raises what `replacing` does."""
+    folder = path.with_name(f".{path.name}.incomplete")
+    _on_first(ranks, path, lambda: _make(path, folder))
+    return folder
+
+
+def discard(folder: Path) -> None:
+    """Remove what is not complete, as far as that is possible; the next time does so, too."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _on_first(ranks: Ranks, path: Path, do: Callable[[], None]) -> None:
@@ -65,7 +76,12 @@ def _make(path: Path, folder: Path) -> None:
     folder.mkdir()
 
 
-def _put(folder: Path, path: Path) -> None:
+def put_in_place(folder: Path, path: Path) -> None:
+    """Have a directory take the place of `path`, once its files are on the disk.
+
+    Raises:
+        OSError: it has not.
+    """
     sync(folder)
     replaces = path.exists()
     swap = _swap if replaces else Path.rename

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-import queue
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _write_item
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,6 +30,9 @@ EXTRA = "extra"
 """The key of what a user adds."""
 _FILE_NBYTES = 32 << 20
 """Of a file, at most; a larger tensor has one of its own."""
+_MAX_OPEN = 64
+"""Files that are written and not on the disk yet: to wait for the disk is put off, as training may wait for the next
+chunk to be written."""
 
 
 class ChunkPlanner(DefaultSavePlanner):
@@ -44,8 +48,6 @@ class ChunkPlanner(DefaultSavePlanner):
         super().__init__()
         self._writes_tensors = writes_tensors
         self._writes_objects = writes_objects
-        self.checksums: dict[MetadataIndex, int] = {}
-        """Of what was written so far."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -71,17 +73,17 @@ class ChunkPlanner(DefaultSavePlanner):
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
-    def place_of(self, item: WriteItem) -> str:
-        """Return where the values are that an item writes; empty for what is in no chunk."""
-        value = self.state_dict[item.index.fqn]
-        return _piece(value, item.index).source.place if isinstance(value, LazyTensor) else ""
+    def piece_of(self, item: WriteItem) -> Piece | None:
+        """Return where the values are that an item writes; None for what is in no chunk."""
+        value, index = self.state_dict[item.index.fqn], item.index
+        if not isinstance(value, LazyTensor):
+            return None
+        return next(piece for piece in value.pieces if piece.offsets == tuple(index.offset or piece.offsets))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Read what an item writes."""
-        value, index = self.state_dict[write_item.index.fqn], write_item.index
-        data = _piece(value, index).read_here() if isinstance(value, LazyTensor) else super().resolve_data(write_item)
-        self.checksums[index] = checksum(data)
-        return data
+        piece = self.piece_of(write_item)
+        return super().resolve_data(write_item) if piece is None else piece.read_here()
 
 
 def _item(name: str, value: LazyTensor, piece: Piece) -> WriteItem:
@@ -92,25 +94,6 @@ def _item(name: str, value: LazyTensor, piece: Piece) -> WriteItem:
         size=torch.Size(value.shape),
     )
     return WriteItem(index=MetadataIndex(name, offsets), type=WriteItemType.SHARD, tensor_data=data)
-
-
-def _piece(value: LazyTensor, index: MetadataIndex) -> Piece:
-    return next(piece for piece in value.pieces if piece.offsets == tuple(index.offset or piece.offsets))
-
-
-def _files_of(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Divide items into files, in their order: torch holds the tensors of a file in memory until it is complete."""
-    files: list[list[WriteItem]] = [[]]
-    nbytes = 0
-    for item in items:
-        data = item.tensor_data
-        own = 0 if data is None else data.properties.dtype.itemsize * data.chunk.sizes.numel()
-        if files[-1] and nbytes + own > _FILE_NBYTES:
-            files.append([])
-            nbytes = 0
-        files[-1].append(item)
-        nbytes += own
-    return files
 
 
 def _first_cause(error: BaseException, folder: Path) -> BaseException:
@@ -127,27 +110,85 @@ class _Checked(WriteResult):
     crc: int | None = None
 
 
+class ItemFiles:
+    """The files of one rank, written item by item: each has 32 MiB at most, or one larger tensor."""
+
+    def __init__(self, writer: ChunkWriter, prefix: str) -> None:
+        """Begin with none; `prefix` begins their names."""
+        self._writer = writer
+        self._prefix = prefix
+        self._count = 0
+        self._open: list[io.BufferedWriter] = []
+        """Not on the disk yet; the last one is being written."""
+        self.results: list[WriteResult] = []
+        """What was written."""
+
+    def write(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> None:
+        """Write an item.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        nbytes = data.nbytes if isinstance(data, torch.Tensor) else data.getbuffer().nbytes
+        if not self._open or (self._open[-1].tell() and self._open[-1].tell() + nbytes > _FILE_NBYTES):
+            self._begin()
+        file, writer = self._open[-1], self._writer
+        name = f"{self._prefix}{self._count - 1}.distcp"
+        try:
+            written = _write_item(writer.transforms, file, data, item, name, writer.serialization_format)
+        except Exception as error:
+            raise _first_cause(error, Path(file.name)) from error
+        result = _Checked(written.index, written.size_in_bytes, written.storage_data)
+        object.__setattr__(result, "crc", checksum(data))
+        self.results.append(result)
+
+    def _begin(self) -> None:
+        if len(self._open) == _MAX_OPEN:
+            self._sync_first()
+        self._open.append((Path(self._writer.path) / f"{self._prefix}{self._count}.distcp").open("wb"))
+        self._count += 1
+
+    def sync(self) -> None:
+        """Have all of them on the disk.
+
+        Raises:
+            OSError: they are not.
+        """
+        while self._open:
+            self._sync_first()
+
+    def _sync_first(self) -> None:
+        with self._open.pop(0) as file:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Close what is open yet, as after an error."""
+        while self._open:
+            with contextlib.suppress(OSError):
+                self._open.pop().close()
+
+
 class ChunkWriter(FileSystemWriter):
     """Writes small files, chunk after chunk."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of a plan."""
         assert isinstance(planner, ChunkPlanner)
-        waiting: queue.Queue[Any] = queue.Queue()
-        for number, items in enumerate(_files_of(sorted(plan.items, key=planner.place_of))):
-            name = f"{plan.storage_data.prefix}{number}.distcp"
-            waiting.put((self.fs.concat_path(self.path, name), name, items))
+        files = ItemFiles(self, plan.storage_data.prefix)
+
+        def place(item: WriteItem) -> str:
+            piece = planner.piece_of(item)
+            return "" if piece is None else piece.source.place
+
         try:
-            rows = self._write_data(planner, waiting).wait()
-        except Exception as error:
-            raise _first_cause(error, Path(self.path)) from error
-        results: list[WriteResult] = []
-        for written in rows:
-            result = _Checked(written.index, written.size_in_bytes, written.storage_data)
-            object.__setattr__(result, "crc", planner.checksums.get(written.index))
-            results.append(result)
+            for item in sorted(plan.items, key=place):
+                files.write(item, planner.resolve_data(item))
+            files.sync()
+        finally:
+            files.close()
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+        done.set_result(files.results)
         return done
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from chunkmem.assembly import Runtime
 from chunkmem.checkpoints.directory import replacing
@@ -20,15 +23,13 @@ from chunkmem.errors import CheckpointError
 from chunkmem.optim.saved import StatefulOptimizer
 
 
-def save_checkpoint(
-    runtime: Runtime,
-    path: Path,
-    optimizer: StatefulOptimizer | None,
-    *,
-    model: nn.Module | None,
-    extra: Mapping[str, Any] | None,
-) -> None:
-    """See `ChunkManager.save`."""
+def state_to_save(
+    runtime: Runtime, optimizer: StatefulOptimizer | None, *, model: nn.Module | None, extra: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return what a checkpoint has, as nested dicts: values in chunks are lazy, others are copies, but for `extra`.
+
+    All ranks call it; see `ChunkManager.save`.
+    """
     root = runtime.root(model)
     require_own(optimizer, "manager.save()")
     if extra is not None and not isinstance(extra, Mapping):
@@ -40,9 +41,7 @@ def save_checkpoint(
         state["optimizer"] = named_state(root, optimizer)
     if extra:
         state[EXTRA] = dict(extra)
-    ranks = runtime.ranks
-    with replacing(path, ranks) as folder:
-        write(state, folder, ranks, named=path)
+    return state
 
 
 def require_own(optimizer: object, call: str) -> None:
@@ -54,11 +53,74 @@ def require_own(optimizer: object, call: str) -> None:
         )
 
 
-def write(state: dict[str, Any], folder: Path, ranks: Ranks, *, named: Path) -> None:
-    """Write nested dicts of lazy and other values as a checkpoint.
+def save_now(state: dict[str, Any], path: Path, ranks: Ranks) -> None:
+    """Write a checkpoint, and return when it is complete.
+
+    Raises:
+        CheckpointError: it cannot be written; on every rank.
+    """
+    with replacing(path, ranks) as folder:
+        write(state, folder, ranks, named=path)
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """What the ranks have agreed on before they write."""
+
+    planner: ChunkPlanner
+    writer: ChunkWriter
+    plan: SavePlan
+    """Of this rank."""
+    metadata: Metadata | None
+    """On the rank that completes the checkpoint."""
+    group: _DistWrapper
+    """All ranks."""
+
+    def write(self) -> list[WriteResult]:
+        """Write this rank's part."""
+        return self.writer.write_data(self.plan, self.planner).wait()
+
+    def finish(self, results: list[list[WriteResult]]) -> None:
+        """Write what makes the checkpoint complete, once all ranks have written their parts."""
+        assert self.metadata is not None
+        self.writer.finish(self.metadata, results)
+
+
+def plan_save(state: dict[str, Any], folder: Path, ranks: Ranks) -> PlannedSave:
+    """Have the ranks agree on who writes what.
 
     Args:
-        state: of this rank; ordinary tensors are alike on the ranks of a stage.
+        state: nested dicts of lazy and other values, of this rank; ordinary tensors are alike on the ranks of a stage.
+        folder: where to.
+        ranks: that write.
+
+    Raises:
+        CheckpointException: a rank cannot; on every rank.
+    """
+    group = _DistWrapper(ranks.all_ranks_group(), not ranks.are_one, 0)
+    planner = ChunkPlanner(writes_tensors=ranks.rank == 0, writes_objects=ranks.is_first)
+    writer = ChunkWriter(folder, single_file_per_rank=True, overwrite=True)
+    metadata: Metadata | None = None
+
+    def local_step() -> SavePlan:
+        planner.set_up_planner(state, writer.storage_meta(), group.is_coordinator)
+        writer.set_up_storage_writer(group.is_coordinator, rank=group.rank, use_collectives=True)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def global_step(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    plan = planner.finish_plan(group.reduce_scatter("plan", local_step, global_step))
+    return PlannedSave(planner, writer, plan, metadata, group)
+
+
+def write(state: dict[str, Any], folder: Path, ranks: Ranks, *, named: Path) -> None:
+    """Write nested dicts of lazy and other values as a checkpoint; see `plan_save`.
+
+    Args:
+        state: of this rank.
         folder: where to.
         ranks: that write.
         named: what errors call it.
@@ -68,27 +130,30 @@ def write(state: dict[str, Any], folder: Path, ranks: Ranks, *, named: Path) -> 
     """
     problem = ""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save(
-                state,
-                storage_writer=ChunkWriter(folder, single_file_per_rank=True, overwrite=True),
-                planner=ChunkPlanner(writes_tensors=ranks.rank == 0, writes_objects=ranks.is_first),
-                process_group=ranks.all_ranks_group(),
-                no_dist=ranks.are_one,
-            )
+        planned = plan_save(state, folder, ranks)
+        planned.group.all_reduce("write", planned.write, planned.finish)
     except CheckpointException as error:
-        problem = _reason(error)
+        problem = reason(error)
     except OSError as error:
         problem = f"{error.filename or folder}: {error.strerror or error}"
     problem = ranks.any_text(problem, label="manager.save()")
     if problem:
-        raise CheckpointError(f"{named} could not be written: {problem}; what was there before is there still")
+        raise not_written(named, problem)
 
 
-def _reason(error: CheckpointException) -> str:
+def not_written(path: Path, problem: str) -> CheckpointError:
+    """Return the error of a checkpoint that could not be written."""
+    return CheckpointError(f"{path} could not be written: {problem}; what was there before is there still")
+
+
+def reason(error: CheckpointException) -> str:
     """Return what went wrong first, in one line."""
     for rank, (raised, _) in error.failures.items():
-        what = f"{raised.filename}: {raised.strerror}" if isinstance(raised, OSError) else str(raised)
-        return f"rank {rank}: {what.strip().splitlines()[0] if what.strip() else type(raised).__name__}"
+        return f"rank {rank}: {in_one_line(raised)}"
     return "nobody says why"
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return what an error says, of the system's ones what and of which file."""
+    said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    return said.strip().splitlines()[0] if said.strip() else type(error).__name__

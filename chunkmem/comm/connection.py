@@ -69,7 +69,7 @@ class Connection:
                 of its ranks.
             RankError: a rank did not come.
         """
-        group = _group_of(process_group)
+        group = group_of(process_group)
         own = 0 if group is None else dist.get_rank()
         self._names = members or ((0,) if group is None else tuple(dist.get_process_group_ranks(group)))
         if own not in self._names:
@@ -97,11 +97,11 @@ class Connection:
             self._open(group)
 
     def _open(self, group: dist.ProcessGroup) -> None:
-        met_in = _within(group.get_group_store(), f"chunkmem {self._names}")
+        met_in = within(group.get_group_store(), f"chunkmem {self._names}")
         # Not `new_group`: it names groups by what each process has opened before, which may differ between ranks, and
         # gives a name again when its group was closed. gloo then waits for the addresses that it finds under it.
         count = met_in.add(f"chunkmem opened by rank {self.rank}", 1)
-        self._store = _within(met_in, f"chunkmem {count}")
+        self._store = within(met_in, f"chunkmem {count}")
         self._groups = GlooGroups(self._store, self.rank, timeout_s=self.timeout_s - self._detection_s)
         self._chunks, self._numbers = (self._gloo(name, range(self.size)) for name in ("chunks", "numbers"))
 
@@ -342,7 +342,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _group_of(process_group: Any) -> dist.ProcessGroup | None:
+def group_of(process_group: Any) -> dist.ProcessGroup | None:
     """Return the group that is meant; None is this process alone.
 
     Raises:
@@ -355,6 +355,6 @@ def _group_of(process_group: Any) -> dist.ProcessGroup | None:
     return process_group if process_group is not None else dist.group.WORLD
 
 
-def _within(store: Store, name: str) -> Store:
+def within(store: Store, name: str) -> Store:
     inner: Store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
     return inner

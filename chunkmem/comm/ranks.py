@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from chunkmem.comm.agreement import Operation
-from chunkmem.comm.connection import Connection
+from chunkmem.comm.connection import Connection, group_of, within
 from chunkmem.comm.exchange import Members
 from chunkmem.comm.failure_detector import named
 from chunkmem.comm.groups import RankGroup
 from chunkmem.comm.mesh import Mesh
+from chunkmem.comm.notes import Notes
 from chunkmem.errors import ConfigError, StateError
 
 _K = TypeVar("_K")
@@ -80,6 +81,23 @@ class Ranks(Connection):
                 "checkpoints are written by all ranks of the job"
             )
         return None
+
+    def notes(self, name: str) -> Notes:
+        """Return notes that all ranks leave for each other, those of other pipeline stages included, in any thread.
+
+        Args:
+            name: the same on all ranks, and new.
+        """
+        group = None if self.are_one else group_of(self.all_ranks_group())
+        if group is None:
+            return Notes(None, 0, 1, timeout_s=self.timeout_s, is_lost=lambda: False)
+        store, size = within(group.get_group_store(), name), dist.get_world_size(group)
+        return Notes(store, dist.get_rank(group), size, timeout_s=self.timeout_s, is_lost=lambda: self.is_lost)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an exchange with other ranks has failed, so that there are no more."""
+        return self._failure is not None or (self.stages is not None and self.stages.is_lost)
 
     def _join_stages(self, stages: Ranks) -> None:
         self.stages = stages

@@ -191,7 +191,7 @@ class AccessTracker:
             for group in groups:
                 if group in held and group not in self._held:
                     self._held[group] = None
-                    self._pager.held.add(self.chunks[group])
+                    self._pager.expose(self.chunks[group])
                 else:
                     self._pager.unpin(self.chunks[group], self.chunks[group].compute_tier)
 
@@ -238,7 +238,7 @@ class AccessTracker:
             if group not in self._held and self._is_kept(group):
                 self._pager.pin(self.chunks[group], self.chunks[group].compute_tier, reader="held")
                 self._held[group] = None
-                self._pager.held.add(self.chunks[group])
+                self._pager.expose(self.chunks[group])
 
     def keep_address(self, groups: Iterable[int]) -> None:
         """Hold these groups, which the caller has pinned, until the next call of a model or step."""

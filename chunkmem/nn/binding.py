@@ -338,6 +338,13 @@ class BoundChunk:
         was_assigned, self.was_assigned = self.was_assigned, False
         return was_assigned or any(written)
 
+    def was_written(self) -> bool:
+        """Tell what `take_written` is going to; see `ChunkHome`."""
+        if not self.is_bound:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.was_assigned or any(m.param._version != m.version for m in self.parameters)
+
     def check(self) -> None:
         """Raise, once, if a parameter stands neither on its slot nor on its placeholder, or was written to while away.
 

@@ -125,6 +125,7 @@ def _pinned(chunks: Iterable[Chunk], pager: Pager) -> Iterator[None]:
         for chunk in chunks:
             pager.pin(chunk, chunk.compute_tier, reader="gather", elastic=True)
             pinned.append(chunk)
+            pager.store.before_change(chunk)
         yield
     finally:
         for chunk in pinned if pager.closed is None else ():

@@ -201,6 +201,7 @@ class ParameterServer:
         try:
             for managed in parameters:
                 access.read(frame, managed)
+                self._pager.store.before_change(access.chunks[managed.group])
             self._saved.replace()
             result = _alone(args[0], func) if func in _WITH_STORAGE else func(*args, **kwargs)
             own = {id(managed.param) for managed in parameters}
@@ -212,7 +213,7 @@ class ParameterServer:
         finally:
             groups = list(frame.groups)
             for group in groups:
-                self._pager.notice_writes(access.chunks[group])
+                self._pager.notice_writes(access.chunks[group], is_outside=True)
             access.release(frame, held=held)
         return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -98,9 +99,16 @@ class ChunkStates:
                 host.require_open()
                 return updater.read(updater.state(role, managed), managed)
 
-            source = SlotSource(managed, spec.role, read, owns=host.owns, from_owner=host.from_owner)
-            shape, dtype = tuple(spec.shape_for(managed.param)), updater.state_dtype(spec, managed)
-            state[spec.role.value] = source.tensor(shape, dtype)
+            source = SlotSource(
+                managed,
+                spec.role,
+                updater.state_dtype(spec, managed),
+                find=partial(updater.state, spec.role, managed),
+                read=read,
+                owns=host.owns,
+                from_owner=host.from_owner,
+            )
+            state[spec.role.value] = source.tensor(tuple(spec.shape_for(managed.param)))
         return state
 
     def _check(self, managed: ManagedParameter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Final
 
 import torch
@@ -43,8 +44,16 @@ def masters_to_save(
         if not host.from_owner(managed, is_wider):
             continue
         if lazily:
-            source = SlotSource(managed, Role.MASTER, read, owns=host.owns, from_owner=host.from_owner)
-            found[index] = source.tensor(tuple(managed.shape), torch.float32)
+            source = SlotSource(
+                managed,
+                Role.MASTER,
+                torch.float32,
+                find=partial(host.updater.weight_chunk, managed),
+                read=read,
+                owns=host.owns,
+                from_owner=host.from_owner,
+            )
+            found[index] = source.tensor(tuple(managed.shape))
         else:
             found[index] = host.from_owner(managed, read)
     return found

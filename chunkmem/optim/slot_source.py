@@ -8,6 +8,7 @@ import torch
 
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.types import Role
 
 
@@ -18,8 +19,10 @@ class SlotSource(Source):
         self,
         managed: ManagedParameter,
         role: Role,
-        read: Callable[[], torch.Tensor],
+        dtype: torch.dtype,
         *,
+        find: Callable[[], Chunk],
+        read: Callable[[], torch.Tensor],
         owns: Callable[[ManagedParameter], bool],
         from_owner: Callable[[ManagedParameter, Callable[[], torch.Tensor]], torch.Tensor],
     ) -> None:
@@ -27,13 +30,17 @@ class SlotSource(Source):
 
         Args:
             managed: whose it is.
-            role: of the chunk.
-            read: returns a copy of its values, on the rank that owns the parameter.
-            owns: tells whether this rank does.
+            role: that it has for who reads it.
+            dtype: to read it in.
+            find: returns the chunk that has it, on the rank that owns the parameter.
+            read: returns a copy of what is there.
+            owns: tells whether this rank owns a parameter.
             from_owner: returns on every rank what is read on the owner.
         """
         self._managed = managed
         self._role = role
+        self._dtype = dtype
+        self._find = find
         self._read = read
         self._owns = owns
         self._from_owner = from_owner
@@ -46,8 +53,22 @@ class SlotSource(Source):
     def place(self) -> str:
         return f"{self._role.value} {self._managed.group}"
 
+    @property
+    def chunk(self) -> Chunk:
+        """The chunk that has it, on the rank that owns the parameter."""
+        return self._find()
+
+    @property
+    def position(self) -> int:
+        """Index of the slot in its chunk."""
+        return self._managed.position
+
     def read_here(self, start: Extent, shape: Extent) -> torch.Tensor:
-        values = self._read()
+        return self.part_of(self._read(), start, shape)
+
+    def part_of(self, slot: torch.Tensor, start: Extent, shape: Extent) -> torch.Tensor:
+        """Return what `read_here` would where this is what the slot has: a copy, or all of it."""
+        values = slot.to(self._dtype)
         if shape == tuple(values.shape):
             return values
         return values[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))].clone()
@@ -55,6 +76,6 @@ class SlotSource(Source):
     def read(self, start: Extent, shape: Extent) -> torch.Tensor:
         return self._from_owner(self._managed, lambda: self.read_here(start, shape))
 
-    def tensor(self, shape: Extent, dtype: torch.dtype) -> LazyTensor:
-        """Return all of it, lazily; shape and dtype are those of what is read."""
-        return LazyTensor.of(self, shape, dtype)
+    def tensor(self, shape: Extent) -> LazyTensor:
+        """Return all of it, lazily; in the shape of what is read."""
+        return LazyTensor.of(self, shape, self._dtype)

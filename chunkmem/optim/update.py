@@ -200,6 +200,7 @@ class GroupUpdater:
             return  # it will be rounded from what is written to its master copy
         if tier is None:
             raise lost_error("loading", chunk)
+        self._store.before_change(chunk)
         with runtime_mode():
             self._store.views(chunk, tier)[managed.position].copy_(value)
         self._store.mark_written(chunk, tier)
@@ -207,11 +208,15 @@ class GroupUpdater:
     def read_weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's values, of the float32 master copy if there is one."""
         self._pager.notice_writes(self._chunk(Role.PARAM, managed.group))
-        return self.read(self._weights(managed.group)[-1], managed)
+        return self.read(self.weight_chunk(managed), managed)
 
     def weight_dtype(self, managed: ManagedParameter) -> torch.dtype:
         """Return the dtype of what `read_weight` returns, on the rank that owns the parameter."""
-        return self._weights(managed.group)[-1].dtype
+        return self.weight_chunk(managed).dtype
+
+    def weight_chunk(self, managed: ManagedParameter) -> Chunk:
+        """Return the chunk that `read_weight` reads, on the rank that owns the parameter."""
+        return self._weights(managed.group)[-1]
 
     def write_weight(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Set a parameter's values, and those of its master copy if there is one."""

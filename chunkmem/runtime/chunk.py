@@ -41,6 +41,10 @@ class ChunkHome(Protocol):
         """Tell, once, whether a user has written to a bound parameter since the last time this was asked."""
         ...
 
+    def was_written(self) -> bool:
+        """Tell what `take_written` is going to, in any thread."""
+        ...
+
 
 class SavedMemory(Protocol):
     """What an ACTIVATION chunk is on DEVICE: storages whose tensors autograd has saved, each at its offset."""
@@ -101,6 +105,8 @@ class Chunk:
     version: int = NO_CONTENT
     is_written_past: bool = False
     """Modules write to it in a way that autograd's version counters do not tell of (`self.weight.data.clamp_()`)."""
+    is_written_inside: bool = False
+    """Modules have written to it while they ran, in a way that nothing tells of before."""
     settled: bool = False
     """Complete, and wanted next where it is updated, not on DEVICE."""
     replicas: dict[Tier, Replica] = field(default_factory=dict)

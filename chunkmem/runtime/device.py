@@ -115,6 +115,11 @@ def _cuda_register(address: int, nbytes: int) -> int:
     return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
 
 
+def _read_ram(target: torch.Tensor, source: torch.Tensor) -> None:
+    # Not `copy_`, which would start as many threads as torch may have, for each thread that calls it.
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+
+
 def cuda_capability() -> tuple[int, int] | None:
     """Return the compute capability of the current CUDA device; None: there is none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
@@ -204,6 +209,27 @@ class ComputeDevice:
             end.record(stream)
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
+
+    def reader(self) -> Callable[[torch.Tensor, torch.Tensor], object]:
+        """Return what copies to RAM in any thread, in one core's time: `read(target, source)`, both 1-D and alike.
+
+        From the accelerator it copies on a stream of its own, what is there once all is done that was issued so far.
+        """
+        if not self.is_accelerator:
+            return _read_ram
+        stream, begun = self.stream(), self.timing_event()
+        begun.record(self.current_stream())
+
+        def read(target: torch.Tensor, source: torch.Tensor) -> None:
+            if source.is_cpu:
+                _read_ram(target, source)
+                return
+            with stream:
+                begun.wait(stream)
+                target.copy_(source)
+            stream.synchronize()
+
+        return read
 
     def num_update_threads(self) -> int:
         """Return how many threads update on HOST while the device computes.

@@ -43,6 +43,8 @@ class Pager:
         """Asked when room is short."""
         self.held: set[Chunk] = set()
         """Chunks whose memory on DEVICE somebody outside may write to at any time, past autograd's version counters."""
+        self.last_updates: dict[int, None] = {}
+        """Groups in the order in which they were updated last."""
         self.policy: StepPolicy = OnDemand()
         """Of the step that runs."""
         self.speculative: SpeculativeUpdates = NoSpeculativeUpdates()
@@ -93,7 +95,21 @@ class Pager:
             with runtime_mode():
                 chunk.home.bind()
         self._pin(chunk, tier, elastic=elastic)
+        if self.store.snapshot is not None:
+            self._pinned_in_snapshot(chunk, tier)
         return replica
+
+    def _pinned_in_snapshot(self, chunk: Chunk, tier: Tier) -> None:
+        """A chunk is pinned, and may be written to; see [Note: Snapshots]."""
+        if tier is chunk.compute_tier and (chunk.is_written_inside or chunk.is_written_past):
+            self.store.before_change(chunk)
+        elif self.store.snapshot is not None:
+            self.store.snapshot.pinned(chunk, tier)
+
+    def expose(self, chunk: Chunk) -> None:
+        """Somebody outside may write to a chunk that is pinned where modules compute with it, until it is not held."""
+        self.store.before_change(chunk)
+        self.held.add(chunk)
 
     def _pin(self, chunk: Chunk, tier: Tier, *, elastic: bool) -> None:
         replica = chunk.replicas[tier]
@@ -206,7 +222,12 @@ class Pager:
                 self._hold_all(chunks, tier, reader)
             except CapacityError:
                 raise error from None
+        group = chunks[0].id.group
+        self.last_updates.pop(group, None)
+        self.last_updates[group] = None
         try:
+            for chunk in chunks:
+                self.store.before_change(chunk)
             yield tier
         finally:
             for chunk in chunks:
@@ -324,9 +345,9 @@ class Pager:
             return False
         return True
 
-    def notice_writes(self, chunk: Chunk) -> None:
+    def notice_writes(self, chunk: Chunk, *, is_outside: bool = False) -> None:
         """Count what a user wrote to parameters as a new version; their master copy follows."""
-        notice_writes(chunk, self.store, self.policy, is_held=chunk in self.held)
+        notice_writes(chunk, self.store, self.policy, is_held=chunk in self.held, is_outside=is_outside)
 
     def _touch(self, replica: Replica) -> None:
         self._clock += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_pool import DiskSlab
 from chunkmem.runtime.events import Event, copy_error
 from chunkmem.runtime.pool import DevicePool, Slab, SlabPool
+from chunkmem.runtime.snapshot import Snapshot
 from chunkmem.runtime.timestamps import Clock, Interval
 from chunkmem.types import LINKS, ChunkId, Link, Role, Tier
 
@@ -96,6 +98,8 @@ class ChunkStore:
         """Called after each copy that was waited for: chunk, source, target, and when COMPUTE did nothing else."""
         self.on_sooner: Callable[[Chunk, Tier], None] = lambda chunk, tier: None
         """Called when a replica may leave, or sooner than before: it has come, settles, or its content is used up."""
+        self.snapshot: Snapshot | None = None
+        """What another thread reads while chunks change; see [Note: Snapshots]."""
 
     def add(self, chunk: Chunk) -> None:
         """Register a chunk; it has no content yet."""
@@ -108,6 +112,11 @@ class ChunkStore:
         if chunk.compute_tier in chunk.replicas:
             self.drop(chunk, chunk.compute_tier)
         del self.chunks[chunk.id]
+
+    def before_change(self, chunk: Chunk) -> None:
+        """Say that what a chunk holds is about to change, and wait until a snapshot of it has that."""
+        if self.snapshot is not None:
+            self.snapshot.before_change(chunk)
 
     def take_slab(self, chunk: Chunk, tier: Tier) -> Replica:
         """Give the chunk a replica on `tier`, contents undefined. The caller has made room."""
@@ -225,6 +234,7 @@ class ChunkStore:
             written = low.to(high.device)
             changed = high.to(low.dtype) != written
             if changed.any():
+                self.before_change(master)
                 high.copy_(torch.where(changed, written.to(high.dtype), high))
                 slab = master.replicas[place].slab
                 if isinstance(slab, DiskSlab):
@@ -278,6 +288,8 @@ class ChunkStore:
 
     def mark_written(self, chunk: Chunk, tier: Tier) -> None:
         """The replica on `tier` now holds a version newer than all others; replicas of older versions go."""
+        if self.snapshot is not None:
+            self.snapshot.written(chunk, tier)
         chunk.version += 1
         chunk.replicas[tier].version = chunk.version
         for other in [t for t, r in chunk.replicas.items() if t is not tier and r.pins == 0]:
@@ -292,6 +304,7 @@ class ChunkStore:
 
     def consume(self, chunk: Chunk) -> None:
         """The content is used up. A slab on the `compute_tier` stays for the next content; on DEVICE it goes first."""
+        self.before_change(chunk)
         chunk.version = NO_CONTENT
         chunk.settled = False
         for tier in list(chunk.replicas):
@@ -344,6 +357,10 @@ class ChunkStore:
             pool.close()
 
     def _give_slab_back(self, chunk: Chunk, tier: Tier) -> None:
+        with contextlib.nullcontext() if self.snapshot is None else self.snapshot.leaving(chunk, tier):
+            self._take_replica(chunk, tier)
+
+    def _take_replica(self, chunk: Chunk, tier: Tier) -> None:
         is_saved = tier is Tier.DEVICE and chunk.saved is not None
         if is_saved:  # emptied at once, so what a copy has failed to save is here until then
             chunk.replicas[tier].slab.rest(self._device_pool.wait)

@@ -10,7 +10,9 @@ from chunkmem.runtime.policy import StepPolicy
 from chunkmem.runtime.store import ChunkStore
 
 
-def notice_writes(chunk: Chunk, store: ChunkStore, policy: StepPolicy, *, is_held: bool) -> None:
+def notice_writes(
+    chunk: Chunk, store: ChunkStore, policy: StepPolicy, *, is_held: bool, is_outside: bool = False
+) -> None:
     """Count what a user wrote to the parameters of `chunk` as a new version; their master copy follows.
 
     Args:
@@ -18,12 +20,16 @@ def notice_writes(chunk: Chunk, store: ChunkStore, policy: StepPolicy, *, is_hel
         store: of the chunk.
         policy: of the step that runs; copies are over before the new version counts.
         is_held: somebody may write to its memory past autograd's version counters.
+        is_outside: nothing but an operator outside of modules has used it since the last look.
     """
     tier = chunk.compute_tier
     if chunk.home is None or not chunk.ready(tier):
         return
     is_open = is_held or chunk.is_written_past
-    if chunk.home.take_written() or (is_open and store.may_differ(chunk, tier)):
+    with nullcontext() if store.snapshot is None else store.snapshot.noticing():
+        if not (chunk.home.take_written() or (is_open and store.may_differ(chunk, tier))):
+            return
+        chunk.is_written_inside = chunk.is_written_inside or not (is_held or is_outside)
         policy.drain()
         with _residency_kept(chunk, store) if policy.is_planned else nullcontext():
             store.mark_written(chunk, tier)

@@ -50,8 +50,8 @@ class Saved:
     sizes: tuple[int, ...] = ()
     """Of the mesh, with stages first if there are two; none is one process."""
 
-    def open(self) -> Training:
-        """Build it."""
+    def open(self, *, timeout_s: float = 60, **options: Any) -> Training:
+        """Build it, in a manager with these options; ranks wait so long for each other."""
         torch.set_num_threads(1)
         mesh: dict[str, Any] = {}
         if self.sizes:
@@ -59,7 +59,8 @@ class Saved:
             mesh = {"mesh": init_device_mesh("cpu", self.sizes, mesh_dim_names=names)}
         low = {} if self.precision == "fp32" else {"precision": self.precision}
         config = {"memory": {"device": self.device_nbytes, "host": 8 << 20}, "default_chunk_size": 4800, **low}
-        manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(config), **mesh)
+        config |= {"distributed": {"timeout_s": timeout_s}}
+        manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(config), **mesh, **options)
         with manager.init():
             torch.manual_seed(0)
             model = Net()

@@ -53,6 +53,7 @@ HOMES = {
         "comm.methods",
         "comm.neighbours",
         "comm.ranks",
+        "checkpoints.asynchronous",
         "checkpoints.checksums",
         "checkpoints.files",
         "checkpoints.reading",
