@@ -85,11 +85,10 @@ class LiveChunks:
         chunk = self._chunks.get(f"{what} of {call.name}", nbytes, live=self._sights)
         if Tier.DEVICE in chunk.replicas and not self._pager.policy.is_planned:  # of a call that is over
             self._pager.store.drop(chunk, Tier.DEVICE)
-        chunk.saved = saved
         sight = self._sights[chunk.id] = _Sight(call, self._gone.append)
         sight.chunk, sight.record, sight.thread = chunk, call.record, None
         try:
-            self._pager.create(chunk, Tier.DEVICE, reader=reader, zero=False)
+            self._pager.create(chunk, Tier.DEVICE, reader=reader, zero=False, saved=saved)
         except BaseException:
             del self._sights[chunk.id]
             saved.let_go()

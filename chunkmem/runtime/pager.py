@@ -289,8 +289,6 @@ class Pager:
             self.policy.event(Kind.CREATE, chunk, reader)
         if saved is not None:
             chunk.saved = saved
-            if tier in chunk.replicas:
-                chunk.replicas[tier].pieces = saved.fill()
         if elastic or tier not in chunk.replicas:
             self.policy.before_demand()
         try:
@@ -299,6 +297,8 @@ class Pager:
             elif not elastic:
                 self._note_required(tier, self.pinned_nbytes[tier] + chunk.nbytes)
             replica = self.store.create(chunk, tier, zero=zero)
+            if saved is not None:
+                replica.pieces = saved.fill()
         except BaseException:
             self.on_failure()
             raise

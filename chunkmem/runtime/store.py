@@ -121,7 +121,9 @@ class ChunkStore:
     def take_slab(self, chunk: Chunk, tier: Tier) -> Replica:
         """Give the chunk a replica on `tier`, contents undefined. The caller has made room."""
         if tier is Tier.DEVICE and chunk.saved is not None:
-            slab, pieces = self._device_pool.admit(chunk.id.role.value, chunk.nbytes, chunk.saved.fill)
+            # What is about to begin has its memory already; that of content that is gone is not wanted back.
+            fill = tuple if chunk.version == NO_CONTENT else chunk.saved.fill
+            slab, pieces = self._device_pool.admit(chunk.id.role.value, chunk.nbytes, fill)
             return self._enter(chunk, tier, Replica(slab, slab.bytes, pieces=pieces))
         slab = self.pools[tier].alloc(chunk.id.role.value, chunk.nbytes)
         with runtime_mode():
