@@ -85,7 +85,8 @@ def test_a_family_trains_as_in_plain_pytorch(family: str, dtype: torch.dtype) ->
     same(lambda side: train(side, family, dtype, steps=3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("policy", ["keep", "offload", "recompute", "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_so_it_does_with_managed_activations(family: str, policy: str) -> None:
-    same(lambda side: train(side, family, torch.float32, steps=5), activations={"policy": policy})
+def test_so_it_does_with_managed_activations(family: str, policy: str, dtype: torch.dtype) -> None:
+    same(lambda side: train(side, family, dtype, steps=5), activations={"policy": policy})
