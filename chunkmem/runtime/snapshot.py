@@ -32,12 +32,13 @@ import torch
 from chunkmem.errors import CheckpointError
 from chunkmem.runtime.chunk import Chunk, Replica
 from chunkmem.runtime.device import runtime_mode
-from chunkmem.types import Tier
+from chunkmem.runtime.disk_pool import DiskSlab
+from chunkmem.types import TIERS, Tier
 
 _POLL_S = 0.002
 """How often the thread looks for a chunk to read while copies are filling all of them, or all are pinned."""
-_PLACES = (Tier.HOST, Tier.DEVICE)
-"""Where a chunk is read: the first that has it, as reading DEVICE is in the way of computing."""
+_PLACES = (Tier.HOST, Tier.DEVICE, *TIERS[2:])
+"""Where a chunk is read: the first that has it, HOST before DEVICE, where reading is in the way of computing."""
 
 Read = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies to RAM: target and source, 1-D, of the same dtype and number of elements."""
@@ -231,7 +232,10 @@ class Snapshot:
         for position in self._wanted[chunk]:
             slot, (shape, stride) = chunk.group.slots[position], chunk.forms[position]
             values = torch.empty(slot.numel, dtype=chunk.dtype, device="cpu")
-            read(values, replica.flat[slot.offset : slot.end])
+            if isinstance(replica.slab, DiskSlab):
+                replica.slab.read(values, at=slot.offset * chunk.dtype.itemsize)
+            else:
+                read(values, replica.flat[slot.offset : slot.end])
             slots[position] = values.as_strided(shape, stride)
         if _is_exposed(chunk, tier) and chunk.home is not None and chunk.home.was_written():
             raise _written_error(chunk)

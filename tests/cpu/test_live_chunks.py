@@ -66,8 +66,8 @@ def test_new_content_is_not_taken_for_the_old_one(actions: str) -> None:
     del storage, call
     live.look_after_gone()  # the plan has it stay on DEVICE, without content
     assert Tier.DEVICE in first.replicas
-    second, storage, call = begin(live, 2.0)
-    assert second is first
+    second, storage, kept = begin(live, 2.0)
+    assert second is first is kept.chunk
     assert storage.nbytes() == 4 * NUMEL
     assert torch.empty(0).set_(storage).tolist() == [2.0] * NUMEL
     assert content(second) == [2.0] * NUMEL

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from chunkmem.errors import CheckpointError, TierIOError
-from chunkmem.runtime.chunk import Chunk
+from chunkmem.runtime.chunk import Chunk, Replica
+from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
 from chunkmem.runtime.events import DoneEvent
+from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.snapshot import Snapshot, Taken
 from chunkmem.types import Tier
 from tests.helpers.world import World
@@ -197,6 +200,21 @@ def test_what_a_copy_fills_is_not_read() -> None:
     assert gate.num_reads == 0
     event.is_over = True
     assert value(thread.end()) == (0, 1.0)
+
+
+def test_a_slab_without_memory_is_read(tmp_path: Path) -> None:
+    world, (chunk,) = world_of(1, on_host=True)
+    world.store.drop(chunk, DEVICE)
+    pool = DiskPool(Ledger(HOST, 1 << 20, 1 << 20), tmp_path)
+    memory, slab = chunk.replicas[HOST].flat, pool.alloc("param", chunk.nbytes)
+    assert isinstance(slab, DiskSlab)
+    slab.write(memory)
+    memory.fill_(2)
+    chunk.replicas[HOST] = Replica(slab, slab.bytes, version=chunk.version)
+    gate = opened()
+    assert value(snapshot_of(world, [chunk], gate).take()) == (0, 1.0)
+    assert gate.num_reads == 0
+    pool.close()
 
 
 # Modules that write to their weights.
