@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -37,6 +38,8 @@ from chunkmem.types import TIERS, Tier
 
 _POLL_S = 0.002
 """How often the thread looks for a chunk to read while copies are filling all of them, or all are pinned."""
+_LOST_S = 1.0
+"""A chunk that has been without content for so long is lost: what a failed copy was to save is brought back sooner."""
 _PLACES = (Tier.HOST, Tier.DEVICE, *TIERS[2:])
 """Where a chunk is read: the first that has it, HOST before DEVICE, where reading is in the way of computing."""
 
@@ -57,7 +60,7 @@ class Snapshot:
     """What some chunks held when it was made; see [Note: Snapshots]."""
 
     def __init__(self, wanted: Mapping[Chunk, Collection[int]], read: Read) -> None:
-        """Make one while nothing is under way on the lanes, and no write of a user is unnoticed.
+        """Make one while no write of a user is unnoticed.
 
         Args:
             wanted: positions of slots by chunk, in the order in which the thread had better read them.
@@ -84,7 +87,7 @@ class Snapshot:
             Exception: one cannot be read any more.
         """
         with self._state:
-            found = None
+            found, lost_s = None, 0.0
             while found is None:
                 if self._failure is not None:
                     raise self._failure
@@ -96,6 +99,7 @@ class Snapshot:
                     return None
                 found = self._begin_reading()
                 if found is None:
+                    lost_s = self._look_for_lost(lost_s)
                     self._state.wait(_POLL_S)
         return self._finish_reading(*found)
 
@@ -111,6 +115,14 @@ class Snapshot:
                     return chunk, tier, replica
                 self._reading = None
         return None
+
+    def _look_for_lost(self, since_s: float) -> float:
+        """Return since when a chunk has had no content, 0: all have some. Give up if that is too long."""
+        lost = next((chunk for chunk in self._pending if chunk.newest_tier() is None), None)
+        now_s = time.monotonic()
+        if lost is not None and since_s and now_s - since_s > _LOST_S:
+            self.give_up(_lost_error(lost))
+        return 0.0 if lost is None else since_s or now_s
 
     @property
     def _may_run(self) -> bool:
@@ -177,7 +189,7 @@ class Snapshot:
         try:
             tier = next((tier for tier in _PLACES if tier is not spoilt and chunk.ready(tier)), None)
             if tier is None:
-                raise _written_error(chunk) if spoilt else CheckpointError(f"{chunk.label} was lost before it was read")
+                raise _written_error(chunk) if spoilt else _lost_error(chunk)
             replica = chunk.replicas[tier]
             if replica.slab.busy is not None:
                 replica.slab.busy.wait()
@@ -255,6 +267,10 @@ def _is_filled(replica: Replica) -> bool:
 def _is_exposed(chunk: Chunk, tier: Tier) -> bool:
     """Tell whether modules compute with a replica, and may write to it."""
     return chunk.home is not None and tier is chunk.compute_tier
+
+
+def _lost_error(chunk: Chunk) -> CheckpointError:
+    return CheckpointError(f"{chunk.label} is lost, as the copy or update that was to save it has failed")
 
 
 def _written_error(chunk: Chunk) -> CheckpointError:

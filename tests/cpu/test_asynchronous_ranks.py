@@ -179,6 +179,27 @@ def test_one_rank_has_asked(teams: dict[int, Team], tmp_path: Path) -> None:
     assert "rank 1: some/file: No space left" in one
 
 
+def repartition_on(rank: int, how: Saved, path: Path) -> State:
+    training = how.open()
+    training.run(3)
+    state = training.state()
+    with Slow(0.01):
+        saving = training.manager.save(path, training.optimizer, asynchronous=True)
+        training.pipe = training.pipe.repartition(stages=3 - how.sizes[0])
+        training.run(1)
+        saving.wait()
+        training.manager.save(path.with_name("after"), training.optimizer, asynchronous=True)
+        training.manager.close()
+    return state
+
+
+@pytest.mark.parametrize("stages", [2, 1])
+def test_ranks_that_are_divided_otherwise_meanwhile(stages: int, teams: dict[int, Team], tmp_path: Path) -> None:
+    state, _ = teams[2].run(repartition_on, Saved(sizes=(stages, 2 // stages)), tmp_path / "saved")
+    assert_same(load_on(0, Saved(), tmp_path / "saved")[0], state)
+    load_on(0, Saved(), tmp_path / "after")
+
+
 def die_while_saving(rank: int, how: Saved, path: Path) -> str:
     training = how.open(timeout_s=6)
     training.run(1)

@@ -241,9 +241,9 @@ class Renormed(nn.Module):
         return result
 
 
-def open_renormed(*, past_counters: bool = False, when: int = 0) -> Training:
+def open_renormed(*, past_counters: bool = False, when: int = 0, device_nbytes: int = 1 << 20) -> Training:
     torch.set_num_threads(1)
-    config = {"memory": {"device": 1 << 20, "host": 8 << 20}, "default_chunk_size": 4800}
+    config = {"memory": {"device": device_nbytes, "host": 8 << 20}, "default_chunk_size": 4800}
     manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(config))
     with manager.init():
         torch.manual_seed(0)
@@ -272,6 +272,21 @@ def test_modules_that_write_to_their_weights(past_counters: bool, disk: SlowDisk
     again = open_renormed()
     again.manager.load(tmp_path / "saved", again.optimizer)
     assert_same(again.manager.state_dict(), state)
+
+
+@pytest.mark.parametrize("device_nbytes", [1 << 20, 160 << 10])
+def test_what_a_module_has_written_just_before(device_nbytes: int, disk: SlowDisk, tmp_path: Path) -> None:
+    """Nobody has noticed yet when the save begins."""
+    training, twin = (open_renormed(device_nbytes=device_nbytes) for _ in "ab")
+    for each in (training, twin):
+        for _ in range(3):
+            step(each)
+        with torch.no_grad():
+            each.model(torch.ones(2, WIDTH))
+    training.manager.save(tmp_path / "saved", training.optimizer, asynchronous=True).wait()
+    again = open_renormed()
+    again.manager.load(tmp_path / "saved", again.optimizer)
+    assert_same(again.manager.state_dict(), twin.manager.state_dict())
 
 
 def test_the_first_time_that_a_module_writes_to_its_weights(disk: SlowDisk, tmp_path: Path) -> None:

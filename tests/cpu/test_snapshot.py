@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from chunkmem.errors import CheckpointError, TierIOError
-from chunkmem.runtime.chunk import Chunk, Replica
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica
 from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
 from chunkmem.runtime.events import DoneEvent
 from chunkmem.runtime.ledger import Ledger
@@ -321,6 +321,41 @@ def test_nobody_waits_for_one_that_was_given_up() -> None:
     assert change.end() is None
     with pytest.raises(OSError, match="full"):
         snapshot.take()
+
+
+def test_a_chunk_that_is_lost_fails_it() -> None:
+    world, (chunk,) = world_of(1)
+    snapshot = snapshot_of(world, [chunk], opened())
+    chunk.replicas[DEVICE].version = NO_CONTENT  # as after a failed copy
+    with pytest.raises(CheckpointError, match=r"param chunk 0 is lost"):
+        snapshot.take()
+    world.store.before_change(chunk)
+
+
+def test_a_chunk_that_is_brought_back_is_read() -> None:
+    world, (chunk,) = world_of(1)
+    snapshot = snapshot_of(world, [chunk], opened())
+    chunk.replicas[DEVICE].version = NO_CONTENT
+    thread = Later(snapshot.take)
+    assert thread.waits()
+    chunk.replicas[DEVICE].version = chunk.version
+    assert value(thread.end()) == (0, 1.0)
+
+
+def test_read_all_waits_for_the_thread_alone() -> None:
+    world, chunks = world_of(1, 2)
+    gate = Gate()
+    snapshot = snapshot_of(world, chunks, gate)
+    world.pager.pin(chunks[0], DEVICE, reader="an interrupted call")
+    world.store.before_change(chunks[1])
+    end = Later(snapshot.read_all)
+    assert value(snapshot.take()) == (1, 2.0)
+    thread = Later(snapshot.take)
+    assert gate.was_reached.wait(LATE_S)
+    assert end.waits()
+    gate.is_open.set()
+    assert value(thread.end()) == (0, 1.0)
+    assert end.end() is None
 
 
 def test_a_read_that_fails_fails_it() -> None:
