@@ -160,7 +160,7 @@ class PlanActions(ABC):
         update.event = event
         self._order.update_left(event)
         for slab in slabs.values():
-            slab.busy = event
+            slab.used_by(event)
         self._store.note_issued(update)
         self.step_log.left_to_lane(chunks[0], event)
         return True
@@ -206,7 +206,8 @@ class PlanActions(ABC):
         target, source = chunk.replicas[copy.target], chunk.replicas[copy.source]
         after = self._order.before_copy(lane, chunk)
         event = self._issue(copy, target, source, after, chunk.label)
-        target.slab.busy = source.slab.busy = event
+        target.slab.used_by(event)
+        source.slab.used_by(event)
         self._store.note_copy(chunk, copy.source, copy.target)
         self._store.note_issued(
             IssuedCopy(chunk, chunk.version, copy.source, source.slab, copy.target, target.slab, event)

@@ -180,13 +180,13 @@ class CopyOrder:
     # As the slabs have it.
 
     def _busy(self, *chunks: Chunk, tiers: Iterable[Tier]) -> list[tuple[Lane, Event]]:
-        """Return the last copies that touch the slabs of chunks on these tiers, if not over, and their lanes."""
-        found = []
+        """Return the copies that touch the slabs of chunks on these tiers, if not over, and their lanes."""
+        found: list[tuple[Lane, Event]] = []
         for chunk in chunks:
             for tier in tiers:
                 replica = chunk.replicas.get(tier)
-                if replica is not None and replica.slab.busy is not None and not replica.slab.busy.done():
-                    found.append((LINK_LANES[neighbor(tier), tier], replica.slab.busy))
+                lane = LINK_LANES[neighbor(tier), tier]
+                found += [(lane, event) for event in (() if replica is None else replica.slab.uses)]
         return found
 
     def compute_after_copies(self, chunk: Chunk) -> None:

@@ -62,7 +62,7 @@ class DiskSlab(Slab):
 
     def poison(self) -> None:
         """Fill it with NaN, unless a copy still reads it, or failed to."""
-        if self.busy is None or (self.busy.done() and self.busy.failure is None):
+        if not self.uses:
             with runtime_mode():
                 self.write(torch.full((self.nbytes,), _POISON, dtype=torch.uint8, device="cpu"))
 

@@ -59,8 +59,7 @@ class _Repair:
         failed = [each for each in issued if each.event is not None and each.event.failure is not None]
         for each in failed:
             for slab in each.slabs:
-                if slab.busy is not None and slab.busy.failure is not None:
-                    slab.busy = None
+                slab.busy, slab.earlier = None, ()  # all is over
             self._awaited.update(each.written_slabs)
         with runtime_mode():
             for each in failed:

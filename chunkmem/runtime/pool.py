@@ -42,6 +42,18 @@ class Slab:
     segment: int = 0
     busy: Event | None = None
     """The last copy that reads or writes it; it may be given back before that is over, but not to the system."""
+    earlier: tuple[Event, ...] = ()
+    """Copies on other lanes that may read it yet when that one is over."""
+
+    @property
+    def uses(self) -> tuple[Event, ...]:
+        """The copies that read or write it and are not over, or have failed."""
+        events = self.earlier if self.busy is None else (*self.earlier, self.busy)
+        return tuple(event for event in events if not event.done() or event.failure is not None)
+
+    def used_by(self, event: Event) -> None:
+        """A copy, or an update, reads or writes it from now on."""
+        self.earlier, self.busy = self.uses, event
 
     def rest(self, wait: Callable[[Event], object] | None = None) -> None:
         """Have `wait` wait until no copy is at work on it; without it, the calling thread does.
@@ -49,12 +61,12 @@ class Slab:
         Raises:
             TierIOError: the copy failed, and what it was to save may be here alone.
         """
-        if self.busy is not None:
+        for event in self.uses:
             if wait is None:
-                self.busy.wait()
+                event.wait()
             else:
-                wait(self.busy)
-            self.busy = None
+                wait(event)
+        self.busy, self.earlier = None, ()
 
     def give_up(self, wait: Callable[[Event], object] | None = None) -> None:
         """Let its memory go back to the system, even if somebody keeps the slab. As `rest`, and raises what it does."""
@@ -64,7 +76,7 @@ class Slab:
 
     def poison(self) -> None:
         """Fill it with NaN, unless a copy still reads it, or failed to."""
-        if self.busy is None or (self.busy.done() and self.busy.failure is None):
+        if not self.uses:
             with runtime_mode():
                 self.bytes.fill_(_POISON)
 
@@ -208,7 +220,7 @@ class DevicePool:
         for slab in tuple(self._kept):
             with contextlib.suppress(TierIOError):
                 slab.rest()
-            slab.busy = None
+            slab.busy, slab.earlier = None, ()
             self._discard(slab)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
