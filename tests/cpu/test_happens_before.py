@@ -384,7 +384,7 @@ MUTANTS = (
     Mutant("copies are not held back, overlap", ClockedLanes, "_hold_back", lambda _: nothing, BESIDE),
     Mutant("new slabs are not waited for", PlanActions, "_alloc", without_events_of_slabs),
     Mutant("updates do not wait", CopyOrder, "wait_for_update", lambda _: nothing),
-    Mutant("updates left to the step do not wait", CopyOrder, "before_update", lambda _: lambda *_: [], wrong_guesses),
+    Mutant("updates left to the step do not wait", CopyOrder, "_update_comes_after", lambda _: nothing, wrong_guesses),
     Mutant("computing does not wait", CopyOrder, "_compute_waits", lambda _: nothing),
     Mutant("lanes do not wait", CopyOrder, "_lane_waits", lambda _: nothing),
     Mutant("slabs are never busy", CopyOrder, "_busy", lambda _: lambda *_, **__: [], leave_out),
