@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import random
 import shutil
@@ -34,10 +35,11 @@ from chunkmem.types import Tier
 
 HERE = Path(__file__).parent
 WAYS = ("write", "read")
-OURS, AGAIN, CHECKS, BUSY = "chunkmem", "again", "checks", "busy"
+OURS, AGAIN, SMALL, CHECKS, BUSY = "chunkmem", "again", "small", "checks", "busy"
 TITLES = {
     OURS: "chunkmem",
     AGAIN: "chunkmem, again (A/A)",
+    SMALL: "chunkmem, memory in small pages",
     CHECKS: "chunkmem with `checks`",
     BUSY: "chunkmem while a thread computes in Python",
 }
@@ -59,17 +61,21 @@ class Setting:
 class Slabs:
     """A pool of as many slabs as are written and read, one after the other, and memory of HOST for one of them."""
 
-    def __init__(self, setting: Setting, *, checks: bool, stack: ExitStack) -> None:
-        ledger = Ledger(Tier.HOST, setting.total_nbytes, setting.total_nbytes)
+    def __init__(self, setting: Setting, stack: ExitStack, *, checks: bool = False, small: bool = False) -> None:
+        ledger = Ledger(Tier.DISK, setting.total_nbytes, setting.total_nbytes)
         self.pool = DiskPool(
             ledger, setting.folder, block_nbytes=setting.block_nbytes, depth=setting.depth, checks=checks
         )
         stack.callback(self.pool.close)
-        arena = HostArena(
-            Ledger(Tier.HOST, setting.slab_nbytes, setting.slab_nbytes), ComputeDevice(torch.device("cpu"))
-        )
-        stack.callback(arena.close)
-        self._memory = arena.alloc("param", setting.slab_nbytes).bytes
+        if small:
+            region = mmap.mmap(-1, setting.slab_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            region.madvise(mmap.MADV_NOHUGEPAGE)
+            self._memory = torch.frombuffer(region, dtype=torch.uint8)
+        else:
+            host = Ledger(Tier.HOST, setting.slab_nbytes, setting.slab_nbytes)
+            arena = HostArena(host, ComputeDevice(torch.device("cpu")))
+            stack.callback(arena.close)
+            self._memory = arena.alloc("param", setting.slab_nbytes).bytes
         self._memory.random_(generator=torch.Generator().manual_seed(0))
         self._expected = self._memory.clone()
         self._slabs = [
@@ -163,12 +169,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.folder)))
         setting = Setting(folder, total_nbytes, slab_nbytes, arguments.block, arguments.depth)
-        plain = Slabs(setting, checks=False, stack=stack)
+        plain, checked, small = (
+            Slabs(setting, stack),
+            Slabs(setting, stack, checks=True),
+            Slabs(setting, stack, small=True),
+        )
         direct = plain.pool.is_direct
-        checked = Slabs(setting, checks=True, stack=stack)
         variants: dict[str, Callable[[str], float]] = {
             name: (lambda way, slabs=slabs: getattr(slabs, way)())
-            for name, slabs in ((OURS, plain), (AGAIN, plain), (CHECKS, checked), (BUSY, plain))
+            for name, slabs in ((OURS, plain), (AGAIN, plain), (SMALL, small), (CHECKS, checked), (BUSY, plain))
         }
         if shutil.which("fio"):
             for engine in ENGINES:
@@ -235,7 +244,7 @@ def table(results: dict[str, Any]) -> str:
         engines = [engine for engine in ENGINES if engine in found]
         if engines:
             best = max(engines, key=lambda engine, way=way: statistics.median(found[engine][way]))
-            lines += [_ratio(found, way, OURS, best, f"≥ {AIM}")]
+            lines += [_ratio(found, way, name, best, f"≥ {AIM}") for name in (OURS, SMALL)]
         lines += [_ratio(found, way, name, OURS, "") for name in (CHECKS, BUSY)]
     return "\n".join(lines)
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from chunkmem.errors import ConfigError, StateError, TierIOError
+from chunkmem.runtime.device import prefer_large_pages
 from chunkmem.runtime.disk_calls import DiskCalls
 from chunkmem.sizes import format_nbytes
 
@@ -37,7 +38,10 @@ _Call = Callable[[int, Sequence[memoryview], int], int]
 
 
 class AlignedBuffer:
-    """RAM of this process alone, at an address that is a multiple of `alignment`."""
+    """RAM of this process alone, at an address that is a multiple of `alignment`; in large pages, if there are any.
+
+    A request to a disk names a limited number of pieces of RAM: it is larger if those are.
+    """
 
     def __init__(self, nbytes: int, alignment: int) -> None:
         region = mmap.mmap(-1, nbytes + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -46,6 +50,7 @@ class AlignedBuffer:
         address = ctypes.addressof(ctypes.c_char.from_buffer(region))
         start = -address % alignment
         self.address = address + start
+        prefer_large_pages(self.address, nbytes)
         self.view = memoryview(region)[start : start + nbytes]
 
 

@@ -24,7 +24,7 @@ CAP = 64 << 20
 
 def new_pool(directory: Path, *, cap_nbytes: int = CAP, **options: Any) -> DiskPool:
     """Return a pool in `directory`, by default of small blocks, which two threads move."""
-    ledger = Ledger(Tier.HOST, cap_nbytes, cap_nbytes)
+    ledger = Ledger(Tier.DISK, cap_nbytes, cap_nbytes)
     return DiskPool(ledger, directory, **{"block_nbytes": BLOCK, "depth": 2, **options})
 
 
