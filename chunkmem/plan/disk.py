@@ -3,10 +3,10 @@
 [Note: One pair lower] A program for DEVICE and HOST says when each chunk is needed on HOST: where a copy reads or
 writes it there, and where its group is updated. Between those moments it may go to DISK, as between its uses on DEVICE
 it may go to HOST: the same problem of gaps and stays, one pair of tiers lower. What the program has on HOST is then on
-HOST or DISK.
+HOST or DISK. Several actions of a moment may each need another chunk, so each has a slot of time of its own.
 
     DEVICE   |fwd 0|fwd 1| ... |bwd 1|bwd 0|                              the program, as it is
-    HOST        w0    w1          g1    g0   |upd 0: w g s|upd 1: w g s|  uses: a moment each
+    HOST        w0    w1          g1    g0   |upd 0: w g s|upd 1: w g s|  uses: a slot each
     DISK     --- states 0 ------------------>              <--- written   both ways at once, chunk by chunk
 """
 
@@ -35,12 +35,12 @@ class _Life:
 
     uses: list[Use] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    """Moments in whose list its content, which HOST alone has, is given up."""
+    """Slots in which its content, which HOST alone has, is given up."""
 
 
 def least_host_nbytes(trace: Trace, program: Program) -> int:
     """Return the smallest cap on HOST with which a program can be followed if all else goes to DISK, in bytes."""
-    return max(_problem(trace, program).required, default=0)
+    return max(_problem(trace, program, _slots(trace, program)).required, default=0)
 
 
 def offload_to_disk(trace: Trace, program: Program, machine: Machine, *, reserve_nbytes: int) -> Program | None:
@@ -55,8 +55,9 @@ def offload_to_disk(trace: Trace, program: Program, machine: Machine, *, reserve
     Returns:
         None: a moment needs more of HOST than there is, or all together more than both tiers have.
     """
-    problem = _problem(trace, program)
-    budget = [machine.host_nbytes] * len(trace.moments)
+    slots = _slots(trace, program)
+    problem = _problem(trace, program, slots)
+    budget = [machine.host_nbytes] * len(problem.durations_s)
     left = [have - need for have, need in zip(budget, problem.required, strict=True)]
     if min(left, default=0) < 0:
         return None
@@ -65,15 +66,33 @@ def offload_to_disk(trace: Trace, program: Program, machine: Machine, *, reserve
     free = free_room(problem, stays, budget)
     prefetch(problem, stays, free, machine, lead=_LEAD)
     linger(problem, stays, free, machine)
-    found = _Rewriter(problem, stays, program).run()
+    found = _Rewriter(problem, stays, program, slots).run()
     return None if found.disk_peak_nbytes > machine.disk_nbytes else found
 
 
-def _problem(trace: Trace, program: Program) -> Problem:
-    lives = _lives(trace, program)
+def _slots(trace: Trace, program: Program) -> list[range]:
+    """Return the slots of each moment: one for each action that needs chunks on HOST, or one."""
+    slots, first = [], 0
+    for actions in program.actions:
+        num = max(1, sum(map(_needs_host, actions)))
+        slots.append(range(first, first + num))
+        first += num
+    return slots
+
+
+def _needs_host(action: Action) -> bool:
+    return isinstance(action, Copy) or (isinstance(action, Update) and action.tier is Tier.HOST)
+
+
+def _problem(trace: Trace, program: Program, slots: Sequence[range]) -> Problem:
+    lives = _lives(trace, program, slots)
     chunks = tuple(sorted(lives, key=lambda chunk: (chunk.group, chunk.role.value)))
     nbytes = tuple(trace.chunk_nbytes[chunk] for chunk in chunks)
-    n = len(trace.moments)
+    # A moment's actions are issued, and then it runs.
+    durations_s = [0.0] * slots[-1].stop if slots else []
+    for moment, own in zip(trace.moments, slots, strict=True):
+        durations_s[own[-1]] = moment.duration_s
+    n = len(durations_s)
     gaps: list[Gap] = []
     first_gap = []
     for at, chunk in enumerate(chunks):
@@ -83,10 +102,12 @@ def _problem(trace: Trace, program: Program) -> Problem:
     uses = tuple(tuple(lives[chunk].uses) for chunk in chunks)
     tiers: Mapping[int, Tier] = {}
     required = required_nbytes(n, nbytes, uses, ())
-    return Problem(trace, tiers, chunks, nbytes, uses, tuple(gaps), tuple(first_gap), required, tier=Tier.HOST)
+    return Problem(
+        trace, tiers, chunks, nbytes, uses, tuple(gaps), tuple(first_gap), required, tuple(durations_s), tier=Tier.HOST
+    )
 
 
-def _lives(trace: Trace, program: Program) -> dict[ChunkId, _Life]:
+def _lives(trace: Trace, program: Program, slots: Sequence[range]) -> dict[ChunkId, _Life]:
     """Read off a program when it needs which chunk on HOST."""
     lives: dict[ChunkId, _Life] = {}
     on_device = {placed.chunk for placed in program.start if placed.tier is Tier.DEVICE and placed.newest}
@@ -101,8 +122,10 @@ def _lives(trace: Trace, program: Program) -> dict[ChunkId, _Life]:
         else:
             uses.append(Use(at, at + 1, creates=creates, writes=writes))
 
-    for at, (moment, actions) in enumerate(zip(trace.moments, program.actions, strict=True)):
+    for moment, actions, own in zip(trace.moments, program.actions, slots, strict=True):
+        at = own[0] - 1
         for action in actions:
+            at += _needs_host(action)
             if isinstance(action, Copy):
                 is_save = action.target is Tier.HOST
                 use(action.chunk, at, creates=is_save, writes=is_save)
@@ -118,7 +141,7 @@ def _lives(trace: Trace, program: Program) -> dict[ChunkId, _Life]:
         chunk = moment.chunk
         if moment.kind is Kind.CONSUME:
             if chunk in on_host and chunk not in on_device:
-                lives[chunk].ends.append(at)
+                lives[chunk].ends.append(own[-1])
             on_host.discard(chunk)
             on_device.discard(chunk)
         elif moment.kind is Kind.CREATE or _is_updated_on_device(moment, actions):
@@ -133,11 +156,12 @@ def _is_updated_on_device(moment: Moment, actions: Sequence[Action]) -> bool:
 class _Rewriter:
     """Puts what DISK does into a program's actions."""
 
-    def __init__(self, problem: Problem, stays: Stays, program: Program) -> None:
+    def __init__(self, problem: Problem, stays: Stays, program: Program, slots: Sequence[range]) -> None:
         self.problem = problem
         self.trace = problem.trace
         self.program = program
-        n = self.n = len(self.trace.moments)
+        self.slots = slots
+        n = len(problem.durations_s)
         self.leaving: dict[int, list[Stay]] = defaultdict(list)
         self.ending: dict[int, list[Stay]] = defaultdict(list)
         self.fetching: dict[int, list[Stay]] = defaultdict(list)
@@ -167,7 +191,7 @@ class _Rewriter:
 
     def run(self) -> Program:
         """Return the program."""
-        for at in range(self.n):  # a first iteration only to see what is where when the next one begins
+        for at in range(len(self.slots)):  # a first iteration only to see what is where when the next one begins
             self._list(at)
         start = frozenset(
             {placed for placed in self.program.start if placed.tier is not Tier.HOST}
@@ -177,30 +201,38 @@ class _Rewriter:
         for tier, chunks in ((Tier.HOST, self.on_host), (Tier.DISK, self.on_disk)):
             self.nbytes[tier] = sum(self.trace.chunk_nbytes[chunk] for chunk in chunks)
         self.peaks = dict(self.nbytes)
-        actions = tuple(tuple(self._list(at)) for at in range(self.n))
+        actions = tuple(tuple(self._list(at)) for at in range(len(self.slots)))
         return Program(start, actions, self.peaks[Tier.HOST], self.peaks[Tier.DISK])
 
     def _list(self, at: int) -> list[Action]:
-        chunks, out = self.problem.chunks, list[Action]()
-        for stay in self.leaving.get(at, ()):
-            chunk = chunks[stay.chunk]
-            if chunk in self.on_host:
-                self._enter(chunk, Tier.DISK, out)
-                out.append(Copy(chunk, Tier.HOST, Tier.DISK))
-        for stay in self.ending.get(at, ()):
-            self._leave(chunks[stay.chunk], Tier.HOST, out)
-        for stay in self.fetching.get(at, ()):
-            chunk = chunks[stay.chunk]
-            if chunk in self.on_disk and chunk not in self.on_host:
-                self._enter(chunk, Tier.HOST, out)
-                out.append(Copy(chunk, Tier.DISK, Tier.HOST))
+        """Return the actions of a moment."""
+        out = list[Action]()
+        first, *later = self.slots[at]
+        self._begin(first, out)
         for action in self.program.actions[at]:
             self._act(action, out)
+            if _needs_host(action) and later:
+                self._begin(later.pop(0), out)
         moment = self.trace.moments[at]
         if moment.kind is Kind.CONSUME:
             for tier in (Tier.HOST, Tier.DISK):
                 self._leave(moment.chunk, tier, [])
         return out
+
+    def _begin(self, slot: int, out: list[Action]) -> None:
+        chunks = self.problem.chunks
+        for stay in self.leaving.get(slot, ()):
+            chunk = chunks[stay.chunk]
+            if chunk in self.on_host:
+                self._enter(chunk, Tier.DISK, out)
+                out.append(Copy(chunk, Tier.HOST, Tier.DISK))
+        for stay in self.ending.get(slot, ()):
+            self._leave(chunks[stay.chunk], Tier.HOST, out)
+        for stay in self.fetching.get(slot, ()):
+            chunk = chunks[stay.chunk]
+            if chunk in self.on_disk and chunk not in self.on_host:
+                self._enter(chunk, Tier.HOST, out)
+                out.append(Copy(chunk, Tier.DISK, Tier.HOST))
 
     def _act(self, action: Action, out: list[Action]) -> None:
         if isinstance(action, Alloc) and action.tier is Tier.HOST:

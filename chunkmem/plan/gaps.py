@@ -83,6 +83,8 @@ class Problem:
     """By chunk: the index of its first gap."""
     required: tuple[int, ...]
     """By moment: bytes of the chunks in use, and of those in gaps that are always kept."""
+    durations_s: tuple[float, ...]
+    """By moment."""
     always_kept: frozenset[int] = frozenset()
     """Indices of gaps that are not free to decide: the content of resident groups never leaves DEVICE."""
     tier: Tier = Tier.DEVICE
@@ -246,7 +248,7 @@ def find_gaps(
     required = required_nbytes(len(trace.moments), nbytes, uses, [gaps[at] for at in always_kept])
     return Problem(
         trace, update_tiers, chunks, nbytes, tuple(map(tuple, uses)), tuple(gaps), tuple(first_gap), required,
-        always_kept,
+        tuple(moment.duration_s for moment in trace.moments), always_kept,
     )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def find_stays(problem: Problem, kept: frozenset[int]) -> Stays:
 
 
 def _chain_of_stays(problem: Problem, chunk: int, gaps: Sequence[Gap], joined: Sequence[bool]) -> Iterable[Stay]:
-    n = len(problem.trace.moments)
+    n = len(problem.durations_s)
     chain = problem.uses[chunk]
     count = len(chain)
     breaks = [at for at in range(count) if not joined[at]]
@@ -100,7 +100,7 @@ def _between(first: int, last: int, count: int) -> Iterable[int]:
 
 def occupancy(problem: Problem, stays: Stays) -> list[int]:
     """Return the chunk bytes on DEVICE in each moment, each stay from its first use on."""
-    n = len(problem.trace.moments)
+    n = len(problem.durations_s)
     change = [0] * (n + 1)
     for stay in stays.passing:
         _add(change, stay.start, stay.stop, problem.nbytes[stay.chunk], n)
@@ -137,8 +137,8 @@ def prefetch(problem: Problem, stays: Stays, free: Room, machine: Machine, *, le
     fetches = [stay for stay in stays.passing if stay.source is not None]
     if lead <= 0 or not fetches:
         return
-    n = len(problem.trace.moments)
-    begins = [0.0, *accumulate(moment.duration_s for moment in problem.trace.moments)]
+    n = len(problem.durations_s)
+    begins = [0.0, *accumulate(problem.durations_s)]
     wanted = _latest_starts(problem, fetches, begins, machine, lead)
     last_issued = -n
     for stay, start_s in zip(fetches, wanted, strict=True):
@@ -157,8 +157,8 @@ def linger(problem: Problem, stays: Stays, free: Room, machine: Machine) -> None
     A slab freed sooner is the next to be taken, and computing would wait for the copy. Memory of activations is given
     back when it is freed, so computing waits then: that is put off for as long as there is room at all.
     """
-    n = len(problem.trace.moments)
-    begins = [0.0, *accumulate(moment.duration_s for moment in problem.trace.moments)]
+    n = len(problem.durations_s)
+    begins = [0.0, *accumulate(problem.durations_s)]
     limits = _last_frees(problem, stays)
     link = machine.links[problem.tier, problem.below]
     over_s = 0.0
@@ -190,7 +190,7 @@ def free_room(problem: Problem, stays: Stays, budget: Sequence[int]) -> Room:
 
 def _last_frees(problem: Problem, stays: Stays) -> dict[tuple[int, int], int]:
     """By (chunk, start) of a stay: the last moment it may be freed in, as another begins or the tier below writes."""
-    n = len(problem.trace.moments)
+    n = len(problem.durations_s)
     chains: dict[int, list[Stay]] = {}
     for stay in stays.passing:
         chains.setdefault(stay.chunk, []).append(stay)

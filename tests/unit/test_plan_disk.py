@@ -1,0 +1,207 @@
+"""What of HOST goes to DISK: plans that keep within three caps, and whose every wait, copy and free is needed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from chunkmem.errors import CapacityError, PlanError
+from chunkmem.plan.disk import least_host_nbytes, offload_to_disk
+from chunkmem.plan.gaps import find_gaps
+from chunkmem.plan.machine import Machine, disk_links, host_links
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Plan, Update, Wait
+from chunkmem.plan.planner import make_plan
+from chunkmem.plan.program import Program
+from chunkmem.plan.simulate import simulate
+from chunkmem.plan.waits import add_waits
+from chunkmem.trace.model import Kind, Mode, Moment, Trace
+from chunkmem.types import ChunkId, Role, Tier
+from tests.helpers.traces import grad, param, random_trace, training_trace
+
+DEVICE, HOST, DISK = Tier
+NUM_TRACES = 60
+
+
+def machine_of(device_nbytes: int, host_nbytes: int, *, disk_nbytes: int = 2**40, disk_Bps: float = 1e6) -> Machine:
+    links = host_links(h2d_Bps=1e6, d2h_Bps=1e6) | disk_links(read_Bps=disk_Bps, write_Bps=disk_Bps)
+    return Machine(device_nbytes=device_nbytes, host_nbytes=host_nbytes, links=links, disk_nbytes=disk_nbytes)
+
+
+def group_nbytes(trace: Trace) -> int:
+    """What the update of the largest group touches."""
+    groups = {chunk.group for chunk in trace.chunk_nbytes}
+    return max(sum(trace.chunk_nbytes[chunk] for chunk in trace.update(group).chunks) for group in groups)
+
+
+def smallest_device(trace: Trace) -> int:
+    tiers = {moment.chunk.group: HOST for moment in trace.moments if moment.kind is Kind.UPDATE}
+    return max(find_gaps(trace, tiers).required)
+
+
+@cache
+def subjects() -> tuple[tuple[Plan, Trace], ...]:
+    """Plans of random traces under caps that make chunks move between all tiers."""
+    rng = random.Random(19)
+    found: list[tuple[Plan, Trace]] = []
+    while len(found) < NUM_TRACES:
+        trace = random_trace(
+            rng,
+            num_groups=rng.randint(2, 5),
+            uniform=rng.random() < 0.6,
+            max_held=rng.randint(1, 2),
+            micro_batches=rng.randint(1, 2),
+            max_non_model_nbytes=0,
+        )
+        device = smallest_device(trace) + rng.choice((0, 1, 3)) * max(trace.chunk_nbytes.values())
+        host = int(group_nbytes(trace) * rng.choice((1.0, 1.0, 1.3, 2.0)))
+        plan = make_plan(trace, machine_of(device, host, disk_Bps=10 ** rng.uniform(4, 7)))
+        if lanes_of(plan) >= {Lane.DISK_READ, Lane.DISK_WRITE}:
+            found.append((plan, trace))
+    return tuple(found)
+
+
+def lanes_of(plan: Plan) -> set[Lane]:
+    return {action.lane for actions in plan.actions for action in actions if isinstance(action, Copy)}
+
+
+def test_three_caps_are_kept() -> None:
+    for plan, trace in subjects():
+        timeline = simulate(plan, trace)
+        assert all(timeline.peak_nbytes[tier] <= plan.machine.cap_nbytes[tier] for tier in Tier)
+        assert timeline.peak_nbytes[DISK] > 0
+
+
+def without(plan: Plan, moment: int, at: int) -> Plan:
+    actions = list(plan.actions)
+    actions[moment] = (*actions[moment][:at], *actions[moment][at + 1 :])
+    return replace(plan, actions=tuple(actions))
+
+
+@pytest.mark.parametrize("kind", [Wait, Copy, Alloc, Free])
+def test_nothing_that_disk_does_can_be_left_out(kind: type[Action]) -> None:
+    """Of what touches DISK or waits for it, each action by itself: without it, something would be read too early, or
+    from where it is not."""
+    num = 0
+    for plan, trace in subjects():
+        for moment, actions in enumerate(plan.actions):
+            for at, action in enumerate(actions):
+                if not (isinstance(action, kind) and touches_disk(action)):
+                    continue
+                num += 1
+                with pytest.raises(PlanError):
+                    simulate(without(plan, moment, at), trace, iterations=4)
+    assert num > 100
+
+
+def touches_disk(action: Action) -> bool:
+    if isinstance(action, Wait):
+        return bool({action.lane, action.on} & {Lane.DISK_READ, Lane.DISK_WRITE})
+    if isinstance(action, Copy):
+        return DISK in (action.source, action.target)
+    return isinstance(action, Alloc | Free) and action.tier is DISK
+
+
+def test_nothing_is_updated_on_disk() -> None:
+    plan, trace = subjects()[0]
+    tiers = dict.fromkeys(plan.update_tiers, DISK)
+    actions = tuple(
+        tuple(replace(action, tier=DISK) if isinstance(action, Update) else action for action in listed)
+        for listed in plan.actions
+    )
+    with pytest.raises(PlanError, match="nothing is updated on DISK"):
+        simulate(replace(plan, update_tiers=tiers, actions=actions), trace)
+
+
+def test_without_a_disk_it_is_an_error_that_names_the_cap() -> None:
+    trace = training_trace(4, 1)
+    machine = machine_of(smallest_device(trace), group_nbytes(trace))
+    assert make_plan(trace, machine).machine is machine
+    with pytest.raises(CapacityError, match="on HOST"):
+        make_plan(trace, replace(machine, disk_nbytes=0))
+
+
+def test_the_smallest_host_is_what_an_update_touches() -> None:
+    trace = training_trace(4, 1)
+    needed = group_nbytes(trace)
+    make_plan(trace, machine_of(smallest_device(trace), needed))
+    with pytest.raises(CapacityError, match="on HOST") as raised:
+        make_plan(trace, machine_of(smallest_device(trace), needed - 1))
+    assert raised.value.needed_nbytes == needed
+
+
+def test_a_small_disk_is_no_plan() -> None:
+    trace = training_trace(4, 1)
+    with pytest.raises(CapacityError):
+        make_plan(trace, machine_of(smallest_device(trace), group_nbytes(trace), disk_nbytes=1))
+
+
+# By hand.
+
+W0, W1, G0, G1 = param(0), param(1), grad(0), grad(1)
+M0 = ChunkId(Role("exp_avg"), 0)
+M1 = ChunkId(Role("exp_avg"), 1)
+BY_HAND = Trace(
+    Mode.TRAIN,
+    "",
+    dict.fromkeys((W0, W1, G0, G1, M0, M1), 4),
+    (
+        Moment(Kind.HOLD, W0, "0 forward", duration_s=1.0),
+        Moment(Kind.CREATE, G0, duration_s=1.0),
+        Moment(Kind.RELEASE, W0, duration_s=1.0),
+        Moment(Kind.HOLD, W1, "1 forward", duration_s=1.0),
+        Moment(Kind.CREATE, G1, duration_s=1.0),
+        Moment(Kind.RELEASE, W1, duration_s=1.0),
+        Moment(Kind.UPDATE, W0, "update of group 0", duration_s=1.0),
+        Moment(Kind.CONSUME, G0),
+        Moment(Kind.UPDATE, W1, "update of group 1", duration_s=1.0),
+        Moment(Kind.CONSUME, G1),
+    ),
+)
+
+
+def test_states_alone_leave_where_that_is_enough() -> None:
+    """HOST has room for all but one state: it is read for its update, while the other one leaves for it."""
+    machine = machine_of(8, 20)
+    plan = make_plan(BY_HAND, machine)
+    copies = [action for actions in plan.actions for action in actions if isinstance(action, Copy)]
+    to_disk = {copy.chunk for copy in copies if copy.target is DISK}
+    assert sum(4 for copy in copies if DISK in (copy.source, copy.target)) <= 16
+    assert {chunk.role for chunk in to_disk} <= {Role.PARAM, Role.GRAD, Role("exp_avg")}
+    assert simulate(plan, BY_HAND).peak_nbytes[HOST] <= 20
+
+
+def program_by_hand() -> Program:
+    """All chunks on HOST: weights are fetched and dropped, gradients written back."""
+    actions: list[list[Action]] = [[] for _ in BY_HAND.moments]
+    for at, weights, gradients in ((0, W0, G0), (3, W1, G1)):
+        actions[at] += [Alloc(weights, DEVICE), Copy(weights, HOST, DEVICE)]
+        actions[at + 1] += [Alloc(gradients, DEVICE)]
+        actions[at + 2] += [
+            Alloc(gradients, HOST), Copy(gradients, DEVICE, HOST), Free(gradients, DEVICE), Free(weights, DEVICE),
+        ]  # fmt: skip
+    actions[6].append(Update(0, HOST))
+    actions[8].append(Update(1, HOST))
+    start = frozenset(Placed(chunk, HOST, True) for chunk in (W0, W1, M0, M1))
+    return Program(start, tuple(map(tuple, actions)), 24)
+
+
+@pytest.mark.parametrize("host_nbytes", [12, 16, 20, 24])
+def test_a_program_is_rewritten_for_any_cap_that_holds_an_update(host_nbytes: int) -> None:
+    program, machine = program_by_hand(), machine_of(8, host_nbytes)
+    assert least_host_nbytes(BY_HAND, program) == 12
+    found = offload_to_disk(BY_HAND, program, machine, reserve_nbytes=0)
+    assert found is not None
+    assert found.below_peak_nbytes <= host_nbytes
+    plan = Plan(
+        BY_HAND.digest, machine, found.start, add_waits(BY_HAND, found.start, found.actions), {0: HOST, 1: HOST}
+    )
+    moved = simulate(plan, BY_HAND).moved_nbytes
+    assert (moved[Lane.H2D], moved[Lane.D2H]) == (8, 8), "nothing more between DEVICE and HOST"
+    assert (moved[Lane.DISK_READ] > 0) is (host_nbytes < 24)
+
+
+def test_a_program_that_cannot_be_followed_with_so_little_is_none() -> None:
+    assert offload_to_disk(BY_HAND, program_by_hand(), machine_of(8, 11), reserve_nbytes=0) is None
