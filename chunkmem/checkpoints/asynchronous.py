@@ -68,6 +68,7 @@ class Saving:
         """Of the checkpoint's directory."""
         self._thread = thread
         self._snapshot = weakref.ref(snapshot) if snapshot is not None else lambda: None
+        self._trains_in = threading.get_ident()
         self._outcome = outcome
         weakref.finalize(self, outcome.complain)
 
@@ -96,7 +97,7 @@ class Saving:
 
     def join(self) -> None:
         """Wait, and do not ask how it has ended."""
-        snapshot = self._snapshot()
+        snapshot = self._snapshot() if threading.get_ident() == self._trains_in else None
         with contextlib.nullcontext() if snapshot is None else snapshot.without_training():
             if self._thread is not None:
                 self._thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -305,6 +306,34 @@ def test_the_first_time_that_a_module_writes_to_its_weights(disk: SlowDisk, tmp_
     again = open_renormed()
     again.manager.load(tmp_path / "saved", again.optimizer)
     assert_same(again.manager.state_dict(), state)
+
+
+def test_what_is_being_saved_is_complete_when_it_is_loaded(disk: SlowDisk, tmp_path: Path) -> None:
+    how = SHAPES["plain"]
+    training = how.open()
+    training.run(1)
+    training.manager.save(tmp_path / "saved", training.optimizer, extra={"step": 1})
+    training.run(1)
+    state = training.state()
+    saving = training.manager.save(tmp_path / "saved", training.optimizer, extra={"step": 2}, asynchronous=True)
+    training.run(1)
+    assert training.manager.load(tmp_path / "saved", training.optimizer) == {"step": 2}
+    assert saving.done()
+    assert_same(training.state(), state)
+
+
+def test_another_thread_waits(disk: SlowDisk, tmp_path: Path) -> None:
+    how = SHAPES["roomy"]
+    training = how.open()
+    training.run(3)
+    state = training.state()
+    saving = training.manager.save(tmp_path / "saved", training.optimizer, asynchronous=True)
+    thread = threading.Thread(target=saving.wait)
+    thread.start()
+    training.run(2)
+    thread.join()
+    assert saving.done()
+    assert_same(loaded(how, tmp_path / "saved"), state)
 
 
 def interrupt(training: Training) -> None:
