@@ -11,8 +11,8 @@ then, and handed over to the thread.
 So there are two chunks in RAM at most: one that is written, and one that was handed over; the next one waits until that
 is taken. What the thread itself reads nobody writes to meanwhile:
 
-1. A copy between tiers fills a replica that counts as newest from when it was issued. Its slab is `busy` until then,
-   and is not read before. The thread waits for no event of a lane.
+1. A copy between tiers fills a replica that counts as newest from when it was issued. Its slab is in use until
+   then, and is not read before. The thread waits for no event of a lane.
 2. Who gives a replica up waits until the thread has read it.
 3. Modules may write to weights where they compute, and no event tells of that before. There the thread reads a chunk
    only while nobody has it pinned, and looks afterwards whether it was written to; who pins it waits. A chunk of which
@@ -191,8 +191,8 @@ class Snapshot:
             if tier is None:
                 raise _written_error(chunk) if spoilt else _lost_error(chunk)
             replica = chunk.replicas[tier]
-            if replica.slab.busy is not None:
-                replica.slab.busy.wait()
+            for event in replica.slab.uses:
+                event.wait()
             with runtime_mode():
                 self._handed = self._copied(chunk, tier, replica, _copy)
             del self._pending[chunk]
@@ -260,8 +260,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _is_filled(replica: Replica) -> bool:
     """Tell whether no copy is filling a replica, or has failed to."""
-    busy = replica.slab.busy
-    return busy is None or (busy.done() and busy.failure is None)
+    slab, last = replica.slab, replica.slab.busy
+    # Another copy may be issued while this thread looks, of which it would see one half.
+    return not slab.uses and slab.busy is last
 
 
 def _is_exposed(chunk: Chunk, tier: Tier) -> bool:

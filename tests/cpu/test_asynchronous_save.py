@@ -99,6 +99,26 @@ def test_copies_that_come_late(seed: int, disk: SlowDisk, tmp_path: Path) -> Non
         assert_same(loaded(how, tmp_path / "saved"), state)
 
 
+@spread(device_kib=(160, 220, 200), host_kib=(300, 220, 260), precision=("fp32", "bf16"))
+def test_chunks_that_host_has_no_room_for(
+    device_kib: int, host_kib: int, precision: str, disk: SlowDisk, tmp_path: Path
+) -> None:
+    """They are read where they are, and saved before they change."""
+    small = Saved(precision, device_nbytes=device_kib << 10, host_nbytes=host_kib << 10, disk=tmp_path / "third tier")
+    training = small.open()
+    training.run(4)
+    memory = training.manager.memory()
+    assert memory.disk is not None
+    assert memory.disk.now_nbytes > 0
+    for step in range(2):
+        state = training.state()
+        saving = training.manager.save(tmp_path / "saved", training.optimizer, asynchronous=True)
+        training.run(1 + step)
+        saving.wait()
+        assert_same(loaded(Saved(precision), tmp_path / "saved"), state)
+    training.manager.close()
+
+
 # What changes.
 
 

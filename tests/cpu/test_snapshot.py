@@ -377,9 +377,10 @@ def test_a_copy_that_has_failed_fails_it_and_not_who_changes_the_chunk() -> None
 
     class Failed(DoneEvent):
         def wait(self) -> None:
-            raise TierIOError("torn")
+            raise self.failure  # type: ignore[misc]
 
-    chunk.replicas[DEVICE].slab.busy = Failed(DoneEvent.now().start, DoneEvent.now().end)
+    error: Any = TierIOError("torn")
+    chunk.replicas[DEVICE].slab.busy = Failed(DoneEvent.now().start, DoneEvent.now().end, error)
     snapshot = snapshot_of(world, [chunk], opened())
     world.store.before_change(chunk)
     with pytest.raises(TierIOError, match="torn"):

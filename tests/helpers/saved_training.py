@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ class Saved:
     built_low: bool = False
     tiled: bool = False
     device_nbytes: int = 1 << 20
+    host_nbytes: int = 8 << 20
+    disk: Path | None = None
+    """Where there is a third tier; None: there is none."""
     optimizer: str = "AdamW"
     sizes: tuple[int, ...] = ()
     """Of the mesh, with stages first if there are two; none is one process."""
@@ -58,7 +62,13 @@ class Saved:
             names = ("shard",) if len(self.sizes) == 1 else ("stage", "shard")
             mesh = {"mesh": init_device_mesh("cpu", self.sizes, mesh_dim_names=names)}
         low = {} if self.precision == "fp32" else {"precision": self.precision}
-        config = {"memory": {"device": self.device_nbytes, "host": 8 << 20}, "default_chunk_size": 4800, **low}
+        config: dict[str, Any] = {
+            "memory": {"device": self.device_nbytes, "host": self.host_nbytes},
+            "default_chunk_size": 4800,
+            **low,
+        }
+        if self.disk is not None:
+            config["memory"]["disk"] = {"path": str(self.disk), "capacity": 64 << 20}
         config |= {"distributed": {"timeout_s": timeout_s}}
         manager = chunkmem.ChunkManager(chunkmem.Config.from_dict(config), **mesh, **options)
         with manager.init():
