@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
 from chunkmem.pipeline.moving import ChunkMover
 from tests.helpers.ranks import Team
 from tests.helpers.repartitioned import Change, Training, differences, divided, measured, resumed
+from tests.helpers.shared_training import WIDTH, WORDS
 from tests.helpers.spread import spread
-from tests.helpers.staged_training import AMPLE, StagedTask, train
+from tests.helpers.staged_training import AMPLE, Head, Net, StagedTask, loss_of, train
 
 Way = tuple[tuple[int, int], int]
 """Stages and data-parallel ranks, then the number of stages afterwards."""
@@ -204,3 +209,92 @@ def test_what_one_rank_raises_is_said_on_all(pair: Team, bad: int) -> None:
     said = pair.run(fail, bad)
     assert said[bad] == "OSError: no memory left"
     assert f"rank {bad} raised OSError: no memory left" in said[1 - bad]
+
+
+def replicated(rank: int, stages: int) -> tuple[list[int], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Divide 2 stages of 2 replicas; return the ranks that share chunks afterwards, and weights before and after."""
+    task = StagedTask(sizes=(2, 1))
+    training = Training(Change(task), (2, 2, 1))
+    with training.manager:
+        training.steps(list(task.batches())[:3])
+        before = training.manager.state_dict()
+        training.pipe = training.pipe.repartition(stages=stages)
+        after = training.manager.state_dict()
+        training.steps(list(task.batches())[3:])
+        ranks = training.manager.runtime.ranks
+        assert ranks.replicate is not None
+        assert (ranks.shard.size, ranks.replicate.size) == (2, 2)
+        return [ranks.name(number) for number in range(ranks.size)], before, after
+
+
+def test_replicas_keep_their_ranks(four: Team) -> None:
+    #   replica 0: ranks 0 (stage 0) and 2 (stage 1); replica 1: ranks 1 and 3
+    for names, before, after in four.run(replicated, 1):
+        assert names == [0, 2, 1, 3]
+        assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
+
+
+class Hooked:
+    """Hooks on Parameters, of which every rank has values at one time and has none at another."""
+
+    def __init__(self, training: Training) -> None:
+        self.called: Counter[str] = Counter()
+        for name, param in training.model.named_parameters():
+            param.register_hook(partial(self._count, f"gradient of {name}"))
+            param.register_post_accumulate_grad_hook(partial(self._count, f"accumulated {name}"))
+
+    def _count(self, name: str, _tensor: torch.Tensor) -> None:
+        self.called[name] += 1
+
+
+def hook(rank: int) -> dict[str, int]:
+    task = StagedTask(sizes=(1, 2))
+    training = Training(Change(task), task.sizes)
+    with training.manager:
+        hooked = Hooked(training)
+        training.pipe = training.pipe.repartition(stages=2).repartition(stages=1)
+        training.steps(list(task.batches())[:1])
+        return dict(hooked.called)
+
+
+def test_hooks_of_users_stay(pair: Team) -> None:
+    names = [name for name, _ in Net().named_parameters()]
+    for called in pair.run(hook):
+        assert set(called) == {f"{what} {name}" for what in ("gradient of", "accumulated") for name in names}
+        assert set(called.values()) == {4}, "once for each micro-batch"
+
+
+def refuse_other_managers(rank: int) -> None:
+    task = StagedTask()
+    with chunkmem.ChunkManager(task.make_config()) as manager:
+        with manager.init():
+            model = Net()
+        pipe = manager.pipeline(model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=2)
+        with pytest.raises(chunkmem.ConfigError, match=r"make the manager with ChunkManager\(config, mesh="):
+            pipe.repartition(stages=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    with chunkmem.ChunkManager(task.make_config(), mesh=mesh) as manager:
+        with manager.init():
+            model = Net()
+        pipe = manager.pipeline(model.blocks, first=model.words, loss_fn=loss_of, micro_batches=2)
+        with pytest.raises(chunkmem.LayoutError, match=r"parameter head.weight \(11, 16\) is in no stage"):
+            pipe.repartition(stages=2)
+        pipe = manager.pipeline([model], loss_fn=loss_of, micro_batches=2)
+        with pytest.raises(chunkmem.LayoutError, match="1 blocks cannot be divided into 2 stages"):
+            pipe.repartition(stages=2)
+        manager.wrap(nn.Linear(2, 2))
+        with pytest.raises(chunkmem.StateError, match="this manager has 2 models"):
+            pipe.repartition(stages=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    with chunkmem.ChunkManager(task.make_config(), mesh=mesh) as manager:
+        with manager.init():
+            model = Net()
+            with manager.exclude(reduce=False):
+                model.head = Head(WIDTH, WORDS, bias=False)
+        pipe = manager.pipeline(model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=2)
+        with pytest.raises(chunkmem.StateError, match=r"built in manager.exclude\(reduce=False\)"):
+            pipe.repartition(stages=1)
+
+
+def test_which_managers_cannot_be_divided(pair: Team) -> None:
+    pair.run(refuse_other_managers)

@@ -75,7 +75,8 @@ class Training:
     def __init__(self, change: Change, sizes: tuple[int, ...]) -> None:
         torch.set_num_threads(1)
         task = change.task
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("stage", "shard"))
+        names = ("stage", "replicate", "shard") if len(sizes) > 2 else ("stage", "shard")
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         self.manager = chunkmem.ChunkManager(change.make_config(), mesh=mesh)
         torch.manual_seed(0)
         with self.manager.init():
@@ -214,7 +215,9 @@ def measured(rank: int, change: Change) -> Cost:
         with _watched(cost, total):
             training.pipe.repartition(stages=change.stages)
         cost.after_nbytes, cost.wanted = total(), list(_owned_by(manager))
-        for chunk in manager.runtime.memory.store.chunks.values():
+        chunks = manager.runtime.memory.store.chunks.values()
+        assert cost.after_nbytes == sum(c.nbytes * len(c.replicas) for c in chunks if c.id.role is not Role.GRAD)
+        for chunk in chunks:
             if chunk.id.role is not Role.GRAD:
                 cost.largest[str(chunk.id.role)] = max(chunk.nbytes, cost.largest.get(str(chunk.id.role), 0))
     return cost
