@@ -67,7 +67,7 @@ def test_four_ranks(four: Team, way: Way, model: str) -> None:
 
 
 @spread(
-    kind=["excluded", "on host", "tiled", "offloaded", "clipped", "two", "scheduled"],
+    kind=["excluded", "first excluded", "frozen late", "on host", "tiled", "offloaded", "clipped", "two", "scheduled"],
     way=[((2, 1), 1), ((1, 2), 2)],
     precision=["fp32", "bf16"],
 )
@@ -102,6 +102,13 @@ def test_memory_and_bytes_sent(
     assert sum(expected) > 0
     for cost in costs:
         assert cost.peak_nbytes <= max(cost.before_nbytes, cost.after_nbytes) + sum(cost.largest.values())
+
+
+@spread(way=[((2, 1), 1), ((1, 2), 2)], precision=["bf16", "fp32"], kind=["plain", "two"])
+def test_states_are_there_before_the_next_step(pair: Team, way: Way, precision: str, kind: str) -> None:
+    sizes, stages = way
+    change = Change(StagedTask(precision=precision, sizes=sizes), stages, kind=kind, after=0)
+    assert differences(pair.run(divided, change), pair.run(resumed, change)) == []
 
 
 def go_and_return(rank: int, task: StagedTask) -> dict[str, torch.Tensor]:
@@ -173,6 +180,10 @@ def refuse(rank: int) -> None:
         weights = manager.state_dict()
     expected = train(rank, task).weights
     assert [key for key, value in expected.items() if not torch.equal(value, weights[key])] == []
+
+
+def test_parameters_without_states_have_none_afterwards(pair: Team) -> None:
+    pair.run(measured, Change(StagedTask(sizes=(2, 1)), kind="frozen late"))
 
 
 def test_what_is_refused_changes_nothing(pair: Team) -> None:

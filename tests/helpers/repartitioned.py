@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
@@ -37,7 +37,8 @@ class Change:
     """From the middle on."""
     optimizer: str = "AdamW"
     kind: str = "plain"
-    """One of `CONFIGS`; "excluded": the head is; "two": optimizers; "scheduled": learning rates change."""
+    """One of `CONFIGS`; "excluded", "first excluded": a module is; "two": optimizers; "scheduled": learning rates;
+    "frozen late": a parameter, in a chunk with others, is frozen until the last step."""
     before: int = 3
     """Steps."""
     after: int = 3
@@ -81,9 +82,11 @@ class Training:
         torch.manual_seed(0)
         with self.manager.init():
             self.model = Net(task.model)
-            if change.kind == "excluded":
-                with self.manager.exclude():
+            with self.manager.exclude():
+                if change.kind == "excluded":
                     self.model.head = Head(WIDTH, WORDS, bias=False)
+                if change.kind == "first excluded":
+                    self.model.words = nn.Embedding(WORDS, WIDTH)
         self.pipe: Any = self.manager.pipeline(
             self.model.blocks,
             first=self.model.words,
@@ -100,6 +103,10 @@ class Training:
             torch.optim.lr_scheduler.StepLR(one, 2) for one in self.optimizers if change.kind == "scheduled"
         ]
         self.losses: list[float] = []
+        self.late = self.model.blocks[1].up.weight if change.kind == "frozen late" else None
+        self.num_left = change.before + change.after
+        if self.late is not None:
+            self.late.requires_grad_(False)
 
     def _optimizer(self, change: Change, params: list[Any]) -> Any:
         if change.optimizer == "SGD":
@@ -108,6 +115,9 @@ class Training:
 
     def steps(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         for x, y in batches:
+            self.num_left -= 1
+            if self.late is not None and self.num_left == 0:
+                self.late.requires_grad_(True)
             self.losses.append(self.pipe.step(x, y).item())
             for each in (*self.optimizers, *self.schedulers):
                 each.step()
@@ -155,7 +165,7 @@ def resumed(rank: int, change: Change) -> Outcome:
     training = Training(change, change.width)
     with training.manager:
         training.load(saved)
-        training.losses = losses
+        training.losses, training.num_left = losses, change.after
         training.steps(change.batches(rank, change.width)[change.before :])
         return training.outcome()
 
@@ -205,6 +215,7 @@ def measured(rank: int, change: Change) -> Cost:
     with manager:
         training.steps(change.batches(rank, sizes)[: change.before])
         tiers = manager.runtime.tiers
+        tiers.device_pool.poison = tiers.host_pool.poison = True
 
         def total() -> int:
             others = ("cache", "grad")  # memory that is free in between, which nothing is lost of
@@ -214,6 +225,8 @@ def measured(rank: int, change: Change) -> Cost:
         cost = Cost(total(), _owned_by(manager))
         with _watched(cost, total):
             training.pipe.repartition(stages=change.stages)
+        assert pads_that_are_not_zero(manager) == []
+        assert states_of_nobody(training) == []
         cost.after_nbytes, cost.wanted = total(), list(_owned_by(manager))
         chunks = manager.runtime.memory.store.chunks.values()
         assert cost.after_nbytes == sum(c.nbytes * len(c.replicas) for c in chunks if c.id.role is not Role.GRAD)
@@ -221,6 +234,25 @@ def measured(rank: int, change: Change) -> Cost:
             if chunk.id.role is not Role.GRAD:
                 cost.largest[str(chunk.id.role)] = max(chunk.nbytes, cost.largest.get(str(chunk.id.role), 0))
     return cost
+
+
+def pads_that_are_not_zero(manager: chunkmem.ChunkManager) -> list[str]:
+    """The chunks that have something else than 0 where no parameter is."""
+    chunks = manager.runtime.memory.store.chunks.values()
+    contents = [(c, replica.flat) for c in chunks for tier, replica in c.replicas.items() if c.ready(tier)]
+    return [c.label for c, flat in contents if any(bool(flat[start:stop].any()) for start, stop in c.group.pads)]
+
+
+def states_of_nobody(training: Training) -> list[str]:
+    """The states other than 0 of parameters that were never updated."""
+    runtime, found = training.manager.runtime, []
+    counts = {managed for optimizer in training.optimizers for managed in optimizer.counts()}
+    for managed in set(filter(runtime.owns, runtime.registry.parameters)) - counts:
+        chunks = (chunk for key, chunk in runtime.memory.store.chunks.items() if key.group == managed.group)
+        for chunk in (chunk for chunk in chunks if chunk.id.role.is_state and chunk.newest_tier() is not None):
+            values = runtime.memory.store.views(chunk, chunk.newest_tier())[managed.position]
+            found += [f"{chunk.id.role} of {managed}"] * bool(values.ne(0).any())
+    return found
 
 
 def _owned_by(manager: chunkmem.ChunkManager) -> dict[str, tuple[int, tuple[str, ...]]]:
