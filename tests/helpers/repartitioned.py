@@ -216,12 +216,17 @@ def measured(rank: int, change: Change) -> Cost:
         training.steps(change.batches(rank, sizes)[: change.before])
         tiers = manager.runtime.tiers
         tiers.device_pool.poison = tiers.host_pool.poison = True
+        for nbytes in {chunk.nbytes for chunk in manager.runtime.memory.store.chunks.values()}:
+            for slab in [tiers.host_pool.alloc("test", nbytes) for _ in range(8)] if tiers.caps.host_nbytes else ():
+                tiers.host_pool.free("test", slab)  # what comes next has memory with something in it
 
         def total() -> int:
             others = ("cache", "grad")  # memory that is free in between, which nothing is lost of
             ledgers = (tiers.device, tiers.host)
             return sum(nbytes for one in ledgers for role, nbytes in one.now.items() if role not in others)
 
+        if training.late is not None:  # then it is packed with others, and has no states yet
+            training.late.requires_grad_(True)
         cost = Cost(total(), _owned_by(manager))
         with _watched(cost, total):
             training.pipe.repartition(stages=change.stages)
