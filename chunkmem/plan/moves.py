@@ -3,21 +3,23 @@
 [Note: Order of moves] A rank gives a group up when all of its parameters have been moved, and a new group takes its
 memory as a whole before the first parameter arrives. So the order decides what ranks have at a time. It is one order
 for all ranks, a new group after the other. Next comes the group after which the ranks have least beyond what they have
-at the beginning or at the end, whichever is more: a rank that has given much up receives, and what is half empty is
-emptied.
+at the beginning or at the end, whichever is more: a rank that has given much up receives, from one that has received
+much, and what is half empty is emptied.
 
-    rank 0   A B C D        A C E G          new groups in this order: A C E B G D F H, and not A C E G B D F H,
+    rank 0   A B C D        A C E G          new groups in this order: A C F H E B G D, and not A C E G B D F H,
     rank 1   E F G H   to   B D F H          with which rank 0 would have six groups at a time
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import islice
 
 _MOST_CANDIDATES = 16
-"""Of new groups that are looked at for each next one, on top of one for each rank."""
+"""Of new groups that take from half empty ones, which are looked at for each next one."""
 
 
 @dataclass(frozen=True)
@@ -120,41 +122,54 @@ class _Order:
             self._most[rank] = max(self._most[rank], nbytes)
         self._opened: dict[HeldGroup, None] = {}
         """Groups that have lost some of their parameters."""
+        self._queues: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+        """By taker and giver of most of its parameters: wanted groups."""
+        for index, takes in enumerate(self._takes):
+            givers = Counter[int]()
+            for group, num in takes.items():
+                givers[group.rank] += num
+            giver = max(givers, key=lambda rank: givers[rank], default=wanted[index].rank)
+            self._queues[wanted[index].rank, giver].append(index)
 
     def groups(self) -> Iterator[WantedGroup]:
         """Yield the wanted groups in order."""
-        waiting = dict.fromkeys(range(len(self._wanted)))
+        waiting = set(range(len(self._wanted)))
         while waiting:
             best = min(self._candidates(waiting), key=self._cost)
-            del waiting[best]
+            waiting.remove(best)
             self._move(best)
             yield self._wanted[best]
 
-    def _candidates(self, waiting: Mapping[int, None]) -> list[int]:
-        """Return the first group of each rank, and those that take from groups that have lost some parameters."""
-        firsts: dict[int, int] = {}
-        for index in waiting:
-            firsts.setdefault(self._wanted[index].rank, index)
-            if len(firsts) == len(self._most):
-                break
+    def _candidates(self, waiting: AbstractSet[int]) -> dict[int, None]:
+        """Return groups for the rank that has most room, of the rank that has least, and of half empty groups."""
+        firsts: dict[tuple[int, int], int] = {}
+        for pair, queue in tuple(self._queues.items()):
+            while queue and queue[0] not in waiting:
+                queue.popleft()
+            if queue:
+                firsts[pair] = queue[0]
+            else:
+                del self._queues[pair]
+        emptiest = min((taker for taker, _ in firsts), key=self._excess)
+        fullest = max((giver for _, giver in firsts), key=self._excess)
+        found = {index: None for (taker, giver), index in firsts.items() if taker == emptiest or giver == fullest}
         others = (index for group in self._opened for index in self._takers[group] if index in waiting)
-        found = dict.fromkeys(firsts.values())
-        for index in others:
-            if len(found) >= len(firsts) + _MOST_CANDIDATES:
-                break
-            found[index] = None
-        return list(found)
+        found.update(dict.fromkeys(islice(others, _MOST_CANDIDATES)))
+        return found
+
+    def _excess(self, rank: int) -> int:
+        """Return by how much a rank has more than it has at the beginning or at the end."""
+        return self._now[rank] - self._most[rank]
 
     def _cost(self, index: int) -> tuple[int, int, int]:
-        """Return how far the ranks are beyond their bounds after a group was moved, and while it is."""
+        """Return by how much moving a group brings ranks beyond their bounds, afterwards and meanwhile."""
         wanted = self._wanted[index]
-        after = Counter({wanted.rank: sum(wanted.nbytes)})
+        change = Counter({wanted.rank: sum(wanted.nbytes)})
         for group, num in self._takes[index].items():
             if self._left[group] == num:
-                after[group.rank] -= sum(group.nbytes)
-        excess = sum(max(0, self._now[rank] + after[rank] - self._most[rank]) ** 2 for rank in self._most)
-        meanwhile = self._now[wanted.rank] + sum(wanted.nbytes) - self._most[wanted.rank]
-        return excess, meanwhile, index
+                change[group.rank] -= sum(group.nbytes)
+        worse = sum(max(0, e + change[rank]) ** 2 - max(0, e) ** 2 for rank in change for e in (self._excess(rank),))
+        return worse, self._excess(wanted.rank) + sum(wanted.nbytes), index
 
     def _move(self, index: int) -> None:
         wanted = self._wanted[index]
