@@ -122,9 +122,3 @@ def with_stages(given: object, num_stages: int) -> DeviceMesh:
     table = ranks_by_stage(given, num_stages)
     assert isinstance(given, DeviceMesh)
     return DeviceMesh(given.device_type, table, mesh_dim_names=_DIMENSIONS)
-
-
-def replica_of(given: DeviceMesh, rank: int) -> tuple[int, ...]:
-    """Return the ranks, ascending, that have one replica together with `rank`, in a mesh of `with_stages`."""
-    _, replica, _ = (given.mesh == rank).nonzero()[0].tolist()
-    return tuple(sorted(given.mesh[:, replica].flatten().tolist()))

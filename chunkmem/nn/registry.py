@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from chunkmem.errors import CheckpointError, StateError
-from chunkmem.layout.pack import choose_slab_nbytes
-from chunkmem.layout.spec import ALIGN_NBYTES
+from chunkmem.layout.pack import choose_slab_nbytes, pack
+from chunkmem.layout.spec import ALIGN_NBYTES, Layout, MasterCopy
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.packable import check_separate, check_unmanaged, named_parameters_of
@@ -95,10 +96,7 @@ class ModelRegistry:
         )
         slab_nbytes = self._slab_nbytes
         if any(named) and (slab_nbytes is None or self._chunk_numel is not None):
-            away = _parameters_of(on_host)
-            pairs = [pair for pairs in named for pair in pairs]
-            on_device = [(name, param) for name, param in pairs if id(param) not in away]
-            slab_nbytes = self._choose_slab_nbytes(on_device or pairs, precision)
+            slab_nbytes = self._choose_slab_nbytes(named, precision, on_host, num_ranks=self._num_ranks)
         packable = {
             root: pairs
             for root, pairs in zip(roots, named, strict=True)
@@ -114,6 +112,41 @@ class ModelRegistry:
             self._excluded.update((id(param), param) for param in module.parameters(recurse=False))
         self.place(param for module in (*roots, *excluded) for param in module.parameters())
         return added
+
+    def preview(
+        self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module], *, num_ranks: int
+    ) -> list[tuple[Layout, list[nn.Parameter]]]:
+        """Return the layouts that models which are packed would have if they were packed again; nothing is changed.
+
+        Args:
+            roots: parts of them.
+            excluded: modules under `roots` that stay ordinary.
+            num_ranks: that share the chunks then.
+
+        Returns:
+            The layout of each root, and its parameters.
+        """
+        on_host = self._choose_on_host(roots, excluded)
+        known = {id(param) for module in excluded for param in module.parameters(recurse=False)}
+        named: list[list[tuple[str, nn.Parameter]]] = []
+        for root in roots:
+            named.append([(name, param) for name, param in root.named_parameters() if id(param) not in known])
+            known.update(id(param) for _, param in named[-1])
+        found = precision_of(roots, self._dtype, master_weights=self._master_weights, excluded=excluded)
+        # What is frozen was built in another dtype, maybe, than it has in its chunk.
+        frozen = (m for m in self.parameters if not m.requires_grad and m.built_dtype is not m.placeholder.dtype)
+        masters = {id(m.param): MasterCopy.PACKED for m in frozen if id(m.param) in found.masters}
+        precision = replace(found, masters={**found.masters, **masters})
+        slab_nbytes = ALIGN_NBYTES
+        if any(named):
+            slab_nbytes = self._choose_slab_nbytes(named, precision, on_host, num_ranks=num_ranks)
+        layouts: list[tuple[Layout, list[nn.Parameter]]] = []
+        for pairs in named:
+            specs = tensor_specs(pairs, precision, on_host=_parameters_of(on_host))
+            first = sum(len(layout.groups) for layout, _ in layouts)
+            layout = pack(specs, slab_nbytes=slab_nbytes, first_group=first)
+            layouts.append((layout, [param for _, param in pairs]))
+        return layouts
 
     def place(self, params: Iterable[nn.Parameter]) -> None:
         """Give those parameters that have none yet a place after all others."""
@@ -222,12 +255,22 @@ class ModelRegistry:
         if errors:
             raise errors[0]
 
-    def _choose_slab_nbytes(self, named: Sequence[tuple[str, nn.Parameter]], precision: Precision) -> int:
+    def _choose_slab_nbytes(
+        self,
+        named: Iterable[Sequence[tuple[str, nn.Parameter]]],
+        precision: Precision,
+        on_host: Iterable[nn.Module],
+        *,
+        num_ranks: int,
+    ) -> int:
+        away = _parameters_of(on_host)
+        pairs = [pair for pairs in named for pair in pairs]
+        on_device = [(name, param) for name, param in pairs if id(param) not in away]
         return choose_slab_nbytes(
-            tensor_specs(named, precision),
+            tensor_specs(on_device or pairs, precision),
             chunk_numel=self._chunk_numel,
             device_cap_nbytes=self._device_cap_nbytes,
-            num_ranks=self._num_ranks,
+            num_ranks=num_ranks,
         )
 
 

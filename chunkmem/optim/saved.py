@@ -160,6 +160,11 @@ class StatefulOptimizer(ChunkedOptimizer):
         self._state.show(self._states)
         host.add_optimizer(self)
 
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """All states that it may keep of a parameter."""
+        return self._rule.all_states
+
     def counts(self) -> dict[ManagedParameter, tuple[torch.Tensor, tuple[Role, ...]]]:
         """Return the parameters whose states this rank has: each one's number of updates, and the states it has."""
         states_of = self._updater.claims.states_of

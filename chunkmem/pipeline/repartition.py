@@ -3,7 +3,7 @@
 [Note: Repartition] All parts of a manager that know of ranks, layouts or modules are made again, and only these stay:
 tiers with what is on them, the loss scale, the model, and the optimizers with their options.
 
-    refuse          gradients that wait, memory that somebody keeps, a number that does not divide the ranks
+    refuse          gradients that wait, memory that somebody keeps, a number that does not divide the ranks; no room
     stop            the old parts: copies are over, writes of users count, nothing is pinned
     undo            what fitting and packing did to modules and Parameters; the content of chunks stays
     pack            the stages again, by the new parts, into chunks without content; optimizers claim their states
@@ -22,17 +22,21 @@ import torch
 from torch import nn
 
 from chunkmem.assembly import Runtime
-from chunkmem.comm.mesh import Mesh, ranks_by_stage, replica_of, with_stages
+from chunkmem.comm.mesh import Mesh, ranks_by_stage, with_stages
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ChunkmemError, ConfigError, StateError
 from chunkmem.nn.binding import dense_stride, move_to
 from chunkmem.nn.built import PutOff
+from chunkmem.pipeline.inventory import Contents, agreed_moves, free_copies, require_room, take_inventory
 from chunkmem.pipeline.modules import divide
-from chunkmem.pipeline.moving import ChunkMover, Inventory, take_inventory
+from chunkmem.pipeline.moving import ChunkMover
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.schedules import check_schedule
+from chunkmem.pipeline.staged import with_schedule
 from chunkmem.pipeline.width import Pipeline
 from chunkmem.runtime.device import runtime_mode
+from chunkmem.shard.ownership import RoundRobin
+from chunkmem.types import Role
 
 T = TypeVar("T")
 _FAILED = "pipe.repartition() has failed; continue from a checkpoint with another manager"
@@ -54,18 +58,24 @@ def repartition(
         The pipeline, and what has happened in words.
     """
     _refuse(runtime, options, num_stages)
-    width = _width(runtime.ranks)
-    mesh = with_stages(runtime.mesh, num_stages)
-    replica = replica_of(mesh, runtime.ranks.name(runtime.ranks.rank))
-    ranks = Ranks(mesh=Mesh((replica,)), timeout_s=runtime.config.distributed.timeout_s)
-    said = f"its {width} ranks (stages x shards) are {num_stages} x {len(replica) // num_stages} now"
-    change = _Change(runtime, ranks)
+    options = _options_for(options, num_stages)
+    table = ranks_by_stage(runtime.mesh, num_stages)
+    stage, replica, shard = (table == runtime.ranks.name(runtime.ranks.rank)).nonzero()[0].tolist()
+    members = tuple(sorted(table[:, replica].flatten().tolist()))
+    said = f"its {_width(runtime.ranks)} ranks (stages x shards) are {num_stages} x {table.shape[2]} now"
+    ranks = Ranks(mesh=Mesh((members,)), timeout_s=runtime.config.distributed.timeout_s)
     try:
-        after = change.undo(mesh, reason=said)
-        pipeline = change.pack(after, _options_for(options, num_stages), make)
-        change.move(after)
+        change = _Change(runtime, ranks)
+        change.check(options, stage, shard, num_stages=num_stages, num_shards=table.shape[2])
+        try:
+            after = change.undo(with_stages(runtime.mesh, num_stages), reason=said)
+            pipeline = change.pack(after, options, make)
+            change.move(after)
+        except Exception as error:
+            change.fail(error)
+            raise
     except Exception as error:
-        change.give_up(error)
+        ranks.leave("pipe.repartition()", error)
         raise
     finally:
         ranks.close()
@@ -182,9 +192,55 @@ class _Change:
         gc.collect()  # on all ranks, the same optimizers are left
         self._optimizers = before.optimizers
         ranks.agree("the optimizers of a manager", ", ".join(type(one).__name__ for one in self._optimizers))
-        self._inventories: list[Inventory] = []
+        self._specs = {spec.role: spec for optimizer in self._optimizers for spec in optimizer.state_specs}
+        counts = [optimizer.counts() for optimizer in self._optimizers]
+        states = {managed: roles for each in counts for managed, (_, roles) in each.items()}
+        inventory = take_inventory(before, self._numbers, states)
+        self._own_nbytes = sum(inventory.nbytes.values())
+        self._contents = Contents(self._of_all(inventory, "what ranks have"))
         self._counts: list[dict[int, tuple[Any, Any]]] = []
         """By optimizer and number of a parameter: see `StatefulOptimizer.counts`."""
+        for each in counts:
+            own = {self._numbers[id(managed.param)]: found for managed, found in each.items()}
+            together = {
+                number: found for one in self._of_all(own, "counts of updates") for number, found in one.items()
+            }
+            self._counts.append(dict(sorted(together.items())))
+
+    def check(self, options: PipelineOptions, stage: int, shard: int, *, num_stages: int, num_shards: int) -> None:
+        """Check that all ranks have room, while nothing has been changed yet.
+
+        Args:
+            options: of the new pipeline.
+            stage: that this rank is going to have.
+            shard: of it.
+            num_stages: ranks of a pipeline.
+            num_shards: ranks that share a stage.
+
+        Raises:
+            CapacityError: one has not; on all ranks.
+        """
+        before, added = self._before, self._added
+        roots: list[nn.Module] = list(added.roots)
+        excluded = list(added.excluded)
+        if num_stages > 1:
+            _, per_rank, _ = with_schedule(before, options, num_ranks=num_stages, num_shards=num_shards)
+            stages = divide(options.blocks, first=options.first, last=options.last, num=per_rank * num_stages)
+            roots = [module for number, module in enumerate(stages) if number % num_stages == stage]
+            inside = {module for root in roots for module in root.modules()}
+            excluded = [module for module in excluded if module in inside]
+        owner = RoundRobin(num_shards).owner
+        groups = [
+            (group, tuple(self._numbers[id(params[slot.tensor])] for slot in group.slots))
+            for layout, params in before.registry.preview(roots, excluded, num_ranks=num_shards)
+            for group in layout.groups
+            if owner(group.id) == shard
+        ]
+        own = self._contents.wanted(groups, self._specs, rank=self._ranks.rank)
+        moves = agreed_moves(self._contents, own, ranks=self._ranks)
+        chunks = (chunk for key, chunk in before.memory.store.chunks.items() if key.role is not Role.ACTIVATION)
+        freed_nbytes = sum(chunk.nbytes * len(chunk.replicas) for chunk in chunks) - self._own_nbytes
+        require_room(self._contents, moves, before.tiers, ranks=self._ranks, freed_nbytes=freed_nbytes)
 
     def undo(self, mesh: object, *, reason: str) -> Runtime:
         """Stop the old parts, and make modules and Parameters what they were; return new parts."""
@@ -193,16 +249,8 @@ class _Change:
         for chunk in before.modules.access.chunks.values():
             before.memory.pager.notice_writes(chunk)
         before.updater.ahead.forget()
-        counts = [optimizer.counts() for optimizer in self._optimizers]
         before.stop(f"{reason}; use what pipe.repartition() has returned")
-        states = {managed: roles for each in counts for managed, (_, roles) in each.items()}
-        self._inventories = self._of_all(take_inventory(before, self._numbers, states), "what ranks have")
-        for each in counts:
-            own = {self._numbers[id(managed.param)]: found for managed, found in each.items()}
-            together = {
-                number: found for one in self._of_all(own, "counts of updates") for number, found in one.items()
-            }
-            self._counts.append(dict(sorted(together.items())))
+        free_copies(before)
         strides = {id(param): dense_stride(param) for param in before.elsewhere.params}
         strides |= {id(managed.param): managed.stride for managed in before.registry.parameters}
         ordinary = [] if before.ranks.stages is None else self._of_all(self._ordinary_tensors(), "buffers")
@@ -230,11 +278,10 @@ class _Change:
 
     def move(self, after: Runtime) -> None:
         """Move what chunks hold."""
-        ChunkMover(self._before, after, self._inventories, ranks=self._ranks, numbers=self._numbers).run()
+        ChunkMover(self._before, after, self._contents, self._specs, ranks=self._ranks, numbers=self._numbers).run()
 
-    def give_up(self, error: Exception) -> None:
-        """Have the other ranks hear of an error, and free all memory: some values are on no rank any more."""
-        self._ranks.leave("pipe.repartition()", error)
+    def fail(self, error: Exception) -> None:
+        """Tell the ranks of the new stages of an error, and free all memory: some values are on no rank any more."""
         for parts in (self._before, self._after):
             if parts is not None:
                 parts.ranks.leave("pipe.repartition()", error)

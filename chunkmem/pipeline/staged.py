@@ -45,25 +45,44 @@ def staged_pipeline(runtime: Runtime, options: PipelineOptions) -> StagedPipelin
     """
     ranks = runtime.ranks.stages
     assert ranks is not None
-    blocks, first, last, reason = options.blocks, options.first, options.last, ""
-    if options.schedule == "auto" and options.stages_per_rank is None:
-        choice = choose(
-            with_ends(blocks, first=first, last=last),
-            num_ranks=ranks.size,
-            num_shards=runtime.ranks.shard.size,
-            micro_batches=options.micro_batches,
-            device_nbytes=runtime.tiers.caps.device_nbytes,
-        )
-        options = replace(options, schedule=choice.schedule, stages_per_rank=choice.stages_per_rank)
-        reason = choice.reason
-    name, per_rank = check_schedule(options.schedule, options.stages_per_rank)
+    blocks, first, last = options.blocks, options.first, options.last
+    options, per_rank, reason = with_schedule(
+        runtime, options, num_ranks=ranks.size, num_shards=runtime.ranks.shard.size
+    )
+    name = options.schedule
     what = f"{name} of {len(blocks)} blocks, {per_rank} stages a rank, {options.micro_batches}, {options.checkpoint}"
     ranks.agree("the pipeline", what)
     modules = divide(blocks, first=first, last=last, num=per_rank * ranks.size)
     runtime.check_stages(modules)
     forms = BorderForms(modules, dtype=runtime.dtype)
     runtime.add_stages(dict(enumerate(modules)))
-    return StagedPipeline(runtime, modules, forms, replace(options, schedule=name), reason=reason)
+    return StagedPipeline(runtime, modules, forms, options, reason=reason)
+
+
+def with_schedule(
+    runtime: Runtime, options: PipelineOptions, *, num_ranks: int, num_shards: int
+) -> tuple[PipelineOptions, int, str]:
+    """Return options with the name of a schedule, the stages of each rank, and why, if it was not asked for.
+
+    Args:
+        runtime: of the manager.
+        options: see `staged_pipeline`, as for errors.
+        num_ranks: of a pipeline.
+        num_shards: ranks that share a stage.
+    """
+    reason = ""
+    if options.schedule == "auto" and options.stages_per_rank is None:
+        choice = choose(
+            with_ends(options.blocks, first=options.first, last=options.last),
+            num_ranks=num_ranks,
+            num_shards=num_shards,
+            micro_batches=options.micro_batches,
+            device_nbytes=runtime.tiers.caps.device_nbytes,
+        )
+        options = replace(options, schedule=choice.schedule, stages_per_rank=choice.stages_per_rank)
+        reason = choice.reason
+    name, per_rank = check_schedule(options.schedule, options.stages_per_rank)
+    return replace(options, schedule=name), per_rank, reason
 
 
 class StagedPipeline(OfWidth):

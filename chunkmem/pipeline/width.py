@@ -53,8 +53,8 @@ class OfWidth:
                 already; nothing has been changed.
             ConfigError: the ranks cannot be divided so; likewise.
             LayoutError: there are fewer blocks than stages, or parameters of the model are in none; likewise.
-            CapacityError: there is no room for what ranks have meanwhile. Training is over: continue from a checkpoint.
-            RankError: a rank is missing, or has raised something; likewise.
+            CapacityError: there is no room for what a rank has meanwhile; likewise.
+            RankError: a rank is missing, or has raised something. Training is over: continue from a checkpoint.
         """
         self.require_current()
         if self.divide is None:

@@ -182,12 +182,50 @@ def refuse(rank: int) -> None:
     assert [key for key, value in expected.items() if not torch.equal(value, weights[key])] == []
 
 
+@spread(
+    kind=["plain", "on host", "tiled", "excluded"],
+    model=["frozen", "tied", "norms"],
+    precision=["bf16", "fp32"],
+    way=[((2, 1), 1), ((1, 2), 2)],
+)
+def test_what_has_room_is_what_is_packed(pair: Team, kind: str, model: str, precision: str, way: Way) -> None:
+    sizes, stages = way
+    model = "plain" if (kind, model) in (("on host", "tied"), ("excluded", "tied")) else model
+    pair.run(measured, Change(StagedTask(precision=precision, model=model, sizes=sizes), stages, kind=kind))
+
+
 def test_parameters_without_states_have_none_afterwards(pair: Team) -> None:
     pair.run(measured, Change(StagedTask(sizes=(2, 1)), kind="frozen late"))
 
 
 def test_what_is_refused_changes_nothing(pair: Team) -> None:
     pair.run(refuse)
+
+
+def lack_room(rank: int, task: StagedTask) -> int:
+    """Divide a pipeline under a cap that has no room for a chunk more; then train on. Return the cap that would do."""
+    training = Training(Change(task), task.sizes)
+    manager, batches = training.manager, list(task.batches())
+    with manager:
+        training.steps(batches[:3])
+        host = manager.runtime.tiers.host
+        taken = host.spare_nbytes + manager.runtime.tiers.device.spare_nbytes
+        for ledger in (host, manager.runtime.tiers.device):  # as if gradients had no memory, and nothing were free
+            ledger.charge("test", ledger.free_nbytes)
+        with pytest.raises(chunkmem.CapacityError, match=r"a rank lacks .*: raise memory\.host to") as raised:
+            training.pipe.repartition(stages=1)
+        for ledger in (host, manager.runtime.tiers.device):
+            ledger.release("test", ledger.now["test"])
+        assert host.spare_nbytes + manager.runtime.tiers.device.spare_nbytes == taken
+        training.steps(batches[3:])
+        weights = manager.state_dict()
+    expected = train(rank, task).weights
+    assert [key for key, value in expected.items() if not torch.equal(value, weights[key])] == []
+    return raised.value.needed_nbytes
+
+
+def test_a_lack_of_room_changes_nothing(pair: Team) -> None:
+    assert len(set(pair.run(lack_room, StagedTask(sizes=(2, 1), model="frozen", precision="bf16")))) == 1
 
 
 def fail(rank: int, bad: int) -> str:

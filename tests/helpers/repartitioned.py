@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
 from chunkmem.comm.neighbours import Message, Neighbours
+from chunkmem.pipeline import inventory
+from chunkmem.plan.moves import HeldGroup, Moves, WantedGroup, plan_moves
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.types import Role
 from tests.helpers.shared_training import WIDTH, WORDS
@@ -282,8 +284,16 @@ def _watched(cost: Cost, total: Callable[[], int]) -> Iterator[None]:
         cost.sent[message.label] = sum(tensor.nbytes for tensor in tensors)
         return usual_send(self, tensors, message, **options)
 
+    def plan(held: list[HeldGroup], wanted: list[WantedGroup]) -> Moves:
+        planned.append((held, wanted))
+        return plan_moves(held, wanted)
+
+    planned: list[Any] = []
     usual_charge, usual_send = Ledger.charge, Neighbours.send
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ledger, "charge", charge)
         patch.setattr(Neighbours, "send", send)
+        patch.setattr(inventory, "plan_moves", plan)
         yield
+    assert len(planned) == 2
+    assert planned[0] == planned[1], "what was checked to have room is not what was packed"

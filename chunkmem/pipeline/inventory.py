@@ -1,0 +1,185 @@
+"""What ranks have in chunks, what they are going to have, and whether there is room on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from chunkmem.assembly import Runtime
+from chunkmem.comm.ranks import Ranks
+from chunkmem.errors import CapacityError
+from chunkmem.layout.spec import Group, MasterCopy
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.rule import StateSpec
+from chunkmem.plan.moves import HeldGroup, Moves, WantedGroup, extra_nbytes, plan_moves
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk
+from chunkmem.runtime.tiers import Tiers
+from chunkmem.sizes import format_nbytes
+from chunkmem.types import TIERS, ChunkId, Role, Tier
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What one rank has."""
+
+    groups: Mapping[int, tuple[int, ...]]
+    """Of the groups that it owns, the numbers that their parameters have on all ranks."""
+    nbytes: Mapping[tuple[int, Role], int]
+    """By such a group and phase: of its chunks, once each."""
+    dtypes: Mapping[int, torch.dtype]
+    """By parameter: of its weights, those of its master weights if there are any."""
+    masters: frozenset[int]
+    """Parameters with master weights."""
+    states: Mapping[int, tuple[Role, ...]]
+    """By parameter, the optimizer states that it has."""
+
+
+def take_inventory(
+    runtime: Runtime, numbers: Mapping[int, int], states: Mapping[ManagedParameter, Sequence[Role]]
+) -> Inventory:
+    """Return what this rank has.
+
+    Args:
+        runtime: of the chunks.
+        numbers: by the identity of a Parameter, its number on all ranks.
+        states: the optimizer states that parameters of this rank have.
+    """
+    chunks = runtime.memory.store.chunks
+    groups: dict[int, tuple[int, ...]] = {}
+    masters: set[int] = set()
+    dtypes: dict[int, torch.dtype] = {}
+    nbytes = Counter[tuple[int, Role]]()
+    for group, members in runtime.gradients.members.items():
+        if runtime.owns(members[0]):
+            params = groups[group] = tuple(numbers[id(managed.param)] for managed in members)
+            param = chunks[ChunkId(Role.PARAM, group)]
+            has_master = param.master is not None and param.master.version != NO_CONTENT
+            weights = param.master if has_master and param.master is not None else param
+            masters.update(params if has_master else ())
+            dtypes.update(dict.fromkeys(params, weights.dtype))
+            nbytes[group, Role.PARAM] = weights.nbytes
+    for key, chunk in chunks.items():
+        if key.role.is_state and key.group in groups and chunk.version != NO_CONTENT:
+            nbytes[key.group, key.role] = chunk.nbytes
+    found = {numbers[id(managed.param)]: tuple(roles) for managed, roles in states.items()}
+    return Inventory(groups, nbytes, dtypes, frozenset(masters), found)
+
+
+def tier_of(chunk: Chunk) -> Tier | None:
+    """Return where the content is, on HOST rather than on DEVICE; None if there is none."""
+    return next((tier for tier in reversed(TIERS) if chunk.ready(tier)), None)
+
+
+def free_copies(runtime: Runtime) -> None:
+    """Free what is there twice, can be made again, or is of no use any more, once the runtime has stopped."""
+    store = runtime.memory.store
+    for chunk in list(store.chunks.values()):
+        is_dead = chunk.id.role is Role.ACTIVATION and chunk.version == NO_CONTENT
+        if is_dead or chunk.id.role is Role.GRAD or chunk.is_remote or chunk.is_copy:
+            store.remove(chunk)
+        elif chunk.id.role is not Role.ACTIVATION:
+            kept = None if chunk.can_be_rounded else tier_of(chunk)
+            for tier in [tier for tier in chunk.replicas if tier is not kept]:
+                store.drop(chunk, tier)
+    runtime.tiers.device_pool.trim(0)
+
+
+class Contents:
+    """What all ranks of a replica have together."""
+
+    def __init__(self, inventories: Sequence[Inventory]) -> None:
+        """Put together what each rank has."""
+        self.masters = frozenset().union(*(each.masters for each in inventories))
+        """Parameters with master weights."""
+        self.dtypes = {param: dtype for each in inventories for param, dtype in each.dtypes.items()}
+        """By parameter: of its weights, those of its master weights if there are any."""
+        self.states = {param: roles for each in inventories for param, roles in each.states.items()}
+        """By parameter, the optimizer states that it has."""
+        self.phases = [Role.PARAM, *sorted({role for roles in self.states.values() for role in roles})]
+        """What is moved in turn: weights, with their master weights, then each state."""
+        self.held = [
+            HeldGroup(rank, group, params, tuple(each.nbytes.get((group, phase), 0) for phase in self.phases))
+            for rank, each in enumerate(inventories)
+            for group, params in each.groups.items()
+        ]
+        """All groups of all ranks."""
+
+    def has_master(self, group: Group, params: Iterable[int]) -> bool:
+        """Tell whether a group of these parameters is going to have master weights."""
+        if group.master is MasterCopy.NONE:
+            return False
+        return group.master is MasterCopy.PACKED or not self.masters.isdisjoint(params)
+
+    def has_state(self, role: Role, params: Iterable[int]) -> bool:
+        """Tell whether one of these parameters has a state."""
+        return any(role in self.states.get(param, ()) for param in params)
+
+    def wanted(
+        self, groups: Iterable[tuple[Group, tuple[int, ...]]], specs: Mapping[Role, StateSpec], *, rank: int
+    ) -> list[WantedGroup]:
+        """Return what a rank is going to have.
+
+        Args:
+            groups: that it is going to own, each with its parameters.
+            specs: of optimizer states.
+            rank: it.
+        """
+        return [
+            WantedGroup(rank, group.id, params, tuple(self._nbytes(group, params, specs, role) for role in self.phases))
+            for group, params in groups
+        ]
+
+    def _nbytes(self, group: Group, params: tuple[int, ...], specs: Mapping[Role, StateSpec], phase: Role) -> int:
+        if phase is not Role.PARAM:
+            return specs[phase].form(group).nbytes if self.has_state(phase, params) else 0
+        if not self.has_master(group, params):
+            return group.nbytes
+        # Weights are rounded again where they are used; those that are computed with on HOST never leave it.
+        return group.in_float32().nbytes + group.nbytes * group.is_on_host
+
+
+def agreed_moves(contents: Contents, own: list[WantedGroup], *, ranks: Ranks) -> Moves:
+    """Return what is moved in which order, where each rank wants its own groups; all ranks call it.
+
+    Raises:
+        RankError: a rank is missing.
+    """
+    label = "repartition: new groups"
+    wanted = [ranks.broadcast_object(own, label=label, source=rank) for rank in range(ranks.size)]
+    return plan_moves(contents.held, [group for groups in wanted for group in groups])
+
+
+def require_room(contents: Contents, moves: Moves, tiers: Tiers, *, ranks: Ranks, freed_nbytes: int = 0) -> None:
+    """Check that all ranks have room for what they have meanwhile; all of them call it.
+
+    Args:
+        contents: what they have.
+        moves: what is moved.
+        tiers: of this rank.
+        ranks: those of the replica.
+        freed_nbytes: that are going to be free before.
+
+    Raises:
+        CapacityError: one has not; on all ranks.
+        RankError: a rank is missing.
+    """
+    extra = extra_nbytes(contents.held, moves, rank=ranks.rank)
+    ledgers = (tiers.host, tiers.device)
+    spare_nbytes = sum(ledger.spare_nbytes for ledger in ledgers) + freed_nbytes
+    # On two tiers, a chunk may find half of the room on either.
+    is_split = all(ledger.limit_nbytes for ledger in ledgers)
+    largest = max((nbytes for group in moves.order for nbytes in group.nbytes), default=0)
+    (most,) = ranks.max_over([float(extra + largest * is_split - spare_nbytes)], label="repartition: comparing room")
+    if most > 0:
+        cap_nbytes = ledgers[0].limit_nbytes or ledgers[1].limit_nbytes
+        needed_nbytes = cap_nbytes + int(most)
+        raise CapacityError(
+            f"repartition: while chunks move, this rank has up to {format_nbytes(max(0, extra))} more than before, and "
+            f"{format_nbytes(spare_nbytes)} are free; a rank lacks {format_nbytes(int(most))}: raise memory.host to "
+            f"at least {format_nbytes(needed_nbytes)} ({needed_nbytes} bytes)",
+            needed_nbytes=needed_nbytes,
+            cap_nbytes=cap_nbytes,
+        )
