@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -313,8 +314,17 @@ def test_hooks_of_users_stay(pair: Team) -> None:
         assert set(called.values()) == {4}, "once for each micro-batch"
 
 
-def refuse_other_managers(rank: int) -> None:
+def refuse_other_managers(rank: int, folder: str) -> None:
     task = StagedTask()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    values = task.make_config().to_dict()
+    values["memory"]["disk"] = {"path": folder, "capacity": 1 << 20}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values), mesh=mesh) as manager:
+        with manager.init():
+            model = Net()
+        pipe = manager.pipeline(model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=2)
+        with pytest.raises(chunkmem.ConfigError, match=r"with memory\.disk is not available"):
+            pipe.repartition(stages=1)
     with chunkmem.ChunkManager(task.make_config()) as manager:
         with manager.init():
             model = Net()
@@ -345,5 +355,5 @@ def refuse_other_managers(rank: int) -> None:
             pipe.repartition(stages=1)
 
 
-def test_which_managers_cannot_be_divided(pair: Team) -> None:
-    pair.run(refuse_other_managers)
+def test_which_managers_cannot_be_divided(pair: Team, tmp_path: Path) -> None:
+    pair.run(refuse_other_managers, str(tmp_path))
