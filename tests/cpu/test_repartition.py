@@ -68,13 +68,27 @@ def test_four_ranks(four: Team, way: Way, model: str) -> None:
 
 
 @spread(
-    kind=["excluded", "first excluded", "frozen late", "on host", "tiled", "offloaded", "clipped", "two", "scheduled"],
+    kind=[
+        "excluded",
+        "first excluded",
+        "frozen late",
+        "on host",
+        "tiled",
+        "offloaded",
+        "clipped",
+        "overlapped",
+        "two",
+        "scheduled",
+    ],
     way=[((2, 1), 1), ((1, 2), 2)],
     precision=["fp32", "bf16"],
 )
 def test_other_parts_of_a_run(pair: Team, kind: str, way: Way, precision: str) -> None:
     sizes, stages = way
-    change = Change(StagedTask(precision=precision, sizes=sizes), stages, kind=kind)
+    # Updates overlap with backward, and are left to a lane by step(), from the first step that follows a plan.
+    before, device_nbytes = (5, 48 << 10) if kind == "overlapped" else (3, AMPLE)
+    task = StagedTask(precision=precision, sizes=sizes)
+    change = Change(task, stages, kind=kind, before=before, device_nbytes=device_nbytes)
     assert differences(pair.run(divided, change), pair.run(resumed, change)) == []
 
 

@@ -26,6 +26,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tiled": {"with_tiling_linear": 200},
     "offloaded": {"activations": {"policy": "offload"}},
     "clipped": {"gradient_clipping": 0.1},
+    "overlapped": {"client": {"opts": {"overlap_optimizer": True, "undo_log_ratio": 1.0}}},
 }
 """Keys of the configuration by the kind of a run."""
 
