@@ -23,7 +23,7 @@ from chunkmem.runtime import device, measure
 from chunkmem.runtime.device import ComputeDevice, runtime_mode
 from chunkmem.runtime.measure import cached_machine, measure_machine
 from chunkmem.runtime.tiers import TierCaps
-from chunkmem.types import LINKS, Tier
+from chunkmem.types import DEVICE_LINKS, Tier
 from tests.helpers.simulated import SimulatedAccelerator
 
 CPU = ComputeDevice(torch.device("cpu"))
@@ -71,7 +71,7 @@ def test_in_time_and_with_the_caps_given() -> None:
     assert machine == Machine(
         device_nbytes=1000,
         host_nbytes=2000,
-        links=dict.fromkeys(LINKS, machine.links[FETCH]),
+        links=dict.fromkeys(DEVICE_LINKS, machine.links[FETCH]),
         device_update_Bps=inf,
         host_update_Bps=inf,
         charges_non_model=False,
