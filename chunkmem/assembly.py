@@ -6,6 +6,7 @@ import contextlib
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -61,6 +62,31 @@ from chunkmem.types import Tier
 MakeLanes = Callable[[ComputeDevice], Lanes]
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What the parts of a manager are made from, and who uses them: for those that take their place."""
+
+    mesh: object
+    make_others: Callable[..., Runtime]
+    optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
+
+
+@dataclass
+class BuiltModels:
+    """What was built with a manager."""
+
+    collector: Collector | None = None
+    """Of the models under construction."""
+    unpacked: Unpacked | None = None
+    """What was built, until it is known which stage has what; None without pipeline stages."""
+    added: list[Unpacked] = field(default_factory=list)
+    """All that was built."""
+    values: Built = HERE
+    """Where `add_stages` finds values."""
+    elsewhere: Elsewhere = field(default_factory=Elsewhere)
+    """What other stages have."""
+
+
 class Runtime:
     """The parts of one manager, which has it; see `ChunkManager` and [Note: Order of parts]."""
 
@@ -85,7 +111,7 @@ class Runtime:
             before: what these parts take the place of, and use the tiers and the loss scale of; it has stopped.
         """
         self.config = _checked(config)
-        self._make_others = partial(
+        make_others = partial(
             Runtime,
             config,
             exchange=exchange,
@@ -94,7 +120,7 @@ class Runtime:
             make_lanes=make_lanes,
             disk_calls=disk_calls,
         )
-        self.mesh = mesh
+        self.origin = Origin(mesh, make_others)
         compute = ComputeDevice.default(device_index) if before is None else before.tiers.compute
         require_method(exchange)
         rows = mesh_of(mesh, process_group=process_group)
@@ -149,16 +175,7 @@ class Runtime:
         )
         self.modules.server.before_use = self.entry_points.begin_outside
         self.hooks = self.modules.hooks(self.entry_points)
-        self.collector: Collector | None = None
-        self.unpacked: Unpacked | None = None
-        """What was built, until it is known which stage has what; None without pipeline stages."""
-        self.added: list[Unpacked] = []
-        """All that was built."""
-        self.built: Built = HERE
-        """Where `add_stages` finds values."""
-        self.elsewhere = Elsewhere()
-        """What other stages have."""
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self.built = BuiltModels()
         collect_others()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -181,13 +198,13 @@ class Runtime:
         """
         unpacked = Unpacked(tuple(roots), tuple(excluded), tuple(kept))
         if self.ranks.stages is not None:
-            if self.unpacked is not None:
+            if self.built.unpacked is not None:
                 raise StateError("a manager with pipeline stages has one model; build all of it in one manager.init()")
-            self.unpacked = unpacked
-            self.added.append(unpacked)
+            self.built.unpacked = unpacked
+            self.built.added.append(unpacked)
             return
         self._pack(roots, excluded, kept=kept, built=built)
-        self.added.append(unpacked)
+        self.built.added.append(unpacked)
 
     def check_stages(self, stages: Iterable[nn.Module]) -> None:
         """Check that the model that was built can be packed as these stages.
@@ -196,11 +213,11 @@ class Runtime:
             StateError: there is no model, or its stages are packed already.
             LayoutError: a parameter of the model is in no stage.
         """
-        if self.unpacked is None or self.unpacked.is_packed:
+        if self.built.unpacked is None or self.built.unpacked.is_packed:
             raise StateError(
                 "manager.pipeline() packs the model that was built in manager.init(), once: build it before"
             )
-        self.unpacked.check(stages)
+        self.built.unpacked.check(stages)
 
     def add_stages(self, stages: Mapping[int, nn.Module]) -> None:
         """Pack the stages of this rank, and let go of the memory of all other parameters.
@@ -212,17 +229,19 @@ class Runtime:
             LayoutError: a parameter cannot be packed.
             CapacityError: the weights fit no tier.
         """
-        ranks, unpacked = self.ranks.stages, self.unpacked
+        ranks, unpacked = self.ranks.stages, self.built.unpacked
         assert ranks is not None
         assert unpacked is not None
         own = [stage for number, stage in stages.items() if number % ranks.size == ranks.rank]
         modules = {module for stage in own for module in stage.modules()}
         excluded = [module for module in unpacked.excluded if module in modules]
         unpacked.is_packed = True
-        self._pack(own, excluded, kept=[module for module in unpacked.kept if module in modules], built=self.built)
+        self._pack(
+            own, excluded, kept=[module for module in unpacked.kept if module in modules], built=self.built.values
+        )
         for number, stage in stages.items():
             where = f"stage {number}, which rank {ranks.name(number % ranks.size)} has"
-            self.registry.add_elsewhere(self.elsewhere.leave(stage, modules, where=where))
+            self.registry.add_elsewhere(self.built.elsewhere.leave(stage, modules, where=where))
         self.registry.place([param for root in unpacked.roots for param in root.parameters()])
 
     def _pack(
@@ -257,8 +276,8 @@ class Runtime:
 
     def root(self, model: nn.Module | None) -> nn.Module:
         """Return `model`, or the only one; see `ModelRegistry.only_root`."""
-        if model is None and self.unpacked is not None and len(self.unpacked.roots) == 1:
-            model = self.unpacked.roots[0]
+        if model is None and self.built.unpacked is not None and len(self.built.unpacked.roots) == 1:
+            model = self.built.unpacked.roots[0]
         return self.registry.only_root(model)
 
     def load_state_dict(self, state: Mapping[str, Any], root: nn.Module, *, strict: bool) -> _IncompatibleKeys:
@@ -281,7 +300,7 @@ class Runtime:
 
     def for_ranks(self, mesh: object) -> Runtime:
         """Return parts for the same ranks in another mesh, once these have stopped; nothing is packed in them yet."""
-        return self._make_others(process_group=None, mesh=mesh, before=self)
+        return self.origin.make_others(process_group=None, mesh=mesh, before=self)
 
     def stop(self, reason: str) -> None:
         """Have nothing run any more. What chunks hold stays; `reason` is what those are told who use the manager."""
@@ -301,12 +320,12 @@ class Runtime:
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Know of an optimizer, as long as somebody has it."""
-        self._optimizers.append(weakref.ref(optimizer))
+        self.origin.optimizers.append(weakref.ref(optimizer))
 
     @property
     def optimizers(self) -> list[StatefulOptimizer]:
         """Those that somebody has, in the order in which they were made."""
-        alive = (ref() for ref in self._optimizers)
+        alive = (ref() for ref in self.origin.optimizers)
         return [optimizer for optimizer in alive if isinstance(optimizer, StatefulOptimizer)]
 
     def forget_plans(self) -> None:

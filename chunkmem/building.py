@@ -38,11 +38,11 @@ class ModelBuilding:
             ConfigError, RankError: not all ranks build the same.
         """
         self.runtime.require_open()
-        if self.runtime.collector is not None:
+        if self.runtime.built.collector is not None:
             raise StateError(
                 "manager.init() inside manager.init(): build all modules in one block, or in blocks in turn"
             )
-        collector = self.runtime.collector = Collector()
+        collector = self.runtime.built.collector = Collector()
         built = HERE
         can_release = self.runtime.ranks.stages is None and not self.runtime.config.release_after_init
         if self.runtime.sharding.shards is not None and can_release:
@@ -53,7 +53,7 @@ class ModelBuilding:
                 for root in collector.roots() if self.config.with_tiling_linear else ():
                     self._tile(root, self._configured_numel)
         finally:
-            self.runtime.collector = None
+            self.runtime.built.collector = None
         self.runtime.add(collector.roots(), collector.excluded(), kept=collector.not_reduced(), built=built)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -93,7 +93,7 @@ class ModelBuilding:
         return None if isinstance(configured, bool) else configured
 
     def _tile(self, model: nn.Module, max_numel: int | None) -> None:
-        collector = self.runtime.collector
+        collector = self.runtime.built.collector
         left = tile_linears(model, max_numel=max_numel, excluded=collector.excluded() if collector else ())
         if left and self.runtime.ranks.rank == 0:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in left.items())
@@ -105,9 +105,9 @@ class ModelBuilding:
 
         `reduce` tells whether their gradients are averaged over ranks; with one process there is nothing to average.
         """
-        if self.runtime.collector is None:
+        if self.runtime.built.collector is None:
             raise StateError("manager.exclude() belongs inside manager.init()")
-        with self.runtime.collector.excluding(reduce=reduce):
+        with self.runtime.built.collector.excluding(reduce=reduce):
             yield
 
     def unit(self, module: nn.Module) -> nn.Module:

@@ -59,7 +59,7 @@ def repartition(
     """
     _refuse(runtime, options, num_stages)
     options = _options_for(options, num_stages)
-    table = ranks_by_stage(runtime.mesh, num_stages)
+    table = ranks_by_stage(runtime.origin.mesh, num_stages)
     stage, replica, shard = (table == runtime.ranks.name(runtime.ranks.rank)).nonzero()[0].tolist()
     members = tuple(sorted(table[:, replica].flatten().tolist()))
     said = f"its {_width(runtime.ranks)} ranks (stages x shards) are {num_stages} x {table.shape[2]} now"
@@ -68,7 +68,7 @@ def repartition(
         change = _Change(runtime, ranks)
         change.check(options, stage, shard, num_stages=num_stages, num_shards=table.shape[2])
         try:
-            after = change.undo(with_stages(runtime.mesh, num_stages), reason=said)
+            after = change.undo(with_stages(runtime.origin.mesh, num_stages), reason=said)
             pipeline = change.pack(after, options, make)
             change.move(after)
         except Exception as error:
@@ -125,10 +125,10 @@ def _require_stages(runtime: Runtime, options: PipelineOptions, num_stages: int)
         raise StateError(
             f"pipe.repartition({num_stages}): there are {_width(runtime.ranks)} ranks (stages x shards) already"
         )
-    ranks_by_stage(runtime.mesh, num_stages)
-    if len(runtime.added) != 1:
-        raise StateError(f"pipe.repartition(): this manager has {len(runtime.added)} models; it is for one")
-    (added,) = runtime.added
+    ranks_by_stage(runtime.origin.mesh, num_stages)
+    if len(runtime.built.added) != 1:
+        raise StateError(f"pipe.repartition(): this manager has {len(runtime.built.added)} models; it is for one")
+    (added,) = runtime.built.added
     if added.kept:
         raise StateError(
             "pipe.repartition(): modules were built in manager.exclude(reduce=False): each rank has parameters of its "
@@ -185,7 +185,7 @@ class _Change:
         self._before = before
         self._after: Runtime | None = None
         self._ranks = ranks
-        (self._added,) = before.added
+        (self._added,) = before.built.added
         params = dict.fromkeys(param for root in self._added.roots for param in root.parameters())
         self._params = list(params)
         self._numbers = {id(param): number for number, param in enumerate(params)}
@@ -251,22 +251,22 @@ class _Change:
         before.updater.ahead.forget()
         before.stop(f"{reason}; use what pipe.repartition() has returned")
         free_copies(before)
-        strides = {id(param): dense_stride(param) for param in before.elsewhere.params}
+        strides = {id(param): dense_stride(param) for param in before.built.elsewhere.params}
         strides |= {id(managed.param): managed.stride for managed in before.registry.parameters}
         ordinary = [] if before.ranks.stages is None else self._of_all(self._ordinary_tensors(), "buffers")
-        away = set(before.elsewhere.modules)
+        away = set(before.built.elsewhere.modules)
         before.modules.unfit(before.hooks)
-        before.elsewhere.come_back()
+        before.built.elsewhere.come_back()
         for found in ordinary:
             self._take(found, away)
         after = self._after = before.for_ranks(mesh)
-        after.built = PutOff(strides)
+        after.built.values = PutOff(strides)
         return after
 
     def pack(self, after: Runtime, options: PipelineOptions, make: MakePipeline) -> Pipeline:
         """Pack the model into chunks without content, and have optimizers claim their states; return the pipeline."""
         added = self._added
-        after.add(added.roots, added.excluded, built=after.built)
+        after.add(added.roots, added.excluded, built=after.built.values)
         pipeline = make(after, options)
         for optimizer, counts in zip(self._optimizers, self._counts, strict=True):
             optimizer.move_to(after)
@@ -303,7 +303,7 @@ class _Change:
         before = self._before
         if before.ranks.shard.rank > 0:
             return _Ordinary({}, [])
-        away, excluded = set(before.elsewhere.modules), set(self._added.excluded)
+        away, excluded = set(before.built.elsewhere.modules), set(self._added.excluded)
         sent: dict[int, torch.Tensor] = {}  # what two modules share, they share where it arrives
         tensors = {}
         for name, module in self._modules():
