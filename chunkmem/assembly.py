@@ -20,7 +20,7 @@ from chunkmem.comm.methods import ExchangeMethod, possible_exchanges, require_me
 from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config, flattened
 from chunkmem.entry_points import EntryPoints, collect_abandoned
-from chunkmem.errors import ConfigError, StateError
+from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.layout.spec import digest
 from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
@@ -28,6 +28,8 @@ from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.collect import Collector
 from chunkmem.nn.elsewhere import Elsewhere, Unpacked
 from chunkmem.nn.gradients import GradientBook
+from chunkmem.nn.initialisers import InitFunction
+from chunkmem.nn.meta import BuiltOnMeta, has_meta_tensors
 from chunkmem.nn.ordinary import same_random_numbers
 from chunkmem.nn.packing import move_ordinary_tensors
 from chunkmem.nn.registry import check_fits
@@ -188,15 +190,31 @@ class Runtime:
         *,
         kept: Sequence[nn.Module] = (),
         built: Built = HERE,
+        param_init_fn: InitFunction | None = None,
     ) -> None:
         """Pack; gradients of `kept` modules, which are excluded, are not averaged over ranks.
 
-        With pipeline stages, that is put off until `add_stages`.
+        With pipeline stages, that is put off until `add_stages`. `param_init_fn` is as for `BuiltOnMeta`.
 
         Raises:
             StateError: with pipeline stages, there is a model already.
+            LayoutError: with pipeline stages, it is on the meta device.
         """
         unpacked = Unpacked(tuple(roots), tuple(excluded), tuple(kept))
+        if not built.is_put_off and has_meta_tensors(roots):
+            if self.ranks.stages is not None:
+                raise LayoutError(
+                    "the model is on the meta device, and a manager with pipeline stages takes one with values: build "
+                    "it on the CPU inside manager.init()"
+                )
+            built = BuiltOnMeta(
+                roots,
+                built,
+                self.sharding.shards,
+                read=self.updater.read_weight,
+                write=self.modules.surface.write,
+                param_init_fn=param_init_fn,
+            )
         if self.ranks.stages is not None:
             if self.built.unpacked is not None:
                 raise StateError("a manager with pipeline stages has one model; build all of it in one manager.init()")
@@ -248,7 +266,8 @@ class Runtime:
         self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module], *, kept: Sequence[nn.Module], built: Built
     ) -> None:
         self.forget_plans()
-        added = self.registry.add(roots, excluded, built)
+        with self.random_numbers() if isinstance(built, BuiltOnMeta) else contextlib.nullcontext():
+            added = self.registry.add(roots, excluded, built)
         reduced = [module for module in excluded if module not in kept]
         self.entry_points.averaged += [param for module in reduced for param in module.parameters(recurse=False)]
         if self.sharding.shards is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
@@ -56,14 +56,26 @@ class ModelBuilding:
             self.runtime.built.collector = None
         self.runtime.add(collector.roots(), collector.excluded(), kept=collector.not_reduced(), built=built)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Pack the parameters of a model that exists; return the same object. Raises what `init` does."""
+    def wrap(self, model: nn.Module, *, param_init_fn: Callable[[nn.Module], object] | None = None) -> nn.Module:
+        """Pack the parameters of a model that exists; return the same object.
+
+        What is on the meta device is initialised meanwhile, module by module: by `reset_parameters()`, in a model of
+        transformers by `_init_weights`, and then by `param_init_fn`.
+
+        Args:
+            model: to be packed.
+            param_init_fn: called for each module, children first, as by `model.apply`. It writes in place; parameters
+                that had values keep them.
+
+        Raises:
+            LayoutError: a tensor on the meta device has no values at the end. Otherwise what `init` does.
+        """
         self.runtime.require_open()
         if not isinstance(model, nn.Module):
             raise LayoutError(f"manager.wrap() takes a torch.nn.Module, not a {type(model).__name__}")
         if self.config.with_tiling_linear:
             self._tile(model, self._configured_numel)
-        self.runtime.add([model], [])
+        self.runtime.add([model], [], param_init_fn=param_init_fn)
         return model
 
     def tile(self, model: nn.Module, *, max_numel: int | None = None) -> nn.Module:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from chunkmem.layout.spec import Layout
-from chunkmem.nn.binding import dense_stride
+from chunkmem.nn.binding import ManagedParameter, dense_stride
 
 
 class Built:
@@ -47,6 +47,10 @@ class Built:
         """Tell whether one rank only has the values of a parameter; it was found fit to be packed."""
         return False
 
+    def comes_later(self, param: nn.Parameter) -> bool:
+        """Tell whether a parameter is on the meta device, and gets values when it is packed."""
+        return False
+
     def stride(self, param: nn.Parameter) -> tuple[int, ...]:
         """Return the strides a parameter has in its slot."""
         return dense_stride(param)
@@ -57,6 +61,17 @@ class Built:
         All ranks call it for every parameter, in one order.
         """
         return param
+
+    def complete(self, parameters: Sequence[ManagedParameter]) -> None:
+        """Give values to those that come later, all models having been packed.
+
+        Raises:
+            LayoutError: nothing has given a tensor values; it is as it was.
+        """
+
+    def give_back(self, managed: ManagedParameter) -> bool:
+        """Packing is undone: tell whether a parameter has no values, and has been made what it was."""
+        return False
 
 
 HERE = Built()

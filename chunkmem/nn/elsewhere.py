@@ -96,12 +96,12 @@ class Elsewhere:
         for param, plain in self._plain:
             param.__class__ = plain
             move_to(param, blank(param.dtype, torch.device("cpu")).expand(param.shape))
-            _hook_again(param)
+            hook_again(param)
         self._plain.clear()
         self._fitted.undo()
 
 
-def _hook_again(param: nn.Parameter) -> None:
+def hook_again(param: nn.Parameter) -> None:
     """Have a parameter whose memory was on another kind of device, and autograd's part with it, have its hooks."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(param, name):

@@ -37,7 +37,7 @@ def named_parameters_of(
     found = [(name, param) for name, param in root.named_parameters() if id(param) not in skipped]
     for name, param in found:
         if not built.is_released(param) and not serves_itself(param):
-            _check(name, param)
+            _check(name, param, built)
     return found
 
 
@@ -55,13 +55,13 @@ def check_unmanaged(named: Iterable[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def _check(name: str, param: nn.Parameter) -> None:
+def _check(name: str, param: nn.Parameter, built: Built) -> None:
     if is_lazy(param):
         raise LayoutError(
             f"parameter {name} is lazy, its shape is not known yet; build the model outside manager.init(), run one "
             "batch through it first, then call manager.wrap(model)"
         )
-    if param.is_meta:
+    if param.is_meta and not built.comes_later(param):
         raise LayoutError(
             f"parameter {name} {tuple(param.shape)} is on the meta device and has no values; materialise it first "
             "(module.to_empty(device='cpu'), then initialise it)"

@@ -133,7 +133,7 @@ class Packer:
                         give_back_freed_ram()
                         freed_nbytes = 0
         except BaseException:
-            self.unpack(layout)
+            self.unpack(layout, built)
             raise
         return PackedModel(root, layout, tuple(managed[i] for i in range(len(named))))
 
@@ -155,7 +155,7 @@ class Packer:
     def _nbytes_in_training(self, group: Group) -> int:
         return sum(form.nbytes for form in groups_by_role(group).values()) + self._states_nbytes(group)
 
-    def unpack(self, layout: Layout) -> None:
+    def unpack(self, layout: Layout, built: Built = HERE) -> None:
         """Undo `pack`, also one that was interrupted: parameters get memory of their own again, chunks are gone."""
         store = self._pager.store
         for group in layout.groups:
@@ -163,17 +163,17 @@ class Packer:
             chunks = [store.chunks[key] for key in keys if key in store.chunks]
             for chunk in chunks:
                 if isinstance(chunk.home, BoundChunk):
-                    self._give_back(
-                        chunk if chunk.master is None or not chunk.can_be_rounded else chunk.master, chunk.home
-                    )
+                    source = chunk if chunk.master is None or not chunk.can_be_rounded else chunk.master
+                    self._give_back(source, chunk.home, built)
             for chunk in chunks:
                 store.remove(chunk)
 
-    def _give_back(self, chunk: Chunk, home: BoundChunk) -> None:
+    def _give_back(self, chunk: Chunk, home: BoundChunk, built: Built) -> None:
         """Let the parameters have the chunk's values in memory of their own."""
         tier, store = chunk.newest_tier(), self._pager.store
-        for parameter in home.parameters if tier is not None else ():
-            assert tier is not None
+        for parameter in home.parameters:
+            if built.give_back(parameter) or tier is None:
+                continue
             at = parameter.position
             with runtime_mode():
                 values = store.read_slot(chunk, at) if tier is Tier.DISK else store.views(chunk, tier)[at]

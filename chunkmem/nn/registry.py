@@ -187,9 +187,10 @@ class ModelRegistry:
                 )
                 first += len(packed.layout.groups)
                 added.append(packed)
+            built.complete([managed for packed in added for managed in packed.parameters])
         except BaseException:
             for packed in added:
-                self._packer.unpack(packed.layout)
+                self._packer.unpack(packed.layout, built)
             raise
         return added
 

@@ -56,7 +56,7 @@ class ModuleSurface:
         self._saving = saving
         self._read = read
         self._lazy = lazy
-        self._write = write
+        self.write = write
         self._loaded: dict[nn.Module, list[str]] = {}
         """Keys of a state that have been loaded, of modules whose loading is not over."""
         self._copies: MutableMapping[ManagedParameter, torch.Tensor] | None = None
@@ -171,7 +171,7 @@ class ModuleSurface:
         for name, managed in own.items():
             value = state.get(prefix + name)
             if isinstance(value, torch.Tensor) and value.shape == managed.shape:
-                self._write(managed, value)
+                self.write(managed, value)
                 self._given = [given for given in self._given if given.copy() is not value]
                 loaded.append(prefix + name)
                 del state[prefix + name]
