@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import os
 import shutil
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +16,9 @@ from chunkmem.errors import CheckpointError
 
 MANIFEST = ".metadata"
 """The file of a checkpoint that is written last."""
+_LABEL = "making the directory of a checkpoint"
+_LATE_S = 5.0
+"""How long a file may take to be seen by another machine."""
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -42,7 +47,38 @@ def begin_replacing(path: Path, ranks: Ranks) -> Path:
     """Return an empty directory, the same on all ranks, to take the place of `path`. Raises what `replacing` does."""
     folder = path.with_name(f".{path.name}.incomplete")
     _on_first(ranks, path, lambda: _make(path, folder))
+    if not ranks.are_one:
+        _check_shared(folder, path, ranks)
     return folder
+
+
+def _check_shared(folder: Path, path: Path, ranks: Ranks) -> None:
+    """Raise a `CheckpointError` on every rank if one of them has another directory, which lacks what others write."""
+    mark = folder / ranks.from_first(f".seen-by-all-{uuid.uuid4().hex}", label=_LABEL)
+    _on_first(ranks, path, mark.touch)
+    problem = "" if _appears(mark) else f"rank {ranks.name(ranks.rank)} does not see what the first rank writes there"
+    problem = ranks.any_text(f"{path}: {problem}" if problem else "", label=_LABEL)
+    if ranks.is_first:
+        mark.unlink(missing_ok=True)
+        if problem:
+            discard(folder)
+    if problem:
+        raise CheckpointError(
+            f"the checkpoint could not be written ({problem}); what was there before is there. Name a directory on a "
+            "file system that all ranks share"
+        )
+
+
+def _appears(mark: Path) -> bool:
+    """Tell whether there is a file that another machine has just made; file systems over a network may be late."""
+    deadline_s = time.monotonic() + _LATE_S
+    while not mark.exists():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_LATE_S / 100)
+        with contextlib.suppress(OSError):
+            os.listdir(mark.parent)  # has it looked up again
+    return True
 
 
 def discard(folder: Path) -> None:
@@ -60,7 +96,7 @@ def _on_first(ranks: Ranks, path: Path, do: Callable[[], None]) -> None:
             problem = f"{error.filename or path}: {error.strerror or error}"
         except CheckpointError as error:
             problem = str(error)
-    problem = ranks.from_first(problem, label="making the directory of a checkpoint")
+    problem = ranks.from_first(problem, label=_LABEL)
     if problem:
         raise CheckpointError(f"the checkpoint {path} could not be written ({problem}); what was there before is there")
 

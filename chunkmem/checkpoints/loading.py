@@ -25,9 +25,10 @@ def load_checkpoint(
     """See `ChunkManager.load`."""
     root, ranks = runtime.root(model), runtime.ranks
     require_own(optimizer, "manager.load()")
-    problem = ""
+    problem = written = ""
     try:
         files = CheckpointFiles(path)
+        written = f"{files.digest} {path} of rank {ranks.name(ranks.rank)}"
         weights: dict[str, Any] = files.nested("model") or {}
         check_fits(weights, runtime.modules.surface.expected_state(root), strict=strict)
         states = _states(files, root, optimizer)
@@ -35,6 +36,10 @@ def load_checkpoint(
         _verify(files, rank=ranks.rank, size=ranks.size)
     except (CheckpointError, OSError) as error:  # else the other ranks would wait for this one
         problem = str(error)
+    first = ranks.from_first(written, label="manager.load()")
+    if written and first and written.split()[0] != first.split()[0]:
+        this, other = written.partition(" ")[2], first.partition(" ")[2]
+        problem = f"{this} is another checkpoint than {other}: copy one to all of them; nothing was loaded"
     problem = ranks.any_text(problem, label="manager.load()")
     if problem:
         raise CheckpointError(problem if "nothing was" in problem.lower() else f"{problem}; nothing was loaded")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -50,6 +51,13 @@ class CheckpointFiles:
             raise CheckpointError(f"{path / MANIFEST} is not what torch.distributed.checkpoint writes")
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self._checksums = checksums
+
+    @property
+    def digest(self) -> str:
+        """What tells two checkpoints apart, as far as their contents are listed."""
+        found = hashlib.sha256((self.path / MANIFEST).read_bytes())
+        found.update(repr(sorted(self._checksums.items())).encode())
+        return found.hexdigest()
 
     def nested(self, prefix: str) -> Any:
         """Return what was saved under a key, as it was nested, with lazy tensors; None if there is nothing."""
