@@ -25,6 +25,7 @@ from chunkmem.plan.timeline import Timeline
 from chunkmem.report.regions import region_policies
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.trace.model import Trace
+from chunkmem.trace.shared import shared_bytes
 from chunkmem.trace.uncharged import uncharged
 from chunkmem.types import Tier
 
@@ -212,8 +213,9 @@ def _kept(question: Question, rehearsal: Rehearsal) -> frozenset[int]:
     trace = _steps(question, rehearsal).lazy.trace
     machine = question.hardware.machine(question.device_nbytes, _host_nbytes(question), world=question.world)
     step = uncharged(trace, charges_non_model=machine.charges_non_model)
+    shared = None if machine.charges_non_model else shared_bytes(trace, {})
     try:
-        choice = choose_regions(step, replace(machine, charges_non_model=True), options=question.options)
+        choice = choose_regions(step, replace(machine, charges_non_model=True), options=question.options, shared=shared)
     except CapacityError:
         return frozenset()
     return frozenset(region.number for at, region in enumerate(trace.regions) if at not in choice.recomputed)

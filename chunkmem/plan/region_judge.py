@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Mapping
 from math import inf
 
 from chunkmem.errors import CapacityError
@@ -13,6 +13,7 @@ from chunkmem.plan.machine import Machine
 from chunkmem.plan.placement import Placement
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.trace.recomputed import with_recomputed
+from chunkmem.trace.shared import Shared
 
 _NEAR = 0.05
 """A choice that is slower than the best one by this share is not judged further."""
@@ -30,7 +31,14 @@ class RegionJudge:
     """Judges choices of the regions that are recomputed, and remembers the fastest."""
 
     def __init__(
-        self, trace: Trace, machine: Machine, options: PlanOptions, *, fits: frozenset[int], spare_nbytes: int
+        self,
+        trace: Trace,
+        machine: Machine,
+        options: PlanOptions,
+        *,
+        shared: Mapping[int, Shared] | None,
+        fits: frozenset[int],
+        spare_nbytes: int,
     ) -> None:
         """Begin.
 
@@ -38,10 +46,12 @@ class RegionJudge:
             trace: of the step, whichever regions are recomputed in it.
             machine: caps and speeds.
             options: of the planner.
+            shared: see `with_recomputed`.
             fits: a choice that needs no spare bytes.
             spare_nbytes: bytes of DEVICE that no moment may need with any other choice.
         """
         self._trace, self._machine, self._options = trace, machine, options
+        self._shared = shared
         self.is_large = len(trace.moments) > _LARGE
         """One or two candidates have to do for each choice, but for the best one in the end."""
         self._fits, self._spare_nbytes = fits, spare_nbytes
@@ -111,7 +121,7 @@ class RegionJudge:
             placement: of another choice. A planner may not come to it for this one, so the best one is not changed.
         """
         if self._edited is None or self._edited[0] != recomputed:
-            self._edited = recomputed, with_recomputed(self._trace, recomputed)
+            self._edited = recomputed, with_recomputed(self._trace, recomputed, shared=self._shared)
             self.work += _EDIT_WORK * len(self._trace.moments)
             yield _EDIT_WORK * len(self._trace.moments)
         trace, step_s, num_plans = self._edited[1], inf, self.num_plans

@@ -22,7 +22,7 @@ computing alone takes longer than the best step so far. The search ends when non
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from math import ceil, inf
@@ -34,6 +34,7 @@ from chunkmem.plan.model import Copy, Plan
 from chunkmem.plan.region_judge import RegionJudge
 from chunkmem.trace.model import Region, Trace
 from chunkmem.trace.recomputed import with_recomputed
+from chunkmem.trace.shared import Shared
 from chunkmem.types import DEVICE_LINKS, Tier
 
 _ALIKE = 0.05
@@ -97,14 +98,20 @@ class RegionChoice:
         return self.candidate.nbytes
 
 
-def choose_regions(trace: Trace, machine: Machine, *, options: PlanOptions | None = None) -> RegionChoice:
-    """Return the fastest choice that was found; see [Note: Choosing regions].
+def choose_regions(
+    trace: Trace,
+    machine: Machine,
+    *,
+    options: PlanOptions | None = None,
+    shared: Mapping[int, Shared] | None = None,
+) -> RegionChoice:
+    """Return the fastest choice that was found; see [Note: Choosing regions], and `with_recomputed` for `shared`.
 
     Raises:
         CapacityError: none fits; of all that were tried, the one with the smallest cap.
         PlanError: the trace cannot be repeated; see `as_loop`.
     """
-    search = RegionSearch(trace, machine, options=options)
+    search = RegionSearch(trace, machine, options=options, shared=shared)
     for _ in search.pieces():
         pass
     return search.choice()
@@ -140,6 +147,7 @@ class RegionSearch:
         machine: Machine,
         *,
         options: PlanOptions | None = None,
+        shared: Mapping[int, Shared] | None = None,
         now: Collection[int] | None = None,
         spare_nbytes: int = 0,
         most_work: int | None = None,
@@ -150,6 +158,7 @@ class RegionSearch:
             trace: of the step, whichever regions are recomputed in it.
             machine: caps and speeds.
             options: of the planner.
+            shared: see `with_recomputed`.
             now: the regions that are recomputed in steps until now, which fit; None: all of them.
             spare_nbytes: bytes of DEVICE that no moment may need with any other choice.
             most_work: of judging others than the uniform choices; None: enough to look at each kind of them.
@@ -157,10 +166,17 @@ class RegionSearch:
         self._trace = trace
         self._every = frozenset(range(len(trace.regions)))
         self._now = self._every if now is None else frozenset(now)
-        self._judge = RegionJudge(trace, machine, options or PlanOptions(), fits=self._now, spare_nbytes=spare_nbytes)
+        self._judge = RegionJudge(
+            trace,
+            machine,
+            options or PlanOptions(),
+            shared=shared,
+            fits=self._now,
+            spare_nbytes=spare_nbytes,
+        )
         self._units = _units(trace)
         self._classes = _classes(trace, self._units)
-        self._order = _by_density(with_recomputed(trace, ()), self._units, self._classes)
+        self._order = _by_density(with_recomputed(trace, (), shared=shared), self._units, self._classes)
         self._most_work = max(MOST_WORK, _MOST_PASSES * len(trace.moments)) if most_work is None else most_work
 
     @property

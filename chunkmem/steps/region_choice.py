@@ -22,6 +22,7 @@ from chunkmem.steps.plan_cache import Key
 from chunkmem.steps.planning import WORK_A_STEP
 from chunkmem.trace.model import Trace
 from chunkmem.trace.retimed import retimed, with_warm_forward
+from chunkmem.trace.shared import known_nbytes, shared_bytes
 from chunkmem.trace.uncharged import uncharged
 
 _WORTH = 0.03
@@ -39,7 +40,7 @@ class _KindOfStep:
     recorded: Trace | None
     """Its first step, which recomputed all; None: the choice stays."""
     kept_nbytes: dict[int, int] = field(default_factory=dict)
-    """What calls have saved in steps that kept them, by number."""
+    """What calls had in their chunks in steps that kept them and those next to them, by number."""
     num_searches: int = 0
     """For another choice, so far."""
     search: RegionSearch | None = None
@@ -126,7 +127,7 @@ class RegionChoices:
         if not is_same:
             return False
         kind.num_searches += 1
-        kind.kept_nbytes |= {region.number: region.nbytes for region in trace.regions if region.recomputed is None}
+        kind.kept_nbytes |= known_nbytes(trace)
         kind.search = self._search(recorded, kind.kept_nbytes, trace)
         kind.pieces = kind.search.pieces()
         return True
@@ -142,12 +143,14 @@ class RegionChoices:
         """Return a search among the choices for steps like the recorded one, with times as measured.
 
         What a kept region returns to the next one, and both save, is in neither's chunk: it is non-model data until the
-        first one's backward. If the next one is kept alone, it is in that chunk. So what a region needs depends a
-        little on the others, by no more than its inputs take: so much of DEVICE is left in each moment, and where that
-        is too much, all is recomputed as before, which has fitted.
+        first one's backward. If one of them is kept alone, it is in that chunk. So what a region needs depends a little
+        on those next to it, by no more than its inputs take, and outputs where they are taken to be shared: so much of
+        DEVICE is left in each moment, and where that is too much, all is recomputed as before, which has fitted.
         """
         machine = self._machine()
         step = uncharged(recorded, charges_non_model=machine.charges_non_model, kept_nbytes=kept_nbytes)
+        # Where non-model data counts, there has to be memory for it as if it were in a chunk.
+        shared = None if machine.charges_non_model else shared_bytes(recorded, kept_nbytes)
         now = None
         if measured is None:
             step = with_warm_forward(step)
@@ -155,11 +158,18 @@ class RegionChoices:
             step = retimed(step, measured)
             again = {region.number for region in measured.regions if region.recomputed is not None}
             now = [at for at, region in enumerate(step.regions) if region.number in again]
-        inputs = [recorded.chunk_nbytes[region.inputs] for region in recorded.regions if region.inputs is not None]
+        borders = [recorded.chunk_nbytes[region.inputs] for region in recorded.regions if region.inputs is not None]
+        borders += [each.nbytes(()) for each in (shared or {}).values()]
         machine = replace(machine, charges_non_model=True)
-        spare_nbytes = max(inputs, default=0)
+        spare_nbytes = max(borders, default=0)
         return RegionSearch(
-            step, machine, options=self._options, now=now, spare_nbytes=spare_nbytes, most_work=most_work
+            step,
+            machine,
+            options=self._options,
+            shared=shared,
+            now=now,
+            spare_nbytes=spare_nbytes,
+            most_work=most_work,
         )
 
 

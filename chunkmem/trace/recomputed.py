@@ -19,17 +19,18 @@ forward they are non-model data until the CREATE if the region is kept, and free
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from chunkmem.trace.model import Kind, Moment, Moments, Region, Trace
+from chunkmem.trace.shared import Shared
 from chunkmem.types import ChunkId, Role
 
 _OF_READING = (Kind.HOLD, Kind.EXCHANGE, Kind.ARRIVE, Kind.RELEASE)
 
 
-def with_recomputed(trace: Trace, recomputed: Collection[int]) -> Trace:
+def with_recomputed(trace: Trace, recomputed: Collection[int], *, shared: Mapping[int, Shared] | None = None) -> Trace:
     """Return the trace of the same step if exactly these regions were recomputed; see [Note: Kept and recomputed
     regions].
 
@@ -39,6 +40,8 @@ def with_recomputed(trace: Trace, recomputed: Collection[int]) -> Trace:
     Args:
         trace: of the step, whichever regions are recomputed in it.
         recomputed: indices into `trace.regions`.
+        shared: by index: what is in no chunk if those next to a region, which is recomputed in `trace`, are kept as it
+            is; None: all is. Where non-model data does not count, that and what forward has saved counts for nothing.
     """
     edit = _Edit(trace)
     for index, region in enumerate(trace.regions):
@@ -46,7 +49,9 @@ def with_recomputed(trace: Trace, recomputed: Collection[int]) -> Trace:
             if region.recomputed is None:
                 edit.recompute(index)
             else:
-                edit.keep(index, region.recomputed)
+                shared_nbytes = 0 if shared is None else shared[index].nbytes(recomputed)
+                nbytes = max(0, region.nbytes - shared_nbytes)
+                edit.keep(index, region.recomputed, nbytes=nbytes, is_counted=shared is None)
     return edit.result() if edit.changed else trace
 
 
@@ -80,9 +85,18 @@ class _Edit:
         """By such a moment: the bytes of the regions that have been recomputed then or are, one after the other."""
         self.changed: dict[int, int | None] = {}
         """By region that is changed: where its forward is inserted; None: it is kept."""
+        self.kept_nbytes: dict[int, int] = {}
+        """By region that is kept now: what its chunk has."""
 
-    def keep(self, index: int, again: Moments) -> None:
-        """Let a region that is recomputed be kept."""
+    def keep(self, index: int, again: Moments, *, nbytes: int, is_counted: bool) -> None:
+        """Let a region that is recomputed be kept.
+
+        Args:
+            index: of it.
+            again: where it is recomputed.
+            nbytes: what its chunk has then.
+            is_counted: what forward has saved counts before the chunk has it.
+        """
         region, given = self.trace.regions[index], self.trace.moments
         forward, after = _plain(self.trace, region), range(again[1], region.backward[1])
         again_nbytes = self._again_nbytes(region)
@@ -103,13 +117,15 @@ class _Edit:
         during = [last] if before == last else [at for at in range(*again) if at not in pairs]
         self._uncharge(index, [*during, *after])
         created_peak_nbytes = given[max(0, region.forward[1] - 1)].non_model_peak_nbytes
-        self._charge(forward, _growing(region.nbytes, [given[at].duration_s for at in forward]))
+        if is_counted:
+            self._charge(forward, _growing(nbytes, [given[at].duration_s for at in forward]))
         self.changed[index] = None
+        self.kept_nbytes[index] = nbytes
         self._drop_inputs(region)
-        if region.nbytes == 0:
+        if nbytes == 0:
             self.opening[again[0]].append(_Folded(rest_s, hold_peak_nbytes))
             return
-        self.sizes[region.chunk] = region.nbytes
+        self.sizes[region.chunk] = nbytes
         label, stop = f"{region.name} backward", region.backward[1]
         end_peak_nbytes = self.moments[stop - 1].non_model_peak_nbytes if after else hold_peak_nbytes
         created = Moment(Kind.CREATE, region.chunk, f"{region.name} forward", 0.0, created_peak_nbytes)
@@ -200,7 +216,8 @@ class _Edit:
         else:
             num = sum(isinstance(entry, Moment) for entry in self.opening[start])
             again = (places[start], places[start] + num)
-        return replace(region, forward=forward, backward=backward, recomputed=again, inputs=inputs)
+        nbytes = self.kept_nbytes.get(index, region.nbytes)
+        return replace(region, nbytes=nbytes, forward=forward, backward=backward, recomputed=again, inputs=inputs)
 
     def _change(self, at: int, *, duration_s: float) -> None:
         self.moments[at] = replace(self.moments[at], duration_s=duration_s)

@@ -23,10 +23,10 @@ def uncharged(trace: Trace, *, charges_non_model: bool, kept_nbytes: Mapping[int
         trace: of a step in which each of its regions is recomputed. What others save, whose policy is not to be
             chosen, stays as it is.
         charges_non_model: other non-model data counts, too; else it is left out.
-        kept_nbytes: what regions have in their chunks where they are kept, by number of the call, as far as that is
-            known. Else it is taken to be what they are recomputed from and what they save then. Where non-model data
-            counts, so does what they are recomputed from: it may be an output that a kept region before has saved, too,
-            and then it is in neither's chunk.
+        kept_nbytes: what regions have in their chunks where they are kept, and so are those next to them, by number of
+            the call, as far as that is known. Where non-model data does not count, `shared_bytes` makes use of it;
+            else what they are recomputed from comes on top, which may be an output that a kept region before has saved,
+            too: then it is in neither's chunk. Where nothing is known, they are taken to save all of both.
     """
     moments = list(trace.moments)
     if not charges_non_model:
@@ -61,7 +61,7 @@ def uncharged(trace: Trace, *, charges_non_model: bool, kept_nbytes: Mapping[int
         replace(
             region,
             chunk=ChunkId(Role.ACTIVATION, first + index),
-            nbytes=_kept_nbytes(region, trace, kept_nbytes.get(region.number), with_inputs=charges_non_model),
+            nbytes=_kept_nbytes(region, trace, kept_nbytes.get(region.number) if charges_non_model else None),
             forward=moved(region.forward),
             backward=moved(region.backward),
             recomputed=None if region.recomputed is None else moved(region.recomputed),
@@ -78,7 +78,7 @@ def _life_of(region: Region, moments: Sequence[Moment]) -> range:
     return range(own[0] if own else stop, stop + 1)
 
 
-def _kept_nbytes(region: Region, trace: Trace, known_nbytes: int | None, *, with_inputs: bool) -> int:
+def _kept_nbytes(region: Region, trace: Trace, known_nbytes: int | None) -> int:
     inputs_nbytes = 0 if region.inputs is None else trace.chunk_nbytes[region.inputs]
     most_nbytes = trace.chunk_nbytes[region.chunk] + inputs_nbytes
-    return most_nbytes if known_nbytes is None else min(most_nbytes, known_nbytes + inputs_nbytes * with_inputs)
+    return most_nbytes if known_nbytes is None else min(most_nbytes, known_nbytes + inputs_nbytes)

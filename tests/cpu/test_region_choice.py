@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 import chunkmem
 from chunkmem.plan.candidate import PlanOptions
@@ -14,6 +16,9 @@ from chunkmem.plan.planner import make_plan
 from chunkmem.steps.plan_cache import Key
 from chunkmem.steps.region_choice import RegionChoices
 from chunkmem.trace.model import Trace
+from chunkmem.trace.recomputed import with_recomputed
+from chunkmem.trace.shared import shared_bytes
+from chunkmem.trace.uncharged import uncharged
 from tests.cpu.test_activations import AMPLE_NBYTES, CASES, config, smallest_nbytes
 from tests.helpers.lanes import adversarial
 from tests.helpers.region_traces import Block, as_recorded, gpt_like, region_trace
@@ -123,3 +128,55 @@ class Watched(Chunked):
         trace = None if self.manager.plan is None else self.manager.trace
         kept = None if trace is None else sum(region.recomputed is None for region in trace.regions)
         self.num_kept.append(kept)
+
+
+class Normed(nn.Module):
+    """Saves its input and its output, as residual blocks of CNNs do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.second(torch.relu(self.first(x))))
+
+
+@pytest.mark.parametrize(("known", "is_exact"), [((), False), ((2,), True), (range(5), True)])
+def test_a_choice_is_judged_with_the_bytes_that_chunks_then_have(
+    known: Sequence[int], is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What two neighbours have both saved is in neither's chunk: it is not taken to be copied twice."""
+    recorded: list[Trace] = []
+    choose = RegionChoices.choose
+
+    def noticed(self: RegionChoices, trace: Trace) -> frozenset[int]:
+        recorded.append(trace)
+        return choose(self, trace)
+
+    monkeypatch.setattr(RegionChoices, "choose", noticed)
+    memory = {"device": AMPLE_NBYTES, "host": AMPLE_NBYTES}
+    manager = chunkmem.ChunkManager(
+        chunkmem.Config.from_dict({"memory": memory, "default_chunk_size": 1024, "activations": {"policy": "auto"}})
+    )
+    torch.manual_seed(0)
+    with manager.init():
+        model = nn.Sequential(*(Normed(16) for _ in range(5)))
+    optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+    for _ in range(5):
+        manager.backward(model(torch.ones(64, 16)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    trace = manager.trace
+    assert trace is not None
+    true = [region.nbytes for region in trace.regions]
+    assert [region.recomputed for region in trace.regions] == [None] * 5
+    kept_nbytes = {number: true[number] for number in known}
+    step = uncharged(recorded[0], charges_non_model=False, kept_nbytes=kept_nbytes)
+    found = with_recomputed(step, (), shared=shared_bytes(recorded[0], kept_nbytes))
+    # The batch is the loop's, and what the last one returns was kept elsewhere: known if these two are.
+    ends = slice(None) if len(known) == len(true) else slice(1, -1)
+    assert [region.nbytes for region in found.regions][ends] == true[ends] or not is_exact
+    assert all(region.nbytes >= nbytes for region, nbytes in zip(found.regions, true, strict=True))
+    assert sum(true) < sum(region.nbytes for region in step.regions)
+    manager.close()

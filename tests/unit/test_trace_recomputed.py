@@ -12,6 +12,7 @@ import pytest
 from chunkmem.trace.model import Kind, Mode, Moment, Moments, Region, Trace
 from chunkmem.trace.recomputed import with_recomputed
 from chunkmem.trace.retimed import retimed, with_warm_forward
+from chunkmem.trace.shared import neighbours, shared_bytes
 from chunkmem.trace.uncharged import uncharged
 from chunkmem.types import ChunkId, Role
 from tests.helpers.region_traces import as_recorded, cnn_like, gpt_like, region_trace
@@ -245,16 +246,52 @@ def test_what_a_region_is_recomputed_from_is_no_chunk_where_it_is_kept(name: str
     assert found.compute_s == pytest.approx(expected.compute_s)
 
 
-@pytest.mark.parametrize(("charges", "expected"), [(False, 5), (True, 8)])
-def test_what_a_kept_region_saves_may_be_known(charges: bool, expected: int) -> None:
-    """What it was given may be saved by the region before as well: then it is non-model data, which may count."""
-    blocks = MODELS["gpt"]
-    recorded = as_recorded(blocks, inputs_nbytes=INPUTS_NBYTES)
-    step = uncharged(recorded, charges_non_model=charges, kept_nbytes={1: 5 << 20, 3: 26 << 20})
+def test_what_a_kept_region_saves_may_be_known() -> None:
+    """What it was given may be saved by the region before as well: then it is non-model data, which counts."""
+    recorded = as_recorded(MODELS["gpt"], inputs_nbytes=INPUTS_NBYTES)
+    step = uncharged(recorded, charges_non_model=True, kept_nbytes={1: 5 << 20, 3: 26 << 20})
     kept = with_recomputed(step, ())
-    third = 27 if charges else 26
-    assert [region.nbytes >> 20 for region in kept.regions] == [27, expected, 27, third, 27, 27]
-    assert kept.chunk_nbytes[kept.regions[1].chunk] == expected << 20
+    assert [region.nbytes >> 20 for region in kept.regions] == [27, 8, 27, 27, 27, 27]
+    assert kept.chunk_nbytes[kept.regions[1].chunk] == 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("known", "recomputed", "expected"),
+    [
+        # Nothing is known: inputs are taken to be shared, of 3 MiB.
+        ({}, (), [27, 24, 24, 24, 24, 24]),
+        ({}, (0, 3), [27, 27, 24, 27, 27, 24]),
+        ({1: 24 << 20}, (), [27, 24, 24, 24, 24, 24]),
+        # All of both: what the others share is guessed from it.
+        ({1: 21 << 20}, (), [24, 21, 21, 21, 21, 24]),
+        ({1: 21 << 20}, (1,), [27, 27, 24, 21, 21, 24]),
+        ({1: 21 << 20}, (3,), [24, 21, 24, 27, 24, 24]),
+        ({1: 27 << 20}, (), [27, 27, 27, 27, 27, 27]),
+        ({1: 27 << 20, 2: 21 << 20, 3: 21 << 20}, (), [24, 27, 21, 21, 21, 24]),
+    ],
+)
+def test_what_regions_next_to_each_other_share(
+    known: Mapping[int, int], recomputed: Sequence[int], expected: list[int]
+) -> None:
+    """It is in the chunk of one of them if the other one is recomputed; where non-model data does not count, forward
+    has the same peak as without any activations."""
+    recorded = as_recorded(MODELS["gpt"], inputs_nbytes=INPUTS_NBYTES)
+    step = uncharged(recorded, charges_non_model=False, kept_nbytes=known)
+    found = with_recomputed(step, recomputed, shared=shared_bytes(recorded, known))
+    assert [region.nbytes >> 20 for region in found.regions] == expected
+    kept = [region for region in found.regions if region.recomputed is None]
+    assert all(found.chunk_nbytes[region.chunk] == region.nbytes for region in kept)
+    if not recomputed:
+        assert found.non_model_peak_nbytes == 0
+
+
+def test_neighbours_are_those_of_a_micro_batch() -> None:
+    """One micro-batch after the other, and one block after the other."""
+    region = as_recorded(MODELS["gpt"], inputs_nbytes=INPUTS_NBYTES).regions[0]
+    loop = [replace(region, name=name) for name in "abcabc"]
+    assert neighbours(loop) == {0: (None, 1), 1: (0, 2), 2: (1, None), 3: (None, 4), 4: (3, 5), 5: (4, None)}
+    layers = [replace(region, name=name) for name in "aabbcc"]
+    assert neighbours(layers) == {0: (None, 2), 1: (None, 3), 2: (0, 4), 3: (1, 5), 4: (2, None), 5: (3, None)}
 
 
 def test_times_are_those_of_a_step_that_recomputes_others() -> None:
