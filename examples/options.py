@@ -28,6 +28,8 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--data", type=Path, metavar="PATH", help="a file or folder; default: Python's standard library")
     add("--config", type=Path, default=Path(__file__).with_name("chunkmem.json"), metavar="JSON")
     add("--device-cap", metavar="SIZE", help='such as "512MiB", or "50%%" of the weights; default: a third')
+    add("--disk", type=Path, metavar="PATH", help="a folder on a fast disk, for what HOST has no room for")
+    add("--disk-capacity", default="64GiB", metavar="SIZE", help="of --disk, for each process (default: 64GiB)")
     add("--out", type=Path, default=Path("runs/gpt"), metavar="DIR", help="for checkpoint, report and sample")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     add("--res_check", action="store_true", help="train again in plain PyTorch; exit with 1 if any bit differs")
@@ -64,6 +66,8 @@ def make_config(args: argparse.Namespace, device: torch.device, *, num_ranks: in
         settings["memory"]["device"] = _parse_cap(args.device_cap, weight_nbytes(args))
     elif settings["memory"]["device"] is None and device.type == "cpu":
         settings["memory"]["device"] = weight_nbytes(args) // (3 if num_ranks == 1 else 1)
+    if args.disk is not None:
+        settings["memory"]["disk"] = {"path": str(args.disk), "capacity": args.disk_capacity}
     return chunkmem.Config.from_dict(settings)
 
 

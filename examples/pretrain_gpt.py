@@ -3,6 +3,7 @@
 python examples/pretrain_gpt.py                            # a small model on the standard library's sources
 python examples/pretrain_gpt.py --steps 20 --res_check     # the numbers of plain PyTorch, bit for bit?
 python examples/pretrain_gpt.py --model gpt2-small --data my/text --device-cap 25% --out runs/small
+python examples/pretrain_gpt.py --model gpt2-xl --disk /mnt/nvme           # what memory.host has no room for is there
 torchrun --nproc-per-node 2 --max-restarts 1 examples/pretrain_gpt.py    # --batch is each rank's; restarts resume
 """
 
@@ -164,7 +165,8 @@ def require_room(run: Run, manager: chunkmem.ChunkManager) -> None:
     """Refuse a model before it is built if its weights, gradients and two optimizer states fit nowhere."""
     weights = weight_nbytes(run.args)
     need = max(weights if run.config.release_after_init else 0, 4 * weights // run.ranks.size)
-    room = manager.memory().device.cap_nbytes + manager.memory().host.cap_nbytes
+    memory = manager.memory()
+    room = sum(tier.cap_nbytes for tier in (memory.device, memory.host, memory.disk) if tier is not None)
     if need > room:
         fail(f"--model {run.args.model} takes {format_nbytes(need)}, and there is room for {format_nbytes(room)}")
 

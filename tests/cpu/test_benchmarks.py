@@ -86,3 +86,20 @@ def test_a_disk_is_compared_with_fio(tmp_path: Path) -> None:
     assert {"chunkmem", "again", "checks", "busy"} <= set(results["variants"])
     assert ("fio is not installed" in done.stdout) == (results["fio"] is None)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.full
+def test_a_step_with_its_states_on_disk_is_timed(tmp_path: Path) -> None:
+    """All variants end with the same bits, or the run fails."""
+    out = tmp_path / "results.json"
+    options = ["--quick", "--loads", "1", "--folder", str(tmp_path), "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.disk.step", *options]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    variants = json.loads(out.read_text())["settings"]["1"]["variants"]
+    for name in ("disk", "disk-again"):
+        row = variants[name]
+        assert row["read_nbytes"] > 0 < row["written_nbytes"]
+        assert row["predicted_s"] > 0 == row["plan_misses"]
+    assert "aim ≤ 1.10" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]

@@ -160,6 +160,16 @@ def test_another_optimizer_cap_and_checkpointing_are_plain_pytorch_too(tmp_path:
     assert (group["initial_lr"], group["weight_decay"], group["decoupled_weight_decay"]) == (0.002, 0.1, False)
 
 
+def test_a_disk_below_host_is_plain_pytorch_too(tmp_path: Path, text: Path) -> None:
+    """The weights alone are larger than HOST."""
+    (tmp_path / "small.json").write_text(json.dumps({"memory": {"host": "2MiB"}, "default_chunk_size": 70_000}))
+    options = ("--config", "small.json", "--disk", "disk", "--disk-capacity", "64MiB")
+    result = train("--steps", 3, "--res_check", "--data", text, *options, cwd=tmp_path)
+    assert "bit for bit" in result.stdout
+    assert re.search(r"DISK +all .* 64\.00 MiB", result.stdout), result.stdout
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_less_than_fp32_it_learns_and_resumes_to_the_bit(tmp_path: Path, text: Path, precision: str) -> None:
@@ -228,6 +238,8 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, text: Path) -> No
         "optimizer.params.lr is -1.0": ("--lr", "-1"),
         "--device-cap x% is neither": ("--device-cap", "x%"),
         "memory.device is '24GiBs'": ("--device-cap", "24GiBs"),
+        "memory.disk.capacity is 'much'": ("--disk", "disk", "--disk-capacity", "much"),
+        "words.py cannot be used": ("--disk", "words.py", "--disk-capacity", "1MiB"),
         "new/checkpoints has no checkpoint, so there is nothing to resume": ("--out", "new", "--resume"),
         "step-1 has no .metadata, so it is no checkpoint": ("--out", "junk", "--resume", "--steps", 2),
         "unrecognized arguments: --stepz": ("--stepz", 3),
