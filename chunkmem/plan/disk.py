@@ -122,6 +122,8 @@ def _lives(trace: Trace, program: Program, slots: Sequence[range]) -> dict[Chunk
         else:
             uses.append(Use(at, at + 1, creates=creates, writes=writes))
 
+    before = 0
+    """The first slot of the moment before."""
     for moment, actions, own in zip(trace.moments, program.actions, slots, strict=True):
         at = own[0] - 1
         for action in actions:
@@ -141,11 +143,16 @@ def _lives(trace: Trace, program: Program, slots: Sequence[range]) -> dict[Chunk
         chunk = moment.chunk
         if moment.kind is Kind.CONSUME:
             if chunk in on_host and chunk not in on_device:
-                lives[chunk].ends.append(own[-1])
+                life = lives[chunk]
+                if life.uses and life.uses[-1].start >= before:
+                    life.uses[-1].stop = own[-1] + 1  # an update has read it: nothing is written to be used up
+                else:
+                    life.ends.append(own[-1])
             on_host.discard(chunk)
             on_device.discard(chunk)
         elif moment.kind is Kind.CREATE or _is_updated_on_device(moment, actions):
             on_device.add(chunk)
+        before = own[0]
     return lives
 
 

@@ -205,3 +205,17 @@ def test_a_program_is_rewritten_for_any_cap_that_holds_an_update(host_nbytes: in
 
 def test_a_program_that_cannot_be_followed_with_so_little_is_none() -> None:
     assert offload_to_disk(BY_HAND, program_by_hand(), machine_of(8, 11), reserve_nbytes=0) is None
+
+
+def test_gradients_that_an_update_has_read_are_not_written_to_be_used_up() -> None:
+    """With room for all but a state or two, states alone pass between HOST and DISK."""
+    found = offload_to_disk(BY_HAND, program_by_hand(), machine_of(8, 20), reserve_nbytes=0)
+    assert found is not None
+    written = {
+        action.chunk.role
+        for actions in found.actions
+        for action in actions
+        if isinstance(action, Copy) and action.target is DISK
+    }
+    assert written
+    assert Role.GRAD not in written
