@@ -35,7 +35,7 @@ from chunkmem.testing import ThrottledDisk
 
 HERE = Path(__file__).parent
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-WORK = Workload(num_layers=8, width=512, num_heads=8, num_sequences=8, num_tokens=64)
+WORK = Workload(num_layers=16, width=512, num_heads=8, num_sequences=4, num_tokens=64)
 QUICK = replace(WORK, num_layers=3, width=64, num_heads=4, num_tokens=16)
 LOADS = (0.5, 1.0, 2.0)
 """Seconds of DISK for each second of computing."""
@@ -180,7 +180,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.folder))
         workers = {name: Worker(name, Trainee, name, stack=stack) for name in TITLES}
-        setting = Setting(work, param_nbytes // 4 // arguments.groups, int(arguments.host * param_nbytes), folder)
+        # A third of a block, and biases: little of a chunk is padding.
+        chunk_numel = 4 * work.width * work.width + 24 * work.width
+        setting = Setting(work, chunk_numel, int(arguments.host * param_nbytes), folder)
         first = in_turns([workers[PLAIN], workers[RESIDENT]], setting, "no DISK", steps=arguments.steps)
         compute_s = statistics.median(first[RESIDENT]["step_s"])
         settings = {}
@@ -273,12 +275,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each variant (default: %(default)s)")
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="DISK / computing (default: 0.5 1 2)")
     parser.add_argument("--host", type=float, default=3.5, help="cap on HOST, x weights (default: %(default)s)")
-    parser.add_argument("--groups", type=int, default=32, help="chunk groups, about (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=HERE.parents[1], help="on a fast disk (default: here)")
     parser.add_argument("--quick", action="store_true", help="a small model: tries the harness, measures nothing")
     arguments = parse(parser)
-    if arguments.steps < 1 or min(arguments.loads) <= 0 or arguments.host <= 0 or arguments.groups < 1:
-        parser.error("--steps and --groups must be at least 1, --loads and --host above 0")
+    if arguments.steps < 1 or min(arguments.loads) <= 0 or arguments.host <= 0:
+        parser.error("--steps must be at least 1, --loads and --host above 0")
     if arguments.quick:
         arguments.steps = 2
     return arguments

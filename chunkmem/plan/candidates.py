@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import inf
 
 from chunkmem.errors import CapacityError, PlanError, TraceError
@@ -314,12 +315,16 @@ class Candidates:
     def _make_with_disk(self, way: _Placed, program: Program, name: str) -> tuple[int, Candidate | None]:
         """Return the work done, and the fastest candidate that has what HOST has no room for on DISK."""
         work, best = 0, None
-        for reserve in _DISK_RESERVES:
+        for reserve, states_first in product(_DISK_RESERVES, (False, True)):
             work += _MOMENT_WORK * len(self.trace.moments)
-            found = offload_to_disk(self.trace, program, self.machine, reserve_nbytes=reserve * self.slab_nbytes)
+            reserve_nbytes = reserve * self.slab_nbytes
+            found = offload_to_disk(
+                self.trace, program, self.machine, reserve_nbytes=reserve_nbytes, states_first=states_first
+            )
             if found is None:
                 continue
-            candidate = self._candidate(found, found.actions, way.placement, f"{name}, {reserve} set aside on HOST")
+            told = f"{name}, {reserve} set aside on HOST" + (", states first" if states_first else "")
+            candidate = self._candidate(found, found.actions, way.placement, told)
             if best is None or candidate.step_s < best.step_s:
                 best = candidate
         if best is None:

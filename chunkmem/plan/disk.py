@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from chunkmem.plan.choose import furthest_next_use, sweep
+from chunkmem.plan.choose import Order, furthest_next_use, sweep
 from chunkmem.plan.gaps import Gap, Problem, Use, gaps_of, required_nbytes
 from chunkmem.plan.intervals import Stay, Stays, find_stays, free_room, linger, prefetch
 from chunkmem.plan.machine import Machine
@@ -43,7 +43,9 @@ def least_host_nbytes(trace: Trace, program: Program) -> int:
     return max(_problem(trace, program, _slots(trace, program)).required, default=0)
 
 
-def offload_to_disk(trace: Trace, program: Program, machine: Machine, *, reserve_nbytes: int) -> Program | None:
+def offload_to_disk(
+    trace: Trace, program: Program, machine: Machine, *, reserve_nbytes: int, states_first: bool = False
+) -> Program | None:
     """Return a program in which HOST stays within its cap, as what it need not have at a time is on DISK.
 
     Args:
@@ -51,6 +53,8 @@ def offload_to_disk(trace: Trace, program: Program, machine: Machine, *, reserve
         program: for DEVICE and HOST; what HOST has by it is more than its cap.
         machine: with a DISK.
         reserve_nbytes: of HOST, that nothing stays in over a gap: room to read ahead and to write behind.
+        states_first: weights and gradients stay for as long as there are states that can go in their place; see
+            [Note: States first].
 
     Returns:
         None: a moment needs more of HOST than there is, or all together more than both tiers have.
@@ -61,13 +65,29 @@ def offload_to_disk(trace: Trace, program: Program, machine: Machine, *, reserve
     left = [have - need for have, need in zip(budget, problem.required, strict=True)]
     if min(left, default=0) < 0:
         return None
-    kept = sweep(problem, [max(0, nbytes - reserve_nbytes) for nbytes in left], furthest_next_use)
+    order = _states_first(problem) if states_first else furthest_next_use
+    kept = sweep(problem, [max(0, nbytes - reserve_nbytes) for nbytes in left], order)
     stays = find_stays(problem, kept)
     free = free_room(problem, stays, budget)
     prefetch(problem, stays, free, machine, lead=_LEAD)
     linger(problem, stays, free, machine)
     found = _Rewriter(problem, stays, program, slots).run()
     return None if found.disk_peak_nbytes > machine.disk_nbytes else found
+
+
+def _states_first(problem: Problem) -> Order:
+    """Return the order in which states leave before all else, and of either what is needed last.
+
+    [Note: States first] A group's update needs its states, weights and gradients at one time, so by their next use
+    alone all chunks of some groups leave. Their gradients are written while backward runs, which waits for that, and
+    the other groups' states are written later. With states first, what is written follows what is read, both ways at
+    once. Bytes are about the same; which is faster, the simulator says.
+    """
+
+    def order(start: int, stop: int, chunk: int) -> tuple[int, ...]:
+        return (not problem.chunks[chunk].role.is_state, *furthest_next_use(start, stop, chunk))
+
+    return order
 
 
 def _slots(trace: Trace, program: Program) -> list[range]:

@@ -26,6 +26,8 @@ LANES = tuple(Lane)
 INDEX = {lane: at for at, lane in enumerate(LANES)}
 COMPUTE, HOST_UPDATE, COLLECTIVE = INDEX[Lane.COMPUTE], INDEX[Lane.HOST_UPDATE], INDEX[Lane.COLLECTIVE]
 FETCHES = INDEX[FETCH]
+_THREADS = {INDEX[Lane.DISK_READ], INDEX[Lane.DISK_WRITE]}
+"""Lanes that are threads of the host, on any machine."""
 _ALL = 2**63
 """More operations than there will ever be."""
 
@@ -201,7 +203,7 @@ class SimulatedLanes:
         # What a lane has seen has ended before what it runs next: a Wait implied by others changes nothing.
         if number <= seen[on]:
             return
-        if on == HOST_UPDATE and not self._one_processor:
+        if on == HOST_UPDATE and not self._one_processor and lane not in _THREADS:
             # The host issues to an accelerator's queues, which cannot wait for what a thread of the host does.
             self._hold_host([(on, number)])
         merged = [a if a > b else b for a, b in zip(seen, self._seen_at[on][number], strict=True)]
@@ -232,8 +234,6 @@ class SimulatedLanes:
             self._waits[lane] = []
         if operation.is_ahead:
             self._updated[operation.chunk] = number
-            if operation.writes:  # in `step()`, which waits for what the update comes after
-                self._hold_host(own)
         elif operation.settles:
             self._hold_host([*own, (lane, self._updated[operation.chunk])])
         elif lane in self._host_lanes:  # it starts after all that the host has waited for

@@ -9,12 +9,14 @@ from functools import cache
 import pytest
 
 from chunkmem.errors import CapacityError, PlanError
+from chunkmem.plan.choose import furthest_next_use, sweep
 from chunkmem.plan.disk import least_host_nbytes, offload_to_disk
 from chunkmem.plan.gaps import find_gaps
+from chunkmem.plan.intervals import find_stays, free_room, prefetch
 from chunkmem.plan.machine import Machine, disk_links, host_links
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Plan, Update, Wait
 from chunkmem.plan.planner import make_plan
-from chunkmem.plan.program import Program
+from chunkmem.plan.program import Program, emit
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.waits import add_waits
 from chunkmem.trace.model import Kind, Mode, Moment, Trace
@@ -219,3 +221,46 @@ def test_gradients_that_an_update_has_read_are_not_written_to_be_used_up() -> No
     }
     assert written
     assert Role.GRAD not in written
+
+
+@pytest.mark.parametrize(("shadow_nbytes", "step_s"), [(0, 9.0), (1, 7.0)])
+def test_updates_left_to_their_lane_hold_nobody_up_while_states_are_read(shadow_nbytes: int, step_s: float) -> None:
+    """HOST has room for all but the second state, which is read, in 1 s, when the first update is over.
+
+    COMPUTE      |forward, backward: 6 s                |           |forward ...    the host makes the updates
+    HOST_UPDATE                                         |0|   |1|                   itself: 6 + 2 + 1 s
+    DISK_READ                                             |M1|
+
+    COMPUTE      |forward, backward: 6 s                | |forward of 0 ...         they are left to their lane:
+    HOST_UPDATE                                         |0|   |1|                   that of group 0 is waited for
+    DISK_READ                                             |M1|
+    """
+    machine = replace(machine_of(8, 20, disk_Bps=4.0), shadow_nbytes=shadow_nbytes)
+    found = offload_to_disk(BY_HAND, program_by_hand(), machine, reserve_nbytes=0)
+    assert found is not None
+    waiting = add_waits(BY_HAND, found.start, found.actions)
+    plan = Plan(BY_HAND.digest, machine, found.start, waiting, {0: HOST, 1: HOST})
+    assert simulate(plan, BY_HAND, iterations=6).step_s == pytest.approx(step_s, abs=1e-3)
+
+
+def test_with_states_first_gradients_stay_where_states_can_go() -> None:
+    """Of 16 chunks of four groups HOST has room for 12. By their next use alone, all of the last group would leave."""
+    trace = training_trace(4, 1, duration_s=1.0)
+    tiers = {moment.chunk.group: HOST for moment in trace.moments if moment.kind is Kind.UPDATE}
+    device = smallest_device(trace)
+    machine = machine_of(device, 12, disk_Bps=10.0)
+    problem = find_gaps(trace, tiers)
+    budget = [device] * len(trace.moments)
+    stays = find_stays(problem, sweep(problem, [device - need for need in problem.required], furthest_next_use))
+    free = free_room(problem, stays, budget)
+    prefetch(problem, stays, free, machine, lead=1.0)
+    program = emit(problem, stays, home_residents=True)
+    left: dict[bool, set[bool]] = {}
+    for states_first in (False, True):
+        found = offload_to_disk(trace, program, machine, reserve_nbytes=0, states_first=states_first)
+        assert found is not None
+        copies = (action for actions in found.actions for action in actions if isinstance(action, Copy))
+        left[states_first] = {copy.chunk.role.is_state for copy in copies if copy.target is DISK}
+        waiting = add_waits(trace, found.start, found.actions)
+        simulate(Plan(trace.digest, machine, found.start, waiting, tiers), trace)
+    assert left == {False: {False, True}, True: {True}}
