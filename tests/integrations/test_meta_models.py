@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import chunkmem
 from tests.helpers.libraries import LLAMA, manager_of
+from tests.helpers.peak_memory import IS_COUNTED, MIB, NEEDS_COUNT, anonymous_increase_nbytes, increase_nbytes
 from tests.helpers.ranks import Team
 from tests.helpers.twins import assert_equal, cpu_only
 from tests.integrations.test_families import FAMILIES
@@ -107,3 +111,49 @@ def test_the_automatic_classes() -> None:
             model = transformers.AutoModelForCausalLM.from_config(config)
         assert next(model.parameters()).dtype is torch.float32
         assert_equal(manager.state_dict(), expected)
+
+
+# Memory.
+
+LARGE = LLAMA | {"hidden_size": 1024, "intermediate_size": 2752, "num_hidden_layers": 4, "num_attention_heads": 8}
+"""193 MiB of weights, of which one has 11."""
+SIZES: dict[str, Any] = {"small": LLAMA, "large": LARGE}
+CHUNK_NBYTES = 16 * MIB
+
+
+def measure(rank: int, how: str, folder: Path) -> tuple[int, int]:
+    """Return by how many bytes memory grows at the most, and how many chunks have then."""
+    import transformers
+
+    keys: dict[str, Any] = {"default_chunk_size": CHUNK_NBYTES // 4, "memory": {"device": "64MiB", "host": "1GiB"}}
+    kept: list[Any] = []
+
+    def wrap(manager: chunkmem.ChunkManager, size: str) -> None:
+        config = transformers.LlamaConfig(**SIZES[size])
+        with CONTEXTS[how]():
+            model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32)
+        kept.append(manager.wrap(model))
+
+    def load(manager: chunkmem.ChunkManager, size: str) -> None:
+        with manager.init():
+            kept.append(transformers.LlamaForCausalLM.from_pretrained(folder / size))
+
+    run, count = (load, anonymous_increase_nbytes) if how == "from_pretrained" else (wrap, increase_nbytes)
+    for size in SIZES:  # the small one first: what is loaded once
+        with chunkmem.ChunkManager(chunkmem.Config.from_dict(keys)) as manager:
+            increase = count(partial(run, manager, size))
+            held = manager.memory()
+    return increase, held.device.now_nbytes + held.host.now_nbytes
+
+
+@pytest.mark.skipif(not IS_COUNTED, reason=NEEDS_COUNT)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("how", [*CONTEXTS, "from_pretrained"])
+def test_no_more_than_chunks_and_a_few_weights(how: str, size: int, tmp_path: Path) -> None:
+    if how == "from_pretrained":
+        for name, options in SIZES.items():
+            transformers.LlamaForCausalLM(transformers.LlamaConfig(**options)).save_pretrained(tmp_path / name)
+    with Team(size) as fresh:
+        for increase, held in fresh.run(measure, how, tmp_path, timeout_s=120.0):
+            assert held < 200 * MIB / size + 2 * CHUNK_NBYTES
+            assert increase - held <= 2 * CHUNK_NBYTES
