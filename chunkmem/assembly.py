@@ -28,7 +28,7 @@ from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.collect import Collector
 from chunkmem.nn.elsewhere import Elsewhere, Unpacked
 from chunkmem.nn.gradients import GradientBook
-from chunkmem.nn.initialisers import InitFunction
+from chunkmem.nn.initialisers import Initialisers
 from chunkmem.nn.meta import BuiltOnMeta, has_meta_tensors
 from chunkmem.nn.ordinary import same_random_numbers
 from chunkmem.nn.packing import move_ordinary_tensors
@@ -190,11 +190,11 @@ class Runtime:
         *,
         kept: Sequence[nn.Module] = (),
         built: Built = HERE,
-        param_init_fn: InitFunction | None = None,
+        initialisers: Initialisers | None = None,
     ) -> None:
         """Pack; gradients of `kept` modules, which are excluded, are not averaged over ranks.
 
-        With pipeline stages, that is put off until `add_stages`. `param_init_fn` is as for `BuiltOnMeta`.
+        With pipeline stages, that is put off until `add_stages`. `initialisers`: of what is on the meta device.
 
         Raises:
             StateError: with pipeline stages, there is a model already.
@@ -213,7 +213,7 @@ class Runtime:
                 self.sharding.shards,
                 read=self.updater.read_weight,
                 write=self.modules.surface.write,
-                param_init_fn=param_init_fn,
+                initialisers=initialisers or Initialisers(),
             )
         if self.ranks.stages is not None:
             if self.built.unpacked is not None:
@@ -280,6 +280,8 @@ class Runtime:
         self.modules.fit(roots, added, self.hooks, dtype=DTYPES[self.config.precision])
         for module in (*roots, *excluded):
             move_ordinary_tensors(module, excluded, self.device, on_host=self.registry.on_host)
+        if isinstance(built, BuiltOnMeta):
+            built.tell(self.modules.surface.awaited, (managed for packed in added for managed in packed.parameters))
 
     @contextlib.contextmanager
     def random_numbers(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from chunkmem.config import REGION_POLICIES, Config
 from chunkmem.errors import ConfigError, LayoutError, StateError
 from chunkmem.nn.built import HERE
 from chunkmem.nn.collect import Collector
+from chunkmem.nn.initialisers import Initialisers
 from chunkmem.nn.released import BuiltOverRanks
 from chunkmem.nn.tiling import tile_linears
 from chunkmem.sizes import shown
@@ -56,7 +57,9 @@ class ModelBuilding:
             self.runtime.built.collector = None
         self.runtime.add(collector.roots(), collector.excluded(), kept=collector.not_reduced(), built=built)
 
-    def wrap(self, model: nn.Module, *, param_init_fn: Callable[[nn.Module], object] | None = None) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, *, param_init_fn: Callable[[nn.Module], object] | None = None, skip_init: bool = False
+    ) -> nn.Module:
         """Pack the parameters of a model that exists; return the same object.
 
         What is on the meta device is initialised meanwhile, module by module: by `reset_parameters()`, in a model of
@@ -66,6 +69,8 @@ class ModelBuilding:
             model: to be packed.
             param_init_fn: called for each module, children first, as by `model.apply`. It writes in place; parameters
                 that had values keep them.
+            skip_init: initialise nothing that is going to be loaded: parameters, and buffers that a `state_dict` has.
+                Until `load` or `load_state_dict` has given them values, using the model is a `StateError`.
 
         Raises:
             LayoutError: a tensor on the meta device has no values at the end. Otherwise what `init` does.
@@ -75,7 +80,7 @@ class ModelBuilding:
             raise LayoutError(f"manager.wrap() takes a torch.nn.Module, not a {type(model).__name__}")
         if self.config.with_tiling_linear:
             self._tile(model, self._configured_numel)
-        self.runtime.add([model], [], param_init_fn=param_init_fn)
+        self.runtime.add([model], [], initialisers=Initialisers(param_init_fn, skip_init))
         return model
 
     def tile(self, model: nn.Module, *, max_numel: int | None = None) -> nn.Module:

@@ -83,10 +83,12 @@ class EntryPoints:
         self._controller.begin_root(id(root), grad_enabled=grad_enabled, before_iteration=self._leave_to_autograd)
         modules.registry.check()
         modules.surface.check_copies()
+        modules.surface.awaited.require()
         modules.gradient_hooks.watch(modules.registry.parameters)
 
     def begin_outside(self, first: ManagedParameter) -> None:
         """A parameter is used outside of models, in what backward may come to: a step may begin with it."""
+        self._modules.surface.awaited.require()
         if self._controller.is_between_steps:
             self._controller.begin_root(
                 id(first), grad_enabled=True, before_iteration=self._leave_to_autograd, is_model=False
@@ -165,6 +167,7 @@ class EntryPoints:
         modules.registry.check()
         modules.surface.check()
         modules.surface.check_copies()
+        modules.surface.awaited.require()
         for chunk in modules.access.chunks.values():
             pager.notice_writes(chunk)
         # Of a recorded step, too: optimizer states are about to be made.

@@ -212,6 +212,7 @@ class ChunkManager(ModelBuilding):
             CapacityError: they do not fit DEVICE together.
         """
         self.runtime.require_open()
+        self.runtime.modules.surface.awaited.require()
         wanted = (
             self.runtime.registry.parameters
             if params is None
@@ -255,6 +256,7 @@ class ChunkManager(ModelBuilding):
         """
         self.runtime.require_open()
         self.runtime.registry.check()
+        self.runtime.modules.surface.awaited.require()
         if lazy:
             self.runtime.ranks.require_one("manager.state_dict(lazy=True)")
         with self.runtime.together("manager.state_dict()"):
@@ -308,6 +310,7 @@ class ChunkManager(ModelBuilding):
         """
         self.runtime.require_open()
         self.runtime.registry.check()
+        self.runtime.modules.surface.awaited.require()
         where = Path(path).resolve()
         return self._saver.save(self.runtime, where, optimizer, model=model, extra=extra, asynchronous=asynchronous)
 
@@ -358,6 +361,7 @@ class ChunkManager(ModelBuilding):
         """
         self.runtime.require_open()
         self.runtime.registry.check()
+        self.runtime.modules.surface.awaited.require()
         save_pretrained(self.runtime, Path(path), model, max_shard_nbytes=parse_nbytes(max_shard_size))
 
     def memory(self) -> MemoryReport:

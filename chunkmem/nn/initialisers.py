@@ -24,9 +24,21 @@ InitFunction = Callable[[nn.Module], object]
 
 
 @dataclass(frozen=True)
+class Initialisers:
+    """What a user wants of a model on the meta device."""
+
+    param_init_fn: InitFunction | None = None
+    """Called for each module, when all have initialised themselves."""
+    skip_init: bool = False
+    """Parameters and saved buffers are going to be loaded: initialise the other buffers alone."""
+
+
+@dataclass(frozen=True)
 class Initialisation:
     """One call of an initialiser."""
 
+    module: nn.Module
+    """What it initialises, in the first place."""
     run: Callable[[], object]
     is_tied: bool = False
     """It sees one tensor under all names of a tied parameter."""
@@ -46,15 +58,15 @@ def initialisations(
     for module in _children_first(root, set()):
         reset = _reset_of(module)
         if reset is not None and _is_wanted(module, holders):
-            yield Initialisation(reset)
+            yield Initialisation(module, reset)
         if _is_pretrained(module):
             for inner, function in _in_order_of_post_init(module, module._init_weights):
                 if inner not in initialised:
                     initialised.add(inner)
-                    yield Initialisation(partial(function, inner))
+                    yield Initialisation(inner, partial(function, inner))
     if param_init_fn is not None:
         for module in _in_order_of_apply(root):
-            yield Initialisation(partial(param_init_fn, module), is_tied=True)
+            yield Initialisation(module, partial(param_init_fn, module), is_tied=True)
 
 
 def without_initialiser(root: nn.Module) -> Iterator[nn.Module]:

@@ -78,6 +78,7 @@ class ParameterLender:
         *,
         read: Callable[[ManagedParameter], torch.Tensor],
         write: Callable[[ManagedParameter, torch.Tensor], None],
+        keeps: bool = True,
     ) -> None:
         """Lend nothing yet.
 
@@ -87,12 +88,14 @@ class ParameterLender:
             without_values: those that get values; others have theirs, and keep them.
             read: returns a CPU copy of a parameter's values, as it was built. All ranks call it.
             write: sets them, where they belong to this rank.
+            keeps: false: what initialisers write to parameters is thrown away.
         """
         self._root = root
         self._managed = managed
         self._read, self._write = read, write
-        self._taking = set(without_values)
-        self.blank = set(self._taking)
+        self._without_values = frozenset(without_values)
+        self._taking = self._without_values if keeps else frozenset()
+        self.blank = set(self._without_values)
         """Those that have got no values yet."""
         self.incomplete = set(self._taking)
         """Those of which elements have got none yet."""
@@ -149,7 +152,7 @@ class ParameterLender:
         loan = self._loans.get(key)
         if loan is None:
             is_kept = id(param) in self._taking and not isinstance(key, tuple)
-            has_values = id(param) not in self.blank if is_kept else id(param) not in self._taking
+            has_values = id(param) not in (self.blank if is_kept else self._without_values)
             values = self._read(managed) if has_values else blank_like(param, managed)
             tensor = nn.Parameter(values, requires_grad=param.requires_grad)
             vars(tensor).update(vars(param))

@@ -20,10 +20,11 @@ from chunkmem.comm.agreement import Operation
 from chunkmem.comm.exchange import Shard
 from chunkmem.errors import LayoutError
 from chunkmem.layout.spec import Layout, digest
+from chunkmem.nn.awaited import AwaitedValues
 from chunkmem.nn.binding import ManagedParameter, blank, move_to
 from chunkmem.nn.built import Built
 from chunkmem.nn.elsewhere import hook_again
-from chunkmem.nn.initialisers import InitFunction, initialisations, tie_again, without_initialiser
+from chunkmem.nn.initialisers import Initialisers, initialisations, tie_again, without_initialiser
 from chunkmem.nn.lent import ParameterLender, blank_like, has_gaps
 from chunkmem.nn.parameter_reads import ParameterReads
 from chunkmem.runtime.device import runtime_mode
@@ -38,6 +39,11 @@ _NEXT_STEP = (
 def has_meta_tensors(roots: Iterable[nn.Module]) -> bool:
     """Tell whether a parameter or a buffer of a model that is not managed yet is on the meta device."""
     return any(next(_meta_tensors(root), None) is not None for root in roots)
+
+
+def is_saved(module: nn.Module, key: str) -> bool:
+    """Tell whether a module's state has a parameter or buffer."""
+    return key not in module._non_persistent_buffers_set
 
 
 def _meta_tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
@@ -61,7 +67,7 @@ class BuiltOnMeta(Built):
         *,
         read: Callable[[ManagedParameter], torch.Tensor],
         write: Callable[[ManagedParameter, torch.Tensor], None],
-        param_init_fn: InitFunction | None = None,
+        initialisers: Initialisers,
     ) -> None:
         """Look for tensors without values.
 
@@ -71,7 +77,7 @@ class BuiltOnMeta(Built):
             shards: which rank owns what; None with one rank.
             read: returns a CPU copy of a parameter's values, which this rank has.
             write: sets them, if this rank is to have them.
-            param_init_fn: called for each module, when all have initialised themselves.
+            initialisers: what the user wants.
         """
         for root in roots:
             tie_again(root)
@@ -79,11 +85,14 @@ class BuiltOnMeta(Built):
         self._built = built
         self._shards = shards
         self._read, self._write = read, write
-        self._param_init_fn = param_init_fn
+        self._initialisers = initialisers
         found = [each for root in roots for each in _meta_tensors(root)]
         self._params = {id(tensor): (name, tensor) for name, _, _, tensor in found if isinstance(tensor, nn.Parameter)}
         self._buffers = [(name, module, key) for name, module, key, t in found if not isinstance(t, nn.Parameter)]
         self._holders = {module for _, module, _, _ in found}
+        self._with_unsaved = {module for _, module, key, _ in found if not is_saved(module, key)}
+        self._awaited: list[tuple[str, nn.Module, str]] = []
+        """Buffers and parameters of excluded modules that are going to be loaded."""
         self._ordinary: list[tuple[str, nn.Parameter]] = []
         """Parameters of excluded modules."""
         self._blank_buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -92,10 +101,12 @@ class BuiltOnMeta(Built):
     def check(self, excluded: Collection[nn.Module]) -> None:
         """Raise a `LayoutError`, too, if nothing can give a tensor values."""
         self._built.check(excluded)
-        left = {m for root in self._roots if self._param_init_fn is None for m in without_initialiser(root)}
+        left = {
+            m for root in self._roots if self._initialisers.param_init_fn is None for m in without_initialiser(root)
+        }
         for root in self._roots:
-            for name, module, _, tensor in _meta_tensors(root):
-                if module in left:
+            for name, module, key, tensor in _meta_tensors(root):
+                if module in left and not (self._initialisers.skip_init and is_saved(module, key)):
                     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                     raise LayoutError(
                         f"{kind} {name} {tuple(tensor.shape)} is on the meta device and has no values, and its module, "
@@ -148,6 +159,14 @@ class BuiltOnMeta(Built):
                 module._buffers[key] = self._blank_buffers[id(module._buffers[key])][0]
             raise
 
+    def tell(self, awaited: AwaitedValues, parameters: Iterable[ManagedParameter]) -> None:
+        """Say what is going to be loaded, everything being where it stays; `parameters` were packed."""
+        if self._initialisers.skip_init:
+            found = [(name, module._buffers.get(key), module, key) for name, module, key in self._awaited]
+            tensors = [(name, module._parameters[key] if b is None else b) for name, b, module, key in found]
+            params = [managed for managed in parameters if self.comes_later(managed.param)]
+            awaited.expect(params, [(name, tensor) for name, tensor in tensors if tensor is not None])
+
     def _initialise(self, managed: dict[int, ManagedParameter]) -> None:
         for key in self._params.keys() & managed.keys():
             hook_again(managed[key].param)
@@ -156,11 +175,17 @@ class BuiltOnMeta(Built):
             self._make_ordinary()
             for root in self._roots:
                 lender = ParameterLender(
-                    root, managed, self._params.keys() & managed.keys(), read=self._from_owner, write=self._write
+                    root,
+                    managed,
+                    self._params.keys() & managed.keys(),
+                    read=self._from_owner,
+                    write=self._write,
+                    keeps=not self._initialisers.skip_init,
                 )
                 with lender.lending():
-                    for call in initialisations(root, self._param_init_fn, holders=self._holders):
-                        lender.run(call)
+                    for call in initialisations(root, self._initialisers.param_init_fn, holders=self._holders):
+                        if not self._initialisers.skip_init or call.module in self._with_unsaved:
+                            lender.run(call)
                 self._check_all(root, lender.incomplete)
 
     def _from_owner(self, managed: ManagedParameter) -> torch.Tensor:
@@ -204,6 +229,9 @@ class BuiltOnMeta(Built):
                 is_left = id(tensor) in incomplete
                 if id(tensor) in ordinary or id(tensor) in self._blank_buffers:
                     is_left = has_gaps(tensor.detach(), has_moved=tensor._version > 1)
+                if is_left and self._initialisers.skip_init and is_saved(module, key):
+                    self._awaited.append((f"{path}.{key}".removeprefix("."), module, key))
+                    continue
                 if is_left or tensor.is_meta:
                     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                     raise LayoutError(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from chunkmem.errors import StateError
+from chunkmem.nn.awaited import AwaitedValues
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.lazy_tensor import LazyTensor
@@ -67,6 +68,8 @@ class ModuleSurface:
         self._given: list[_Given] = []
         """Copies that `model.state_dict()` gave out."""
         self._fitted = FittedModules()
+        self.awaited = AwaitedValues()
+        """What was packed without values."""
 
     def check_copies(self) -> None:
         """Raise, once, if somebody has written to a value of `model.state_dict()`: in plain PyTorch it is a view.
@@ -172,6 +175,7 @@ class ModuleSurface:
             value = state.get(prefix + name)
             if isinstance(value, torch.Tensor) and value.shape == managed.shape:
                 self.write(managed, value)
+                self.awaited.came(managed)
                 self._given = [given for given in self._given if given.copy() is not value]
                 loaded.append(prefix + name)
                 del state[prefix + name]

@@ -417,3 +417,100 @@ def test_weights_that_no_tier_can_hold() -> None:
     ):
         manager.wrap(model)
     assert all(param.is_meta for param in model.parameters())
+
+
+# Loaded, and not initialised.
+
+
+class Loaded(nn.Module):
+    """One buffer is saved and one is not; nothing initialises one of the parameters, and the saved buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = OwnNorm()
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(self.up(x)) * self.scale.weight + self.table + self.count
+        return result
+
+
+def load_into(rank: int, folder: str, how: str, precision: str) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    plain = Loaded()
+    nn.init.normal_(plain.scale.weight)
+    x = torch.randn(3, WIDTH)
+    with manager_with(precision=precision) as saved:
+        saved.wrap(plain)
+        saved.save(folder)
+        state = saved.state_dict()
+    with manager_with(precision=precision) as manager:
+        with torch.device("meta"):
+            model = Loaded()
+        random_numbers = torch.get_rng_state()
+        manager.wrap(model, skip_init=True)
+        assert torch.equal(torch.get_rng_state(), random_numbers)
+        assert torch.equal(model.table, torch.arange(4.0))
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+        attempts: list[Callable[[], object]] = [
+            lambda: model(x),
+            manager.gather().__enter__,
+            lambda: manager.save(folder),
+            lambda: manager.save_pretrained(folder),
+            manager.state_dict,
+            optimizer.step,
+        ]
+        if manager.runtime.ranks.size == 1:  # else nobody reads one without `gather`
+            attempts.append(lambda: model.up.weight.sum())
+        for attempt in attempts:
+            with pytest.raises(
+                chunkmem.StateError, match=r"^parameter up.weight \(4, 16\) has no values yet, nor have"
+            ):
+                attempt()
+        if how == "load":
+            manager.load(folder)
+        elif how == "load_state_dict":
+            manager.load_state_dict(state)
+        else:
+            first = {"up.weight": state["up.weight"]}
+            model.load_state_dict(first, strict=False)
+            with pytest.raises(chunkmem.StateError, match=r"^parameter up.bias \(4,\) has no values yet, nor have"):
+                model(x)
+            model.load_state_dict({key: value for key, value in state.items() if key != "count"}, strict=False)
+            with pytest.raises(
+                chunkmem.StateError, match=r"^buffer count \(\) has no values yet: the model was packed"
+            ):
+                model(x)
+            model.load_state_dict(state)
+        loss = model(x).float().square().sum()
+        assert bool(torch.isfinite(loss))
+        manager.backward(loss)
+        found = manager.state_dict()
+        assert torch.equal(found["count"], torch.tensor(3))
+        optimizer.step()
+        return {key: value for key, value in found.items() if "running" not in key and "batches" not in key}
+
+
+@spread(how=["load", "load_state_dict", "in parts"], precision=PRECISIONS, size=[1, 2])
+def test_skip_init_waits_for_what_is_loaded(how: str, precision: str, size: int, team: Team, tmp_path: Any) -> None:
+    torch.manual_seed(1)
+    plain = Loaded()
+    nn.init.normal_(plain.scale.weight)
+    expected = {key: v for key, v in plain.state_dict().items() if "running" not in key and "batches" not in key}
+    args = str(tmp_path / "saved"), how, precision
+    for found in team.run(load_into, *args) if size == 2 else [load_into(0, *args)]:
+        assert_equal(found, expected)
+
+
+def test_a_buffer_that_is_not_saved_is_not_awaited() -> None:
+    with torch.device("meta"):
+        model = OwnBuffer()
+    with manager_with() as manager, pytest.raises(chunkmem.LayoutError, match=r"^buffer .*mask \(4,\) of a model on"):
+        manager.wrap(model, skip_init=True)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
