@@ -20,7 +20,7 @@ from chunkmem.comm.methods import ExchangeMethod, possible_exchanges, require_me
 from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config, flattened
 from chunkmem.entry_points import EntryPoints, collect_abandoned
-from chunkmem.errors import ConfigError, LayoutError, StateError
+from chunkmem.errors import ConfigError, StateError
 from chunkmem.layout.spec import digest
 from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
@@ -79,6 +79,8 @@ class BuiltModels:
 
     collector: Collector | None = None
     """Of the models under construction."""
+    initialisers: Initialisers = Initialisers()
+    """Of what is on the meta device, of the model that was built last."""
     unpacked: Unpacked | None = None
     """What was built, until it is known which stage has what; None without pipeline stages."""
     added: list[Unpacked] = field(default_factory=list)
@@ -198,30 +200,16 @@ class Runtime:
 
         Raises:
             StateError: with pipeline stages, there is a model already.
-            LayoutError: with pipeline stages, it is on the meta device.
         """
         unpacked = Unpacked(tuple(roots), tuple(excluded), tuple(kept))
-        if not built.is_put_off and has_meta_tensors(roots):
-            if self.ranks.stages is not None:
-                raise LayoutError(
-                    "the model is on the meta device, and a manager with pipeline stages takes one with values: build "
-                    "it on the CPU inside manager.init()"
-                )
-            built = BuiltOnMeta(
-                roots,
-                built,
-                self.sharding.shards,
-                read=self.updater.read_weight,
-                write=self.modules.surface.write,
-                initialisers=initialisers or Initialisers(),
-            )
+        self.built.initialisers = initialisers or Initialisers()
         if self.ranks.stages is not None:
             if self.built.unpacked is not None:
                 raise StateError("a manager with pipeline stages has one model; build all of it in one manager.init()")
             self.built.unpacked = unpacked
             self.built.added.append(unpacked)
             return
-        self._pack(roots, excluded, kept=kept, built=built)
+        self._pack(roots, excluded, kept=kept, built=built, models=roots)
         self.built.added.append(unpacked)
 
     def check_stages(self, stages: Iterable[nn.Module]) -> None:
@@ -254,18 +242,28 @@ class Runtime:
         modules = {module for stage in own for module in stage.modules()}
         excluded = [module for module in unpacked.excluded if module in modules]
         unpacked.is_packed = True
-        self._pack(
-            own, excluded, kept=[module for module in unpacked.kept if module in modules], built=self.built.values
-        )
+        kept = [module for module in unpacked.kept if module in modules]
+        self._pack(own, excluded, kept=kept, built=self.built.values, models=unpacked.roots)
         for number, stage in stages.items():
             where = f"stage {number}, which rank {ranks.name(number % ranks.size)} has"
             self.registry.add_elsewhere(self.built.elsewhere.leave(stage, modules, where=where))
         self.registry.place([param for root in unpacked.roots for param in root.parameters()])
 
     def _pack(
-        self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module], *, kept: Sequence[nn.Module], built: Built
+        self,
+        roots: Sequence[nn.Module],
+        excluded: Sequence[nn.Module],
+        *,
+        kept: Sequence[nn.Module],
+        built: Built,
+        models: Sequence[nn.Module],
     ) -> None:
+        """Pack `roots`, which are all of the `models` that were built, or stages of them."""
         self.forget_plans()
+        if not built.is_put_off and has_meta_tensors(models):
+            read, write = self.updater.read_weight, self.modules.surface.write
+            wanted, shards = self.built.initialisers, self.sharding.shards
+            built = BuiltOnMeta(models, built, shards, read=read, write=write, initialisers=wanted)
         with self.random_numbers() if isinstance(built, BuiltOnMeta) else contextlib.nullcontext():
             added = self.registry.add(roots, excluded, built)
         reduced = [module for module in excluded if module not in kept]

@@ -22,6 +22,10 @@ _OF_SHAPE = frozenset(
 """Functions of torch that need no values, by name; properties are `__get__` and `__set__`."""
 
 
+class _ParameterElsewhere(nn.Parameter):
+    """Base class of such parameters."""
+
+
 @dataclass
 class Unpacked:
     """What was built inside `manager.init()`, before it is known which pipeline stage has which modules."""
@@ -80,7 +84,7 @@ class Elsewhere:
             for key, param in module._parameters.items():
                 if param is not None and id(param) not in kept:
                     left[id(param)] = param
-                    if not param.is_meta:
+                    if not isinstance(param, _ParameterElsewhere):  # in two modules
                         self._plain.append((param, type(param)))
                         move_to(param, torch.empty_like(param, device="meta"))
                         param.__class__ = _class_of(f"{name}.{key}".removeprefix("."), where)
@@ -134,4 +138,4 @@ def _class_of(name: str, where: str) -> type[nn.Parameter]:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
-    return type("ParameterElsewhere", (nn.Parameter,), {"__torch_function__": classmethod(refuse)})
+    return type("ParameterElsewhere", (_ParameterElsewhere,), {"__torch_function__": classmethod(refuse)})

@@ -21,7 +21,8 @@ from chunkmem.runtime.device import give_back_freed_ram
 class _Loan:
     """What stands in for a parameter while an initialiser runs."""
 
-    managed: ManagedParameter
+    managed: ManagedParameter | None
+    """None: another pipeline stage has it."""
     tensor: nn.Parameter
     version: int
     """The tensor's, before anybody has written to it."""
@@ -146,14 +147,14 @@ class ParameterLender:
 
     def _lend(self, module: nn.Module, param: nn.Parameter) -> nn.Parameter:
         managed = self._managed.get(id(param))
-        if managed is None:
+        if managed is None and not param.is_meta:
             return param
         key = self._key(module, param)
         loan = self._loans.get(key)
         if loan is None:
-            is_kept = id(param) in self._taking and not isinstance(key, tuple)
+            is_kept = managed is not None and id(param) in self._taking and not isinstance(key, tuple)
             has_values = id(param) not in (self.blank if is_kept else self._without_values)
-            values = self._read(managed) if has_values else blank_like(param, managed)
+            values = self._read(managed) if managed is not None and has_values else blank_like(param, managed)
             tensor = nn.Parameter(values, requires_grad=param.requires_grad)
             vars(tensor).update(vars(param))
             loan = self._loans[key] = _Loan(managed, tensor, tensor._version, is_kept)
@@ -162,21 +163,22 @@ class ParameterLender:
     def _replace(self, module: nn.Module, param: nn.Parameter, value: nn.Parameter | None) -> bool:
         """An initialiser assigns another parameter: take its values. Tell whether `param` was lent."""
         managed = self._managed.get(id(param))
-        if managed is None:
+        if managed is None and not param.is_meta:
             return False
         self._lend(module, param)
         loan = self._loans[self._key(module, param)]
-        if value is None or value.shape != managed.shape or value.is_meta:
+        if value is None or value.shape != param.shape or value.is_meta:
             form = "None" if value is None else f"one of {tuple(value.shape)} on {value.device}"
             raise LayoutError(
-                f"parameter {managed} of a model on the meta device was replaced by {form} while it was initialised; "
-                "write to it in place"
+                f"parameter {managed or tuple(param.shape)} of a model on the meta device was replaced by {form} while "
+                "it was initialised; write to it in place"
             )
         loan.tensor, loan.version = value, -1
         return True
 
     def _keep(self, loan: _Loan) -> None:
         managed, values = loan.managed, loan.tensor.detach()
+        assert managed is not None
         key = id(managed.param)
         vars(managed.param).update(vars(loan.tensor))
         was_blank = key in self.blank

@@ -232,7 +232,7 @@ class BuiltOnMeta(Built):
                 if is_left and self._initialisers.skip_init and is_saved(module, key):
                     self._awaited.append((f"{path}.{key}".removeprefix("."), module, key))
                     continue
-                if is_left or tensor.is_meta:
+                if is_left or (tensor.is_meta and id(tensor) not in self._params):  # else another stage's
                     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                     raise LayoutError(
                         f"{kind} {path}.{key} {tuple(tensor.shape)} of a model on the meta device has no values, or "

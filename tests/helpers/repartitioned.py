@@ -83,7 +83,7 @@ class Training:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         self.manager = chunkmem.ChunkManager(change.make_config(), mesh=mesh)
         torch.manual_seed(0)
-        with self.manager.init():
+        with self.manager.init(), torch.device("meta" if task.on_meta else "cpu"):
             self.model = Net(task.model)
             with self.manager.exclude():
                 if change.kind == "excluded":

@@ -112,6 +112,8 @@ class StagedTask:
     clip: float = 0.0
     initial_scale_power: int = 14
     timeout_s: float = 60.0
+    on_meta: bool = False
+    """The model is built on the meta device."""
     empty: tuple[tuple[int, int], ...] = ()
     """(step, column): the data-parallel ranks of that number have no batch in that step."""
 
@@ -154,7 +156,7 @@ def train(rank: int, task: StagedTask, watch: Watch | None = None) -> StagedOutc
     column = rank % task.sizes[-1] if len(task.sizes) > 1 else 0
     with chunkmem.ChunkManager(task.make_config(), mesh=mesh) as manager:
         torch.manual_seed(0)
-        with manager.init():
+        with manager.init(), torch.device("meta" if task.on_meta else "cpu"):
             model = Net(task.model)
         pipe = manager.pipeline(
             model.blocks,
