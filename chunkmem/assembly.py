@@ -79,7 +79,7 @@ class BuiltModels:
 
     collector: Collector | None = None
     """Of the models under construction."""
-    initialisers: Initialisers = Initialisers()
+    initialisers: Initialisers = field(default_factory=Initialisers)
     """Of what is on the meta device, of the model that was built last."""
     unpacked: Unpacked | None = None
     """What was built, until it is known which stage has what; None without pipeline stages."""
