@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
 from tests.helpers.peak_memory import IS_COUNTED, MIB, NEEDS_COUNT, increase_nbytes
@@ -180,6 +182,51 @@ def test_param_init_fn_is_applied_last(team: Team) -> None:
     assert_equal(build_gpt(0), expected)
     for found in team.run(build_gpt):
         assert_equal(found, expected)
+
+
+def build_gpt_with(rank: int, kind: str) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if kind == "replicated" else None
+    keys: dict[str, Any] = {
+        "grouped": {"client": {"opts": {"with_mem_saving_comm": False}}},
+        "memory-saving": {"client": {"opts": {"with_mem_saving_comm": True}}},
+        "whole": {"release_after_init": True},
+    }
+    config = make_config(Task(config=keys.get(kind, {})))
+    with chunkmem.ChunkManager(config, mesh=mesh) as manager, torch.device("meta"):
+        model = Gpt()
+        if kind == "on host":
+            manager.on_host(model.blocks)
+        manager.wrap(model, param_init_fn=init_weights)
+        return manager.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["grouped", "memory-saving", "on host", "whole", "replicated"])
+def test_in_other_surroundings(kind: str, team: Team) -> None:
+    torch.manual_seed(3)
+    expected = dict(Gpt().state_dict())
+    with Team(4) if kind == "replicated" else contextlib.nullcontext(team) as ranks:
+        for found in ranks.run(build_gpt_with, kind):
+            assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_that_go_to_disk(precision: str, tmp_path: Any) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(32, 32) for _ in range(60)))
+
+    torch.manual_seed(3)
+    expected = dict(build().apply(init_weights).state_dict())
+    memory = {"device": "16KiB", "host": "80KiB", "disk": {"path": str(tmp_path), "capacity": "8MiB"}}
+    torch.manual_seed(3)
+    with manager_with(memory=memory, precision=precision) as manager:
+        with torch.device("meta"):
+            model = build()
+        manager.wrap(model, param_init_fn=init_weights)
+        report = manager.memory()
+        assert report.disk is not None
+        assert report.disk.now_nbytes > 100 * 1024
+        assert_equal(manager.state_dict(), expected)
 
 
 def test_values_that_exist_stay() -> None:
