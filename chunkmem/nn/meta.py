@@ -99,8 +99,10 @@ class BuiltOnMeta(Built):
         """By the identity of a buffer that was on the meta device: it, and what has taken its place."""
 
     def check(self, excluded: Collection[nn.Module]) -> None:
-        """Raise a `LayoutError`, too, if nothing can give a tensor values."""
+        """Raise a `LayoutError`, too, if nothing can give a tensor values, or only wrong ones."""
         self._built.check(excluded)
+        for root in self._roots if self._initialisers == Initialisers() else ():
+            _check_adapters(root)
         left = {
             m for root in self._roots if self._initialisers.param_init_fn is None for m in without_initialiser(root)
         }
@@ -243,6 +245,18 @@ class BuiltOnMeta(Built):
                     raise LayoutError(
                         f"attribute {path}.{key} is a tensor on the meta device, and no parameter and no buffer: it "
                         "can get no values; make it a buffer, or build the model on the CPU inside manager.init()"
+                    )
+
+
+def _check_adapters(root: nn.Module) -> None:
+    """Raise a `LayoutError` for layers of peft: their modules would initialise themselves otherwise than peft does."""
+    for path, module in root.named_modules():
+        if type(module).__module__.startswith("peft.") and callable(getattr(module, "reset_lora_parameters", None)):
+            for name, _, _, tensor in _meta_tensors(module):
+                if "lora_" in name:
+                    raise LayoutError(
+                        f"parameter {path}.{name} {tuple(tensor.shape)} of an adapter is on the meta device, and peft "
+                        f"itself gives it its values when it makes it: make it on the CPU, or {_NEXT_STEP}"
                     )
 
 

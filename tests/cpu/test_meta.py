@@ -140,6 +140,20 @@ def test_over_ranks(name: str, how: str, precision: str, team: Team) -> None:
         assert_equal(found, expected)
 
 
+def test_a_transformer_initialises_all_of_its_parameters_last() -> None:
+    """Its encoder's layers are copies of one in plain PyTorch, and are drawn one by one here."""
+    with manager_with() as manager:
+        with torch.device("meta"):
+            model = nn.Transformer(WIDTH, 2, 2, 1, WIDTH)
+        manager.wrap(model)
+        state = manager.state_dict()
+    for layer in range(2):
+        weight, bias = (state[f"encoder.layers.{layer}.linear1.{kind}"] for kind in ("weight", "bias"))
+        assert (6 / (4 * WIDTH)) ** 0.5 < weight.abs().max() <= (6 / (2 * WIDTH)) ** 0.5  # by Xavier and Glorot
+        assert bias.abs().max() <= WIDTH**-0.5
+    assert not torch.equal(state["encoder.layers.0.linear1.bias"], state["encoder.layers.1.linear1.bias"])
+
+
 class Gpt(nn.Module):
     """Ties the other way round than `Net`, and initialises after that."""
 
@@ -398,6 +412,34 @@ def test_what_gets_no_values_is_named(what: str) -> None:
         manager.wrap(model, param_init_fn=initialise)
         assert all(bool((value == 2).all()) for value in manager.state_dict().values())
         assert all(bool((buffer == 2).all()) for buffer in model.buffers())
+
+
+class LoraLinear(nn.Module):
+    """As in peft."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(4, 4)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)})
+
+    def reset_lora_parameters(self) -> None:
+        nn.init.zeros_(self.lora_B["default"].weight)
+
+
+LoraLinear.__module__ = "peft.tuners.lora.layer"
+
+
+def test_adapters_are_not_initialised_as_layers() -> None:
+    """They begin as zeros, so that the model is what it was."""
+    with torch.device("meta"):
+        model = nn.Sequential(LoraLinear())
+    with manager_with() as manager:
+        with pytest.raises(
+            chunkmem.LayoutError, match=r"^parameter 0.lora_A.default.weight \(2, 4\) of an adapter is on"
+        ):
+            manager.wrap(model)
+        manager.wrap(model, param_init_fn=init_weights)
 
 
 def fail_on_one(rank: int) -> None:
