@@ -274,7 +274,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Seconds of a step with all optimizer states on a throttled disk.")
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each variant (default: %(default)s)")
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="DISK / computing (default: 0.5 1 2)")
-    parser.add_argument("--host", type=float, default=3.5, help="cap on HOST, x weights (default: %(default)s)")
+    parser.add_argument("--host", type=float, default=2.2, help="cap on HOST, x weights (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=HERE.parents[1], help="on a fast disk (default: here)")
     parser.add_argument("--quick", action="store_true", help="a small model: tries the harness, measures nothing")
     arguments = parse(parser)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -164,6 +165,9 @@ class Worker:
         """The newest one issued since the last drain."""
         self.failure: BaseException | None = None
         self._move = move
+        self._pid = os.getpid()
+        # The interpreter would end the thread in the middle of torch's code, and that aborts the process.
+        atexit.register(self._end)
         self.thread = threading.Thread(target=self._work, name=f"chunkmem {lane.value}", daemon=True)
         self.thread.start()
 
@@ -190,6 +194,12 @@ class Worker:
         """End the thread once it has done what was issued."""
         self.queue.put(None)
 
+    def _end(self) -> None:
+        """The interpreter is about to end: let the thread end before."""
+        if os.getpid() == self._pid:
+            self.stop()
+            self.thread.join()
+
     def _work(self) -> None:
         while (queued := self.queue.get()) is not None:
             if self.failure is None:
@@ -197,6 +207,7 @@ class Worker:
             queued.finish(self.failure)
             # While this thread waits for the next, it keeps nothing of the last.
             del queued
+        atexit.unregister(self._end)
 
 
 def drain_workers(workers: Collection[Worker]) -> None:

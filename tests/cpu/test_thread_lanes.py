@@ -63,6 +63,18 @@ def test_a_program_ends_without_closing_its_lanes() -> None:
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
+def test_a_program_ends_while_an_update_is_under_way() -> None:
+    """A thread that torch's code runs in cannot just be ended with the interpreter: the process would be aborted."""
+    program = (
+        "import time, torch; from chunkmem.runtime.lanes import ThreadLanes\n"
+        "lanes, one = ThreadLanes(), torch.ones(200, 200)\n"
+        "lanes.work(lambda: [one @ one for _ in range(3000)] and print('updated'), after=(), label='update')\n"
+        "time.sleep(0.2); print('the end')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\nupdated\n", "")
+
+
 def test_lanes_run_beside_each_other_and_beside_the_caller(threads: ThreadLanes) -> None:
     # Each lane's copy ends only once the other's has begun and the caller has done something else.
     meet = threading.Barrier(3, timeout=10)
