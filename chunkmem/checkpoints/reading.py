@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from chunkmem.checkpoints.checksums import checksum, entry_name, read_checksums
 from chunkmem.checkpoints.directory import MANIFEST
 from chunkmem.errors import CheckpointError
+from chunkmem.layout.pack import SLAB_FLOOR_NBYTES
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
+from chunkmem.runtime.device import give_back_freed_ram
 
 
 class CheckpointFiles:
@@ -51,6 +53,8 @@ class CheckpointFiles:
             raise CheckpointError(f"{path / MANIFEST} is not what torch.distributed.checkpoint writes")
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self._checksums = checksums
+        self._read_nbytes = 0
+        """Since freed memory was given back."""
 
     @property
     def digest(self) -> str:
@@ -105,7 +109,11 @@ class CheckpointFiles:
         """
         form = self.metadata.state_dict_metadata[name]
         assert isinstance(form, TensorStorageMetadata)
-        values = torch.empty(shape, dtype=form.properties.dtype)
+        values = torch.empty(shape, dtype=form.properties.dtype, device="cpu")
+        self._read_nbytes += values.nbytes
+        if self._read_nbytes >= SLAB_FLOOR_NBYTES:  # the C library would keep what was read before
+            self._read_nbytes = 0
+            give_back_freed_ram()
         wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=torch.Size(shape))
         items = create_read_items_for_chunk_list(name, form, [wanted])
         self._read(items, _Into(values), of=name)

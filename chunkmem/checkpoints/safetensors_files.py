@@ -46,7 +46,7 @@ class _FileSource(Source):
             if file.readinto(content) < len(content):
                 raise CheckpointError(f"{self._path} ends before {self._name} does")
         if not content:
-            return torch.empty(shape, dtype=self._dtype)
+            return torch.empty(shape, dtype=self._dtype, device="cpu")
         values = torch.frombuffer(content, dtype=self._dtype).reshape(self._shape)
         return values if shape == self._shape else values[tuple(map(_slice, start, shape))].clone()
 

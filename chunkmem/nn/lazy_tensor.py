@@ -97,7 +97,7 @@ class LazyTensor(torch.Tensor):
         first, *others = self.pieces
         if not others:
             return first.read()
-        values = torch.empty(self.shape, dtype=self.dtype)
+        values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         for piece in self.pieces:
             values[_slices(piece.offsets, piece.shape)] = piece.read()
         return values
