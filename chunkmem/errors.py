@@ -32,6 +32,7 @@ class CapacityError(PlanError):
             bytes; mostly far less will do. None: not known. On an accelerator it has room for the activations so far.
         cap_nbytes: the cap that was in force, in bytes.
         on_host: it is HOST that is too small for a plan; accesses can still be served on demand.
+        on_disk: with `on_host`, the numbers are of DISK, and a larger one would do.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class CapacityError(PlanError):
         cap_nbytes: int,
         enough_nbytes: int | None = None,
         on_host: bool = False,
+        on_disk: bool = False,
     ) -> None:
         super().__init__(message)
         self.on_host = on_host
+        self.on_disk = on_disk
         self.needed_nbytes = needed_nbytes
         self.enough_nbytes = enough_nbytes
         self.cap_nbytes = cap_nbytes

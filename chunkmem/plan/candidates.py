@@ -17,7 +17,7 @@ from chunkmem.plan.choose import furthest_next_use, least_recently_used, sweep
 from chunkmem.plan.disk import least_host_nbytes, offload_to_disk
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.intervals import find_stays, free_room, keep_slabs, linger, prefetch
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, cap_key
 from chunkmem.plan.model import Action, Plan
 from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
 from chunkmem.plan.program import Program, emit
@@ -40,7 +40,8 @@ _LARGE = 2000
 _SEARCH_WORK = 1_000_000
 """Of one search for the least traffic; a plan takes up to 15 of them."""
 _DISK_RESERVES = (0, 3, 6, 12)
-"""Slabs of HOST that are set aside for what passes between DEVICE and DISK."""
+_FEW_DISK_RESERVES = (0, 3)
+"""Slabs of HOST that are set aside for what passes between DEVICE and DISK; of a large step, the few."""
 _MOMENT_WORK = 40
 """Of making and simulating a candidate, for each of its moments."""
 
@@ -134,6 +135,8 @@ class Candidates:
         self.slab_nbytes = max(trace.chunk_nbytes.values(), default=0)
         self.shortage: CapacityError | None = None
         self.least_host_nbytes: int | None = None
+        self.least_disk_nbytes: int | None = None
+        """With that, a candidate would fit whose room on HOST suffices."""
 
     def pieces(self) -> Iterator[tuple[int, Candidate | None]]:
         """Yield pieces of work done, each with the candidate that came of it, if one did.
@@ -314,8 +317,9 @@ class Candidates:
 
     def _make_with_disk(self, way: _Placed, program: Program, name: str) -> tuple[int, Candidate | None]:
         """Return the work done, and the fastest candidate that has what HOST has no room for on DISK."""
-        work, best = 0, None
-        for reserve, states_first in product(_DISK_RESERVES, (False, True)):
+        work, best, is_followable = 0, None, False
+        reserves = _DISK_RESERVES if self.is_small else _FEW_DISK_RESERVES
+        for reserve, states_first in product(reserves, (False, True)):
             work += _MOMENT_WORK * len(self.trace.moments)
             reserve_nbytes = reserve * self.slab_nbytes
             found = offload_to_disk(
@@ -323,11 +327,15 @@ class Candidates:
             )
             if found is None:
                 continue
+            is_followable = True
+            if found.disk_peak_nbytes > self.machine.disk_nbytes:
+                self.least_disk_nbytes = min(found.disk_peak_nbytes, self.least_disk_nbytes or found.disk_peak_nbytes)
+                continue
             told = f"{name}, {reserve} set aside on HOST" + (", states first" if states_first else "")
             candidate = self._candidate(found, found.actions, way.placement, told)
             if best is None or candidate.step_s < best.step_s:
                 best = candidate
-        if best is None:
+        if not is_followable:
             least_nbytes = least_host_nbytes(self.trace, program)
             self.least_host_nbytes = min(least_nbytes, self.least_host_nbytes or least_nbytes)
         return work, best
@@ -340,18 +348,24 @@ class Candidates:
         return Candidate(plan, simulate(plan, self.given, iterations=3 if self.is_small else 2), placement)
 
     def _nothing_fits(self) -> CapacityError:
-        if self.least_host_nbytes is None:
-            # Of a placement that has all updates on HOST, which needs least of DEVICE.
-            assert self.shortage is not None
-            return self.shortage
-        least_nbytes = self.least_host_nbytes
+        if self.least_disk_nbytes is not None:
+            return self._too_small(Tier.DISK, self.least_disk_nbytes)
+        if self.least_host_nbytes is not None:
+            return self._too_small(Tier.HOST, self.least_host_nbytes)
+        # Of a placement that has all updates on HOST, which needs least of DEVICE.
+        assert self.shortage is not None
+        return self.shortage
+
+    def _too_small(self, tier: Tier, least_nbytes: int) -> CapacityError:
+        cap_nbytes = self.machine.cap_nbytes[tier]
         return CapacityError(
-            f"a plan would have {format_nbytes(least_nbytes)} on HOST, which may hold "
-            f"{format_nbytes(self.machine.host_nbytes)}; raise memory.host to at least "
-            f"{format_nbytes(least_nbytes)} ({least_nbytes} bytes)",
+            f"a plan would have {format_nbytes(least_nbytes)} on {tier.name}, which may hold "
+            f"{format_nbytes(cap_nbytes)}; raise {cap_key(tier)} to at least {format_nbytes(least_nbytes)} "
+            f"({least_nbytes} bytes)",
             needed_nbytes=least_nbytes,
-            cap_nbytes=self.machine.host_nbytes,
+            cap_nbytes=cap_nbytes,
             on_host=True,
+            on_disk=tier is Tier.DISK,
         )
 
 

@@ -57,7 +57,7 @@ def offload_to_disk(
             [Note: States first].
 
     Returns:
-        None: a moment needs more of HOST than there is, or all together more than both tiers have.
+        What it has on DISK may be more than its cap. None: a moment needs more of HOST than there is.
     """
     slots = _slots(trace, program)
     problem = _problem(trace, program, slots)
@@ -71,8 +71,7 @@ def offload_to_disk(
     free = free_room(problem, stays, budget)
     prefetch(problem, stays, free, machine, lead=_LEAD)
     linger(problem, stays, free, machine)
-    found = _Rewriter(problem, stays, program, slots).run()
-    return None if found.disk_peak_nbytes > machine.disk_nbytes else found
+    return _Rewriter(problem, stays, program, slots).run()
 
 
 def _states_first(problem: Problem) -> Order:

@@ -264,3 +264,13 @@ def test_with_states_first_gradients_stay_where_states_can_go() -> None:
         waiting = add_waits(trace, found.start, found.actions)
         simulate(Plan(trace.digest, machine, found.start, waiting, tiers), trace)
     assert left == {False: {False, True}, True: {True}}
+
+
+def test_a_disk_that_is_too_small_is_named() -> None:
+    trace = training_trace(4, 1)
+    machine = machine_of(smallest_device(trace), group_nbytes(trace), disk_nbytes=1)
+    with pytest.raises(CapacityError, match=r"on DISK, which may hold 1 B; raise memory\.disk\.capacity") as raised:
+        make_plan(trace, machine)
+    assert raised.value.on_disk
+    assert raised.value.cap_nbytes == 1
+    make_plan(trace, replace(machine, disk_nbytes=raised.value.needed_nbytes))
