@@ -29,6 +29,7 @@ the smallest change that makes it fit, and how long a step will take.
   chunkmem estimate gpt:7b --device 24GiB --host 128GiB --precision bf16 --batch 4
   chunkmem estimate path/to/config.json --hardware h200 --checkpointing
   chunkmem estimate mypackage.train:make --device 8GiB --activations auto
+  chunkmem estimate gpt:70b --precision bf16 --checkpointing --device 72GiB --host 128GiB --disk 1TiB --disk-speed 6GB/s
   chunkmem estimate gpt:7b --stages 4 --micro-batches 16 --batch 32 --precision bf16
   chunkmem estimate gpt --largest --device 24GiB --host 120GiB --precision bf16 --checkpointing
 
@@ -55,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--largest", action="store_true", help="find the largest MODEL that fits; needs --host")
     add("--device", metavar="SIZE", help="cap on DEVICE, such as 80GiB; default: 80 %% of the accelerator")
     add("--host", metavar="SIZE", help="cap on HOST; default: as much as it takes")
+    add("--disk", metavar="SIZE", help="memory.disk: cap on DISK (default: there is none)")
+    add("--disk-speed", metavar="SPEED", help="bytes a second of DISK: 6GB/s, or 6GB/s,4GB/s for reading, writing")
     add("--batch", type=count, default=1, metavar="N", help="samples a step and rank (default: 1)")
     add("--seq", type=count, metavar="N", help="positions a sample (default: 2048)")
     add("--precision", choices=DTYPES, default="fp32", help="of weights and gradients (default: fp32)")
@@ -147,6 +150,11 @@ def _question(options: argparse.Namespace) -> Question:
         hardware = replace(hardware, peer_Bps=network_Bps, network_Bps=network_Bps)
     if options.tflops is not None:
         hardware = replace(hardware, flop_per_s=1e12 * options.tflops, fp32_flop_per_s=1e12 * options.tflops)
+    if options.disk_speed is not None:
+        read_Bps, write_Bps = _disk_speeds(options)
+        hardware = replace(hardware, disk_read_Bps=read_Bps, disk_write_Bps=write_Bps)
+    if options.disk is not None and options.host is None:
+        raise ConfigError("--disk is below HOST, and takes what that has no room for; give --host, too")
     if not options.largest:
         resolve_model(options.model, batch=1, seq=options.seq)  # what is wrong is said before anything takes time
     return Question(
@@ -155,6 +163,7 @@ def _question(options: argparse.Namespace) -> Question:
         hardware=hardware,
         device_nbytes=_device_nbytes(options, hardware),
         host_nbytes=None if options.host is None else parse_size("--host", options.host),
+        disk_nbytes=0 if options.disk is None else parse_size("--disk", options.disk),
         dtype=getattr(torch, DTYPES[options.precision]),
         master_weights=not options.no_master_weights,
         checkpointing=options.checkpointing,
@@ -165,6 +174,16 @@ def _question(options: argparse.Namespace) -> Question:
         chunk_numel=options.chunk_size,
         tile_numel=options.tile,
     )
+
+
+def _disk_speeds(options: argparse.Namespace) -> tuple[float, float]:
+    if options.disk is None:
+        raise ConfigError("--disk-speed is about DISK; give --disk, too")
+    read, *write = str(options.disk_speed).split(",")
+    if len(write) > 1:
+        raise ConfigError(f"--disk-speed is {options.disk_speed!r}; give one speed, or two: 6GB/s,4GB/s")
+    read_Bps = parse_speed("--disk-speed", read)
+    return read_Bps, parse_speed("--disk-speed", write[0]) if write else read_Bps
 
 
 def _largest(options: argparse.Namespace) -> CommandResult:
@@ -194,7 +213,10 @@ def _largest(options: argparse.Namespace) -> CommandResult:
 def _pipeline(options: argparse.Namespace) -> CommandResult:
     from chunkmem.cli.stages import pipeline_answer, refuse_with
 
-    refuse_with("--stages", ["--largest"] * options.largest + ["--world"] * (options.world > 1))
+    refuse_with(
+        "--stages",
+        ["--largest"] * options.largest + ["--world"] * (options.world > 1) + ["--disk"] * bool(options.disk),
+    )
     question = _question(options)
     gc.freeze()
     with silenced("torch._subclasses.fake_tensor"):

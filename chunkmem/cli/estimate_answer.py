@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from chunkmem.cli.answer import CommandResult, table
-from chunkmem.cli.estimate_times import assumption_lines, time_data, time_lines
+from chunkmem.cli.estimate_times import assumption_lines, disk_data, disk_lines, time_data, time_lines
 from chunkmem.report.text import REGION_COLUMNS, region_rows
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import Role, Tier
@@ -52,6 +52,7 @@ def yes(
                    "cap_nbytes": question.device_nbytes},
         "host": {"peak_nbytes": peaks[Tier.HOST], "first_step_nbytes": finding.first_host_nbytes,
                  "cap_nbytes": question.host_nbytes},
+        "disk": disk_data(question, finding),
         "exchanged": {"sent_nbytes": finding.exchanged.sent_nbytes,
                       "received_nbytes": finding.exchanged.received_nbytes,
                       "buffered_nbytes": finding.exchanged.buffered_nbytes},
@@ -59,13 +60,18 @@ def yes(
         "updated_on_host": sum(tier is Tier.HOST for tier in finding.plan.update_tiers.values()),
         "regions": [asdict(region) | {"policy": region.policy.value} for region in finding.regions],
     }  # fmt: skip
+    disk = ""
+    if question.disk_nbytes:
+        peak_nbytes = finding.timeline.peak_nbytes[Tier.DISK]
+        disk = f", DISK at {format_nbytes(peak_nbytes)} of {format_nbytes(question.disk_nbytes)}"
     host_cap = "" if question.host_nbytes is None else f" of {format_nbytes(question.host_nbytes)}"
     lines = [
         f"fits: DEVICE peaks at {format_nbytes(with_activations)} of {format_nbytes(question.device_nbytes)}, "
-        f"HOST at {format_nbytes(peaks[Tier.HOST])}{host_cap}",
+        f"HOST at {format_nbytes(peaks[Tier.HOST])}{host_cap}{disk}",
         _least(need),
         *_beyond(question),
         *time_lines(question, rehearsal, finding, step),
+        *disk_lines(question, finding),
     ]
     if question.world > 1:
         lines.append(
@@ -111,10 +117,14 @@ def without_plan(
         "planned": False,
         "step_s": None,
         "device": {"cap_nbytes": question.device_nbytes},
-        "host": {"cap_nbytes": question.host_nbytes, "planned_nbytes": shortage.needed_nbytes},
-    }
+        "host": {"cap_nbytes": question.host_nbytes,
+                 "planned_nbytes": None if shortage.on_disk else shortage.needed_nbytes},
+        "disk": {"cap_nbytes": question.disk_nbytes or None,
+                 "planned_nbytes": shortage.needed_nbytes if shortage.on_disk else None},
+    }  # fmt: skip
+    tier = Tier.DISK if shortage.on_disk else Tier.HOST
     line = (
-        f"fits, but HOST has {format_nbytes(shortage.cap_nbytes)}, and a plan needs "
+        f"fits, but {tier.name} has {format_nbytes(shortage.cap_nbytes)}, and a plan needs "
         f"{format_nbytes(shortage.needed_nbytes)} ({shortage.needed_nbytes} bytes) at least: every access is served on "
         "demand, which is slower"
     )
@@ -130,7 +140,8 @@ def no(
     changes: list[Change],
 ) -> CommandResult:
     """Say that it does not fit, which limit binds, and what to change."""
-    limit = "device" if need.nbytes > question.device_nbytes else "host"
+    below = Tier.DISK if shortage.on_disk else Tier.HOST
+    limit = "device" if need.nbytes > question.device_nbytes else below.value
     needed_nbytes = need.nbytes if limit == "device" else shortage.needed_nbytes
     described = [{"what": change.what, "options": list(change.options)} for change in changes]
     data = _subject(question, rehearsal, other, need) | {
@@ -142,6 +153,7 @@ def no(
         "changes": described,
         "device": {"cap_nbytes": question.device_nbytes},
         "host": {"cap_nbytes": question.host_nbytes},
+        "disk": {"cap_nbytes": question.disk_nbytes or None},
     }
     where = f" (most at {need.moment})" if limit == "device" else ""
     lines = [
@@ -181,7 +193,9 @@ def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, 
         "assumed": {"flop_per_s": question.hardware.flop_rate(question.dtype), "link_Bps": question.hardware.link_Bps,
                     "eager_share": question.hardware.eager_share, "duplex_Bps": question.hardware.duplex_Bps,
                     "host_memory_Bps": question.hardware.host_memory_Bps, "memory_Bps": question.hardware.memory_Bps,
-                    "network_Bps": question.hardware.exchange_Bps(question.world)},
+                    "network_Bps": question.hardware.exchange_Bps(question.world),
+                    "disk_read_Bps": question.hardware.disk_read_Bps,
+                    "disk_write_Bps": question.hardware.disk_write_Bps},
     }  # fmt: skip
 
 
@@ -234,6 +248,6 @@ def _shown(change: Change) -> str:
     """Return the options to add or change, sizes also for people."""
     words = []
     for option, word in zip(("", *change.options), change.options, strict=False):
-        is_size = option in ("--device", "--host") and int(word) > 2**20
+        is_size = option in ("--device", "--host", "--disk") and int(word) > 2**20
         words.append(f"{word} ({format_nbytes(int(word))})" if is_size else word)
     return " ".join(words)

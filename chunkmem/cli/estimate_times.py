@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from chunkmem.plan.model import Lane
 from chunkmem.sizes import format_nbytes
 from chunkmem.types import Tier
+
+_DISK_SHARE = 0.5
+"""Of a step that the disk reads or writes: from there on it is what the step waits for."""
 
 if TYPE_CHECKING:
     from chunkmem.estimate.question import Finding, Question, StepRange
@@ -56,6 +60,54 @@ def time_lines(question: Question, rehearsal: Rehearsal, finding: Finding, step:
         )
 
 
+def disk_data(question: Question, finding: Finding) -> dict[str, Any] | None:
+    """Return what ``--json`` prints about DISK; None if there is none."""
+    if not question.disk_nbytes:
+        return None
+    busy_s, moved = _disk_busy_s(finding), finding.timeline.moved_nbytes
+    return {
+        "peak_nbytes": finding.timeline.peak_nbytes[Tier.DISK],
+        "cap_nbytes": question.disk_nbytes,
+        "read_nbytes": moved[Lane.DISK_READ],
+        "written_nbytes": moved[Lane.DISK_WRITE],
+        "read_s": busy_s[Lane.DISK_READ],
+        "write_s": busy_s[Lane.DISK_WRITE],
+        "binds": _disk_binds(finding),
+    }
+
+
+def disk_lines(question: Question, finding: Finding) -> Iterator[str]:
+    """Yield what is printed about DISK."""
+    if not question.disk_nbytes:
+        return
+    busy_s, moved = _disk_busy_s(finding), finding.timeline.moved_nbytes
+    read_nbytes, written_nbytes = moved[Lane.DISK_READ], moved[Lane.DISK_WRITE]
+    if not read_nbytes and not written_nbytes:
+        yield "DISK is not used: HOST has room for all"
+        return
+    yield (
+        f"each step reads {format_nbytes(read_nbytes)} from DISK in {_time(busy_s[Lane.DISK_READ])}, and writes "
+        f"{format_nbytes(written_nbytes)} in {_time(busy_s[Lane.DISK_WRITE])}"
+        + ("; the disk is what a step waits for" if _disk_binds(finding) else "")
+    )
+    if written_nbytes:
+        yield f"disks wear: one rated for 1 PB written lasts {_rounded(1e15 / written_nbytes)} steps"
+
+
+def _disk_busy_s(finding: Finding) -> dict[Lane, float]:
+    busy_s = {Lane.DISK_READ: 0.0, Lane.DISK_WRITE: 0.0}
+    for span in finding.timeline.spans:
+        if span.lane in busy_s and not span.is_stall:
+            busy_s[span.lane] += span.end_s - span.start_s
+    return busy_s
+
+
+def _disk_binds(finding: Finding) -> bool:
+    """Tell whether reading or writing takes most of a step, and more than any lower bound."""
+    longest_s = max(_disk_busy_s(finding).values())
+    return longest_s > max(_DISK_SHARE * finding.timeline.step_s, finding.lower_bounds.step_s)
+
+
 def assumption_lines(question: Question) -> Iterator[str]:
     """Yield what the times rest on."""
     hardware = question.hardware
@@ -64,6 +116,10 @@ def assumption_lines(question: Question) -> Iterator[str]:
         f"reaches {100 * hardware.eager_share:.0f} %; link {hardware.link_Bps / 1e9:.0f} GB/s each way and "
         f"{hardware.duplex_Bps / 1e9:.0f} both ways; host memory {hardware.host_memory_Bps / 1e9:.0f} GB/s"
     )
+    if question.disk_nbytes:
+        assumed += (
+            f"; disk {hardware.disk_read_Bps / 1e9:.2g} GB/s reading, {hardware.disk_write_Bps / 1e9:.2g} writing"
+        )
     if question.world > 1:
         assumed += f"; network {hardware.exchange_Bps(question.world) / 1e9:.0f} GB/s a rank"
     yield assumed

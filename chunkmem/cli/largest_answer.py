@@ -46,7 +46,7 @@ def _limit(beyond: Tried) -> dict[str, Any]:
 
     shortage = _shortage(beyond)
     return {
-        "tier": "device" if binds_on_device(beyond) else "host",
+        "tier": "device" if binds_on_device(beyond) else "disk" if shortage.on_disk else "host",
         "layers": beyond.layers,
         "needed_nbytes": shortage.needed_nbytes,
         "cap_nbytes": shortage.cap_nbytes,
@@ -59,7 +59,8 @@ def _why(beyond: Tried) -> str:
 
     shortage = _shortage(beyond)
     if not binds_on_device(beyond):
-        return f"HOST needs {format_nbytes(shortage.needed_nbytes)}, and has {format_nbytes(shortage.cap_nbytes)}"
+        tier = "DISK" if shortage.on_disk else "HOST"
+        return f"{tier} needs {format_nbytes(shortage.needed_nbytes)}, and has {format_nbytes(shortage.cap_nbytes)}"
     need = device_need(beyond.question, beyond.rehearsal)
     activations_nbytes = beyond.rehearsal.activation_nbytes
     chunk_nbytes = max(beyond.rehearsal.trace.chunk_nbytes.values())

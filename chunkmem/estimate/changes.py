@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from chunkmem.errors import LayoutError, StateError
-from chunkmem.estimate.question import Change, Question, device_need, fits, host_need
+from chunkmem.estimate.question import UNLIMITED_NBYTES, Change, Question, device_need, disk_need, fits, host_need
 from chunkmem.estimate.rehearse import Rehearsal
 from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
 
@@ -39,7 +39,8 @@ def smallest_changes(question: Question, rehearsal: Rehearsal, *, rehearse: Rehe
 
 
 def raised_caps(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Change:
-    """Return the change of `device_nbytes` and `host_nbytes` to the smallest that work."""
+    """Return the change of `device_nbytes`, `host_nbytes` and, where there is one, `disk_nbytes` to small ones that
+    work."""
     raised = question
     while True:
         enough = replace(raised, device_nbytes=max(raised.device_nbytes, device_need(raised, rehearsal).nbytes))
@@ -48,13 +49,31 @@ def raised_caps(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) ->
         raised, rehearsal = enough, rehearse(enough)  # the chunk size is searched for the cap
     raised = enough
     if raised.host_nbytes is not None and not fits(raised, rehearsal):
-        raised = replace(raised, host_nbytes=host_need(raised, rehearsal))
+        raised = _below_raised(raised, rehearsal)
     parts: dict[str, tuple[str, ...]] = {}
     if raised.device_nbytes > question.device_nbytes:
         parts["device"] = ("--device", str(raised.device_nbytes))
     if raised.host_nbytes is not None and raised.host_nbytes != question.host_nbytes:
         parts["host"] = ("--host", str(raised.host_nbytes))
+    if raised.disk_nbytes != question.disk_nbytes:
+        parts["disk"] = ("--disk", str(raised.disk_nbytes))
     return _joined(parts, raised)
+
+
+def _below_raised(question: Question, rehearsal: Rehearsal) -> Question:
+    if not question.disk_nbytes:
+        return replace(question, host_nbytes=host_need(question, rehearsal))
+    if (disk_nbytes := disk_need(question, rehearsal)) is not None:
+        return replace(question, disk_nbytes=disk_nbytes)
+    host_nbytes = host_need(replace(question, disk_nbytes=UNLIMITED_NBYTES), rehearsal)
+    return _below_raised(replace(question, host_nbytes=host_nbytes), rehearsal)
+
+
+def _with_disk(question: Question, rehearsal: Rehearsal) -> Iterator[Change]:
+    if question.disk_nbytes or not question.host_nbytes:  # raising it is another change
+        return
+    if (disk_nbytes := disk_need(question, rehearsal)) is not None:
+        yield Change("disk", ("--disk", str(disk_nbytes)), replace(question, disk_nbytes=disk_nbytes))
 
 
 def _joined(parts: Mapping[str, tuple[str, ...]], question: Question) -> Change:
@@ -85,6 +104,7 @@ def _alone(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iter
     if not question.cpu_embedding:
         yield from _tried(replace(question, cpu_embedding=True), "cpu embedding", ("--cpu-embedding",), rehearse)
     yield from _smaller_batch(question, rehearse)
+    yield from _with_disk(question, rehearsal)
     if question.dtype is torch.float32:
         yield from _tried(replace(question, dtype=torch.bfloat16), "precision", ("--precision", "bf16"), rehearse)
     yield from _more_ranks(question, rehearsal, rehearse)

@@ -2,7 +2,8 @@
 
 [Note: Calibration] Peaks are of data sheets. What whole steps of eager PyTorch reach of them is fitted to published
 figures, of which docs/estimates.md has a table: 0.45 of the dense peak on H100, 0.55 on V100. HOST's bandwidth is that
-of rented machines with 16 or so cores for each accelerator. `SLOWER` and `FASTER` are how far other machines are off.
+of rented machines with 16 or so cores for each accelerator; DISK is one NVMe drive of a data center (PCIe 4), after its
+cache is full. `SLOWER` and `FASTER` are how far other machines are off.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from types import MappingProxyType
 
 import torch
 
-from chunkmem.plan.machine import Machine, host_links
+from chunkmem.plan.machine import Machine, disk_links, host_links
 
 _UPDATE_MOVES_PER_BYTE = 28 / 16
 """An Adam update reads and writes 28 bytes a parameter; `Machine` counts the 16 of PARAM, GRAD and states."""
 _LATENCY_S = 10e-6
+_DISK_LATENCY_S = 1e-4
 _RANKS_A_MACHINE = 8
 _MATMUL_SHARE = 0.6
 """Of the dense peak: what large matrix products reach."""
@@ -61,6 +63,9 @@ class Hardware:
     """What cuBLAS takes of the accelerator's memory."""
     network_Bps: float = 25e9
     """Between ranks of several machines, for each of them."""
+    disk_read_Bps: float = 6e9
+    """Of a rank's own file on an NVMe drive."""
+    disk_write_Bps: float = 4e9
     is_accelerator: bool = True
     """False: DEVICE is a part of RAM, whose cap covers chunks alone, and chunks are exchanged point to point."""
 
@@ -81,7 +86,7 @@ class Hardware:
         """Return the times before a first step with so many fp32 parameters to build, and bytes of HOST to pin."""
         return StartUp(4 * num_params / _BUILD_Bps, host_nbytes / _PIN_Bps)
 
-    def scaled(self, *, eager: float, host: float, link: float) -> Hardware:
+    def scaled(self, *, eager: float, host: float, link: float, disk: float) -> Hardware:
         """Return hardware that is so many times as fast; operators one by one stay as fast."""
         return replace(
             self,
@@ -89,14 +94,19 @@ class Hardware:
             host_memory_Bps=host * self.host_memory_Bps,
             link_Bps=link * self.link_Bps,
             duplex_Bps=link * self.duplex_Bps,
+            disk_read_Bps=disk * self.disk_read_Bps,
+            disk_write_Bps=disk * self.disk_write_Bps,
         )
 
-    def machine(self, device_nbytes: int, host_nbytes: int, *, world: int = 1) -> Machine:
+    def machine(self, device_nbytes: int, host_nbytes: int, *, disk_nbytes: int = 0, world: int = 1) -> Machine:
         """Return what plans of one of `world` ranks are made for, under these caps."""
+        links = host_links(h2d_Bps=self.link_Bps, d2h_Bps=self.link_Bps, latency_s=_LATENCY_S)
+        if disk_nbytes:
+            links |= disk_links(read_Bps=self.disk_read_Bps, write_Bps=self.disk_write_Bps, latency_s=_DISK_LATENCY_S)
         return Machine(
             device_nbytes=device_nbytes,
             host_nbytes=host_nbytes,
-            links=host_links(h2d_Bps=self.link_Bps, d2h_Bps=self.link_Bps, latency_s=_LATENCY_S),
+            links=links,
             device_update_Bps=self.memory_Bps / _UPDATE_MOVES_PER_BYTE,
             host_update_Bps=self.host_memory_Bps / _UPDATE_MOVES_PER_BYTE,
             charges_non_model=self.is_accelerator,
@@ -106,6 +116,7 @@ class Hardware:
             exchange_Bps=self.exchange_Bps(world) * world / (world - 1) if world > 1 else inf,
             host_memory_Bps=self.host_memory_Bps,
             duplex_Bps=self.duplex_Bps,
+            disk_nbytes=disk_nbytes,
         )
 
 
@@ -150,6 +161,6 @@ HARDWARE = MappingProxyType(
 )  # fmt: skip
 """By name: [Note: Calibration]. Peaks from NVIDIA's data sheets, memory as torch's messages name it."""
 
-SLOWER: Mapping[str, float] = MappingProxyType({"eager": 0.8, "host": 0.77, "link": 0.9})
-FASTER: Mapping[str, float] = MappingProxyType({"eager": 1.2, "host": 1.23, "link": 1.1})
+SLOWER: Mapping[str, float] = MappingProxyType({"eager": 0.8, "host": 0.77, "link": 0.9, "disk": 0.7})
+FASTER: Mapping[str, float] = MappingProxyType({"eager": 1.2, "host": 1.23, "link": 1.1, "disk": 1.15})
 """Factors for `Hardware.scaled` between which most machines of a name are: 100 to 160 GB/s for 130 of HOST's memory."""

@@ -55,7 +55,7 @@ def largest(family: Family, question: Question, *, note: Callable[[Tried], None]
         note: called after each try.
     """
     assert question.host_nbytes is not None
-    total_nbytes = question.world * (question.device_nbytes + question.host_nbytes)
+    total_nbytes = question.world * (question.device_nbytes + question.host_nbytes + question.disk_nbytes)
     num_tried = 0
 
     def tried(width: int, layers: int) -> Tried:

@@ -66,6 +66,15 @@ def least_on_host(trace: Trace, *, device_nbytes: int, charges_non_model: bool) 
     return Need(host_nbytes, str(trace.moments[at]))
 
 
+def least_over_disk(trace: Trace) -> int:
+    """Return the smallest cap on HOST, in bytes, where DISK takes all else: what the update of one group touches."""
+    groups = {moment.chunk.group for moment in trace.moments if moment.kind is Kind.UPDATE}
+    return max(
+        max(trace.chunk_nbytes.values(), default=0),
+        max((_nbytes(trace, trace.update(group).chunks) for group in groups), default=0),
+    )
+
+
 def _living(trace: Trace) -> Iterator[int]:
     """Yield by moment the bytes of chunks with content that is not to be had from elsewhere, or in use."""
     states = {chunk for chunk in trace.chunk_nbytes if chunk.role.is_state}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,11 +12,13 @@ from chunkmem.errors import CapacityError
 from chunkmem.estimate.hardware import FASTER, SLOWER, Hardware
 from chunkmem.estimate.lower_bounds import LowerBounds, lower_bounds_of
 from chunkmem.estimate.model import Model
-from chunkmem.estimate.needs import DeviceNeed, Need, least_on_device, least_on_host
+from chunkmem.estimate.needs import DeviceNeed, Need, least_on_device, least_on_host, least_over_disk
 from chunkmem.estimate.rank_stage import Exchanged, Step
 from chunkmem.estimate.rank_steps import RankSteps, serve_on_demand
 from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.plan.candidate import PlanOptions
+from chunkmem.plan.candidates import candidates
+from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.regions import RegionPolicy, choose_regions
@@ -46,6 +48,8 @@ class Question:
     device_nbytes: int
     host_nbytes: int | None = None
     """None: as much as it takes."""
+    disk_nbytes: int = 0
+    """Cap on DISK; 0: there is none."""
     dtype: torch.dtype = torch.float32
     master_weights: bool = True
     checkpointing: bool = False
@@ -96,8 +100,8 @@ class Change:
     """One thing to change so that it fits."""
 
     what: str
-    """"device", "host", "batch", "checkpointing", "activations", "cpu embedding", "precision", "tile", "accumulate" or
-    "world"; several are joined by " + ".
+    """"device", "host", "disk", "batch", "checkpointing", "activations", "cpu embedding", "precision", "tile",
+    "accumulate" or "world"; several are joined by " + ".
     """
     options: tuple[str, ...]
     """Of the command line, to add or to replace: ``("--batch", "2")``."""
@@ -149,13 +153,37 @@ def host_need(question: Question, rehearsal: Rehearsal) -> int:
     host_nbytes = max(1, least)  # 0 would be one tier
     while True:
         try:
-            find(replace(question, host_nbytes=host_nbytes), rehearsal)
+            require_plan(replace(question, host_nbytes=host_nbytes), rehearsal)
         except CapacityError as error:
             if not error.on_host:
                 raise
-            host_nbytes = error.needed_nbytes
+            # What DISK lacks, HOST may have instead.
+            host_nbytes = host_nbytes + _short_nbytes(error) if error.on_disk else error.needed_nbytes
         else:
             return host_nbytes
+
+
+def disk_need(question: Question, rehearsal: Rehearsal) -> int | None:
+    """Return a cap on DISK, in bytes, that makes it fit; None: none does, as HOST or DEVICE is too small for that."""
+    try:
+        # What a plan has on DISK if it has all the room it likes.
+        disk_nbytes = require_plan(replace(question, disk_nbytes=UNLIMITED_NBYTES), rehearsal).peak_nbytes[Tier.DISK]
+    except CapacityError:
+        return None
+    while True:
+        asked = replace(question, disk_nbytes=max(1, disk_nbytes))
+        try:
+            require_plan(asked, rehearsal)
+        except CapacityError as error:
+            if not error.on_disk:
+                raise
+            disk_nbytes = asked.disk_nbytes + _short_nbytes(error)
+        else:
+            return asked.disk_nbytes
+
+
+def _short_nbytes(error: CapacityError) -> int:
+    return max(1, error.needed_nbytes - error.cap_nbytes)
 
 
 def find(question: Question, rehearsal: Rehearsal) -> Finding:
@@ -165,8 +193,7 @@ def find(question: Question, rehearsal: Rehearsal) -> Finding:
         CapacityError: it does not fit.
     """
     steps = _steps(question, rehearsal)
-    _require_device(question, device_need(question, rehearsal))
-    require_room(question, rehearsal)
+    _require_steps(question, rehearsal)
     step, plan, timeline = _faster(question, steps)
     most_nbytes = max(step.exchanged.sent_nbytes, step.exchanged.received_nbytes)
     exchange_s = most_nbytes / question.hardware.exchange_Bps(question.world)
@@ -189,7 +216,7 @@ def step_range(question: Question, finding: Finding) -> StepRange:
 
     def timed_s(factors: Mapping[str, float]) -> float:
         hardware = question.hardware.scaled(**factors)
-        machine = hardware.machine(question.device_nbytes, _host_nbytes(question), world=question.world)
+        machine = _machine(replace(question, hardware=hardware))
         slowdown = question.hardware.eager_share / hardware.eager_share
         moments = tuple(replace(moment, duration_s=slowdown * moment.duration_s) for moment in finding.trace.moments)
         step_s = simulate(finding.plan, replace(finding.trace, moments=moments), machine=machine).step_s
@@ -202,16 +229,33 @@ def step_range(question: Question, finding: Finding) -> StepRange:
 def fits(question: Question, rehearsal: Rehearsal) -> bool:
     """Tell whether there is a plan."""
     try:
-        find(question, rehearsal)
+        require_plan(question, rehearsal)
     except CapacityError:
         return False
     return True
 
 
+def require_plan(question: Question, rehearsal: Rehearsal) -> Timeline:
+    """Return how a step goes by the first plan that there is, without looking for a better one.
+
+    Raises:
+        CapacityError: it does not fit.
+    """
+    _require_steps(question, rehearsal)
+    step = _steps(question, rehearsal).lazy
+    with _on_host_counted(step):
+        return next(candidates(step.trace, _machine(question, step), options=question.options)).timeline
+
+
+def _require_steps(question: Question, rehearsal: Rehearsal) -> None:
+    _require_device(question, device_need(question, rehearsal))
+    require_room(question, rehearsal)
+
+
 def _kept(question: Question, rehearsal: Rehearsal) -> frozenset[int]:
     """Return the calls that are not recomputed, by number, chosen as in training: by a step that recomputes all."""
     trace = _steps(question, rehearsal).lazy.trace
-    machine = question.hardware.machine(question.device_nbytes, _host_nbytes(question), world=question.world)
+    machine = _machine(question)
     step = uncharged(trace, charges_non_model=machine.charges_non_model)
     shared = None if machine.charges_non_model else shared_bytes(trace, {})
     try:
@@ -234,7 +278,10 @@ def _steps(question: Question, rehearsal: Rehearsal) -> RankSteps:
 def _least_on_host(question: Question, steps: RankSteps) -> int:
     charges = question.hardware.is_accelerator
     need = least_on_host(steps.first.trace, device_nbytes=question.device_nbytes, charges_non_model=charges)
-    return need.nbytes + _on_host_nbytes(steps.first)
+    least_nbytes = need.nbytes
+    if question.disk_nbytes:
+        least_nbytes = min(least_nbytes, max(least_nbytes - question.disk_nbytes, least_over_disk(steps.first.trace)))
+    return least_nbytes + _on_host_nbytes(steps.first)
 
 
 def _on_host_nbytes(step: Step) -> int:
@@ -243,6 +290,29 @@ def _on_host_nbytes(step: Step) -> int:
 
 def _host_nbytes(question: Question) -> int:
     return UNLIMITED_NBYTES if question.host_nbytes is None else question.host_nbytes
+
+
+def _machine(question: Question, step: Step | None = None) -> Machine:
+    """Return what plans are made for: a rank's caps, less what modules take that compute on HOST in `step`."""
+    taken_nbytes = 0 if step is None else _on_host_nbytes(step)
+    return question.hardware.machine(
+        question.device_nbytes,
+        max(0, _host_nbytes(question) - taken_nbytes),
+        disk_nbytes=question.disk_nbytes,
+        world=question.world,
+    )
+
+
+@contextlib.contextmanager
+def _on_host_counted(step: Step) -> Iterator[None]:
+    """Have errors about HOST count what modules take that compute there."""
+    try:
+        yield
+    except CapacityError as error:
+        if error.on_host and not error.on_disk:
+            error.needed_nbytes += _on_host_nbytes(step)
+            error.cap_nbytes += _on_host_nbytes(step)
+        raise
 
 
 def _require_device(question: Question, need: Need) -> None:
@@ -263,14 +333,17 @@ def require_room(question: Question, rehearsal: Rehearsal) -> None:
     host_nbytes = _host_nbytes(question)
     if question.host_nbytes is None or host_nbytes == 0:
         return  # everything finds room, or only a plan tells
+    least_nbytes = least_over_disk(_steps(question, rehearsal).first.trace)
     beside_nbytes = rehearsal.activation_nbytes if question.hardware.is_accelerator else 0
     device_nbytes = question.device_nbytes
     # Ranks with equally many bytes differ in what lies where, so a few are looked at.
     for rank in rehearsal.fullest_ranks(question.world)[:_NUM_TRIED]:
-        ledgers = (
+        ledgers = [
             Ledger(Tier.DEVICE, max(0, device_nbytes - beside_nbytes), device_nbytes),
             Ledger(Tier.HOST, host_nbytes, host_nbytes),
-        )
+        ]
+        if question.disk_nbytes:
+            ledgers.append(Ledger(Tier.DISK, question.disk_nbytes, question.disk_nbytes))
         try:
             serve_on_demand(
                 rehearsal.step,
@@ -281,10 +354,16 @@ def require_room(question: Question, rehearsal: Rehearsal) -> None:
                 margin_use_ratio=question.options.margin_use_ratio,
             )
         except CapacityError as error:
-            needed_nbytes = host_nbytes + error.needed_nbytes - error.cap_nbytes
+            # All tiers together are too small. More of DISK will do, unless HOST is smaller than what it has at a time.
+            is_disk = question.disk_nbytes > 0 and least_nbytes <= host_nbytes
+            cap_nbytes = question.disk_nbytes if is_disk else host_nbytes
             where = f"rank {rank}: " if question.world > 1 else ""
             raise CapacityError(
-                f"{where}{error}", needed_nbytes=needed_nbytes, cap_nbytes=host_nbytes, on_host=True
+                f"{where}{error}",
+                needed_nbytes=cap_nbytes + error.needed_nbytes - error.cap_nbytes,
+                cap_nbytes=cap_nbytes,
+                on_host=True,
+                on_disk=is_disk,
             ) from error
 
 
@@ -302,16 +381,8 @@ def _faster(question: Question, steps: RankSteps) -> tuple[Step, Plan, Timeline]
     """Plan the way that ranks keep: gathering ahead if there is a plan for it, unless computing stalls longer."""
 
     def planned(step: Step) -> tuple[Step, Plan, Timeline]:
-        taken_nbytes = _on_host_nbytes(step)
-        host_nbytes = max(0, _host_nbytes(question) - taken_nbytes)
-        machine = question.hardware.machine(question.device_nbytes, host_nbytes, world=question.world)
-        try:
-            plan = make_plan(step.trace, machine, options=question.options)
-        except CapacityError as error:
-            if error.on_host:
-                error.needed_nbytes += taken_nbytes
-                error.cap_nbytes += taken_nbytes
-            raise
+        with _on_host_counted(step):
+            plan = make_plan(step.trace, _machine(question, step), options=question.options)
         return step, plan, simulate(plan, step.trace)
 
     lazy = planned(steps.lazy)

@@ -6,6 +6,7 @@ memory, and other ranks are taken to say and do what this one does: all have the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chunkmem.estimate.calls import StepCalls
@@ -61,7 +62,7 @@ def replay(
 
 def serve_on_demand(
     step: StepCalls,
-    ledgers: tuple[Ledger, Ledger],
+    ledgers: Sequence[Ledger],
     *,
     rank: int,
     world: int,
@@ -72,7 +73,7 @@ def serve_on_demand(
 
     Args:
         step: what a rehearsal has logged.
-        ledgers: of DEVICE and of HOST, with their caps.
+        ledgers: of DEVICE, of HOST, and of DISK if there is one, with their caps.
         rank: which one of them.
         world: how many ranks.
         is_accumulating: see `replay`.

@@ -170,8 +170,15 @@ def two_tiers(device_nbytes: int = NO_CAP_NBYTES) -> tuple[Ledger, Ledger]:
     return open_ledger(Tier.DEVICE, device_nbytes), open_ledger(Tier.HOST)
 
 
-def counted_memory(device: Ledger, host: Ledger, *, make_pager: Callable[[ChunkStore], Pager] = Pager) -> Memory:
-    """Return chunks that are only counted, on two tiers; where HOST has no room, the two are one."""
-    pager = make_pager(WeightlessStore([device, host]))
-    caps = TierCaps(device.cap_nbytes, host.cap_nbytes, shared=host.limit_nbytes == 0)
+def counted_memory(
+    device: Ledger,
+    host: Ledger,
+    disk: Ledger | None = None,
+    *,
+    make_pager: Callable[[ChunkStore], Pager] = Pager,
+) -> Memory:
+    """Return chunks that are only counted, on two tiers or three; where HOST has no room, the two are one."""
+    pager = make_pager(WeightlessStore([device, host] if disk is None else [device, host, disk]))
+    disk_nbytes = 0 if disk is None else disk.cap_nbytes
+    caps = TierCaps(device.cap_nbytes, host.cap_nbytes, shared=host.limit_nbytes == 0, disk_nbytes=disk_nbytes)
     return Memory(ComputeDevice(_CPU), caps, pager, lambda dtype, tier: cast(BoundChunk, RehearsedChunk()))

@@ -14,17 +14,16 @@ from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.ahead import advance_updates
 from chunkmem.plan.candidate import Candidate, PlanOptions
 from chunkmem.plan.choose import furthest_next_use, least_recently_used, sweep
-from chunkmem.plan.disk import least_host_nbytes, offload_to_disk
+from chunkmem.plan.disk import least_host_nbytes, offload_to_disk, too_small
 from chunkmem.plan.gaps import Problem, budgets, find_gaps, require_fit
 from chunkmem.plan.intervals import find_stays, free_room, keep_slabs, linger, prefetch
-from chunkmem.plan.machine import Machine, cap_key
+from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Action, Plan
 from chunkmem.plan.placement import FullPlacements, Placement, has_idle_states, placements
 from chunkmem.plan.program import Program, emit
 from chunkmem.plan.search import least_traffic
 from chunkmem.plan.simulate import simulate
 from chunkmem.plan.waits import add_waits
-from chunkmem.sizes import format_nbytes
 from chunkmem.trace.loop import as_loop
 from chunkmem.trace.model import Kind, Mode, Trace
 from chunkmem.types import Tier
@@ -349,24 +348,12 @@ class Candidates:
 
     def _nothing_fits(self) -> CapacityError:
         if self.least_disk_nbytes is not None:
-            return self._too_small(Tier.DISK, self.least_disk_nbytes)
+            return too_small(Tier.DISK, self.least_disk_nbytes, self.machine)
         if self.least_host_nbytes is not None:
-            return self._too_small(Tier.HOST, self.least_host_nbytes)
+            return too_small(Tier.HOST, self.least_host_nbytes, self.machine)
         # Of a placement that has all updates on HOST, which needs least of DEVICE.
         assert self.shortage is not None
         return self.shortage
-
-    def _too_small(self, tier: Tier, least_nbytes: int) -> CapacityError:
-        cap_nbytes = self.machine.cap_nbytes[tier]
-        return CapacityError(
-            f"a plan would have {format_nbytes(least_nbytes)} on {tier.name}, which may hold "
-            f"{format_nbytes(cap_nbytes)}; raise {cap_key(tier)} to at least {format_nbytes(least_nbytes)} "
-            f"({least_nbytes} bytes)",
-            needed_nbytes=least_nbytes,
-            cap_nbytes=cap_nbytes,
-            on_host=True,
-            on_disk=tier is Tier.DISK,
-        )
 
 
 def _repeating(trace: Trace) -> Trace:

@@ -16,12 +16,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from chunkmem.errors import CapacityError
 from chunkmem.plan.choose import Order, furthest_next_use, sweep
 from chunkmem.plan.gaps import Gap, Problem, Use, gaps_of, required_nbytes
 from chunkmem.plan.intervals import Stay, Stays, find_stays, free_room, linger, prefetch
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import Machine, cap_key
 from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Update
 from chunkmem.plan.program import Program
+from chunkmem.sizes import format_nbytes
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId, Tier
 
@@ -41,6 +43,19 @@ class _Life:
 def least_host_nbytes(trace: Trace, program: Program) -> int:
     """Return the smallest cap on HOST with which a program can be followed if all else goes to DISK, in bytes."""
     return max(_problem(trace, program, _slots(trace, program)).required, default=0)
+
+
+def too_small(tier: Tier, least_nbytes: int, machine: Machine) -> CapacityError:
+    """Return the error for HOST or DISK, of which every plan has at least so many bytes."""
+    cap_nbytes = machine.cap_nbytes[tier]
+    return CapacityError(
+        f"a plan would have {format_nbytes(least_nbytes)} on {tier.name}, which may hold {format_nbytes(cap_nbytes)}; "
+        f"raise {cap_key(tier)} to at least {format_nbytes(least_nbytes)} ({least_nbytes} bytes)",
+        needed_nbytes=least_nbytes,
+        cap_nbytes=cap_nbytes,
+        on_host=True,
+        on_disk=tier is Tier.DISK,
+    )
 
 
 def offload_to_disk(

@@ -60,8 +60,8 @@ TESTING_NAMES = {
 
 OPTIONS = {
     "estimate": "MODEL --accumulate --activations --batch --checkpointing --chunk-size --cpu-embedding --device "
-    "--hardware --host --host-memory --largest --link --micro-batches --network --no-master-weights --picture "
-    "--precision --seq --stages --tflops --tile --world",
+    "--disk --disk-speed --hardware --host --host-memory --largest --link --micro-batches --network "
+    "--no-master-weights --picture --precision --seq --stages --tflops --tile --world",
     "check": "MODEL --batch --chunk-size --device --host --orders --precision --seed --seq --steps",
     "plan": "TRACE --d2h --device --h2d --host --keep-ties --machine --margin-use-ratio --out --stages",
     "report": "RUN --against --out --perfetto",
