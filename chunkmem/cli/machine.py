@@ -7,16 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from chunkmem.errors import ConfigError, PlanError
-from chunkmem.plan.machine import Machine
+from chunkmem.plan.machine import LinkSpeed, Machine
 from chunkmem.plan.model import LINK_LANES, Plan
 from chunkmem.sizes import parse_nbytes
-from chunkmem.types import DEVICE_LINKS
+from chunkmem.types import LINKS, Tier
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `--device --host --h2d --d2h --machine`; `machine_of` reads them."""
+    """Declare `--device --host --disk --h2d --d2h --disk-read --disk-write --machine`; `machine_of` reads them."""
     parser.add_argument("--device", metavar="SIZE", required=True, help="cap on DEVICE, such as 8GiB")
     parser.add_argument("--host", metavar="SIZE", help="cap on HOST (default: enough for all that is not on DEVICE)")
+    parser.add_argument("--disk", metavar="SIZE", help="cap on DISK (default: there is none)")
     parser.add_argument(
         "--machine",
         metavar="FILE",
@@ -25,6 +26,8 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--h2d", metavar="SIZE", help="bytes a second from HOST to DEVICE instead, such as 25GB")
     parser.add_argument("--d2h", metavar="SIZE", help="bytes a second from DEVICE to HOST instead, such as 25GB")
+    parser.add_argument("--disk-read", metavar="SPEED", help="bytes a second from DISK to HOST, such as 6GB/s")
+    parser.add_argument("--disk-write", metavar="SPEED", help="bytes a second from HOST to DISK, such as 4GB/s")
 
 
 def machine_of(options: argparse.Namespace, *, host_nbytes: int) -> Machine:
@@ -37,18 +40,22 @@ def machine_of(options: argparse.Namespace, *, host_nbytes: int) -> Machine:
     device_nbytes = parse_size("--device", options.device)
     host_nbytes = host_nbytes if options.host is None else parse_size("--host", options.host, least=0)
     # What is wrong with the arguments is said before anything is measured.
+    disk_nbytes = 0 if options.disk is None else parse_size("--disk", options.disk)
     given = {
         link: parse_speed(f"--{lane.value}", text)
-        for link in DEVICE_LINKS
-        if (text := getattr(options, (lane := LINK_LANES[link]).value)) is not None
+        for link in LINKS
+        if (text := getattr(options, (lane := LINK_LANES[link]).value.replace("-", "_"))) is not None
     }
+    for link in LINKS:
+        if Tier.DISK in link and link in given and not disk_nbytes:
+            raise ConfigError(f"--{LINK_LANES[link].value} is about DISK; give --disk, too")
     machine = _measured() if options.machine is None else load_machine(options.machine)
-    return replace(
-        machine,
-        device_nbytes=device_nbytes,
-        host_nbytes=host_nbytes,
-        links={link: replace(speed, Bps=given.get(link) or speed.Bps) for link, speed in machine.links.items()},
-    )
+    links = {link: replace(speed, Bps=given.get(link) or speed.Bps) for link, speed in machine.links.items()}
+    for link in LINKS if disk_nbytes else ():
+        if link not in links and link not in given:
+            raise ConfigError(f"--disk needs --{LINK_LANES[link].value}: the machine has no speed of a disk")
+        links.setdefault(link, LinkSpeed(given.get(link, 0.0)))
+    return replace(machine, device_nbytes=device_nbytes, host_nbytes=host_nbytes, disk_nbytes=disk_nbytes, links=links)
 
 
 def parse_size(option: str, text: str, *, least: int = 1) -> int:

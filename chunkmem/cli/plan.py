@@ -35,6 +35,7 @@ wait for, and what it would move, next to the least that any plan could.
 
   chunkmem plan runs/demo --device 8GiB
   chunkmem plan trace.json --device 24GiB --host 128GiB --h2d 25GB --d2h 22GB --out plan.json
+  chunkmem plan trace.json --device 8GiB --host 16GiB --disk 1TiB --disk-read 6GB/s --disk-write 4GB/s
   chunkmem plan trace.json --device 16GiB --machine plan.json
   chunkmem plan runs/demo --stages 4
   chunkmem plan gpt:7b --stages 8
@@ -99,7 +100,9 @@ def run(options: argparse.Namespace) -> CommandResult:
 
 
 def _cut(options: argparse.Namespace) -> CommandResult:
-    refuse_with("--stages", [f"--{name}" for name in ("machine", "h2d", "d2h", "out") if getattr(options, name)])
+    refuse_with(
+        "--stages", [f"--{name}" for name in ("machine", "h2d", "d2h", "disk", "out") if getattr(options, name)]
+    )
     device_nbytes = None if options.device is None else parse_size("--device", options.device)
     host_nbytes = None if options.host is None else parse_size("--host", options.host, least=0)
     if host_nbytes is not None and device_nbytes is None:
@@ -218,6 +221,7 @@ class Result:
     def lines(self) -> Iterator[str]:
         """Yield what is printed otherwise."""
         timeline, updates = self.timeline, len(self.plan.update_tiers)
+        both = "to and from DEVICE" if self.plan.machine.disk_nbytes else "both"
         yield f"{self.path}: {self.trace.mode.value}, {len(self.trace.moments)} moments of {self._chunks()}"
         yield f"plan: {self.plan.name}"
         if updates:
@@ -232,9 +236,9 @@ class Result:
         yield ""
         yield table(("traffic", "of a step"), [
             *((DIRECTIONS[lane], format_nbytes(nbytes)) for lane, nbytes in timeline.moved_nbytes.items()),
-            ("both", format_nbytes(self.moved_nbytes)),
+            (both, format_nbytes(self.moved_nbytes)),
             ("lower bound", format_nbytes(self.bound.nbytes)),
-            ("both / lower bound", "-" if self.ratio is None else f"{self.ratio:.3f}"),
+            (f"{both} / lower bound", "-" if self.ratio is None else f"{self.ratio:.3f}"),
             *([("exchanged with other ranks", format_nbytes(timeline.exchanged_nbytes))] * self.is_shared),
             ("fetched before they were needed", f"{timeline.prefetched} of {timeline.fetched}"),
         ])  # fmt: skip

@@ -63,7 +63,8 @@ OPTIONS = {
     "--disk --disk-speed --hardware --host --host-memory --largest --link --micro-batches --network "
     "--no-master-weights --picture --precision --seq --stages --tflops --tile --world",
     "check": "MODEL --batch --chunk-size --device --host --orders --precision --seed --seq --steps",
-    "plan": "TRACE --d2h --device --h2d --host --keep-ties --machine --margin-use-ratio --out --stages",
+    "plan": "TRACE --d2h --device --disk --disk-read --disk-write --h2d --host --keep-ties --machine "
+    "--margin-use-ratio --out --stages",
     "report": "RUN --against --out --perfetto",
     "convert": "SOURCE TARGET --max-shard-size --to",
     "chunk-size": "MODEL --device",
