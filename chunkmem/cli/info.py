@@ -28,6 +28,7 @@ versions of everything. Speeds are measured once, in some seconds, and kept for 
 is no error.
 
   chunkmem info
+  chunkmem info --disk /mnt/nvme
   chunkmem info --json | jq .speeds.h2d_Bps"""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -35,7 +36,8 @@ _PACKAGES = ("torch", "numpy", "ninja", "matplotlib", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments: there are none."""
+    """Declare the arguments."""
+    parser.add_argument("--disk", metavar="PATH", help="a folder for memory.disk: how fast is the disk under it")
 
 
 def run(options: argparse.Namespace) -> CommandResult:
@@ -66,6 +68,7 @@ def run(options: argparse.Namespace) -> CommandResult:
         "tiers": found("tiers", _tiers),
         "storage": found("storage back end", _storage),
         "speeds": found("speeds", _speeds),
+        "disk": None if options.disk is None else found("disk", partial(_disk, options.disk)),
         "missing": missing,
     }
     return CommandResult(data, _text(data))
@@ -175,6 +178,16 @@ def _speeds() -> dict[str, float | None]:
     return {name: value if isfinite(value) else None for name, value in found.items()}
 
 
+def _disk(path: str) -> dict[str, Any]:
+    from chunkmem.runtime.disk_speed import cached_disk_speed, file_system
+
+    if not Path(path).is_dir():  # kept speeds are of its file system
+        raise _AbsentError(f"{path} is not a folder")
+    speed = cached_disk_speed(path)
+    return {"path": path, "file_system": file_system(Path(path)), "read_Bps": speed.read_Bps,
+            "write_Bps": speed.write_Bps, "latency_s": speed.latency_s}  # fmt: skip
+
+
 # Text.
 
 _BACKENDS: Mapping[str, str] = {
@@ -202,6 +215,8 @@ def _text(data: Mapping[str, Any]) -> str:
         lines += ["", table(("tier", "cap by default"), _tier_rows(data["tiers"]))]
     if data["speeds"] is not None:
         lines += ["", table(("speed", "measured"), _speed_rows(data["speeds"]))]
+    if data["disk"] is not None:
+        lines += ["", table(("disk", "measured"), _disk_rows(data["disk"]))]
     if data["missing"]:
         lines += ["", "missing", *(f"  {sentence}" for sentence in data["missing"])]
     return "\n".join(lines)
@@ -231,6 +246,15 @@ def _tier_rows(tiers: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
     if tiers["shared"]:
         return [("DEVICE and HOST, one piece of RAM", format_nbytes(tiers["device_nbytes"]))]
     return [("DEVICE", format_nbytes(tiers["device_nbytes"])), ("HOST", format_nbytes(tiers["host_nbytes"]))]
+
+
+def _disk_rows(disk: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
+    return [
+        ("folder", f"{disk['path']}, {disk['file_system'] or 'of a file system that the system does not name'}"),
+        ("DISK to HOST", f"{disk['read_Bps'] / 1e9:.2f} GB/s"),
+        ("HOST to DISK", f"{disk['write_Bps'] / 1e9:.2f} GB/s"),
+        ("latency of a read", f"{1e6 * disk['latency_s']:.0f} us"),
+    ]
 
 
 def _speed_rows(speeds: Mapping[str, float | None]) -> Sequence[tuple[str, str]]:

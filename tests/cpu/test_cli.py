@@ -46,6 +46,7 @@ NO_PLAN_KEYS = QUESTION_KEYS | {"needed_nbytes", "reason"}
 CHUNK_SIZE_KEYS = {"model", "device_cap_nbytes", "num_tensors", "numel", "nbytes", "best", "candidates"}
 CANDIDATE_KEYS = {"chunk_numel", "chunk_nbytes", "padding_share", "num_groups", "tensors_per_group"}
 INFO_KEYS = {
+    "disk",
     *("chunkmem", "python", "system", "packages", "cores", "threads", "cuda", "driver", "accelerator", "ram", "tiers"),
     *("storage", "speeds", "missing"),
 }

@@ -1,4 +1,4 @@
-"""`chunkmem plan --disk`: a recorded step for a machine with a third tier."""
+"""`chunkmem plan --disk` and `chunkmem info --disk`: a machine with a third tier."""
 
 from __future__ import annotations
 
@@ -44,3 +44,21 @@ def test_what_host_has_no_room_for_is_on_disk(tmp_path: Path, capsys: pytest.Cap
 def test_wrong_words(more: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words(tmp_path, *more)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_how_fast_a_disk_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--disk", str(tmp_path), "--json"]) == 0
+    disk = json.loads(capsys.readouterr().out)["disk"]
+    assert disk["path"] == str(tmp_path)
+    assert disk["read_Bps"] > 0 < disk["write_Bps"]
+    assert main(["info", "--disk", str(tmp_path)]) == 0
+    assert f"{disk['write_Bps'] / 1e9:.2f} GB/s" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_cannot_be_used_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["info", "--disk", str(tmp_path / "file"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["disk"] is None
+    assert any(line.startswith("disk: ") for line in said["missing"])

@@ -69,7 +69,7 @@ OPTIONS = {
     "convert": "SOURCE TARGET --max-shard-size --to",
     "chunk-size": "MODEL --device",
     "config": "FILE --markdown --schema",
-    "info": "",
+    "info": "--disk",
     "build": "",
 }
 """What each command takes, beside `--help` and `--json`."""
