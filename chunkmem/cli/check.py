@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=count, default=4, metavar="N", help="steps of each training, 2 or more (default: 4)")
     add("--device", metavar="SIZE", help="cap on DEVICE to train under in the place of ample room, such as 8GiB")
     add("--host", metavar="SIZE", help="cap on HOST; default: as much as it takes")
+    add("--disk", metavar="FOLDER", help="on a disk, for what a cap on HOST leaves no room for")
     add("--batch", type=count, default=1, metavar="N", help="samples a step (default: 1)")
     add("--seq", type=count, metavar="N", help=f"positions a sample (default: {_DEFAULT_SEQ})")
     add("--precision", choices=_PRECISIONS, default="fp32", help="of weights and gradients (default: fp32)")
@@ -68,11 +69,14 @@ def run(options: argparse.Namespace) -> CommandResult:
         steps=options.steps,
         device_nbytes=None if options.device is None else parse_size("--device", options.device),
         host_nbytes=None if options.host is None else parse_size("--host", options.host),
+        disk=options.disk,
         chunk_numel=options.chunk_size,
         precision=options.precision,
         seed=options.seed,
         num_orders=options.orders,
     )
+    if request.disk is not None and request.host_nbytes is None:
+        raise ConfigError("--disk is for what HOST has no room for; give --host, too")
     if request.steps < 2:
         raise ConfigError("--steps is 1; give at least 2: the first step is recorded, and follows no plan yet")
     from tqdm import tqdm
@@ -99,6 +103,7 @@ class _Request:
     steps: int
     device_nbytes: int | None
     host_nbytes: int | None
+    disk: str | None
     chunk_numel: int | None
     precision: str
     seed: int
@@ -121,6 +126,7 @@ class _Request:
             steps=self.steps,
             device_nbytes=self.device_nbytes,
             host_nbytes=self.host_nbytes,
+            disk=self.disk,
             chunk_numel=self.chunk_numel,
             precision=self.precision,
             seed=self.seed,

@@ -28,7 +28,7 @@ def time_data(question: Question, rehearsal: Rehearsal, finding: Finding, step: 
         "stall_s": finding.timeline.stall_s,
         "start_up": {"build_s": start_up.build_s, "pin_s": start_up.pin_s},
         "lower_bounds": {"compute_s": bounds.compute_s, "link_s": bounds.link_s,
-                         "host_memory_s": bounds.host_memory_s, "network_s": bounds.network_s,
+                         "host_memory_s": bounds.host_memory_s, "network_s": bounds.network_s, "disk_s": bounds.disk_s,
                          "binding": bounds.binding},
     }  # fmt: skip
 
@@ -49,6 +49,7 @@ def time_lines(question: Question, rehearsal: Rehearsal, finding: Finding, step:
         f"lower bounds at the speeds above: compute {bounds.compute_s:.3g} s, link {bounds.link_s:.3g} s, "
         f"host memory {bounds.host_memory_s:.3g} s"
         + (f", network {bounds.network_s:.3g} s" if question.world > 1 else "")
+        + (f", disk {bounds.disk_s:.3g} s" if question.disk_nbytes else "")
         + f"; {bounds.binding} binds"
     )
     pinned_nbytes = _pinned_nbytes(finding)
@@ -103,9 +104,9 @@ def _disk_busy_s(finding: Finding) -> dict[Lane, float]:
 
 
 def _disk_binds(finding: Finding) -> bool:
-    """Tell whether reading or writing takes most of a step, and more than any lower bound."""
+    """Tell whether reading or writing takes most of a step, and no less than any lower bound."""
     longest_s = max(_disk_busy_s(finding).values())
-    return longest_s > max(_DISK_SHARE * finding.timeline.step_s, finding.lower_bounds.step_s)
+    return longest_s >= max(_DISK_SHARE * finding.timeline.step_s, finding.lower_bounds.step_s)
 
 
 def assumption_lines(question: Question) -> Iterator[str]:

@@ -13,6 +13,7 @@ from chunkmem.cli.machine import add_machine_arguments, count, machine_of, parse
 from chunkmem.cli.stages import blocks_named, cut_answer, refuse_with
 from chunkmem.errors import CapacityError, ConfigError, PlanError
 from chunkmem.plan.candidate import PlanOptions
+from chunkmem.plan.disk_bound import DiskBound, disk_bound
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import DIRECTIONS, LANE_LINKS, Lane, Plan
 from chunkmem.plan.planner import make_plan
@@ -95,7 +96,7 @@ def run(options: argparse.Namespace) -> CommandResult:
     bound = traffic_bound(trace, machine, plan.update_tiers)
     if options.out is not None:
         plan.save(options.out)
-    result = Result(path, trace, plan, simulate(plan, trace), bound, options.out)
+    result = Result(path, trace, plan, simulate(plan, trace), bound, disk_bound(trace, machine), options.out)
     return CommandResult(result.data(), _printable("\n".join(result.lines())))
 
 
@@ -157,6 +158,7 @@ class Result:
     plan: Plan
     timeline: Timeline
     bound: TrafficBound
+    disk_bound: DiskBound
     out: str | None
 
     @property
@@ -209,6 +211,8 @@ class Result:
             "bound_nbytes": self.bound.nbytes,
             "bound_ratio": self.ratio,
             "certain_nbytes": self.bound.certain_nbytes,
+            "disk_bound_read_nbytes": self.disk_bound.read_nbytes,
+            "disk_bound_write_nbytes": self.disk_bound.write_nbytes,
             "fetched": timeline.fetched,
             "prefetched": timeline.prefetched,
             "peak_nbytes": {tier.value: nbytes for tier, nbytes in timeline.peak_nbytes.items()},
@@ -239,6 +243,7 @@ class Result:
             (both, format_nbytes(self.moved_nbytes)),
             ("lower bound", format_nbytes(self.bound.nbytes)),
             (f"{both} / lower bound", "-" if self.ratio is None else f"{self.ratio:.3f}"),
+            *self._disk_rows(),
             *([("exchanged with other ranks", format_nbytes(timeline.exchanged_nbytes))] * self.is_shared),
             ("fetched before they were needed", f"{timeline.prefetched} of {timeline.fetched}"),
         ])  # fmt: skip
@@ -255,6 +260,13 @@ class Result:
             yield f"the cap on DEVICE also covers up to {format_nbytes(non_model)} of non-model data"
         if self.out is not None:
             yield f"\nwritten to {self.out}"
+
+    def _disk_rows(self) -> Iterator[tuple[str, str]]:
+        moved = self.timeline.moved_nbytes
+        least = {Lane.DISK_READ: self.disk_bound.read_nbytes, Lane.DISK_WRITE: self.disk_bound.write_nbytes}
+        for lane, nbytes in least.items() if self.plan.machine.disk_nbytes else ():
+            yield f"{DIRECTIONS[lane]}, lower bound", format_nbytes(nbytes)
+            yield f"{DIRECTIONS[lane]} / lower bound", f"{moved[lane] / nbytes:.3f}" if nbytes else "-"
 
     def _chunks(self) -> str:
         nbytes = self.trace.chunk_nbytes.values()

@@ -1,10 +1,11 @@
-"""What no schedule can beat: the time of the arithmetic, of the link, of the host's memory, of the network."""
+"""What no schedule can beat: the time of the arithmetic, of the link, of the host's memory, the disk, the network."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from chunkmem.estimate.hardware import Hardware
+from chunkmem.plan.disk_bound import disk_bound
 from chunkmem.plan.model import Plan
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Role, Tier
@@ -18,16 +19,17 @@ class LowerBounds:
     link_s: float
     host_memory_s: float
     network_s: float
+    disk_s: float = 0.0
 
     @property
     def step_s(self) -> float:
-        return max(self.compute_s, self.link_s, self.host_memory_s, self.network_s)
+        return max(self.compute_s, self.link_s, self.host_memory_s, self.network_s, self.disk_s)
 
     @property
     def binding(self) -> str:
         """Name the largest."""
         named = {"compute": self.compute_s, "link": self.link_s, "host memory": self.host_memory_s,
-                 "network": self.network_s}  # fmt: skip
+                 "network": self.network_s, "disk": self.disk_s}  # fmt: skip
         return max(named, key=lambda name: named[name])
 
 
@@ -37,18 +39,20 @@ def lower_bounds_of(plan: Plan, trace: Trace, hardware: Hardware, *, exchange_s:
     Every weight that HOST updates crosses the link once a step, and again for backward unless DEVICE kept it since
     forward; every gradient that HOST uses crosses it once. What crosses the link is read or written on HOST. Computing
     takes at least what operators take one by one; `trace` has the times of an eager step. `exchange_s` is what ranks
-    exchange, at full speed.
+    exchange, at full speed. The disk reads and writes at once what `disk_bound` says.
     """
     on_host = {group for group, tier in plan.update_tiers.items() if tier is Tier.HOST}
     to_device = _nbytes(trace, on_host, Role.PARAM) + _fetched_again_nbytes(plan, trace) if on_host else 0
     to_host = _nbytes(trace, on_host, Role.GRAD)
     host_nbytes = sum(trace.touched_nbytes(group) for group in on_host) + to_device + to_host
     eager_s = sum(m.duration_s for m in trace.moments if m.kind is not Kind.UPDATE)
+    disk = disk_bound(trace, plan.machine)
     return LowerBounds(
         compute_s=hardware.eager_share * eager_s,
         link_s=max(max(to_device, to_host) / hardware.link_Bps, (to_device + to_host) / hardware.duplex_Bps),
         host_memory_s=host_nbytes / hardware.host_memory_Bps,
         network_s=exchange_s,
+        disk_s=max(disk.read_nbytes / hardware.disk_read_Bps, disk.write_nbytes / hardware.disk_write_Bps),
     )
 
 

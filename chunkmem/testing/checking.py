@@ -44,6 +44,7 @@ def check(
     steps: int = 4,
     device_nbytes: int | None = None,
     host_nbytes: int | None = None,
+    disk: str | None = None,
     chunk_numel: int | None = None,
     precision: str = "fp32",
     lr: float = 1e-3,
@@ -64,6 +65,7 @@ def check(
         steps: how many; the first is recorded, the second planned.
         device_nbytes: cap on DEVICE to train under in the place of ample room, in bytes.
         host_nbytes: cap on HOST; None is as much as it takes.
+        disk: a folder for a file of what HOST has no room for, as `memory.disk.path`; with `host_nbytes`.
         chunk_numel: `default_chunk_size`; None: so that the model takes some dozens.
         precision: fp32, bf16 or fp16; the last two are compared with a plain loop that has fp32 master weights.
         lr: learning rate of AdamW.
@@ -81,9 +83,11 @@ def check(
         raise ConfigError(f"precision is {precision!r}; allowed: {', '.join(DTYPES)}")
     if num_orders < 0:
         raise ConfigError(f"num_orders is {num_orders}; give at least 0")
+    if disk is not None and host_nbytes is None:
+        raise ConfigError("disk is for what HOST has no room for; give host_nbytes, too, a cap on that")
     build, run = _model_and_step(make, step)
     compute = ComputeDevice.default()
-    settings = _Settings(steps, precision, seed, num_orders, device_nbytes, host_nbytes, chunk_numel)
+    settings = _Settings(steps, precision, seed, num_orders, device_nbytes, host_nbytes, disk, chunk_numel)
     workload = Workload(build, run, seed=seed, lr=lr, device=compute.device, on_step=lambda _: None)
     return _Check(workload, settings, compute, on_step or (lambda *_: None)).report()
 
@@ -114,6 +118,7 @@ class _Settings:
     num_orders: int
     device_nbytes: int | None
     host_nbytes: int | None
+    disk: str | None
     chunk_numel: int | None
 
 
@@ -277,7 +282,10 @@ class _Check:
     def _config(self, device_nbytes: int | None) -> Config:
         if self._chunk_numel is None:
             self._chunk_numel = self._searched_chunk_numel()
-        memory = {"device": device_nbytes, "host": self._settings.host_nbytes}
+        memory: dict[str, Any] = {"device": device_nbytes, "host": self._settings.host_nbytes}
+        if self._settings.disk is not None:
+            capacity = 2 * _MODEL_DATA_NBYTES * self._seen.num_params + _SLACK_NBYTES
+            memory["disk"] = {"path": self._settings.disk, "capacity": capacity}
         values = {"memory": memory, "default_chunk_size": self._chunk_numel, "precision": self._settings.precision}
         return Config.from_dict(values)
 

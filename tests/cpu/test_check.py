@@ -460,6 +460,17 @@ def test_a_function_from_the_command_line(folder: Path, capfd: pytest.CaptureFix
     assert lines[-1] == "equal: 4 losses and 64 weights, buffers and optimizer states, to the last bit"
 
 
+def test_three_tiers_from_the_command_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """HOST has no room for weights, gradients and states, of 34,816 bytes; a disk has."""
+    small = ("checked_models:fine", "--chunk-size", "272", "--orders", "1", "--host", "20KiB")
+    status, out, _ = asked(capfd, *small)
+    assert status == 1
+    assert "memory.host" in out
+    status, out, _ = asked(capfd, *small, "--disk", str(folder))
+    assert status == 0
+    assert out.splitlines()[-1] == "equal: 4 losses and 64 weights, buffers and optimizer states, to the last bit"
+
+
 def test_a_read_that_escapes_has_status_1(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What is read is memory that was given back: nobody knows what it holds, or whether it is there at all.
 
@@ -494,6 +505,7 @@ def test_a_process_that_dies_in_chunks_has_status_1(folder: Path, capfd: pytest.
         (("gpt:1m", "--precision", "fp8"), "--precision: invalid choice: 'fp8'"),
         (("gpt:1m", "--device", "8 apples"), "--device: '8 apples'"),
         (("gpt:1m", "--host", "0"), "--host is 0 bytes"),
+        (("gpt:1m", "--disk", "."), "--disk is for what HOST has no room for; give --host, too"),
         (("gpt:9",), "MODEL 'gpt:9' is not a size of GPT"),
         (("checked_models:nobody",), "has no attribute 'nobody'"),
         (("checked_models:fails",), "plain PyTorch, in fp32, raised RuntimeError: mat1 and mat2"),

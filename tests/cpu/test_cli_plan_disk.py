@@ -29,9 +29,13 @@ def test_what_host_has_no_room_for_is_on_disk(tmp_path: Path, capsys: pytest.Cap
     said = json.loads(capsys.readouterr().out)
     assert said["fits"]
     assert said["peak_nbytes"]["host"] <= 6 * NBYTES
-    assert said["peak_nbytes"]["disk"] > 0 < said["disk_read_nbytes"]
+    assert said["peak_nbytes"]["disk"] > 0
+    for way in ("read", "write"):  # weights and two states, less what both tiers hold
+        assert said[f"disk_bound_{way}_nbytes"] == (18 - 12) * NBYTES <= said[f"disk_{way}_nbytes"]
     assert main(words(tmp_path, *DISK)) == 0
-    assert "to and from DEVICE" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "to and from DEVICE" in shown
+    assert f"{said['disk_read_nbytes'] / said['disk_bound_read_nbytes']:.3f}" in shown
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.choose import furthest_next_use, sweep
 from chunkmem.plan.disk import least_host_nbytes, offload_to_disk
+from chunkmem.plan.disk_bound import DiskBound, disk_bound
 from chunkmem.plan.gaps import find_gaps
 from chunkmem.plan.intervals import find_stays, free_room, prefetch
 from chunkmem.plan.machine import Machine, disk_links, host_links
@@ -274,3 +275,35 @@ def test_a_disk_that_is_too_small_is_named() -> None:
     assert raised.value.on_disk
     assert raised.value.cap_nbytes == 1
     make_plan(trace, replace(machine, disk_nbytes=raised.value.needed_nbytes))
+
+
+def test_no_plan_moves_less_than_the_bound() -> None:
+    """Whatever the trace, its caps and the speed of the disk."""
+    num_bound = 0
+    for plan, trace in subjects():
+        bound, moved = disk_bound(trace, plan.machine), simulate(plan, trace).moved_nbytes
+        assert bound.read_nbytes <= moved[Lane.DISK_READ]
+        assert bound.write_nbytes <= moved[Lane.DISK_WRITE]
+        num_bound += bound.read_nbytes > 0
+    assert num_bound > NUM_TRACES // 4
+
+
+@pytest.mark.parametrize("num_on_host", [4, 6, 9])
+def test_the_bound_of_a_disk_by_hand(num_on_host: int) -> None:
+    """Six groups of a weight and two states, one of which is on DEVICE and some on HOST: the others pass twice."""
+    trace = training_trace(6, 64)
+    lasting = sum(nbytes for chunk, nbytes in trace.chunk_nbytes.items() if chunk.role is not Role.GRAD)
+    assert lasting == 18 * 64
+    bound = disk_bound(trace, machine_of(2 * 64, num_on_host * 64))
+    assert bound == DiskBound((16 - num_on_host) * 64, (16 - num_on_host) * 64)
+    assert disk_bound(trace, machine_of(2 * 64, 16 * 64)) == DiskBound(0, 0)
+    assert disk_bound(trace, machine_of(2 * 64, 64, disk_nbytes=0)) == DiskBound(0, 0)
+
+
+def test_weights_that_are_rounded_need_not_last() -> None:
+    """In mixed precision, master weights and states count, and weights do not."""
+    trace = training_trace(2, 64)
+    low = {ChunkId(Role.MASTER, group): 128 for group in range(2)}
+    mixed = replace(trace, chunk_nbytes=trace.chunk_nbytes | low)
+    assert disk_bound(trace, machine_of(64, 64)).read_nbytes == (6 - 2) * 64
+    assert disk_bound(mixed, machine_of(64, 64)).read_nbytes == (4 + 4 - 2) * 64
