@@ -3,8 +3,9 @@
 [Note: The bound of DISK] Take one instant of a step that is repeated. All that lasts from step to step is somewhere
 then, and DEVICE and HOST together hold no more than their caps: the rest is on DISK alone. Each part of it is used
 before the same instant of the next step, so it is read once a step at least; and what a step changes has been written
-since the last change, so it is written once a step. Updates may come earlier or later in a step than they were recorded, so what
-lasts for a part of it, as gradients do, is not counted. Weights that are rounded from float32 need not last.
+since the last change, so it is written once a step. Updates may come earlier or later in a step than they were
+recorded, so what lasts for a part of it, as gradients do, is not counted. Weights that are rounded from float32 need
+not last.
 """
 
 from __future__ import annotations
