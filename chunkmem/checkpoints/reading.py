@@ -23,9 +23,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from chunkmem.checkpoints.checksums import checksum, entry_name, read_checksums
 from chunkmem.checkpoints.directory import MANIFEST
 from chunkmem.errors import CheckpointError
-from chunkmem.layout.pack import SLAB_FLOOR_NBYTES
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
 from chunkmem.runtime.device import give_back_freed_ram
+
+_KEPT_NBYTES = 48 << 20
+"""Of what was read and freed, that the C library may keep: new memory for each tensor is slow to touch."""
 
 
 class CheckpointFiles:
@@ -111,7 +113,7 @@ class CheckpointFiles:
         assert isinstance(form, TensorStorageMetadata)
         values = torch.empty(shape, dtype=form.properties.dtype, device="cpu")
         self._read_nbytes += values.nbytes
-        if self._read_nbytes >= SLAB_FLOOR_NBYTES:  # the C library would keep what was read before
+        if self._read_nbytes >= _KEPT_NBYTES:  # the C library would keep what was read before
             self._read_nbytes = 0
             give_back_freed_ram()
         wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=torch.Size(shape))
