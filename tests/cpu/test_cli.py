@@ -40,6 +40,7 @@ QUESTION_KEYS = {"fits", "trace", "mode", "num_moments", "num_chunks", "machine"
 PLAN_KEYS = QUESTION_KEYS | {
     *("plan", "step_s", "compute_s", "stall_s", "host_update_s", "h2d_nbytes", "d2h_nbytes", "moved_nbytes"),
     *("bound_nbytes", "bound_ratio", "certain_nbytes", "fetched", "prefetched", "peak_nbytes", "cap_nbytes"),
+    *("disk_bound_read_nbytes", "disk_bound_write_nbytes"),
     *("exchanged_nbytes", "num_updates", "num_updates_on_device", "out"),
 }
 NO_PLAN_KEYS = QUESTION_KEYS | {"needed_nbytes", "reason"}

@@ -60,7 +60,7 @@ def test_a_model_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["device"]["peak_nbytes"] <= said["device"]["cap_nbytes"] == 1 << 20
     assert said["lower_bounds"]["binding"] in ("compute", "link", "host memory", "network")
     assert said["step_s"] >= max(
-        said["lower_bounds"][key] for key in ("compute_s", "link_s", "host_memory_s", "network_s")
+        said["lower_bounds"][key] for key in ("compute_s", "link_s", "host_memory_s", "network_s", "disk_s")
     )
 
 
