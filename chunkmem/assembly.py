@@ -279,7 +279,7 @@ class Runtime:
         for module in (*roots, *excluded):
             move_ordinary_tensors(module, excluded, self.device, on_host=self.registry.on_host)
         if isinstance(built, BuiltOnMeta):
-            built.tell(self.modules.surface.awaited, (managed for packed in added for managed in packed.parameters))
+            built.tell(self.modules.surface.awaited, [managed for packed in added for managed in packed.parameters])
 
     @contextlib.contextmanager
     def random_numbers(self) -> Iterator[None]:

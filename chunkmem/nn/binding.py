@@ -62,8 +62,8 @@ class ManagedParameter:
 
     __slots__ = (
         "_assigned", "_blank", "_closed_class", "_num_users", "_open_class", "accumulator", "bound", "built_dtype",
-        "gradient_hook", "group", "name", "num_assigned", "param", "placeholder", "position", "shape", "slot", "stride",
-        "version", "view",
+        "gradient_hook", "group", "is_drawn", "name", "num_assigned", "param", "placeholder", "position", "shape",
+        "slot", "stride", "version", "view",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +87,8 @@ class ManagedParameter:
         self.bound = bound
         self.built_dtype = param.dtype
         """What `state_dict` has it in."""
+        self.is_drawn = False
+        """It was on the meta device, and was initialised when it was packed."""
         self.shape = param.shape
         self.stride = dense_stride(param) if stride is None else stride
         self.view: torch.Tensor | None = None

@@ -161,8 +161,15 @@ class BuiltOnMeta(Built):
                 module._buffers[key] = self._blank_buffers[id(module._buffers[key])][0]
             raise
 
-    def tell(self, awaited: AwaitedValues, parameters: Iterable[ManagedParameter]) -> None:
-        """Say what is going to be loaded, everything being where it stays; `parameters` were packed."""
+    def tell(self, awaited: AwaitedValues, parameters: Sequence[ManagedParameter]) -> None:
+        """Say what is going to be loaded, and what was initialised, everything being where it stays.
+
+        Args:
+            awaited: hears of what is going to be loaded.
+            parameters: were packed.
+        """
+        for managed in parameters:
+            managed.is_drawn = self.comes_later(managed.param) and not self._initialisers.skip_init
         if self._initialisers.skip_init:
             found = [(name, module._buffers.get(key), module, key) for name, module, key in self._awaited]
             tensors = [(name, module._parameters[key] if b is None else b) for name, b, module, key in found]

@@ -202,6 +202,12 @@ def _apply_to_buffers(
         probe = _probe(managed)
         shared = probe.is_shared()  # on CUDA, always
         result = fn(probe)
+        if managed.is_drawn and result is not probe:
+            raise StateError(
+                f"parameter {managed.name} was on the meta device, and was initialised when the model was packed; to "
+                "empty it and initialise it again would take other random numbers than plain PyTorch does. Give the "
+                "initialiser to manager.wrap(model, param_init_fn=...) in the place of to_empty()"
+            )
         kept = result.dtype == probe.dtype and result.device == probe.device and result.stride() == probe.stride()
         if not kept or result.is_shared() != shared:
             raise StateError(
