@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -27,7 +28,7 @@ from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
 from chunkmem.runtime.device import give_back_freed_ram
 
 _KEPT_NBYTES = 48 << 20
-"""Of what was read and freed, that the C library may keep: new memory for each tensor is slow to touch."""
+"""By which the process may grow before freed memory is given back: new memory for each tensor is slow to touch."""
 
 
 class CheckpointFiles:
@@ -55,8 +56,9 @@ class CheckpointFiles:
             raise CheckpointError(f"{path / MANIFEST} is not what torch.distributed.checkpoint writes")
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self._checksums = checksums
-        self._read_nbytes = 0
-        """Since freed memory was given back."""
+        self._process = psutil.Process()
+        self._least_nbytes = self._process.memory_info().rss
+        """What the process had when freed memory was given back."""
 
     @property
     def digest(self) -> str:
@@ -112,10 +114,9 @@ class CheckpointFiles:
         form = self.metadata.state_dict_metadata[name]
         assert isinstance(form, TensorStorageMetadata)
         values = torch.empty(shape, dtype=form.properties.dtype, device="cpu")
-        self._read_nbytes += values.nbytes
-        if self._read_nbytes >= _KEPT_NBYTES:  # the C library would keep what was read before
-            self._read_nbytes = 0
-            give_back_freed_ram()
+        if self._process.memory_info().rss > self._least_nbytes + _KEPT_NBYTES:
+            give_back_freed_ram()  # the C library would keep what was read before
+            self._least_nbytes = self._process.memory_info().rss
         wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=torch.Size(shape))
         items = create_read_items_for_chunk_list(name, form, [wanted])
         self._read(items, _Into(values), of=name)
