@@ -294,14 +294,15 @@ def run_at_random(directory: Path, seed: int) -> int:
 
 def test_an_interrupted_wait_leaves_nobody_at_work_on_the_memory(tmp_path: Path) -> None:
     """The memory belongs to the caller: once the call is over, whatever its end, nothing may write to it."""
-    with opened(tmp_path, calls=ThrottledDisk(BLOCK / 0.05, 1e12)) as pool:
+    with opened(tmp_path, calls=ThrottledDisk(BLOCK / 0.2, 1e12)) as pool:  # reads for 3 s and more
         slab = pool.alloc(ROLE, 64 * BLOCK)
         slab.write(numbers(64 * BLOCK))
         read = torch.zeros(64 * BLOCK, dtype=torch.uint8)
         main = threading.get_ident()
 
         def interrupt() -> None:
-            time.sleep(0.2)
+            while not read.any():
+                time.sleep(0.01)
             signal.pthread_kill(main, signal.SIGINT)
 
         timer = threading.Thread(target=interrupt)
