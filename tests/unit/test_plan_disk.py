@@ -300,6 +300,12 @@ def test_the_bound_of_a_disk_by_hand(num_on_host: int) -> None:
     assert disk_bound(trace, machine_of(2 * 64, 64, disk_nbytes=0)) == DiskBound(0, 0)
 
 
+def test_weights_of_another_rank_do_not_last() -> None:
+    trace = training_trace(2, 64)
+    shared = replace(trace, remote_groups=frozenset({1}))
+    assert disk_bound(shared, machine_of(64, 64)).read_nbytes == (3 - 2) * 64
+
+
 def test_weights_that_are_rounded_need_not_last() -> None:
     """In mixed precision, master weights and states count, and weights do not."""
     trace = training_trace(2, 64)
