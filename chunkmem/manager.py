@@ -21,7 +21,6 @@ from chunkmem.checkpoints.saver import CheckpointSaver
 from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.config import Config
 from chunkmem.errors import CheckpointError, StateError
-from chunkmem.memory import MemoryReport
 from chunkmem.nn.gather import gathered, parameters_in
 from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.pipeline.build import make_pipeline
@@ -29,17 +28,14 @@ from chunkmem.pipeline.by_layer import ByLayerPipeline
 from chunkmem.pipeline.options import PipelineOptions, blocks_of
 from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import Plan
-from chunkmem.plan.timeline import Timeline
+from chunkmem.reporting import Reporting
 from chunkmem.runtime.device import ComputeDevice, give_back_freed_ram
 from chunkmem.runtime.disk_calls import DiskCalls
 from chunkmem.runtime.events import Lanes
-from chunkmem.runtime.report import memory_report
 from chunkmem.sizes import parse_nbytes
-from chunkmem.trace.model import Trace
 
 
-class ChunkManager(ModelBuilding):
+class ChunkManager(ModelBuilding, Reporting):
     """Owns the tiers and the chunks of one process. Several can live side by side.
 
     Args:
@@ -363,72 +359,6 @@ class ChunkManager(ModelBuilding):
         self.runtime.registry.check()
         self.runtime.modules.surface.awaited.require()
         save_pretrained(self.runtime, Path(path), model, max_shard_nbytes=parse_nbytes(max_shard_size))
-
-    def memory(self) -> MemoryReport:
-        """Return bytes by tier and role, now and at the peak, and what has been moved. `str()` is a table."""
-        sharing = self.runtime.sharding.shards
-        return memory_report(
-            self.runtime.tiers,
-            self.runtime.memory.pager,
-            traces=self.runtime.controller.traces,
-            padding_nbytes=self.runtime.registry.padding_nbytes,
-            exchange_nbytes=(0, 0) if sharing is None else sharing.buffered_nbytes,
-            left_nbytes=self.runtime.modules.regions.left.nbytes,
-        )
-
-    @property
-    def trace(self) -> Trace | None:
-        """The training step as it was recorded; None before one was. Set one that was saved to spare the recording.
-
-        Raises:
-            TraceError: what is set is of another model or layout.
-        """
-        return self.runtime.controller.trace
-
-    @trace.setter
-    def trace(self, trace: Trace) -> None:
-        self.runtime.require_open()
-        self.runtime.controller.adopt_trace(trace)
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that training follows; None before there is one. Set one that was saved, after its trace.
-
-        Raises:
-            PlanError: what is set is of another trace or for other caps.
-        """
-        return self.runtime.controller.plan
-
-    @plan.setter
-    def plan(self, plan: Plan) -> None:
-        self.runtime.require_open()
-        self.runtime.controller.adopt_plan(plan)
-
-    def timeline(self) -> Timeline | None:
-        """Return what happened in the last step that is over; `str()` is one line. None before the first."""
-        return self.runtime.controller.timelines.last()
-
-    def record(self, directory: str | os.PathLike[str]) -> None:
-        """Write a run directory: `trace.json`, `plan.json`, and the last training step as `timeline.json`.
-
-        The directory is made if it is not there; files of an earlier run are replaced, each as a whole.
-
-        Raises:
-            StateError: there is no plan yet, or the directory cannot be made.
-            TraceError, PlanError: a file cannot be written.
-        """
-        self.runtime.require_open()
-        trace, plan, timeline = self.trace, self.plan, self.runtime.controller.timelines.last_training()
-        if trace is None or plan is None or timeline is None:
-            raise StateError("there is nothing to record yet: the first step is traced and the second one planned")
-        folder = Path(directory)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StateError(f"{folder} cannot be made: {error.strerror}; name another directory") from None
-        trace.save(folder / "trace.json")
-        plan.save(folder / "plan.json")
-        timeline.save(folder / "timeline.json")
 
     def close(self) -> None:
         """Free every slab. The models cannot be used afterwards: take `state_dict()` before. Idempotent.

@@ -8,12 +8,14 @@ loader ignores bytes behind the end of a library.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ TORCH_TARGET_VERSION = "0x020b000000000000"
 """The stable ABI of torch 2.11, the oldest that is supported."""
 MARK = b"chunkmem"
 TIMEOUT_S = 600.0
+LOG = logging.getLogger("chunkmem.build")
 
 # No fused multiply-add but those that are written; square roots without a branch for errno; selects without branches.
 SAME_BITS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -138,6 +141,8 @@ def ensure_library(recipe: Recipe, cache_dir: Path, *, rebuild: bool = False) ->
             f"there is no compiler for {recipe.name} on the PATH; install one, or name a C++ compiler in the variable "
             "CXX, and run `chunkmem build`"
         )
+    LOG.info("compiling %s with %s; later runs load what is kept in %s", recipe.name, recipe.compiler[0], cache_dir)
+    began_s = time.perf_counter()
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir, prefix="building-") as folder:
@@ -150,6 +155,7 @@ def ensure_library(recipe: Recipe, cache_dir: Path, *, rebuild: bool = False) ->
             f"cannot build {recipe.name} in {cache_dir}: {error}; make that folder writable, or name another in the "
             "variable XDG_CACHE_HOME, and run `chunkmem build`"
         ) from error
+    LOG.info("compiled %s in %.1f s: %s", recipe.name, time.perf_counter() - began_s, path)
     return path
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import subprocess
+import time
 import warnings
 from pathlib import Path
 
 import torch
 
 from chunkmem.runtime.quiet import silenced
+
+LOG = logging.getLogger("chunkmem.build")
 
 
 def source_dir() -> Path:
@@ -28,6 +32,7 @@ def load_library() -> ctypes.CDLL | None:
         from torch.utils import cpp_extension
 
     name = "chunkmem_storage_" + "".join(c if c.isalnum() else "_" for c in torch.__version__)
+    began_s, timer_s = time.time(), time.perf_counter()
     try:
         path = cpp_extension.load(
             name, [str(source_dir() / "storage.cpp")], extra_cflags=["-O2"], is_python_module=False, with_cuda=False
@@ -39,4 +44,6 @@ def load_library() -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
+    if Path(path).stat().st_mtime >= began_s:  # else it was there
+        LOG.info("compiled %s in %.1f s: %s", name, time.perf_counter() - timer_s, path)
     return ctypes.CDLL(path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 
@@ -14,9 +16,11 @@ from chunkmem.plan.cursor import Said, TraceCursor
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
 from chunkmem.plan.simulate import simulate
+from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.sizes import format_nbytes
+from chunkmem.steps.plan_log import log_planning
 from chunkmem.steps.planning import StepPlanner
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import Tier
@@ -71,6 +75,8 @@ class CachedPlan:
         self._perform = perform
         self._bystanders_nbytes = bystanders_nbytes
         self._on_host_nbytes = on_host_nbytes
+        self._predicted: tuple[Plan, Trace, Timeline] | None = None
+        """What `predicted` has returned, and for what."""
         self._num_refinements = 0
         """How often the trace was compared with the durations of a step that followed a plan."""
         self._director: TraceCursor | None = None
@@ -100,12 +106,13 @@ class CachedPlan:
 
     def take_if_planned(self, trace: Trace) -> bool:
         """Switch to a trace if there is a plan for it; tell whether there is."""
-        try:
-            planner = self._make_planner(trace)
-        except PlanError:
-            return False
-        self.take(trace)
-        self._planner, self.plan = planner, planner.plan
+        with self._planning("another step was recorded, and one plan serves both"):
+            try:
+                planner = self._make_planner(trace)
+            except PlanError:
+                return False
+            self.take(trace)
+            self._planner, self.plan = planner, planner.plan
         return True
 
     def planned_stall_s(self, trace: Trace) -> float:
@@ -115,6 +122,16 @@ class CachedPlan:
             return simulate(plan or self._make_planner(trace).plan, trace).step_s - trace.compute_s
         except PlanError:
             return inf
+
+    @property
+    def predicted(self) -> Timeline | None:
+        """What the plan says of a step; None: there is no plan. Simulated once for each plan."""
+        plan, trace = self.plan, self.trace
+        if plan is None or trace is None:
+            return None
+        if self._predicted is None or self._predicted[0] is not plan or self._predicted[1] is not trace:
+            self._predicted = plan, trace, simulate(plan, trace)
+        return self._predicted[2]
 
     def stop(self) -> None:
         """Follow the plan no further, until the next iteration begins."""
@@ -133,16 +150,17 @@ class CachedPlan:
         if self.trace is None or self._is_hopeless:
             return None
         if self.plan is None:
+            more = f"activations took {format_nbytes(self._charged_nbytes)} more than when recorded"
             try:
-                self._planner = self._make_planner(self.trace)
-                self.plan = self._planner.plan
+                with self._planning(more if self._charged_nbytes else "its trace is known"):
+                    self._planner = self._make_planner(self.trace)
+                    self.plan = self._planner.plan
             except PlanError as error:
                 is_fatal = isinstance(error, CapacityError) and not error.on_host and not self._charged_nbytes
                 if is_fatal and not has_alternative:
                     raise
                 if not has_alternative:
-                    more = f"activations took {format_nbytes(self._charged_nbytes)} more than when recorded: "
-                    why = f"{more if self._charged_nbytes else ''}{error}"
+                    why = f"{f'{more}: ' if self._charged_nbytes else ''}{error}"
                     warnings.warn(f"no plan is followed, every access is served on demand: {why}", stacklevel=2)
                 self._is_hopeless = True
                 return None
@@ -216,11 +234,20 @@ class CachedPlan:
             on_host_nbytes=self._on_host_nbytes(),
         )
 
+    @contextmanager
+    def _planning(self, why: str) -> Iterator[None]:
+        """Have the log tell of the plan that is made inside, and of the time that took."""
+        before, began_s = self.plan, time.perf_counter()
+        yield
+        took_s = time.perf_counter() - began_s
+        log_planning(self.mode, why, took_s=took_s, before=before, after=self.plan, step=lambda: self.predicted)
+
     def _improve(self) -> None:
         """Continue planning where it is not done."""
         if self._planner is not None:
-            self._planner.improve()
-            self._follow_instead(self._planner.plan)
+            with self._planning("more was tried"):
+                self._planner.improve()
+                self._follow_instead(self._planner.plan)
 
     def _follow_instead(self, plan: Plan) -> None:
         before, self.plan = self.plan, plan
@@ -249,11 +276,12 @@ class CachedPlan:
         if not is_first and refined.compute_s > (1 - _CLOSE) * self.trace.compute_s:
             return False
         self.trace = refined
-        if self._planner is None:
-            self._planner = self._make_planner(refined)
-        else:
-            self._planner.retime(refined)
-        self._follow_instead(self._planner.plan)
+        with self._planning("a step was measured"):
+            if self._planner is None:
+                self._planner = self._make_planner(refined)
+            else:
+                self._planner.retime(refined)
+            self._follow_instead(self._planner.plan)
         return True
 
 

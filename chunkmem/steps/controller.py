@@ -26,6 +26,7 @@ from chunkmem.steps.factory import CachedPlanFactory
 from chunkmem.steps.iteration_end import IterationEnd
 from chunkmem.steps.known import KnownSteps
 from chunkmem.steps.plan_cache import Key
+from chunkmem.steps.plan_log import LOG
 from chunkmem.steps.region_choice import RegionChoices
 from chunkmem.steps.timelines import LastTimelines
 from chunkmem.trace.model import Kind, Mode, Region, Trace
@@ -326,6 +327,7 @@ class StepController(KnownSteps):
         self.timelines.keep(self.now.step_log, trace, is_training=self.now.mode is Mode.TRAIN)
 
     def _record(self, mode: Mode) -> None:
+        LOG.info("%s step: recorded, as %s", mode.value, self.kinds[mode].why_recorded)
         watch = self.now.watch = self._make_watch()
         self.now.recorder = Recorder(
             mode,

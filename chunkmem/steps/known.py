@@ -8,6 +8,7 @@ from math import inf
 
 from chunkmem.errors import PlanError, TraceError
 from chunkmem.plan.model import Plan
+from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.pager import Pager
 from chunkmem.steps.cached_plan import CachedPlan, check_adoptable
 from chunkmem.steps.factory import CachedPlanFactory
@@ -49,6 +50,11 @@ class KnownSteps:
     def plan(self) -> Plan | None:
         """The plan of the last training step's kind."""
         return None if self._training is None else self._training.plan
+
+    @property
+    def predicted(self) -> Timeline | None:
+        """What the plan says of a step of the last training step's kind; None: there is no plan."""
+        return None if self._training is None else self._training.predicted
 
     @property
     def _training(self) -> CachedPlan | None:

@@ -84,6 +84,8 @@ class PlanCache:
         self._is_lone = is_lone
         self._patience = _Patience()
         """With steps that miss their plans; not given again by `forget`."""
+        self.why_recorded = ""
+        """For logs: why the last step that `wants_record` said yes to was to be recorded."""
         self._of: dict[CachedPlan, Key | None] = {}
         """The least recently used first; None: of any key, from an earlier run."""
         self.forget()
@@ -165,12 +167,17 @@ class PlanCache:
         if self._num_failed >= _MAX_FAILED_RECORDS:
             return False
         if not self._of:
+            self.why_recorded = "nothing is known of such steps"
             return True
         if self._tries:
             self._num_to_pass -= 1
+            self.why_recorded = (
+                "steps leave out the same again and again" if self._is_narrowing else "steps missed plans"
+            )
             return self._num_to_pass < 0
         if any(self._known(key)):
             return False
+        self.why_recorded = "it begins with another model, or other parameters are trainable"
         if len(self._of) < _NUM_AT_ONCE:
             return True
         if key not in self._came_once:

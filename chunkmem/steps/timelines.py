@@ -21,6 +21,8 @@ class LastTimelines:
         self._store = store
         self._last: Callable[[], Timeline] | None = None
         self._last_training: Callable[[], Timeline] | None = None
+        self._is_logged = False
+        """The last training step was, and not one before it."""
 
     def begin(self) -> None:
         """An iteration begins: peaks are those from now on."""
@@ -29,6 +31,8 @@ class LastTimelines:
 
     def keep(self, step_log: StepLog | None, trace: Trace | None, *, is_training: bool) -> None:
         """Keep what a timeline is made of: the step log, and peaks that the next iteration begins again."""
+        if is_training:
+            self._is_logged = step_log is not None
         if step_log is None:
             return
         kept = step_log
@@ -48,3 +52,7 @@ class LastTimelines:
     def last_training(self) -> Timeline | None:
         """Return what happened in the last training step, whatever has been evaluated since; None before the first."""
         return None if self._last_training is None else self._last_training()
+
+    def of_the_last_step(self) -> Timeline | None:
+        """Return what `last_training` does; None if the last training step was neither recorded nor planned."""
+        return self.last_training() if self._is_logged else None
