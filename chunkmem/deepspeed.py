@@ -10,7 +10,7 @@ from chunkmem.errors import ConfigError
 
 _BATCH = "is the batch that your loop gives the model"
 _OUTPUT = "has no counterpart, leave it out"
-_COUNTERPARTS: Final = MappingProxyType(
+COUNTERPARTS: Final = MappingProxyType(
     {
         "train_batch_size": _BATCH,
         "train_micro_batch_size_per_gpu": _BATCH,
@@ -46,11 +46,11 @@ def check_not_deepspeed(values: Mapping[str, object]) -> None:
     Raises:
         ConfigError: it has a key that only DeepSpeed's have; with what each of those is here.
     """
-    found = [key for key in values if key in _COUNTERPARTS]
+    found = [key for key in values if key in COUNTERPARTS]
     if found:
-        said = "; ".join(f"{key} {_COUNTERPARTS[key]}" for key in found)
+        said = "; ".join(f"{key} {COUNTERPARTS[key]}" for key in found)
         keys = f"key{'s' if len(found) > 1 else ''} {', '.join(found)}"
         raise ConfigError(
             f"this is a configuration of DeepSpeed, by its {keys}. Here: {said}. The keys optimizer, fp16 and "
-            "gradient_clipping are the same"
+            "gradient_clipping are the same. `chunkmem config --from FILE` converts one"
         )

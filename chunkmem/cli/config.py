@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from chunkmem.cli.answer import CommandResult
+from chunkmem.cli.deepspeed import convert
+from chunkmem.cli.machine import parse_size
 from chunkmem.config import Config, flattened
 from chunkmem.errors import ConfigError
-from chunkmem.schema import Section
+from chunkmem.schema import Section, read_json
 
 NAME = "config"
 SUMMARY = "all keys of the configuration, or a check of a file"
@@ -25,7 +27,11 @@ sets to something else than the default.
   chunkmem config
   chunkmem config chunkmem.json
   chunkmem config --schema > chunkmem.schema.json     # a JSON Schema, for editors
-  chunkmem config --markdown > configuration.md       # the same as docs/configuration.md"""
+  chunkmem config --markdown > configuration.md       # the same as docs/configuration.md
+  chunkmem config --from ds_config.json --out chunkmem.json
+
+--from prints what a configuration of DeepSpeed is here, with one line on each of its keys. What it offloads to NVMe
+needs a cap in bytes here, of each process: --disk-capacity."""
 _WIDTH = 100
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _TITLE = """\
@@ -72,12 +78,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--schema", action="store_true", help="print a JSON Schema")
     kind.add_argument("--markdown", action="store_true", help="print the page of the documentation")
+    kind.add_argument("--from", dest="source", metavar="DS_CONFIG.json", type=Path, help="convert one of DeepSpeed")
+    parser.add_argument("--out", metavar="CHUNKMEM.json", type=Path, help="write what --from makes here")
+    parser.add_argument("--disk-capacity", metavar="SIZE", help='cap on the disk that it offloads to, such as "1TB"')
 
 
 def run(options: argparse.Namespace) -> CommandResult:
     """Answer with all keys, or with those that a file sets."""
     if options.file is not None and (options.schema or options.markdown):
         raise ConfigError("--schema and --markdown describe every configuration: leave out the file")
+    if options.file is not None and options.source is not None:
+        raise ConfigError("--from converts another file: give one of the two")
+    if options.source is None and (options.out is not None or options.disk_capacity is not None):
+        raise ConfigError("--out and --disk-capacity are about --from; give that, too")
+    if options.source is not None:
+        return _converted(options.source, options.out, options.disk_capacity)
     if options.schema:
         schema = {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -118,6 +133,28 @@ def _checked(file: Path) -> CommandResult:
     found = {path: value for path, value in flattened(config.to_dict()).items() if defaults.get(path) != value}
     data = {"file": str(file), "set": found}
     lines = [f"{path} = {json.dumps(value)}" for path, value in found.items()] or ["every key has its default"]
+    return CommandResult(data, "\n".join(lines))
+
+
+def _converted(source: Path, target: Path | None, disk_capacity: str | None) -> CommandResult:
+    from chunkmem.report.files import write_whole
+
+    if disk_capacity is not None:
+        parse_size("--disk-capacity", disk_capacity)
+    try:
+        found = convert(read_json(source), disk_capacity=disk_capacity)
+        Config.from_dict(found.values)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    notes = [{"key": note.key, "outcome": note.outcome.value, "text": note.text} for note in found.notes]
+    content = json.dumps(found.values, indent=2)
+    data = {"from": str(source), "config": found.values, "notes": notes, "out": None if target is None else str(target)}
+    lines = [str(note) for note in found.notes]
+    if target is None:
+        lines += ["", content]
+    else:
+        write_whole(target, f"{content}\n".encode())
+        lines += ["", f"written to {target}"]
     return CommandResult(data, "\n".join(lines))
 
 

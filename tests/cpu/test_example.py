@@ -26,7 +26,7 @@ DOCUMENTS = (
     "docs/distributed.md",
     *(
         pytest.param(f"docs/{name}.md", marks=pytest.mark.full, id=f"docs/{name}.md")
-        for name in ("differences", "checking", "checkpoints", "sharding", "tuning", "timeline")
+        for name in ("differences", "checking", "checkpoints", "sharding", "tuning", "timeline", "migrating")
     ),
     pytest.param(
         "docs/integrations.md",

@@ -26,7 +26,7 @@ MESSAGE = (
     "gradient_accumulation_steps is manager.accumulate(n), or several backwards before a step(); "
     'bf16 {"enabled": true} is "precision": "bf16"; zero_optimization is always on: weights, gradients and optimizer '
     'states are sharded over ranks; what is to be offloaded follows from "memory": {"device": "20GiB", "host": '
-    '"100GiB"}. The keys optimizer, fp16 and gradient_clipping are the same'
+    '"100GiB"}. The keys optimizer, fp16 and gradient_clipping are the same. `chunkmem config --from FILE` converts one'
 )
 
 

@@ -68,7 +68,7 @@ OPTIONS = {
     "report": "RUN --against --out --perfetto",
     "convert": "SOURCE TARGET --max-shard-size --to",
     "chunk-size": "MODEL --device",
-    "config": "FILE --markdown --schema",
+    "config": "FILE --disk-capacity --from --markdown --out --schema",
     "info": "--disk",
     "build": "",
 }
