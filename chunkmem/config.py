@@ -276,6 +276,11 @@ class Config(Section):
         elif self.precision == "fp16":
             object.__setattr__(self, "fp16", dataclasses.replace(self.fp16, enabled=True))
 
+    def __repr__(self) -> str:
+        """Say what differs from the defaults; `to_dict` has every key."""
+        defaults, own = flattened(type(self)().to_dict()), flattened(self.to_dict())
+        return f"Config({', '.join(f'{key}={value!r}' for key, value in own.items() if defaults.get(key) != value)})"
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Make a configuration from plain data, which is only read. PatrickStar's own is understood.

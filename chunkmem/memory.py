@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from chunkmem.notebook import table_html
 from chunkmem.sizes import format_nbytes
+
+_COLUMNS = ("tier", "role", "now", "last step", "peak", "cap")
 
 
 @dataclass(frozen=True)
@@ -61,31 +64,41 @@ class MemoryReport:
     """None: there is no DISK."""
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("tier", "role", "now", "last step", "peak", "cap")]
+        rows = [_COLUMNS, *self._rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+        align = (str.ljust, str.ljust, *[str.rjust] * 4)
+        lines = ["  ".join(a(cell, w) for a, cell, w in zip(align, row, widths, strict=True)) for row in rows]
+        return "\n".join(line.rstrip() for line in (*lines, *self._remarks()))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return table_html(_COLUMNS, self._rows(), caption="\n".join(self._remarks()), num_left=2)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
         disk = [] if self.disk is None else [("DISK", self.disk)]
         for name, tier in (("DEVICE", self.device), ("HOST", self.host), *disk):
             total = (tier.now_nbytes, tier.step_peak_nbytes, tier.peak_nbytes, tier.cap_nbytes)
-            rows.append((name, "all", *(format_nbytes(n) for n in total)))
+            yield (name, "all", *(format_nbytes(n) for n in total))
             for role, (now, peak) in tier.by_role.items():
-                rows.append(("", role, format_nbytes(now), "", format_nbytes(peak), ""))
+                yield ("", role, format_nbytes(now), "", format_nbytes(peak), "")
             if tier.kept_nbytes:
-                rows.append(("", "kept for reuse", format_nbytes(tier.kept_nbytes), "", "", ""))
-        widths = [max(len(row[i]) for row in rows) for i in range(6)]
-        align = (str.ljust, str.ljust, *[str.rjust] * 4)
-        lines = ["  ".join(a(cell, w) for a, cell, w in zip(align, row, widths, strict=True)) for row in rows]
-        lines.append(
+                yield ("", "kept for reuse", format_nbytes(tier.kept_nbytes), "", "", "")
+
+    def _remarks(self) -> Iterator[str]:
+        yield (
             f"padding {format_nbytes(self.padding_nbytes)} per role, non-model data "
             f"{format_nbytes(self.non_model_nbytes)}, moved to DEVICE {format_nbytes(self.moved.h2d_nbytes)} and to "
             f"HOST {format_nbytes(self.moved.d2h_nbytes)}"
         )
-        if disk:
-            lines.append(
+        if self.disk is not None:
+            yield (
                 f"read from DISK {format_nbytes(self.moved.read_nbytes)}, written to it "
                 f"{format_nbytes(self.moved.written_nbytes)}"
             )
         if self.exchange_nbytes[1]:
             received, at_peak = map(format_nbytes, self.exchange_nbytes)
-            lines.append(f"to receive from other ranks {received}, at the peak {at_peak}")
+            yield f"to receive from other ranks {received}, at the peak {at_peak}"
         if self.left_nbytes:
-            lines.append(f"activations held by others {format_nbytes(self.left_nbytes)}")
-        return "\n".join(line.rstrip() for line in lines)
+            yield f"activations held by others {format_nbytes(self.left_nbytes)}"

@@ -12,6 +12,7 @@ from chunkmem.metrics import metrics_of
 from chunkmem.plan.model import Plan
 from chunkmem.plan.timeline import Timeline
 from chunkmem.runtime.report import memory_report
+from chunkmem.sizes import format_nbytes
 from chunkmem.trace.model import Trace
 
 
@@ -19,6 +20,22 @@ class Reporting:
     """The methods of `ChunkManager` that tell what happened, and take what is known from earlier runs."""
 
     runtime: Runtime
+
+    def __repr__(self) -> str:
+        """Say in one line what it holds, and where."""
+        runtime = self.runtime
+        if runtime.memory.pager.closed is not None:
+            return "ChunkManager(closed)"
+        params = list(runtime.registry.parameters)
+        numel = sum(managed.shape.numel() for managed in params)
+        held = f"{len(params)} parameters of {numel:,} elements in {len({m.group for m in params})} chunk groups"
+        tiers = [
+            f"{ledger.tier.name} {format_nbytes(ledger.total_nbytes)} of {format_nbytes(ledger.limit_nbytes)}"
+            for ledger in runtime.tiers.ledgers
+        ]
+        ranks = [] if runtime.ranks.size == 1 else [f"rank {runtime.ranks.rank} of {runtime.ranks.size}"]
+        state = "nothing recorded yet" if self.trace is None else "recorded" if self.plan is None else "planned"
+        return f"ChunkManager({', '.join([held, *tiers, *ranks, state])})"
 
     def memory(self) -> MemoryReport:
         """Return bytes by tier and role, now and at the peak, and what has been moved. `str()` is a table."""

@@ -104,7 +104,7 @@ _DROPPED: Final = MappingProxyType(
         "aio": _MEASURED,
         "steps_per_print": "nothing is printed; manager.metrics() has numbers to log",
         "memory_breakdown": "manager.memory() has it at any time",
-        "dump_state": "repr(config) has every key",
+        "dump_state": "config.to_dict() has every key",
         "autotuning": "plans are made for this machine's measured speeds",
         "compression_training": _BITS,
         "quantize_training": _BITS,

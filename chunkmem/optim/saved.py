@@ -45,6 +45,14 @@ class StatefulOptimizer(ChunkedOptimizer):
             "load it into a new optimizer"
         )
 
+    def __repr__(self) -> str:
+        groups = self.param_groups
+        shown = [f"{sum(len(group['params']) for group in groups)} parameters in {len(groups)} groups"]
+        for name in self._rule.options:
+            values = [_plain(group[name]) for group in groups]
+            shown.append(f"{name}={values[0]!r}" if all(value == values[0] for value in values) else f"{name}={values}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def state_dict(self, *, lazy: bool = False) -> dict[str, Any]:
         """Return what the optimizer of torch over the same parameters would: CPU copies, never views.
 
@@ -314,3 +322,7 @@ class StatefulOptimizer(ChunkedOptimizer):
             self._states.replace(managed, {key: state[key] for key in self._states.keys if key in state})
         for group in self.param_groups:
             self._rule.adopt(group)
+
+
+def _plain(value: object) -> object:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

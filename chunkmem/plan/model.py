@@ -161,6 +161,14 @@ class Plan(
     name: str = ""
     """How it was chosen, for reports."""
 
+    def __repr__(self) -> str:
+        copies = sum(isinstance(action, Copy) for actions in self.actions for action in actions)
+        places = Counter(self.update_tiers.values())
+        on = " and ".join(
+            f"{count} on {tier.name}" for tier, count in sorted(places.items(), key=lambda row: row[0].value)
+        )
+        return f"Plan({self.name!r}, {len(self.actions)} moments, {copies} copies, groups updated: {on or 'none'})"
+
     def require_sound(self) -> None:
         """Refuse a replica that is at the start twice."""
         twice = Counter((placed.chunk, placed.tier) for placed in self.start).most_common(1)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from chunkmem.errors import TraceError
+from chunkmem.sizes import format_nbytes
 from chunkmem.trace.codec import Label, Positive, Seconds
 from chunkmem.trace.saved import Saved
 from chunkmem.types import ChunkId, Role
@@ -187,6 +188,12 @@ class Trace(
             raise TraceError(f"{where}: backward begins at moment {start}, it comes after its forward")
         if again is not None and not start <= again[0] <= again[1] <= stop:
             raise TraceError(f"{where}: recomputed is {list(again)}, and lies within backward, {[start, stop]}")
+
+    def __repr__(self) -> str:
+        return (
+            f"Trace({self.mode.value}, {len(self.moments)} moments, {len(self.chunk_nbytes)} chunks of "
+            f"{format_nbytes(sum(self.chunk_nbytes.values()))}, {1e3 * self.compute_s:.1f} ms)"
+        )
 
     @cached_property
     def compute_s(self) -> float:

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "chunkmem"
 LAYERS = (
     ("types", "errors"),
     ("sizes",),
-    ("schema", "deepspeed"),
+    ("schema", "deepspeed", "notebook"),
     ("config", "layout", "trace", "memory"),
     ("plan",),
     ("runtime", "comm", "metrics"),
