@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from chunkmem.nn.recompute import checkpoint, checkpoint_sequential
     from chunkmem.nn.tiled import TiledLinear
     from chunkmem.optim.adam import Adam, AdamW
+    from chunkmem.optim.any_class import Optimizer
     from chunkmem.optim.sgd import SGD
     from chunkmem.optim.tiles import tile_optimizer_state, untile_optimizer_state
 
@@ -48,6 +49,7 @@ __all__ = [
     "ExchangeMethod",
     "LayoutError",
     "MemoryReport",
+    "Optimizer",
     "PlanError",
     "RankError",
     "StateError",
@@ -70,6 +72,7 @@ _HOMES = MappingProxyType(
         "Config": "chunkmem.config",
         "ExchangeMethod": "chunkmem.comm.methods",
         "MemoryReport": "chunkmem.memory",
+        "Optimizer": "chunkmem.optim.any_class",
         "SGD": "chunkmem.optim.sgd",
         "checkpoint": "chunkmem.nn.recompute",
         "checkpoint_sequential": "chunkmem.nn.recompute",

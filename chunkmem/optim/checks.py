@@ -49,13 +49,7 @@ def check_state(
     Raises:
         CheckpointError: groups or shapes differ, or it was made with an option there is no counterpart of.
     """
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise CheckpointError("not an optimizer state: it needs the keys 'state' and 'param_groups'")
-    saved = state_dict["param_groups"]
-    ours = [len(group["params"]) for group in groups]
-    theirs = [len(group["params"]) for group in saved]
-    if ours != theirs:
-        raise CheckpointError(f"the state has parameter groups of {theirs} parameters, this optimizer of {ours}")
+    saved = saved_groups(state_dict, groups)
     for group in saved:
         if missing := [option for option in rule.options if option not in group]:
             raise CheckpointError(f"the state is of another optimizer than {rule.name}: it has no {', '.join(missing)}")
@@ -71,6 +65,27 @@ def check_state(
             # Where updates are counted, a state is whole or not there.
             keys = rule.keys if state and rule.counts_steps else has
             wrong += [f"{name_of(param, index)} {problem}" for problem in state_problems(state, param, rule, keys=keys)]
+    require_fit(wrong)
+
+
+def saved_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the parameter groups of a saved optimizer state, which are as large as those it is to be loaded into.
+
+    Raises:
+        CheckpointError: they are not, or it is no such state.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise CheckpointError("not an optimizer state: it needs the keys 'state' and 'param_groups'")
+    saved: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
+    ours = [len(group["params"]) for group in groups]
+    theirs = [len(group["params"]) for group in saved]
+    if ours != theirs:
+        raise CheckpointError(f"the state has parameter groups of {theirs} parameters, this optimizer of {ours}")
+    return saved
+
+
+def require_fit(wrong: Sequence[str]) -> None:
+    """Raise a `CheckpointError` if there are states that do not fit their parameters: what is wrong with each."""
     if wrong:
         raise CheckpointError(f"the state does not fit the parameters ({'; '.join(wrong)}); nothing was loaded")
 

@@ -55,6 +55,14 @@ class ChunkStates:
     def __len__(self) -> int:
         return len(self._anywhere)
 
+    def keys_for(self, managed: ManagedParameter) -> tuple[str, ...]:
+        """Return what the state of a parameter may have."""
+        return self.keys
+
+    def keys_of(self, managed: ManagedParameter) -> tuple[str, ...]:
+        """Return what it has."""
+        return self.keys if managed in self else ()
+
     def note(self, params: Iterable[ManagedParameter]) -> None:
         """Some of `params` have a state from now on, on this rank or on the one that owns them."""
         self._anywhere.update(dict.fromkeys(params))
@@ -78,9 +86,13 @@ class ChunkStates:
                     f"parameter {managed.name} is {managed.placeholder.dtype}; {self._rule.name} takes reals"
                 )
         self._updater.place(self._owned())
-        self._updater.make_states(new, {spec.role for spec in self._rule.all_states})
+        self._updater.make_states(new, self._roles_of(new))
         for managed in new:
             self.steps[managed] = torch.zeros((), dtype=torch.float32, device="cpu")
+
+    def _roles_of(self, params: Iterable[ManagedParameter]) -> set[Role]:
+        """Return the states that parameters may have."""
+        return {spec.role for spec in self._rule.all_states}
 
     def read(self, managed: ManagedParameter, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """Return CPU copies of a parameter's state, or some of it; empty if it has none; over ranks, all call it."""

@@ -10,6 +10,7 @@ from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.room import require_room
 from chunkmem.optim.rule import StateSpec
+from chunkmem.optim.shaped_state import merged
 from chunkmem.optim.speculative import Intent
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.store import ChunkStore
@@ -68,7 +69,14 @@ class Claims:
                     "with several parameter groups"
                 )
 
-    def claim(self, wanted: Wanted, owner: Owner, *, before_change: Callable[[], None]) -> None:
+    def claim(
+        self,
+        wanted: Wanted,
+        owner: Owner,
+        *,
+        before_change: Callable[[], None],
+        replaced: Callable[[Chunk, Chunk], None],
+    ) -> None:
         """Make `owner` the one optimizer of some parameters from now on, and let their groups have chunks of states.
 
         States that no optimizer keeps any more are dropped, and their memory given back.
@@ -77,6 +85,11 @@ class Claims:
             wanted: over ranks, the same on all of them; only the owner of a group has chunks of states for it.
             owner: the optimizer.
             before_change: called if the states of a group that had an optimizer become others.
+            replaced: called with a chunk of states that is about to be dropped, and the one in another form that takes
+                its place: it may move content.
+
+        Raises:
+            ConfigError: two parameters of a chunk have states of the same name and of different dtypes.
         """
         after = self._after(wanted)
         if any(group in self._specs and self._specs[group] != specs for group, specs in after.items()):
@@ -85,23 +98,32 @@ class Claims:
             self._owner[managed] = weakref.ref(owner)
             self._states.setdefault(managed.group, {})[managed] = specs
         for group, specs in after.items():
-            self._set_states(group, specs)
+            self._set_states(group, specs, replaced)
 
     def _after(self, wanted: Wanted) -> dict[int, tuple[StateSpec, ...]]:
         """Return by group the states it would have if these were claimed, too."""
-        found: dict[int, dict[Role, StateSpec]] = {}
+        found: dict[int, dict[Role, list[tuple[ManagedParameter, StateSpec]]]] = {}
         for group in {managed.group for managed in wanted}:
-            kept = {m: specs for m, specs in self._states.get(group, {}).items() if m not in wanted}
-            found[group] = {spec.role: spec for specs in kept.values() for spec in specs}
+            found[group] = {}
+            for managed, specs in self._states.get(group, {}).items():
+                for spec in specs if managed not in wanted else ():
+                    found[group].setdefault(spec.role, []).append((managed, spec))
         for managed, specs in wanted.items():
-            found[managed.group].update((spec.role, spec) for spec in specs)
-        return {group: tuple(specs[role] for role in sorted(specs)) for group, specs in found.items()}
+            for spec in specs:
+                found[managed.group].setdefault(spec.role, []).append((managed, spec))
+        return {group: tuple(merged(roles[role]) for role in sorted(roles)) for group, roles in found.items()}
 
-    def _set_states(self, group: int, specs: tuple[StateSpec, ...]) -> None:
+    def _set_states(self, group: int, specs: tuple[StateSpec, ...], replaced: Callable[[Chunk, Chunk], None]) -> None:
         store = self._store
         param = store.chunks[ChunkId(Role.PARAM, group)]
+        new = {spec.role: spec for spec in specs}
         for spec in set(self._specs.get(group, ())).difference(specs):
-            if (chunk := store.chunks.get(ChunkId(spec.role, group))) is not None:
+            if (chunk := store.chunks.get(ChunkId(spec.role, group))) is None:
+                continue
+            if spec.role in new:
+                replaced(chunk, new[spec.role].chunk(param))
+                self.incomplete.add(group)
+            else:
                 store.remove(chunk)
         for spec in specs:
             if not (param.is_remote or param.is_copy) and ChunkId(spec.role, group) not in store.chunks:

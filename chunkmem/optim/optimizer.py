@@ -145,11 +145,10 @@ class RuleOptimizer(StatefulOptimizer):
                 return None
             item = items.get(index)
             if item is None:
-                item = items[index] = UpdateItem(self._rule.hyper(self.param_groups[index]), [], [])
+                item = items[index] = self._new_item(self._rule.hyper(self.param_groups[index]), ahead=True)
             if (step := self._states.next_step(managed, has_state=bool(self._rule.states(item.hyper)))) is None:
                 return None
-            item.params.append(managed)
-            item.steps.append(step)
+            self._add_to(item, managed, step)
         scaler = self._host.scaler
         multiplier = None if scaler is None or scaler.scale == 1.0 else 1.0 / scaler.scale
         needs_norm = scaler is not None or self.max_grad_norm > 0
@@ -219,7 +218,18 @@ class RuleOptimizer(StatefulOptimizer):
         self._update_managed(pending, hypers, multiplier)
         for options, hyper in zip(self.param_groups, hypers, strict=True):
             params = [p for p in options["params"] if self._host.registry.lookup(p) is None and p.grad is not None]
-            update_excluded(params, self.state, self._rule, hyper, multiplier=multiplier)
+            self._update_excluded(params, hyper, multiplier=multiplier)
+
+    def _update_excluded(self, params: list[torch.Tensor], hyper: Any, *, multiplier: float | None) -> None:
+        update_excluded(params, self.state, self._rule, hyper, multiplier=multiplier)
+
+    def _new_item(self, hyper: Any, *, ahead: bool = False) -> UpdateItem:
+        """Return what to update, without parameters so far; `ahead` of the step, in other memory."""
+        return UpdateItem(hyper, [], [])
+
+    def _add_to(self, item: UpdateItem, managed: ManagedParameter, step: torch.Tensor) -> None:
+        item.params.append(managed)
+        item.steps.append(step)
 
     def _update_managed(
         self, pending: list[ManagedParameter], hypers: Sequence[Hashable], multiplier: float | None
@@ -235,9 +245,9 @@ class RuleOptimizer(StatefulOptimizer):
                     if managed in waiting:
                         items = by_group.setdefault(managed.group, {})
                         if index not in items:
-                            items[index] = UpdateItem(hyper, [], [])
-                        items[index].params.append(managed)
-                        items[index].steps.append(FIRST_STEP if managed in stateless else steps[managed] + 1)
+                            items[index] = self._new_item(hyper)
+                        step = FIRST_STEP if managed in stateless else steps[managed] + 1
+                        self._add_to(items[index], managed, step)
         for group in self._updater.in_order(by_group):
             found = list(by_group[group].values())
             self._updater.update(group, found, self._rule, multiplier=multiplier)

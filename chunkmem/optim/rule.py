@@ -39,9 +39,7 @@ class StateSpec:
 
     def form(self, weights: Group) -> Group:
         """Return what a chunk of this state is made of, for the group of PARAM chunk `weights`."""
-        group = weights if weights.master is MasterCopy.NONE else weights.in_float32()
-        if self.dtype is not None:
-            group = replace(group, dtype=str(self.dtype).removeprefix("torch."), itemsize=self.dtype.itemsize)
+        group = self.elements_of(weights)
         if self.numel_of is None:
             return group
         align, end, slots = ALIGN_NBYTES // group.itemsize, 0, []
@@ -49,6 +47,13 @@ class StateSpec:
             slots.append(Slot(slot.tensor, slot.group, end, self.numel_of(slot.numel)))
             end = -(-slots[-1].end // align) * align
         return replace(group, num_slabs=1, numel=end, slots=tuple(slots))
+
+    def elements_of(self, weights: Group) -> Group:
+        """Return a group in the dtype of this state."""
+        group = weights if weights.master is MasterCopy.NONE else weights.in_float32()
+        if self.dtype is None:
+            return group
+        return replace(group, dtype=str(self.dtype).removeprefix("torch."), itemsize=self.dtype.itemsize)
 
     def chunk(self, param: Chunk) -> Chunk:
         """Return a new chunk for the states of the parameters in the PARAM chunk `param`."""
@@ -70,6 +75,17 @@ class SlotTensors:
     states: Mapping[Role, list[torch.Tensor]]
     rounded: list[torch.Tensor]
     """The weights that are rounded from master weights; empty if there are none."""
+
+    def scaled_grads(self, multiplier: float | None) -> list[torch.Tensor]:
+        """Return the gradients times `multiplier`, in float32 if there are master weights: themselves, or copies."""
+        if self.rounded:
+            return [grad.float().mul(1.0 if multiplier is None else multiplier) for grad in self.grads]
+        return self.grads if multiplier is None else [grad.mul(multiplier) for grad in self.grads]
+
+    def round_(self) -> None:
+        """Let the weights in less than float32 be those of the master weights."""
+        for low, full in zip(self.rounded, self.weights, strict=True) if self.rounded else ():
+            low.copy_(full)
 
 
 @dataclass(frozen=True)
@@ -159,14 +175,17 @@ class UpdateRule(ABC, Generic[H]):
 
     def apply_(self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: H, *, multiplier: float | None) -> None:
         """Update in place, with gradients times `multiplier`, in float32 if there are master weights; round those."""
-        grads = slots.grads
-        if slots.rounded:
-            grads = [grad.float().mul(1.0 if multiplier is None else multiplier) for grad in grads]
-        elif multiplier is not None:
-            grads = [grad.mul(multiplier) for grad in grads]
-        self.update_(slots.weights, grads, slots.states, steps, hyper)
-        for low, full in zip(slots.rounded, slots.weights, strict=True) if slots.rounded else ():
-            low.copy_(full)
+        self.update_(slots.weights, slots.scaled_grads(multiplier), slots.states, steps, hyper)
+        slots.round_()
+
+    def update_item_(
+        self, views: Mapping[Role, Sequence[torch.Tensor]], item: UpdateItem, *, multiplier: float | None
+    ) -> None:
+        """Update the parameters of an item in place: `apply_` on their slots, of which there are `views` by role."""
+        self.apply_(slot_tensors(views, item.positions), item.steps, item.hyper, multiplier=multiplier)
+
+    def take_over(self, items: Sequence[UpdateItem]) -> None:
+        """What `update_into` has made of `items` is what their chunks hold from now on."""
 
     def can_update_into(self, dtype: torch.dtype) -> bool:
         """Tell whether `update_into` has the bits of `apply_` for weights of a dtype."""
@@ -194,7 +213,7 @@ class UpdateRule(ABC, Generic[H]):
             memory.flat.copy_(old[role if role in old else Role.MASTER].flat)
         for item in items:
             views = {role: memory.views for role, memory in {**new, Role.GRAD: old[Role.GRAD]}.items()}
-            self.apply_(slot_tensors(views, item.positions), item.steps, item.hyper, multiplier=multiplier)
+            self.update_item_(views, item, multiplier=multiplier)
 
 
 def slot_tensors(views: Mapping[Role, Sequence[torch.Tensor]], at: Sequence[int]) -> SlotTensors:

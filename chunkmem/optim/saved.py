@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.optim.optimizer import ParamsT
+from torch.utils._pytree import tree_map_only
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
@@ -34,10 +35,13 @@ class StatefulOptimizer(ChunkedOptimizer):
         self._updater = host.updater
         self._rule = rule
         self._complete = False
-        self._states = ChunkStates(host, self, rule, owned=self._managed)
+        self._states = self._no_states()
         super().__init__(params, defaults)
         self._complete = True
         host.add_optimizer(self)
+
+    def _no_states(self) -> ChunkStates:
+        return ChunkStates(self._host, self, self._rule, owned=self._managed)
 
     def __getstate__(self) -> NoReturn:
         raise StateError(
@@ -164,7 +168,7 @@ class StatefulOptimizer(ChunkedOptimizer):
             CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
         """
         self._host, self._updater = host, host.updater
-        self._states = ChunkStates(host, self, self._rule, owned=self._managed)
+        self._states = self._no_states()
         self._state.show(self._states)
         host.add_optimizer(self)
 
@@ -277,7 +281,7 @@ class StatefulOptimizer(ChunkedOptimizer):
             if isinstance(entry, ParameterState):
                 copies[param] = entry.lazy() if lazily else entry.copies()
             elif entry:
-                copies[param] = {key: value.to("cpu", copy=True) for key, value in entry.items()}
+                copies[param] = tree_map_only(torch.Tensor, lambda value: value.to("cpu", copy=True), dict(entry))
         self._state = copies  # type: ignore[assignment]
         try:
             yield
@@ -286,28 +290,42 @@ class StatefulOptimizer(ChunkedOptimizer):
 
     def _take_managed(self, state_dict: dict[str, Any], taken: dict[ManagedParameter, Any]) -> dict[str, Any]:
         """Move the states of managed parameters to `taken`, once it is certain that they can be loaded."""
-        check_state(state_dict, self.param_groups, self._rule, name_of=self._name_of)
+        self.check_state_dict(state_dict)
         states = dict(state_dict["state"])
         for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=True):
             for index, param in zip(saved["params"], own["params"], strict=True):
                 if self._host.registry.is_elsewhere(param):
                     states.pop(index, None)
         for index, managed in self._by_index(state_dict["param_groups"]):
-            taken[managed] = {k: value for k, value in states.pop(index, {}).items() if value is not None}
+            taken[managed] = self._to_load(states.pop(index, {}))
         # The states that are saved may be others than those that the options so far call for.
-        keeps = {managed: self._rule.states_in(state) for managed, state in taken.items() if state}
+        keeps = self._kept_by({m: state for m, state in taken.items() if state}, state_dict["param_groups"])
         self._claim_more(keeps)
         self._states.prepare([managed for managed in keeps if self._host.owns(managed)])
         return {**state_dict, "state": states}
+
+    def _to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is loaded of a parameter's saved state."""
+        return {key: state[key] for key in self._states.keys if state.get(key) is not None}
+
+    def _kept_by(
+        self, taken: Mapping[ManagedParameter, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> dict[ManagedParameter, tuple[StateSpec, ...]]:
+        """Return the states that there have to be for saved ones, which come with these parameter groups."""
+        return {managed: self._rule.states_in(state) for managed, state in taken.items()}
 
     def _wanted(self, groups: Iterable[Mapping[str, Any]]) -> dict[ManagedParameter, tuple[StateSpec, ...]]:
         """Return the states that managed parameters of some parameter groups need, over ranks all of them."""
         found: dict[ManagedParameter, tuple[StateSpec, ...]] = {}
         for group in groups:
-            specs = self._rule.states(self._rule.hyper(group))
+            hyper = self._rule.hyper(group)
             looked_up = (self._host.registry.lookup(param) for param in group["params"])
-            found.update((managed, specs) for managed in looked_up if managed is not None)
+            found.update((managed, self._states_of(managed, hyper)) for managed in looked_up if managed is not None)
         return found
+
+    def _states_of(self, managed: ManagedParameter, hyper: Any) -> tuple[StateSpec, ...]:
+        """Return the states of a parameter that an update with `hyper` needs."""
+        return self._rule.states(hyper)
 
     def _claim_more(self, wanted: Mapping[ManagedParameter, Sequence[StateSpec]]) -> None:
         """Claim states that were not when a parameter was added."""
@@ -319,7 +337,7 @@ class StatefulOptimizer(ChunkedOptimizer):
 
     def _adopt(self, taken: Mapping[ManagedParameter, Mapping[str, Any]]) -> None:
         for managed, state in taken.items():
-            self._states.replace(managed, {key: state[key] for key in self._states.keys if key in state})
+            self._states.replace(managed, state)
         for group in self.param_groups:
             self._rule.adopt(group)
 

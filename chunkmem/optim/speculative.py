@@ -56,6 +56,7 @@ class _Job:
     """One group's update under way, or done and not yet taken over."""
 
     group: int
+    intent: Intent
     guess: UpdateInputs
     chunks: dict[Role, Chunk]
     versions: dict[Role, int]
@@ -141,9 +142,9 @@ class SpeculativeUpdater:
             return None
         intent = self._intent_of(group)
         job = None if intent is None else self._make_job(group, intent)
-        if intent is None or job is None:
+        if job is None:
             return None
-        job.event = self._lanes.work(self._work(job, intent), after=after, label=f"update of group {group}")
+        job.event = self._lanes.work(self._work(job), after=after, label=f"update of group {group}")
         self._jobs[group] = job
         return job.event
 
@@ -163,6 +164,7 @@ class SpeculativeUpdater:
                 return None
         return _Job(
             group,
+            intent,
             UpdateInputs.of(intent.items, intent.multiplier),
             chunks,
             {role: chunk.version for role, chunk in read.items()},
@@ -170,9 +172,9 @@ class SpeculativeUpdater:
             slabs,
         )
 
-    def _work(self, job: _Job, intent: Intent) -> Callable[[], object]:
+    def _work(self, job: _Job) -> Callable[[], object]:
         """Return what a thread does; all tensors are looked up now."""
-        chunks = job.chunks
+        chunks, intent = job.chunks, job.intent
         old = {
             role: ChunkMemory(replica.flat, self._store.views(chunks[role], Tier.HOST), chunks[role].group)
             for role, replica in job.replicas.items()
@@ -227,6 +229,7 @@ class SpeculativeUpdater:
             return False
         for role, slab in job.slabs.items():
             self._log.give(self._store.exchange(job.chunks[role], Tier.HOST, slab))
+        job.intent.rule.take_over(job.intent.items)
         return True
 
     def roll_back(self) -> None:

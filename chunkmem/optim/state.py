@@ -67,10 +67,10 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
         return self._states.read(self._managed, (key,))[key].as_subclass(StateCopy)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key not in self._states.keys:
+        if key not in (may := self._states.keys_for(self._managed)):
             raise StateError(
                 f"optimizer.state of parameter {self._managed.name}: {key!r} cannot be kept, its chunks hold "
-                f"{', '.join(self._states.keys)}; keep it in a dict of your own"
+                f"{', '.join(may)}; keep it in a dict of your own"
             )
         self._states.write(self._managed, {key: value})
 
@@ -81,10 +81,10 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
         )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._states.keys if self._managed in self._states else ())
+        return iter(self._states.keys_of(self._managed))
 
     def __contains__(self, key: object) -> bool:
-        return key in self._states.keys and self._managed in self._states
+        return key in self._states.keys_of(self._managed)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -132,7 +132,8 @@ class OptimizerState(MutableMapping[Any, Any]):
             self.excluded[param] = value
         elif not isinstance(value, Mapping):
             raise StateError(
-                f"optimizer.state of parameter {managed.name} is a mapping of {', '.join(self._states.keys)} to "
+                f"optimizer.state of parameter {managed.name} is a mapping of "
+                f"{', '.join(self._states.keys_for(managed))} to "
                 f"tensors, not a {type(value).__name__}"
             )
         else:

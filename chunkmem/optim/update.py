@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from chunkmem.layout.spec import MasterCopy
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
@@ -15,9 +16,10 @@ from chunkmem.optim.claims import Claims, Owner, Wanted
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
-from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, fill, slot_tensors
+from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule, fill
+from chunkmem.optim.shaped_state import TensorForm
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
-from chunkmem.runtime.chunk import NO_CONTENT, Chunk
+from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.failed import lost_error
 from chunkmem.runtime.pager import Pager
@@ -54,7 +56,27 @@ class GroupUpdater:
             self.ahead.forget()
             forget_plans()
 
-        self.claims.claim(wanted, owner, before_change=before_change)
+        self.claims.claim(wanted, owner, before_change=before_change, replaced=self._replace_state)
+
+    def _replace_state(self, old: Chunk, new: Chunk) -> None:
+        """Let a chunk of states take the place of one with slots for other parameters; what both hold stays.
+
+        Raises:
+            CapacityError: it fits neither tier; `old` is lost.
+        """
+        slots: dict[int, torch.Tensor] = {}
+        if old.version != NO_CONTENT:
+            self._pager.policy.drain()
+            alike = (at for at, form in enumerate(new.forms) if form == old.forms[at] and new.group.slots[at].numel)
+            slots = {at: self._store.read_slot(old, at) for at in alike}
+        self._store.remove(old)
+        self._store.add(new)
+        if slots:
+            replica = self._begin_state(new)
+            with runtime_mode():
+                views = slot_views(new, replica.flat)
+                for position, values in slots.items():
+                    views[position].copy_(values)
 
     def _intent_of(self, group: int) -> Intent | None:
         owners = {self.claims.owner(managed) for managed in self.gradients.landed.get(group, ())} - {None}
@@ -105,9 +127,9 @@ class GroupUpdater:
                     self._begin_state(chunk)
             incomplete.discard(group)
 
-    def _begin_state(self, chunk: Chunk) -> None:
+    def _begin_state(self, chunk: Chunk) -> Replica:
         tier = self._places.tier_for(chunk)
-        self._pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
+        return self._pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
 
     def make_master(self, group: int) -> None:
         """Let a group that was frozen when it was packed have its master copy; see [Note: Master copies]."""
@@ -168,8 +190,7 @@ class GroupUpdater:
 
         def work() -> None:
             for item in items:
-                slots = slot_tensors(views, item.positions)
-                rule.apply_(slots, item.steps, item.hyper, multiplier=multiplier)
+                rule.update_item_(views, item, multiplier=multiplier)
             if high is not None:
                 updated = [position for item in items for position in item.positions]
                 fill(low, high, param.group, besides=updated)
@@ -182,6 +203,16 @@ class GroupUpdater:
             for managed in params:
                 torch.autograd.graph.increment_version(managed.param)
                 managed.version = managed.param._version
+
+    def settle(self) -> None:
+        """Wait for updates that were left to HOST_UPDATE."""
+        self._pager.policy.drain()
+
+    def weight_form(self, managed: ManagedParameter) -> TensorForm:
+        """Return what an update sees of a parameter: float32 where there are master weights, or going to be."""
+        group = self._chunk(Role.PARAM, managed.group).group
+        dtype = group.dtype if group.master is MasterCopy.NONE else "float32"
+        return TensorForm(tuple(managed.shape), tuple(managed.stride), getattr(torch, dtype))
 
     def read(self, chunk: Chunk, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's slot in `chunk`, in the parameter's shape."""

@@ -29,6 +29,7 @@ PUBLIC_NAMES = {
     "ExchangeMethod",
     "LayoutError",
     "MemoryReport",
+    "Optimizer",
     "PlanError",
     "RankError",
     "SGD",

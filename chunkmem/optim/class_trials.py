@@ -1,0 +1,324 @@
+"""Which states an optimizer class keeps of a parameter, and whether it can be stepped chunk by chunk: found by trying.
+
+[Note: Trials] A class is stepped a few times on a throw-away parameter of the shape and dtype of a real one, on the
+meta device: there is no memory, and numbers that it reads of a tensor are 1. Where it needs values, the trial is
+repeated with real ones on the CPU. The states it has made are those that chunks get room for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunkmem.errors import ConfigError
+from chunkmem.optim.class_calls import ClassCall, Entry, OptimizerClass
+from chunkmem.optim.shaped_state import TensorForm
+
+NUM_STEPS: Final = 3
+"""Some classes make their states in the second step only."""
+ELEMENTWISE: Final = frozenset(
+    getattr(torch.optim, name)
+    for name in ["SGD", "Adam", "AdamW", "Adagrad", "NAdam", "RAdam", "RMSprop", "Rprop", "Adadelta", "Adamax", "ASGD"]
+)
+"""Classes that update each element by its own gradient and states."""
+_PER_PARAMETER: Final = ELEMENTWISE | {torch.optim.Adafactor, torch.optim.Muon}
+"""Classes that are known to update each parameter by its own gradient and states."""
+_SMALL: Final = 8
+"""Elements of each dimension of a parameter that independence is tried with."""
+
+
+@dataclass(frozen=True)
+class NumberForm:
+    """A value of a state that has no elements: a number in a 0-dim tensor, or no tensor."""
+
+    dtype: torch.dtype | None
+    """None: it is no tensor."""
+    follows: bool
+    """It is a tensor on the device of the parameter."""
+
+
+@dataclass(frozen=True)
+class EntryForm:
+    """What `state[param]` has after an update."""
+
+    keys: tuple[str, ...]
+    """In its order."""
+    first_keys: tuple[str, ...]
+    """Those that it has after the first one already."""
+    tensors: Mapping[str, TensorForm]
+    """Those with elements."""
+    numbers: Mapping[str, NumberForm]
+    """The rest."""
+    is_there: bool
+    """It has an entry at all, if only an empty one."""
+    writes_gradients: bool
+    """The step changes the gradient it is given."""
+
+
+class ClassTrial:
+    """What is known of one class."""
+
+    def __init__(self, made: OptimizerClass) -> None:
+        """Look at its signature.
+
+        Raises:
+            ConfigError: its step has to call the model.
+        """
+        self.made = made
+        self._calls: ClassCall | None = None
+        self._found: dict[tuple[TensorForm, object], EntryForm] = {}
+        self._defaults: Mapping[str, Any] = {}
+        self._independent: set[int] = set()
+        """Numbers of dimensions for which that is known."""
+        closure = inspect.signature(made.kind.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"{made.name}.step() needs a closure, which it calls as often as it likes, with all parameters at a "
+                "time: chunkmem.Optimizer steps one chunk after the other; take a class whose step() has no such need"
+            )
+
+    @property
+    def call(self) -> ClassCall:
+        """Steps the class; there once a parameter was tried."""
+        assert self._calls is not None
+        return self._calls
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Options of a parameter group, as the class makes them; there once there was a `sample`."""
+        return self._defaults
+
+    def sample(self, form: TensorForm, options: Mapping[str, Any], *, name: str) -> torch.optim.Optimizer:
+        """Return an optimizer of the class over one throw-away parameter; `name` is for messages.
+
+        Raises:
+            ConfigError: the class refuses an option or the parameter.
+        """
+        with _random_numbers_kept():
+            try:
+                made = self._made_on("meta", form, options)
+            except Exception:  # it may need a device it knows
+                try:
+                    made = self._made_on("cpu", form, options)
+                except Exception as error:
+                    raise self._refused(form, name, error) from error
+        self._defaults = made.defaults
+        return made
+
+    def _made_on(self, device: str, form: TensorForm, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+        with _NumbersOfMeta() if device == "meta" else nullcontext():
+            return self.made.make([_leaf(form, device)], options)
+
+    def _refused(self, form: TensorForm, name: str, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self.made.name} cannot update parameter {name} {form.shape} of {form.dtype}: "
+            f"{type(error).__name__}: {error}"
+        )
+
+    @property
+    def writes_gradients(self) -> bool:
+        """Its step changes the gradient of a parameter that was tried."""
+        return any(form.writes_gradients for form in self._found.values())
+
+    @property
+    def following(self) -> set[str]:
+        """Numbers in states that are on the device of the parameter."""
+        return {key for form in self._found.values() for key, number in form.numbers.items() if number.follows}
+
+    @property
+    def is_elementwise(self) -> bool:
+        """It may update parts of a parameter one after the other: the class is known to, or says so."""
+        return self.made.kind in ELEMENTWISE or getattr(self.made.kind, "is_elementwise", False) is True
+
+    def entry_form(self, form: TensorForm, options: Mapping[str, Any], *, name: str) -> EntryForm:
+        """Return the states of a parameter; `name` is for messages.
+
+        Raises:
+            ConfigError: the class refuses it, keeps something that chunks cannot, or needs all parameters at once.
+        """
+        key = (form, kinds_of(options))
+        if key not in self._found:
+            with _random_numbers_kept(), torch.no_grad():
+                self._found[key] = self._try(form, options, name)
+                self._require_independence(form, options)
+        return self._found[key]
+
+    def _try(self, form: TensorForm, options: Mapping[str, Any], name: str) -> EntryForm:
+        try:
+            with _NumbersOfMeta():
+                return self._step_on(form, options, "meta")
+        except ConfigError:
+            raise
+        except Exception:  # it needs values, or a device it knows: the next trial has both, and says what is wrong
+            try:
+                return self._step_on(form, options, "cpu")
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise self._refused(form, name, error) from error
+
+    def _step_on(self, form: TensorForm, options: Mapping[str, Any], device: str) -> EntryForm:
+        made, leaf = (_leaf(form, device) for _ in range(2))
+        optimizer = self.made.make([made], options)
+        if self._calls is None:
+            self._calls = ClassCall(optimizer)
+        version = made._version
+        entry: Entry | None = None
+        first_keys: tuple[str, ...] = ()
+        writes_gradients = False
+        for number in range(NUM_STEPS):
+            leaf.grad = torch.full_like(leaf, 0.5)
+            before = leaf.grad._version
+            (entry,) = ClassCall(optimizer)([leaf], [entry], options, is_trial=True)
+            writes_gradients |= leaf.grad is None or leaf.grad._version != before
+            first_keys = tuple(entry or ()) if number == 0 else first_keys
+        if made._version != version:
+            raise ConfigError(
+                f"{self.made.name}.step() updates parameters that it has taken from its constructor, not those of "
+                "param_groups, and chunkmem.Optimizer steps it on one chunk after the other"
+            )
+        tensors, numbers = self._forms_of(entry or {}, leaf)
+        return EntryForm(tuple(entry or ()), first_keys, tensors, numbers, entry is not None, writes_gradients)
+
+    def _forms_of(self, entry: Entry, leaf: torch.Tensor) -> tuple[dict[str, TensorForm], dict[str, NumberForm]]:
+        tensors: dict[str, TensorForm] = {}
+        numbers: dict[str, NumberForm] = {}
+        for key, value in entry.items():
+            if not isinstance(key, str) or not _can_be_kept(value):
+                raise ConfigError(
+                    f"{self.made.name} keeps a {type(value).__name__} as state {key!r} of a parameter; "
+                    "chunkmem.Optimizer keeps ordinary tensors, numbers, strings and None"
+                )
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                is_dense = is_non_overlapping_and_dense_or_false(value)
+                like = value if is_dense else torch.empty(value.shape, device="meta")
+                tensors[key] = TensorForm(tuple(value.shape), like.stride(), value.dtype)
+            elif isinstance(value, torch.Tensor):
+                numbers[key] = NumberForm(value.dtype, follows=value.device == leaf.device and value.is_meta)
+            else:
+                numbers[key] = NumberForm(None, follows=False)
+        return tensors, numbers
+
+    def _require_independence(self, form: TensorForm, options: Mapping[str, Any]) -> None:
+        """Have two small parameters updated together and one after the other: both have to give the same bits.
+
+        Raises:
+            ConfigError: they do not, or the class draws random numbers.
+        """
+        if self.made.kind in _PER_PARAMETER or len(form.shape) in self._independent:
+            return
+        self._independent.add(len(form.shape))
+        small = TensorForm(*_small(form.shape), form.dtype)
+        try:
+            alone = [self._weights_of([number], small, options)[0] for number in range(2)]
+            before = torch.get_rng_state()
+            together = self._weights_of([0, 1], small, options)
+        except ConfigError:
+            raise
+        except Exception:  # it takes no parameters as small as these: nothing is known of it
+            return
+        if not torch.equal(torch.get_rng_state(), before):
+            raise ConfigError(
+                f"{self.made.name}.step() draws random numbers, which parameters in chunks would get in another order "
+                "than in plain PyTorch"
+            )
+        if not all(map(torch.equal, alone, together)):
+            raise ConfigError(
+                f"{self.made.name} updates a parameter differently when another one is updated with it, as with a norm "
+                "over all: chunkmem.Optimizer steps one chunk after the other"
+            )
+        if self.is_elementwise and self.made.kind not in ELEMENTWISE:
+            self._require_elementwise(small, options, alone[0])
+
+    def _require_elementwise(self, small: TensorForm, options: Mapping[str, Any], whole: torch.Tensor) -> None:
+        rows = small.shape[0] // 2 if small.shape else 0
+        if rows:
+            halves = [self._weights_of([0], small, options, rows=at)[0] for at in (slice(0, rows), slice(rows, None))]
+            if not torch.equal(torch.cat(halves), whole):
+                raise ConfigError(
+                    f"{self.made.name}.is_elementwise says that elements are updated by themselves, and half of a "
+                    f"parameter of shape {small.shape} gets other values than in the whole"
+                )
+
+    def _weights_of(
+        self, numbers: Sequence[int], small: TensorForm, options: Mapping[str, Any], rows: slice = slice(None)
+    ) -> list[torch.Tensor]:
+        """Return what two steps make of parameters with these numbers, or of some of their rows."""
+        draws = [torch.Generator().manual_seed(number) for number in numbers]
+
+        def values(draw: torch.Generator, scale: float) -> torch.Tensor:
+            drawn = torch.randn(small.shape, generator=draw, device="cpu").mul(scale).to(small.dtype)
+            return drawn[rows] if small.shape else drawn
+
+        leaves = [torch.nn.Parameter(values(draw, 1.0)) for draw in draws]
+        optimizer = self.made.make(leaves, options)
+        entries: list[Entry | None] = [None] * len(leaves)
+        for _ in range(2):
+            for leaf, draw in zip(leaves, draws, strict=True):
+                leaf.grad = values(draw, 100.0)
+            entries = ClassCall(optimizer)(leaves, entries, options)
+        return [leaf.detach() for leaf in leaves]
+
+
+class _NumbersOfMeta(TorchDispatchMode):
+    """Numbers that are read of tensors on the meta device are 1."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+        return func(*args, **(kwargs or {}))
+
+
+def _leaf(form: TensorForm, device: str) -> torch.nn.Parameter:
+    leaf = torch.nn.Parameter(form.empty(device))
+    with torch.no_grad():
+        leaf.fill_(0.25)
+    return leaf
+
+
+def _can_be_kept(value: object) -> bool:
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided  # type: ignore[attr-defined]
+    return is_plain or value is None or isinstance(value, bool | int | float | str)
+
+
+def kinds_of(options: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return what states may depend on: of numbers that schedulers change, whether they are 0."""
+    return tuple((key, _kind_of(value)) for key, value in options.items())
+
+
+def _kind_of(value: Any) -> object:
+    if isinstance(value, bool | str) or value is None:
+        return value
+    if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return type(value).__name__, bool(value == 0)
+    if isinstance(value, list | tuple):
+        return tuple(map(_kind_of, value))
+    return type(value).__name__
+
+
+def _small(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return a shape and its strides with few elements in each dimension."""
+    sizes = tuple(min(size, max(1, _SMALL - at)) for at, size in enumerate(shape))
+    return sizes, torch.empty(sizes, device="meta").stride()
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Leave random numbers as they are."""
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)

@@ -1,0 +1,107 @@
+"""Optimizer states of which each parameter of a chunk group has a shape of its own, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from chunkmem.errors import ConfigError
+from chunkmem.layout.spec import ALIGN_NBYTES, Group, Slot
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.rule import StateSpec
+from chunkmem.runtime.chunk import Chunk
+from chunkmem.types import ChunkId
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """Shape, strides and dtype of a parameter or of a state."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: str) -> torch.Tensor:
+        """Return a tensor of this form, contents undefined."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+class SlotForm(NamedTuple):
+    """The state of one parameter."""
+
+    position: int
+    """Of the parameter among the slots of its group."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """Dense: the state takes as many elements as it has."""
+
+
+@dataclass(frozen=True)
+class ShapedState(StateSpec):
+    """A state that has slots for some parameters of a group only, in the shapes that they need.
+
+    A rule claims it for a parameter with the form of that one; the chunk of a group has those of all.
+    """
+
+    key: str = ""
+    """By which `optimizer.state[param]` has it; the role tells dtypes apart, too."""
+    forms: tuple[SlotForm, ...] = ()
+    """In ascending position."""
+
+    def shape_for(self, param: torch.Tensor) -> torch.Size:
+        """Return the shape of the one parameter that it was claimed for."""
+        (form,) = self.forms
+        return torch.Size(form.shape)
+
+    def form(self, weights: Group) -> Group:
+        group = self.elements_of(weights)
+        align, end, slots = ALIGN_NBYTES // group.itemsize, 0, []
+        numel = {form.position: torch.Size(form.shape).numel() for form in self.forms}
+        for position, slot in enumerate(weights.slots):
+            slots.append(Slot(slot.tensor, slot.group, end, numel.get(position, 0)))
+            end = -(-slots[-1].end // align) * align
+        return replace(group, num_slabs=1, numel=max(end, align), slots=tuple(slots))
+
+    def chunk(self, param: Chunk) -> Chunk:
+        key, form = ChunkId(self.role, param.id.group), self.form(param.group)
+        forms: list[tuple[torch.Size, tuple[int, ...]]] = [(torch.Size([0]), (1,))] * len(form.slots)
+        for position, shape, stride in self.forms:
+            forms[position] = torch.Size(shape), stride
+        label = f"{key}{param.label.removeprefix(str(param.id))}"
+        return Chunk(key, form, getattr(torch, form.dtype), label, tuple(forms))
+
+
+def merged(claims: Sequence[tuple[ManagedParameter, StateSpec]]) -> StateSpec:
+    """Return what a group has of one role, given what each of its parameters claims of that.
+
+    Raises:
+        ConfigError: two of them claim states of different dtypes.
+    """
+    (_, first), *others = claims
+    if not any(isinstance(spec, ShapedState) for _, spec in claims):
+        return claims[-1][1]
+    for managed, spec in others:
+        if spec.dtype != first.dtype:
+            raise ConfigError(
+                f"state {spec.role.value} of parameter {managed.name} is {_words(spec)}, and that of "
+                f"{claims[0][0].name} in the same chunk is {_words(first)}: one optimizer of chunkmem's and one of "
+                "chunkmem.Optimizer(...) name their states alike; use chunkmem.Optimizer for both"
+            )
+    return ShapedState(first.role, first.dtype, forms=tuple(sorted(_forms(claims))))
+
+
+def _forms(claims: Iterable[tuple[ManagedParameter, StateSpec]]) -> Iterable[SlotForm]:
+    for managed, spec in claims:
+        if isinstance(spec, ShapedState):
+            yield from spec.forms
+        elif spec.numel_of is None:
+            yield SlotForm(managed.position, tuple(managed.shape), managed.stride)
+        else:
+            yield SlotForm(managed.position, (spec.numel_of(managed.slot.numel),), (1,))
+
+
+def _words(spec: StateSpec) -> str:
+    return "of the dtype of the weights" if spec.dtype is None else str(spec.dtype)
