@@ -15,7 +15,7 @@ from chunkmem.optim.checks import require_fit, saved_groups
 from chunkmem.optim.class_calls import NOT_OPTIONS, OptimizerClass, require_class
 from chunkmem.optim.class_rule import ClassHyper, ClassRule, add_to, new_item
 from chunkmem.optim.class_trials import ClassTrial, EntryForm
-from chunkmem.optim.entries import EntryStates, entry_problems
+from chunkmem.optim.entries import EntryStates, blank_entry, entry_problems
 from chunkmem.optim.host import HasRuntime, OptimizerHost
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.rule import StateSpec, UpdateItem
@@ -69,6 +69,8 @@ class Optimizer(RuleOptimizer):
         self._tiles: dict[int, str] | None = None
         self._hypers_of: dict[int, ClassHyper] = {}
         """By the identity of a parameter: the options of its group at the last step."""
+        self._blank: set[torch.Tensor] = set()
+        """Excluded parameters whose states are zeros to be loaded into."""
         self._kinds: list[Hashable] = []
         """What the states of each group depended on at the last step."""
         super().__init__(groups, {}, rule=ClassRule(trials), host=host, max_grad_norm=max_grad_norm)
@@ -177,8 +179,32 @@ class Optimizer(RuleOptimizer):
 
     # A step.
 
-    def _is_initialization(self) -> bool:
-        return False  # a step at learning rate 0 makes the states that the class makes, as in plain PyTorch
+    def _initialize(self) -> None:
+        self._updater.claims.check(self._managed(), self)
+        self._claim_more(self._wanted(self.param_groups))
+        trainable = [param for param in self._params() if param.requires_grad]
+        found = [(param, self._host.registry.lookup(param)) for param in trainable]
+        self._states.make_blank(managed for _, managed in found if managed is not None)
+        for group in self.param_groups:
+            hyper = self._rule.hyper(group)
+            for param in group["params"]:
+                if param.requires_grad and self._host.registry.lookup(param) is None:
+                    self._make_blank(param, self._form_for(param, hyper))
+        for param in trainable:
+            param.grad = None
+
+    def _make_blank(self, param: torch.Tensor, form: EntryForm) -> None:
+        """Have an entry of zeros for an excluded parameter, which its first update does not find."""
+        if form.is_there:
+            entry = blank_entry(form)
+            for key, tensor in form.tensors.items():
+                entry[key] = tensor.empty(str(param.device)).zero_()
+            self.state.excluded[param] = entry
+            self._blank.add(param)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._blank.clear()
+        super().__setstate__(state)
 
     def _make_states(self, pending: list[ManagedParameter], hypers: Sequence[Any]) -> set[ManagedParameter]:
         needs = [self._rule.needs(hyper) for hyper in hypers]
@@ -199,6 +225,9 @@ class Optimizer(RuleOptimizer):
         add_to(item, managed, step, self._states.record(managed), self._states.specs_of(managed))
 
     def _update_excluded(self, params: list[torch.Tensor], hyper: Any, *, multiplier: float | None) -> None:
+        for param in self._blank.intersection(params):
+            del self.state.excluded[param]
+        self._blank.difference_update(params)
         self._rule.update_excluded(params, self.state.excluded, hyper, multiplier=multiplier)
 
     # Loading.

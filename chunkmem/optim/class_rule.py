@@ -32,6 +32,8 @@ class Record:
     """`Place.CHUNK` stands for tensors with elements; others are on the CPU. None: there is none."""
     is_new: bool = True
     """It was not updated yet."""
+    is_blank: bool = False
+    """The entry is there to be loaded into, full of zeros: the class has not made one so far."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class ClassRule(UpdateRule[ClassHyper]):
     ) -> Entry | None:
         """Return the entry of a parameter as its class sees it, with the slots of its states."""
         record, specs = item.records[at], item.specs[at]
-        if record.entry is None:
+        if record.entry is None or record.is_blank:
             return None
         numbers = self.trials[item.hyper.index].following
         found: Entry = {}
@@ -200,14 +202,14 @@ class ClassRule(UpdateRule[ClassHyper]):
                 slot.copy_(value)
             entry[key] = Place.CHUNK
         to = item.records[at] if item.drafts is None else item.drafts[at]
-        to.entry, to.is_new = entry, False
+        to.entry, to.is_new, to.is_blank = entry, False, False
 
     def take_over(self, items: Sequence[UpdateItem]) -> None:
         for item in items:
             assert isinstance(item, ClassItem)
             assert item.drafts is not None
             for record, draft in zip(item.records, item.drafts, strict=True):
-                record.entry, record.is_new = draft.entry, draft.is_new
+                record.entry, record.is_new, record.is_blank = draft.entry, draft.is_new, draft.is_blank
 
     def update_excluded(
         self,

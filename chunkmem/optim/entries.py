@@ -135,8 +135,20 @@ class EntryStates(ChunkStates):
                     entry[key] = Place.CHUNK
                 else:
                     entry[key] = to_number(value, form.numbers.get(key))
-            self.record(managed).entry = entry
+            record = self.record(managed)
+            record.entry, record.is_blank = entry, False
         self.note([managed])
+
+    def make_blank(self, params: Iterable[ManagedParameter]) -> None:
+        """Have states of zero that can be loaded into; an update of `params` finds none."""
+        params = list(params)
+        self.prepare([managed for managed in params if self._host.owns(managed)])
+        for managed in params:
+            form = self._form_of(managed)
+            if form.is_there:
+                self.note([managed])
+                if self._host.owns(managed):
+                    self.records[managed] = Record(blank_entry(form), is_blank=True)
 
     def replace(self, managed: ManagedParameter, state: Mapping[str, Any]) -> None:
         """Set the whole of a parameter's state; an empty one removes it.
@@ -156,6 +168,18 @@ class EntryStates(ChunkStates):
             self.write(managed, state)
         else:
             self.steps.pop(managed, None)
+
+
+def blank_entry(form: EntryForm) -> Entry:
+    """Return an entry of a class full of zeros, with `Place.CHUNK` for tensors that have elements."""
+    entry: Entry = {}
+    for key in form.keys:
+        dtype = form.numbers[key].dtype if key in form.numbers else None
+        if key in form.tensors:
+            entry[key] = Place.CHUNK
+        else:
+            entry[key] = 0 if dtype is None else torch.zeros((), dtype=dtype, device="cpu")
+    return entry
 
 
 def entry_problems(state: Mapping[str, Any], form: EntryForm, *, is_whole: bool = False) -> list[str]:

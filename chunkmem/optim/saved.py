@@ -228,7 +228,7 @@ class StatefulOptimizer(ChunkedOptimizer):
         That is one at learning rate 0, over gradients of zero that were assigned to all trainable parameters, before
         there are any states or other gradients.
         """
-        if self.state or any(float(group["lr"]) != 0 for group in self.param_groups):
+        if self.state or any(float(group.get("lr", 1.0)) != 0 for group in self.param_groups):
             return False
         if self._updater.gradients.any_landed(m for m in self._looked_up() if m is not None):
             return False

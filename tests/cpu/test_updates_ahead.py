@@ -63,6 +63,9 @@ class PlusTen:
             for role, memory in new.items():
                 memory.flat.copy_(old[role].flat + 10)
 
+    def take_over(self, items: Sequence[UpdateItem]) -> None:
+        pass
+
 
 class Rig:
     """Two groups whose weights, gradient and moment are on HOST, full of 1, 2 and 3."""
