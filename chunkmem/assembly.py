@@ -23,7 +23,7 @@ from chunkmem.entry_points import EntryPoints, collect_abandoned
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.layout.spec import digest
 from chunkmem.nn.autocast import AutocastCache
-from chunkmem.nn.binding import BoundChunk, ManagedParameter
+from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to
 from chunkmem.nn.built import HERE, Built
 from chunkmem.nn.collect import Collector
 from chunkmem.nn.elsewhere import Elsewhere, Unpacked
@@ -33,6 +33,7 @@ from chunkmem.nn.meta import BuiltOnMeta, has_meta_tensors
 from chunkmem.nn.ordinary import same_random_numbers
 from chunkmem.nn.packing import move_ordinary_tensors
 from chunkmem.nn.registry import check_fits
+from chunkmem.nn.shared_gradients import SharedGradients
 from chunkmem.nn.wrappers import WrapperCheck
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.places import StatePlaces
@@ -164,7 +165,9 @@ class Runtime:
         prefetch, measure = self.sharding.units.prefetch, self.links.measure
         trial = None if prefetch is None else AheadTrial(prefetch, self.controller, self.ranks, measure=measure)
         self.foreign_steps = ForeignStepCheck(self.registry, self.gradients)
-        self.foreign_wrappers = WrapperCheck(self.registry)
+        self.foreign_wrappers = WrapperCheck(
+            self.registry, self.sharding.units, self.gradients, num_ranks=self.ranks.size
+        )
         collect_others = partial(collect_abandoned, self.foreign_steps.is_alone)
         self.entry_points = EntryPoints(
             self.memory,
@@ -177,6 +180,15 @@ class Runtime:
             autocast=AutocastCache(compute.device.type, precision=config.precision),
             after_first_step=collect_others,
         )
+        if self.sharding.shards is not None:
+            self.gradients.shared = SharedGradients(
+                self.gradients,
+                self.memory.pager,
+                self.ranks,
+                parameters=lambda: self.registry.parameters,
+                owns=self.owns,
+                settled=partial(self.entry_points.step, updates=False),
+            )
         self.modules.server.before_use = self.entry_points.begin_outside
         self.hooks = self.modules.hooks(self.entry_points)
         self.built = BuiltModels()
@@ -340,6 +352,15 @@ class Runtime:
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Know of an optimizer, as long as somebody has it."""
         self.origin.optimizers.append(weakref.ref(optimizer))
+
+    def adopt(self, params: Iterable[torch.Tensor]) -> None:
+        """Take in those parameters that were added to models after these were packed, as rank 0 has them."""
+        added = self.registry.adopt(params)
+        for param in added:
+            if param.device != self.device:
+                move_to(param, param.data.to(self.device))
+        if added and self.sharding.shards is not None:
+            self.entry_points.adopt(added)
 
     @property
     def optimizers(self) -> list[StatefulOptimizer]:

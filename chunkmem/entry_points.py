@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ class EntryPoints:
         self._after_first_step: Callable[[], None] | None = after_first_step
         self.ordinary = OrdinaryTensors(sharding.ranks)
         self.averaged: list[nn.Parameter] = []
-        """Of excluded modules, those whose gradients are averaged over ranks."""
+        """Ordinary parameters whose gradients are averaged over ranks."""
         self.gathers_open = 0
         self._stepping = False
         self._has_given_up = False
@@ -131,6 +131,8 @@ class EntryPoints:
         """
         require_open(self._memory.pager)
         label = f"{'optimizer.step()' if updates else 'clipping of gradients'} with {options}"
+        if self._modules.gradients.shared is not None:
+            label += self._modules.gradients.shared.in_words()
         with self._modules.turn.taken(), self._sharding.ranks.telling():
             self._look_over()
             self._stepping = True
@@ -145,6 +147,15 @@ class EntryPoints:
             if updates and self._after_first_step is not None:
                 after_first_step, self._after_first_step = self._after_first_step, None
                 after_first_step()
+
+    def adopt(self, params: Sequence[nn.Parameter]) -> None:
+        """Ordinary parameters were added to models: have rank 0's on all ranks, and average their gradients.
+
+        Raises:
+            RankError: a rank is missing, or has added others.
+        """
+        self._sharding.ranks.broadcast_tensors(params, label="parameters that were added to models")
+        self.averaged += params
 
     def gradients_given_up(self, params: Iterable[ManagedParameter]) -> None:
         """A user discards gradients; over ranks, those that wait for their step are given up on all or on none."""
@@ -192,6 +203,8 @@ class EntryPoints:
     def _end_step(self) -> None:
         if self._sharding.shards is not None:
             self._sharding.shards.send_on_host(self._updated, reader="updated weights on HOST")
+        if self._modules.gradients.shared is not None:
+            self._modules.gradients.shared.end_step()
         self.ordinary.follow()
         self._controller.end_step()
         self._sharding.units.end_step()

@@ -22,6 +22,7 @@ from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.config import Config
 from chunkmem.errors import CheckpointError, StateError
 from chunkmem.nn.gather import gathered, parameters_in
+from chunkmem.optim.converted import converted
 from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
@@ -186,6 +187,22 @@ class ChunkManager(ModelBuilding, Reporting):
         if not isinstance(num_backwards, int) or isinstance(num_backwards, bool) or num_backwards < 1:
             raise StateError(f"manager.accumulate() takes a number of backwards of at least 1, not {num_backwards!r}")
         self.runtime.sharding.units.accumulate(num_backwards)
+
+    def optimizer(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None = None) -> StatefulOptimizer:
+        """Return an optimizer over chunks with the parameter groups, options and states of one of torch's.
+
+        For scripts whose model makes its optimizer: `manager.optimizer(model.configure_optimizers(...))`.
+
+        Args:
+            optimizer: `torch.optim.AdamW`, `Adam` or `SGD`; it is not stepped any more.
+            max_grad_norm: clip the global norm to this in `step()`; default: the configuration's `gradient_clipping`.
+
+        Raises:
+            ConfigError: it is another one, or has an option that there is no counterpart of.
+            StateError: a parameter is in no model of the manager.
+            CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
+        """
+        return converted(optimizer, manager=self, max_grad_norm=max_grad_norm)
 
     @property
     def loss_scale(self) -> float:

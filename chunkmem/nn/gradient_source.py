@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -39,6 +40,17 @@ class GradientOwner(Protocol):
         Raises:
             StateError: there are no values.
         """
+        ...
+
+    shows_means: bool
+    """`.grad` stands for the mean over ranks, as it does below `DistributedDataParallel`."""
+
+    def norm_over_ranks(self, source: GradientSource, order: float) -> float:
+        """Return the norm of the mean over ranks; all of them ask for it."""
+        ...
+
+    def slots_over_ranks(self, sources: Sequence[GradientSource], factor: float) -> list[list[torch.Tensor]]:
+        """Return for each gradient where its mean is on this rank; all ranks multiply by `factor`."""
         ...
 
     def accumulate(self, source: GradientSource, grad: torch.Tensor) -> None:

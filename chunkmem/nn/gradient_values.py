@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradient_source import GradientSource, GradientState
+from chunkmem.nn.shared_gradients import SharedGradients
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pager import Pager
 
@@ -21,6 +22,10 @@ class GradientValues(GradientSlots):
         """Begin with none; see `GradientSlots`. `is_shared`: summed over ranks, what one has is not the gradient."""
         super().__init__(pager, settles=settles)
         self.is_shared = is_shared
+        self.shared: SharedGradients | None = None
+        """Over ranks: norms and scalings that users ask for."""
+        self.shows_means = False
+        """`.grad` stands for the mean over ranks, as it does below `DistributedDataParallel`."""
         self.before_change: Callable[[], None] = lambda: None
         """Called before gradients are changed by a user: updates that have read them are wrong."""
         self._sources: dict[ManagedParameter, GradientSource] = {}
@@ -34,6 +39,43 @@ class GradientValues(GradientSlots):
         for managed in parameters:
             self._sources[managed] = GradientSource(managed, self)
             self._by_param[id(managed.param)] = managed
+
+    def land(self, managed: ManagedParameter, grad: torch.Tensor, *, replacing: bool = False) -> None:
+        super().land(managed, grad, replacing=replacing)
+        if self.shared is not None:
+            self.shared.changed()
+
+    def forget(self, params: Collection[ManagedParameter]) -> None:
+        super().forget(params)
+        if self.shared is not None:
+            self.shared.changed()
+
+    def norm_over_ranks(self, source: GradientSource, order: float) -> float:
+        """Return the norm of the mean over ranks of a gradient that `.grad` shows; all ranks ask for it.
+
+        Raises:
+            StateError: there are no values.
+            RankError: a rank is missing, or somewhere else.
+        """
+        return self._over_ranks(source).norm(self.members[source.group][source.position], order)
+
+    def slots_over_ranks(self, sources: Sequence[GradientSource], factor: float) -> list[list[torch.Tensor]]:
+        """Return for each gradient where its mean is on this rank, to be multiplied by `factor`, as on all ranks.
+
+        Raises what `norm_over_ranks` does.
+        """
+        shared = [self._over_ranks(source) for source in sources]
+        self.before_change()
+        managed = [self.members[source.group][source.position] for source in sources]
+        return shared[0].slots_to_scale(managed, factor) if shared else []
+
+    def _over_ranks(self, source: GradientSource) -> SharedGradients:
+        if self._pager.closed is not None:
+            raise StateError(f"the gradient of {source.name}: {self._pager.closed}")
+        if source.state is not GradientState.LIVE:
+            raise source.lacks_values()
+        assert self.shared is not None
+        return self.shared
 
     def require_known(self, params: Iterable[ManagedParameter]) -> None:
         """Raise if plain PyTorch would use a gradient that is gone, by itself or in a sum with a new one.

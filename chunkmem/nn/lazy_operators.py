@@ -47,6 +47,7 @@ _SCALINGS = frozenset(
     )
 )
 """By 1 they change nothing, as when a norm is below what it is clipped to."""
+_NORMS = frozenset((_aten._foreach_norm.Scalar, _aten.linalg_vector_norm.default))
 _OVERWRITING = frozenset((_aten.copy_.default, _aten._foreach_copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor))
 """They do not read what they write to."""
 
@@ -92,6 +93,8 @@ class _Call:
     def read(self) -> Any:
         """Run it; nothing is written to."""
         device = self.lazies[0].device
+        if self.func in _NORMS and len(self.args) + len(self.kwargs) <= 2 and self._is_over_ranks():
+            return self._norm_over_ranks()
         slots = {id(lazy): lazy.slots(writing=False)[0] for lazy in self.lazies}
         if self.func in _REDUCTIONS and any(slot.device != device for slot in slots.values()):
             return self._reduce(slots, device)
@@ -114,6 +117,8 @@ class _Call:
             return self._write_elsewhere()
         if self.func is _aten.zero_.default or self.func is _aten._foreach_zero_.default:
             return self._zero(into)
+        if self.func in _SCALINGS and self._is_over_ranks() and (factor := _number(self.args[1])) is not None:
+            return self._scale_over_ranks(factor)
         if self.func in _SCALINGS and _is_one(self.args[1]):
             for lazy in into:
                 lazy.slots(writing=False)
@@ -128,6 +133,41 @@ class _Call:
             for first, *others in replicas.values():
                 for other in others:
                     other.copy_(first)
+        return self._result()
+
+    def _is_over_ranks(self) -> bool:
+        """Tell whether all lazy gradients of the call are whole, and stand for means over ranks."""
+        return all(lazy.source.owner.shows_means and lazy.is_all_of(lazy.source) for lazy in self.lazies)
+
+    def _norm_over_ranks(self) -> Any:
+        """Return norms of means; see [Note: Clipping over ranks] in `chunkmem.nn.shared_gradients`."""
+        order = float(self.args[1] if len(self.args) > 1 else self.kwargs.get("ord", 2))
+        each = self.args[0] if isinstance(self.args[0], (list, tuple)) else [self.args[0]]
+        # First those that all ranks form: they make means of the gradients of ordinary parameters, too.
+        known = {
+            id(one): one.source.owner.norm_over_ranks(one.source, order) for one in each if isinstance(one, SlotTensor)
+        }
+        with runtime_mode():
+            norms = [
+                torch.full((), known[id(one)], dtype=one.dtype, device=one.device)
+                if id(one) in known
+                else torch.linalg.vector_norm(one, order)
+                for one in each
+            ]
+        return norms if isinstance(self.args[0], (list, tuple)) else norms[0]
+
+    def _scale_over_ranks(self, factor: float) -> Any:
+        """Multiply or divide means where they are; by 1 nothing changes."""
+        if factor != 1.0:
+            owner = self.lazies[0].source.owner
+            found = owner.slots_over_ranks([lazy.source for lazy in self.lazies], factor)
+            slots = {id(lazy): each for lazy, each in zip(self.lazies, found, strict=True)}
+            is_list = isinstance(self.args[0], (list, tuple))
+            with runtime_mode():
+                for one in self.args[0] if is_list else [self.args[0]]:
+                    for slot in slots.get(id(one), [one]):
+                        by = self.args[1].to(slot.device) if isinstance(self.args[1], torch.Tensor) else self.args[1]
+                        self.func([slot] if is_list else slot, by)
         return self._result()
 
     def _zero(self, into: list[SlotTensor]) -> Any:
@@ -279,6 +319,13 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)([_mapped(one, change) for one in value])
     return value
+
+
+def _number(factor: Any) -> float | None:
+    """Return what gradients are multiplied or divided by; None if that is no single number."""
+    if isinstance(factor, torch.Tensor):
+        return float(factor) if factor.dim() == 0 and not factor.is_complex() and type(factor) is torch.Tensor else None
+    return float(factor) if isinstance(factor, (int, float)) else None
 
 
 def _is_one(factor: Any) -> bool:

@@ -70,7 +70,7 @@ def _check(name: str, param: nn.Parameter, built: Built) -> None:
     if not plain or param.layout is not torch.strided or param.is_quantized:
         raise LayoutError(
             f"parameter {name} is a {type(param).__name__} of {param.layout}; only plain dense tensors can be packed. "
-            "Build its module inside manager.exclude()"
+            "Build its module inside manager.exclude(); a quantised model: load it in bf16, or in bitsandbytes' 4 bits"
         )
 
 
@@ -126,6 +126,13 @@ def _check_unshared(found: Iterable[tuple[str, torch.Tensor]], *, packed: Set[in
     for memory, sharers in by_storage.items():
         mine = [name for name, tensor in sharers if id(tensor) in packed]
         if mine and torch._C._storage_Use_Count(memory) > len(sharers) + _OF_PYTHON:
+            kind = next(type(tensor) for name, tensor in sharers if name == mine[0])
+            if kind is not nn.Parameter:
+                raise LayoutError(
+                    f"parameter {mine[0]} is a {kind.__name__} of {kind.__module__.partition('.')[0]}, which keeps its "
+                    "memory under a second name, so it cannot move; load the model in bf16, or, with bitsandbytes, in "
+                    "4 bits in place of 8"
+                )
             raise LayoutError(
                 f"the memory of parameter {mine[0]} is in use by another tensor (a view, .data, or a state_dict() that "
                 "is alive), which would keep the values from before packing; delete it, or make it a clone(), before "

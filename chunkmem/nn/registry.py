@@ -153,6 +153,23 @@ class ModelRegistry:
         for param in params:
             self._place_of.setdefault(id(param), len(self._place_of))
 
+    def adopt(self, params: Iterable[torch.Tensor]) -> list[nn.Parameter]:
+        """Take in what was added to packed models since, as ordinary parameters; return what was not known before.
+
+        Adapters made by `get_peft_model(manager.wrap(model))` are such. What is in no model stays unknown.
+        """
+        unknown = {id(param) for param in params}.difference(self._managed, self._excluded)
+        if not unknown:
+            return []
+        models = [param for model in self.models for param in model.root.parameters()]
+        added = {id(param): param for param in models if id(param) in unknown}
+        self._excluded.update(added)
+        before, self._place_of = self._place_of, {}
+        self.place(models)
+        for key in before.keys() - self._place_of.keys():
+            self._place_of[key] = len(self._place_of) + before[key]
+        return list(added.values())
+
     def add_elsewhere(self, params: Iterable[nn.Parameter]) -> None:
         """Take in parameters of other pipeline stages, which never have a gradient here."""
         self._elsewhere.update((id(param), param) for param in params)
@@ -202,24 +219,22 @@ class ModelRegistry:
         """Return what is known of a managed parameter; None for any other tensor."""
         return self._managed.get(id(param))
 
+    def is_known(self, param: torch.Tensor) -> bool:
+        """Tell whether a parameter is managed, or an ordinary one of these models."""
+        return id(param) in self._managed or id(param) in self._excluded
+
     def lookup(self, param: torch.Tensor) -> ManagedParameter | None:
-        """Return what is known of a parameter; None for one of an excluded module.
+        """Return what is known of a parameter; None for an ordinary one: of an excluded module, or adopted.
 
         Raises:
-            StateError: it is neither managed nor excluded.
+            StateError: it is not known.
         """
         managed = self._managed.get(id(param))
         if managed is None and id(param) not in self._excluded:
-            for name, own in (pair for model in self.models for pair in model.root.named_parameters()):
-                if own is param:
-                    raise StateError(
-                        f"parameter {name} {tuple(param.shape)} was added to the model after it was packed; make "
-                        "adapters and new layers before: get_peft_model() first, then manager.wrap(). Or train them by "
-                        "an optimizer of torch's, which is given nothing else"
-                    )
             raise StateError(
                 f"a parameter of shape {tuple(param.shape)} is neither managed nor excluded by this manager; build its "
-                "model inside manager.init() or pass it to manager.wrap() first"
+                "model inside manager.init() or pass it to manager.wrap() first. Modules put around a managed model, "
+                "such as peft's prompt encoders, come before: get_peft_model() first, then manager.wrap()"
             )
         return managed
 

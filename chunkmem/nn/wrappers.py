@@ -1,9 +1,10 @@
-"""Wrappers of torch that exchange parameters or gradients between ranks, refused around managed parameters.
+"""Wrappers of torch that exchange parameters or gradients between ranks, around managed parameters.
 
 `DistributedDataParallel` is noticed when it registers the model as its child, which it does before it touches
-anything. `FullyShardedDataParallel` and `fully_shard` are noticed when they first use a parameter that serves itself,
-see [Note: Served parameters] in `chunkmem.nn.served`: the first one registers the model when it has flattened its
-parameters, the second one never does.
+anything. From there on it exchanges nothing, see `chunkmem.nn.data_parallel`, if all that the model trains is known to
+the manager; else it is refused. `FullyShardedDataParallel` and `fully_shard` are noticed when they first use a
+parameter that serves itself, see [Note: Served parameters] in `chunkmem.nn.served`: the first one registers the model
+when it has flattened its parameters, the second one never does.
 """
 
 from __future__ import annotations
@@ -18,17 +19,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.data_parallel import become_managed
+from chunkmem.nn.gradient_values import GradientValues
 from chunkmem.nn.registry import ModelRegistry
+from chunkmem.shard.units import Units
 
 _SHARDING = "torch.distributed.fsdp"
 
 
 class WrapperCheck:
-    """Raises when a `DistributedDataParallel` is made around a model with managed parameters."""
+    """Hears of every `DistributedDataParallel` that is made around a model with managed parameters."""
 
-    def __init__(self, registry: ModelRegistry) -> None:
-        """Check from now on, until `remove` or until nothing else refers to `registry`."""
-        self._handle = register_module_module_registration_hook(_WrapperHook(registry))
+    def __init__(self, registry: ModelRegistry, units: Units, gradients: GradientValues, *, num_ranks: int) -> None:
+        """Check from now on, until `remove` or until nothing else refers to `registry`.
+
+        Args:
+            registry: of the manager's parameters.
+            units: are told what the wrapper says of micro-batches.
+            gradients: stand for means over ranks where there is a wrapper.
+            num_ranks: that exchange; 1: there is one process.
+        """
+        self._handle = register_module_module_registration_hook(_WrapperHook(registry, units, gradients, num_ranks))
         hooks = self._handle.hooks_dict_ref() or {}
         # Not by a finalizer of the registry: it could run while torch goes through its hooks.
         for key in [key for key, hook in hooks.items() if isinstance(hook, _WrapperHook) and not hook.is_alive()]:
@@ -42,8 +53,11 @@ class WrapperCheck:
 class _WrapperHook:
     """What torch refers to: it keeps no manager alive."""
 
-    def __init__(self, registry: ModelRegistry) -> None:
+    def __init__(self, registry: ModelRegistry, units: Units, gradients: GradientValues, num_ranks: int) -> None:
         self._registry = weakref.ref(registry)
+        self._units = weakref.ref(units)
+        self._gradients = weakref.ref(gradients)
+        self._num_ranks = num_ranks
 
     def is_alive(self) -> bool:
         """Tell whether its manager is still there."""
@@ -53,10 +67,23 @@ class _WrapperHook:
         registry = self._registry()
         if registry is None or child is None or not isinstance(parent, DistributedDataParallel):
             return
-        for param in child.parameters():
-            managed = registry.find(param)
-            if managed is not None:
-                raise wrapped(type(parent).__name__, managed)
+        managed = next((found for param in child.parameters() if (found := registry.find(param)) is not None), None)
+        if managed is None:
+            return
+        if any(param.requires_grad and not registry.is_known(param) for param in child.parameters()):
+            raise wrapped(type(parent).__name__, managed)
+        if parent.process_group.size() != self._num_ranks:
+            raise StateError(
+                f"DistributedDataParallel over {parent.process_group.size()} ranks around parameter {managed}, which a "
+                f"manager of {self._num_ranks} exchanges: call init_process_group() before ChunkManager(config)"
+            )
+        become_managed(parent, child, self._declare)
+        if (gradients := self._gradients()) is not None:
+            gradients.shows_means = self._num_ranks > 1
+
+    def _declare(self, is_last: bool) -> None:
+        if (units := self._units()) is not None:
+            units.declared = is_last
 
 
 def sharding_caller() -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
@@ -61,6 +61,10 @@ class OptimizerHost(Protocol):
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Know of an optimizer that is made over these parameters."""
+        ...
+
+    def adopt(self, params: Iterable[torch.Tensor]) -> None:
+        """Take in those parameters that were added to models after these were packed; they stay ordinary."""
         ...
 
     def owns(self, managed: ManagedParameter) -> bool:

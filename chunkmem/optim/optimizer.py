@@ -43,7 +43,7 @@ class RuleOptimizer(StatefulOptimizer):
 
         Raises:
             ConfigError: an option is out of range.
-            StateError: a parameter is neither managed nor excluded.
+            StateError: a parameter is in no model of the manager.
             CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
         """
         host.require_open()
@@ -59,10 +59,11 @@ class RuleOptimizer(StatefulOptimizer):
         self._updater.claim(self._wanted(self.param_groups), self, forget_plans=host.forget_plans)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as in torch.optim; its parameters have to be managed or excluded."""
+        """Add a parameter group, as in torch.optim; its parameters have to be in models of the manager."""
         self._host.require_open()
         super().add_param_group(param_group)
         try:
+            self._host.adopt(self.param_groups[-1]["params"])
             self._rule.check(self.param_groups[-1])
             wanted = self._wanted(self.param_groups[-1:])
             self._updater.claims.require_room(self._wanted(self.param_groups))

@@ -188,6 +188,10 @@ class StepController(KnownSteps):
         if self.now.is_running:
             self.now.is_running = False
             self._pager.policy = BetweenSteps(self._pager.policy, hears=True)
+        self._close_step()
+
+    def _close_step(self) -> None:
+        """A training step is over: keep its timeline."""
         if self.now.step_log is not None:
             self.now.step_log.end()
         self._keep_timeline()
@@ -254,6 +258,8 @@ class StepController(KnownSteps):
         mode, recorder, entry = self.now.mode, self.now.recorder, self.now.entry
         if mode is Mode.EVAL:
             self._keep_timeline()
+        elif mode is Mode.TRAIN and self._iteration_end.is_without_step:
+            self._close_step()
         is_recorded = mode is Mode.TRAIN and recorder is not None and not self.now.is_excused
         if self._is_lone and is_recorded and self.is_choosing_regions:
             self.keep_regions(self.choose_regions())

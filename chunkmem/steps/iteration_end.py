@@ -59,6 +59,11 @@ class IterationEnd:
         self._backwards_at_step = self._num_backwards()
 
     @property
+    def is_without_step(self) -> bool:
+        """There was a backward, and no optimizer over managed parameters has stepped."""
+        return not self._num_steps and self._num_backwards() != self._backwards_before
+
+    @property
     def is_even(self) -> bool:
         """The same gradients wait as at the beginning, or others than ever before."""
         if not self._is_lone:

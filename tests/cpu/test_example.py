@@ -141,6 +141,35 @@ def test_it_trains_on_the_standard_library_as_plain_pytorch_does(tmp_path: Path)
     assert len((tmp_path / "run" / "sample.txt").read_bytes()) == len("\ndef ") + 4
 
 
+@pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
+def test_adapters_are_trained_over_a_base_that_moves(tmp_path: Path, text: Path) -> None:
+    """What is printed in the end, and an adapter that peft loads; the loss falls."""
+    folder = tmp_path / "adapter"
+    options = ("--data", text, "--steps", 10, "--batch", 2, "--seq", 16, "--lr", 0.01, "--out", folder)
+    result = python(ROOT / "examples" / "finetune_lora.py", *options, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = re.search(r"loss ([\d.]+) to ([\d.]+), [\d,]+ tokens/s, moved [\d.]+ MiB, .*plan misses 0", result.stdout)
+    assert found is not None, result.stdout
+    assert float(found[2]) < float(found[1]) - 0.3
+    held = re.search(r"DEVICE held ([\d.]+) MiB .* plain PyTorch would hold ([\d.]+) MiB", result.stdout)
+    assert held is not None, result.stdout
+    assert float(held[1]) < 0.5 * float(held[2])
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
+def test_the_adapters_example_says_what_is_wrong(tmp_path: Path, text: Path) -> None:
+    script = ROOT / "examples" / "finetune_lora.py"
+    for said, options in {
+        "nowhere does not exist": ("--data", "nowhere"),
+        "64.00 KiB": ("--device-cap", "64KiB"),
+    }.items():
+        result = python(script, "--data", text, "--seq", 16, *options, cwd=tmp_path)
+        assert result.returncode == 2
+        assert said in result.stderr
+        assert "Traceback" not in result.stderr
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_it_trains_on_an_accelerator_as_plain_pytorch_does(tmp_path: Path) -> None:

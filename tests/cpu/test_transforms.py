@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import chunkmem
-from tests.helpers.twins import CHUNK_NUMEL, WIDTH, Blocks, Twin, assert_equal, config, cpu_only, features
+from tests.helpers.twins import CHUNK_NUMEL, Blocks, Twin, assert_equal, config, cpu_only, features
 
 CAP_NBYTES = 5 * 4 * CHUNK_NUMEL
 Model = Callable[[Tensor], Tensor]
@@ -116,25 +116,3 @@ def test_what_the_errors_advise_works(use: Callable[[Any], Any]) -> None:
         twin = Twin(manager, Blocks)
         assert_equal([use(twin.model), twin.steps(0, 1), use(twin.model), twin.steps(2)], expected)
         assert_equal(twin.left(), plain.left())
-
-
-def test_an_adapter_made_after_wrapping_is_named() -> None:
-    """The error gave a shape alone."""
-
-    class Adapted(nn.Module):
-        def __init__(self, base: nn.Module) -> None:
-            super().__init__()
-            self.base, self.lora_A = base, nn.Linear(WIDTH, 2, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base(x) + self.lora_A(x).sum()
-
-    with chunkmem.ChunkManager(config(CAP_NBYTES)) as manager:
-        model = manager.wrap(Blocks())
-        model.inner = Adapted(model.inner)
-        message = (
-            r"^parameter inner.lora_A.weight \(2, 16\) was added to the model after it was packed; .*: "
-            r"get_peft_model\(\) first, then manager.wrap\(\)"
-        )
-        with pytest.raises(chunkmem.StateError, match=message):
-            chunkmem.AdamW(model.parameters(), manager=manager)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecision
+from torch.nn.utils import clip_grad_norm_
 
 import chunkmem
 from tests.hostile.models import Net
-from tests.hostile_ranks.harness import Refused, User, script
+from tests.hostile_ranks.harness import EQUAL_BUT_FOR_ORDER, Refused, User, script
+from tests.hostile_ranks.reference import average_gradients
 
 NOT_NEEDED = "chunkmem exchanges parameters and gradients itself; use the model as it is"
 
@@ -23,15 +28,89 @@ class Outer(nn.Module):
         self.inner = inner
 
 
-@script(expect=Refused("StateError", rf"^DistributedDataParallel .*{NOT_NEEDED}"))
+def wrapped(user: User, **options: Any) -> Any:
+    """DistributedDataParallel, as a script has it; in plain PyTorch `step()` averages, so there is none."""
+    return user.model if user.manager is None else DistributedDataParallel(user.model, **options)
+
+
+@script()
 def distributed_data_parallel(user: User) -> None:
-    DistributedDataParallel(user.model)
+    """It calls the model, and chunkmem exchanges."""
+    model, _ = wrapped(user), user.opt
+    user.check(isinstance(getattr(model, "module", user.model), Net), "the model is in it")
+    for seed in range(3):
+        loss = user.loss(seed, model)
+        loss.backward()
+        user.record(loss.item())
+        user.update()
+    user.train(3)
 
 
-@script(expect=Refused("StateError", rf"^DistributedDataParallel .*{NOT_NEEDED}"))
+@script()
 def distributed_data_parallel_that_finds_unused_parameters(user: User) -> None:
     user.train(0)
-    DistributedDataParallel(user.model, find_unused_parameters=True, init_sync=False)
+    model = wrapped(user, find_unused_parameters=True, init_sync=False, static_graph=True)
+    user.loss(1, model).backward()
+    user.update()
+
+
+@script()
+def micro_batches_under_no_sync(user: User) -> None:
+    """What it says of micro-batches is passed on: the sum is that of a plain loop."""
+    model, _ = wrapped(user), user.opt
+    for step in range(3):
+        with contextlib.nullcontext() if user.manager is None else model.no_sync():
+            (user.loss(2 * step, model) / 2).backward()
+        (user.loss(2 * step + 1, model) / 2).backward()
+        user.update()
+
+
+@script()
+def micro_batches_by_the_flag(user: User) -> None:
+    """As nanoGPT has it: it sets what `no_sync()` sets."""
+    model, _ = wrapped(user), user.opt
+    for step in range(3):
+        for micro in range(2):
+            model.require_backward_grad_sync = micro == 1
+            (user.loss(2 * step + micro, model) / 2).backward()
+        user.update()
+
+
+@script(expect=EQUAL_BUT_FOR_ORDER)
+def clipped_by_torchs_function(user: User) -> None:
+    """Below the wrapper its norms are of the means over ranks, also where nothing is clipped."""
+    _ = wrapped(user), user.opt
+    for step, max_norm in enumerate((0.01, 1e9, 0.02)):
+        user.loss(step).backward()
+        if user.manager is None:
+            average_gradients(user.params)
+        user.record(clip_grad_norm_(user.params, max_norm))
+        user.update()
+
+
+@script(expect=Refused("RankError", "clipping of gradients with multiplication of gradients by"))
+def clipped_to_another_norm_on_each_rank(user: User) -> None:
+    wrapped(user)
+    user.loss(0).backward()
+    clip_grad_norm_(user.params, 0.01 * (1 + user.rank))
+
+
+@script(expect=Refused("RankError", "optimizer.step.* gradients multiplied"))
+def another_gradient_multiplied_on_each_rank(user: User) -> None:
+    wrapped(user)
+    user.loss(0).backward()
+    list(user.model.parameters())[user.rank].grad.mul_(0.5)
+    user.update()
+
+
+@script(expect=Refused("StateError", "mixed_precision of DistributedDataParallel .*: set"))
+def distributed_data_parallel_in_low_precision(user: User) -> None:
+    wrapped(user, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+
+
+@script(expect=Refused("StateError", r"register_comm_hook\(\) .*exchange="))
+def a_hook_for_its_buckets(user: User) -> None:
+    wrapped(user).register_comm_hook(None, lambda state, bucket: None)
 
 
 @script(expect=Refused("StateError", rf"^DistributedDataParallel .*{NOT_NEEDED}"))
@@ -57,7 +136,7 @@ def refused_and_used_as_it_is(user: User) -> None:
     user.train(0)
     if user.manager is not None:
         with contextlib.suppress(chunkmem.StateError):
-            DistributedDataParallel(user.model)
+            DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), user.model))
     user.train(1)
 
 

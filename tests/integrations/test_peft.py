@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import chunkmem
 from tests.helpers.libraries import AMPLE_NBYTES, Side, llama, manager_of, same, tokens
-from tests.helpers.twins import copied, cpu_only
+from tests.helpers.twins import assert_equal, copied, cpu_only
 
 peft = pytest.importorskip("peft", minversion="0.21")
 
@@ -109,21 +109,126 @@ def test_what_it_saves_is_an_adapter_of_plain_pytorch(tmp_path: Path) -> None:
     same(scenario)
 
 
-def test_adapters_of_a_managed_model_may_stay_outside_of_it() -> None:
+def frozen_bf16(adapter: str = "lora") -> Callable[[Side], Any]:
+    """A frozen base in bf16, which is wrapped first; its adapters are fp32, as peft makes them."""
+
+    def build(side: Side) -> Any:
+        base = side.ready(llama().to(torch.bfloat16))
+        torch.manual_seed(6)
+        return peft.get_peft_model(base, ADAPTERS[adapter]())
+
+    return build
+
+
+AFTER = ("lora", "lora with dropout", "lora of embeddings", "dora", "ia3", "loha", "oft")
+"""Adapters inside of the model; prompts are modules around it."""
+
+
+@pytest.mark.parametrize("adapter", AFTER)
+def test_an_adapter_is_made_after_wrapping(adapter: str) -> None:
+    """The base is in chunks, the adapter is ordinary, and chunkmem's optimizer steps it."""
+
+    def scenario(side: Side) -> Any:
+        base = side.ready(llama())
+        torch.manual_seed(6)
+        model = peft.get_peft_model(base, ADAPTERS[adapter]())
+        seen = train(model, side.adamw(model.parameters()))
+        return {"seen": seen, "weights": dict(model.state_dict())}
+
+    same(scenario)
+
+
+@pytest.mark.parametrize("adapter", [name for name in MERGED if name != "lora of embeddings"])
+def test_an_adapter_made_after_wrapping_is_merged(adapter: str) -> None:
+    def scenario(side: Side) -> Any:
+        base = side.ready(llama())
+        torch.manual_seed(6)
+        model = peft.get_peft_model(base, ADAPTERS[adapter]())
+        seen: list[Any] = train(model, side.adamw(model.parameters()))
+        model.merge_adapter()
+        seen.append(copied(dict(model.state_dict())))
+        model.unmerge_adapter()
+        seen.append(dict(model.state_dict()))
+        return seen
+
+    same(scenario)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["adapter, wrap", "wrap, adapter"])
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_a_frozen_base_in_bf16_with_adapters_in_fp32(adapter: str, is_first: bool) -> None:
+    def scenario(side: Side) -> Any:
+        base = llama().to(torch.bfloat16)
+        base = base if is_first else side.ready(base)
+        torch.manual_seed(6)
+        model = peft.get_peft_model(base, ADAPTERS[adapter]())
+        model = side.ready(model) if is_first else model
+        dtypes = {param.requires_grad: param.dtype for param in model.parameters()}
+        assert dtypes == {False: torch.bfloat16, True: torch.float32}
+        seen = train(model, side.adamw(model.parameters()))
+        return {"seen": seen, "weights": dict(model.state_dict())}
+
+    same(scenario)
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dora", "ia3"])
+def test_adapters_of_a_managed_model_may_stay_outside_of_it(adapter: str) -> None:
     """Only the frozen base is in chunks; the adapters are ordinary parameters of an ordinary optimizer."""
 
     def scenario(side: Side) -> Any:
         base = side.ready(llama())
         torch.manual_seed(6)
-        model = peft.get_peft_model(base, lora())
+        model = peft.get_peft_model(base, ADAPTERS[adapter]())
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
         return {"seen": train(model, optimizer), "weights": dict(model.state_dict())}
 
     same(scenario)
 
 
-def test_chunkmem_refuses_adapters_that_it_does_not_have() -> None:
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("is_ours", [True, False], ids=["chunkmem", "torch"])
+def test_plans_are_followed_while_only_adapters_are_trained(is_ours: bool, checkpoints: bool) -> None:
+    """No parameter in a chunk is updated, and with torch's AdamW no optimizer of chunkmem's steps at all."""
+    device_nbytes = AMPLE_NBYTES
+    for _ in range(2):
+        with manager_of(device_nbytes) as manager:
+            model = frozen_bf16()(Side(manager))
+            if checkpoints:
+                model.enable_input_require_grads()
+                model.gradient_checkpointing_enable()
+            trained = [param for param in model.parameters() if param.requires_grad]
+            optimizer = chunkmem.AdamW(trained, manager=manager) if is_ours else torch.optim.AdamW(trained)
+            misses = []
+            for _ in range(12):
+                train(model, optimizer, steps=1)
+                misses.append(None if manager.plan is None else manager.timeline().plan_misses)
+            assert misses[4:] == [0] * 8, misses
+            timeline, device_nbytes = manager.timeline(), manager.memory().device.required_nbytes
+    assert timeline.fetched > 0, "the smallest cap held everything"
+
+
+def test_its_checkpoint_has_adapters_made_after_wrapping(tmp_path: Path) -> None:
+    """Weights and states of what no chunk holds, too."""
+
+    def built(manager: chunkmem.ChunkManager) -> tuple[Any, Any]:
+        side = Side(manager)
+        model = frozen_bf16()(side)
+        return model, side.adamw(model.parameters())
+
     with manager_of(AMPLE_NBYTES) as manager:
-        model = peft.get_peft_model(manager.wrap(llama()), lora())
-        with pytest.raises(chunkmem.StateError, match=r"\(4, 32\) was added to the model after it was packed"):
+        model, optimizer = built(manager)
+        train(model, optimizer)
+        manager.save(tmp_path / "half", optimizer)
+        expected = [train(model, optimizer), copied(dict(model.state_dict()))]
+    with manager_of(AMPLE_NBYTES) as manager:
+        model, optimizer = built(manager)
+        manager.load(tmp_path / "half", optimizer)
+        assert_equal([train(model, optimizer), copied(dict(model.state_dict()))], expected)
+
+
+def test_prompts_around_a_managed_model_are_refused() -> None:
+    """They are in no model that the manager knows: made before wrapping, they are."""
+    with manager_of(AMPLE_NBYTES) as manager:
+        model = peft.get_peft_model(manager.wrap(llama()), ADAPTERS["prompt"]())
+        with pytest.raises(chunkmem.StateError, match=r"neither managed nor excluded.*get_peft_model\(\) first"):
             chunkmem.AdamW([p for p in model.parameters() if p.requires_grad], manager=manager)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import chunkmem
 from tests.helpers.libraries import AMPLE_NBYTES, Side, decaying, llama, manager_of, rows, tokens
 from tests.helpers.ranks import Team
 from tests.helpers.twins import cpu_only
@@ -78,18 +77,23 @@ def loop(side: Side, batch_size: int, *, wraps: str = "") -> tuple[list[float], 
             loss = model(input_ids=batch, labels=batch).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                clip(side, optimizer, model)
+                if wraps == "prepare":
+                    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+                else:
+                    clip(side, optimizer, model)
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             schedule.step()
         losses.append(accelerator.gather(loss.detach()).mean().item())
     weights = model.state_dict() if side.manager is None else side.manager.state_dict()
+    # The wrapper that there is over ranks has the model as `.module`.
+    assert accelerator.unwrap_model(model).__class__.__name__ == "LlamaForCausalLM"
     return losses, {key: value.detach().clone() for key, value in weights.items()}, type(model).__name__
 
 
 def clip(side: Side, optimizer: Any, model: Any) -> None:
-    """The norm over ranks is the optimizer's to form; accelerate asks `.grad`, where there are no means of others."""
+    """By the optimizer's own method; accelerate's is used where it has prepared the model."""
     if side.manager is None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     else:
@@ -101,29 +105,14 @@ def loop_over_ranks(rank: int, wraps: str) -> Any:
         return loop(Side(manager), 2, wraps=wraps)
 
 
-@pytest.mark.parametrize("wraps", ["", "prepare_model"])
-def test_accelerate_trains_a_model_that_it_does_not_wrap(wraps: str, team: Team) -> None:
+@pytest.mark.parametrize("wraps", ["", "prepare_model", "prepare"])
+def test_accelerate_trains_a_model_that_it_wraps_or_not(wraps: str, team: Team) -> None:
+    """`prepare` puts DistributedDataParallel around it, and its own clipping asks lazy gradients for norms."""
     losses, weights, _ = loop(Side(None), 2 * SIZE)
     for found, others, kind in team.run(loop_over_ranks, wraps, timeout_s=300.0):
-        assert kind == "LlamaForCausalLM"
+        assert kind == ("ManagedDataParallel" if wraps == "prepare" else "LlamaForCausalLM")
         assert found == pytest.approx(losses, abs=1e-4)
         assert close(others, weights)
-
-
-def refused_over_ranks(rank: int) -> str:
-    with started_by_torchrun(rank), manager_of(AMPLE_NBYTES) as manager:
-        try:
-            loop(Side(manager), 2, wraps="prepare")
-        except chunkmem.StateError as error:
-            return str(error)
-    return "nothing raised"
-
-
-def test_a_model_that_accelerate_wraps_is_refused(team: Team) -> None:
-    said = team.run(refused_over_ranks, timeout_s=300.0)
-    assert said[0] == said[1]
-    assert said[0].startswith("DistributedDataParallel around parameter")
-    assert "use the model as it is" in said[0]
 
 
 # Trainer.
@@ -134,14 +123,12 @@ def trainer_of(side: Side, folder: str, batch_size: int, **options: Any) -> Any:
 
     options = {"save_strategy": "no", "max_grad_norm": MAX_NORM, "per_device_train_batch_size": batch_size} | options
     args = transformers.TrainingArguments(output_dir=folder, **(OPTIONS | options))
-    model = side.ready(llama())
-    optimizer = side.adamw(model.parameters())
     return transformers.Trainer(
-        model=model,
+        model=side.ready(llama()),
         args=args,
         train_dataset=rows(),
         eval_dataset=rows(4),
-        optimizers=(optimizer, decaying(optimizer)),
+        optimizer_cls_and_kwargs=side.adamw_class,
     )
 
 
@@ -150,11 +137,11 @@ def logs_of(trainer: Any, key: str) -> list[float]:
 
 
 def train_over_ranks(rank: int, folder: str, options: dict[str, Any]) -> Any:
+    """The script of one process: the library puts its wrapper around the model, and clips as ever."""
     with started_by_torchrun(rank), manager_of(AMPLE_NBYTES) as manager:
         trainer = trainer_of(Side(manager), f"{folder}/{rank}", 2, **options)
-        trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
-        trainer.accelerator.clip_grad_norm_ = lambda _, max_norm: trainer.optimizer.optimizer.clip_grad_norm_(max_norm)
         trainer.train()
+        assert type(trainer.model_wrapped).__name__ == "ManagedDataParallel"
         weights = manager.state_dict()
         if rank == 0:
             trainer.model.save_pretrained(f"{folder}/saved", state_dict=dict(weights))  # it empties what it is given
@@ -190,18 +177,3 @@ def test_the_trainer_trains_over_ranks(variant: str, team: Team, tmp_path: Path)
         assert all(torch.equal(value, outcomes[0][1][key]) for key, value in weights.items())
     saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
     assert all(torch.equal(value, saved[key]) for key, value in outcomes[0][1].items())
-
-
-def train_as_it_is(rank: int, folder: str) -> str:
-    with started_by_torchrun(rank), manager_of(AMPLE_NBYTES) as manager:
-        try:
-            trainer_of(Side(manager), f"{folder}/{rank}", 2).train()
-        except chunkmem.StateError as error:
-            return str(error)
-    return "nothing raised"
-
-
-def test_a_trainer_that_wraps_the_model_is_refused(team: Team, tmp_path: Path) -> None:
-    said = team.run(train_as_it_is, str(tmp_path), timeout_s=300.0)
-    assert said[0] == said[1]
-    assert said[0].startswith("DistributedDataParallel around parameter")

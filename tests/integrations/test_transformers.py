@@ -93,6 +93,55 @@ def test_an_optimizer_and_a_schedule_that_the_trainer_makes(tmp_path: Path) -> N
     same(scenario)
 
 
+def uneven_rows(num_rows: int = 24) -> list[dict[str, torch.Tensor]]:
+    """Rows of different lengths."""
+    return [{key: value[: 4 + index % 8] for key, value in row.items()} for index, row in enumerate(rows(num_rows))]
+
+
+AS_WRITTEN: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "bf16": {"bf16": True},
+    "checkpointing in bf16": {"bf16": True, "gradient_checkpointing": True},
+    "rows of like length": {"train_sampling_strategy": "group_by_length"},
+    "the best one is loaded": {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+    },
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "a norm that clips nothing": {"max_grad_norm": 1e9},
+    "two epochs": {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch"},
+}
+
+
+@pytest.mark.parametrize("variant", AS_WRITTEN)
+@pytest.mark.filterwarnings("ignore:.*autocast.*:UserWarning")
+def test_a_script_that_names_the_class(variant: str, tmp_path: Path) -> None:
+    """`optimizer_cls_and_kwargs` and otherwise the script of plain PyTorch, with the Trainer's own defaults."""
+    from transformers import DataCollatorForLanguageModeling
+
+    from tests.integrations.test_trl import tokenizer
+
+    def scenario(side: Side) -> Any:
+        options = {"max_steps": 6, "save_strategy": "no", "per_device_train_batch_size": 4} | AS_WRITTEN[variant]
+        trainer = transformers.Trainer(
+            model=side.ready(llama()),
+            args=transformers.TrainingArguments(
+                output_dir=str(tmp_path), logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, **options
+            ),
+            train_dataset=uneven_rows(),
+            eval_dataset=uneven_rows(8),
+            data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+            optimizer_cls_and_kwargs=side.adamw_class,
+        )
+        trainer.train()
+        return result_of(trainer) | {"evaluated": trainer.evaluate()["eval_loss"]}
+
+    same(scenario)
+
+
 def test_what_it_saves_is_a_model_of_plain_pytorch(tmp_path: Path) -> None:
     def scenario(side: Side) -> Any:
         trainer = trainer_of(side, tmp_path)
