@@ -93,9 +93,9 @@ def test_an_optimizer_and_a_schedule_that_the_trainer_makes(tmp_path: Path) -> N
     same(scenario)
 
 
-def uneven_rows(num_rows: int = 24) -> list[dict[str, torch.Tensor]]:
-    """Rows of different lengths."""
-    return [{key: value[: 4 + index % 8] for key, value in row.items()} for index, row in enumerate(rows(num_rows))]
+def uneven_rows(num_rows: int = 24) -> list[dict[str, list[int]]]:
+    """Rows of different lengths, which a collator pads."""
+    return [{"input_ids": row["input_ids"][: 4 + index % 8].tolist()} for index, row in enumerate(rows(num_rows))]
 
 
 AS_WRITTEN: dict[str, dict[str, Any]] = {
