@@ -20,8 +20,10 @@ NAME = "checksums.json"
 """CRC-32 of values by name and offsets, of the manifest, and of these numbers themselves."""
 
 
-def checksum(values: torch.Tensor | io.BytesIO) -> int:
-    """Return the CRC-32 of a tensor's bytes, or of an object's."""
+def checksum(values: torch.Tensor | io.BytesIO | memoryview, before: int = 0) -> int:
+    """Return the CRC-32 of the bytes of a tensor or an object, or of some bytes that follow others with `before`."""
+    if isinstance(values, memoryview):
+        return zlib.crc32(values, before)
     if isinstance(values, io.BytesIO):
         return zlib.crc32(values.getbuffer())
     return zlib.crc32(values.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,20 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from chunkmem.checkpoints.checksums import checksum, entry_name, read_checksums
 from chunkmem.checkpoints.directory import MANIFEST
+from chunkmem.checkpoints.stored_values import PIECE_NBYTES, StoredValues, find_values
 from chunkmem.errors import CheckpointError
 from chunkmem.nn.lazy_tensor import Extent, LazyTensor, Source
 from chunkmem.runtime.device import give_back_freed_ram
 
 _KEPT_NBYTES = 48 << 20
 """By which the process may grow before freed memory is given back: new memory for each tensor is slow to touch."""
+_MAX_THREADS = 4
+"""That verify files: more of them wait for memory."""
 
 
 class CheckpointFiles:
@@ -59,6 +64,12 @@ class CheckpointFiles:
         self._process = psutil.Process()
         self._least_nbytes = self._process.memory_info().rss
         """What the process had when freed memory was given back."""
+        self._found: dict[MetadataIndex, StoredValues | None] = {}
+        """Where the values are of parts that have their checksums; None: torch has to read them."""
+
+    @cached_property
+    def _buffer(self) -> bytearray:
+        return bytearray(PIECE_NBYTES)
 
     @property
     def digest(self) -> str:
@@ -87,52 +98,106 @@ class CheckpointFiles:
         keys = (str((self.metadata.planner_data or {}).get(name, (name,))[0]) for name in names)
         return {key: self.nested(key) for key in dict.fromkeys(keys)}
 
-    def entries(self) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata]]:
+    def entries(self) -> Iterator[MetadataIndex]:
         """Yield all parts of tensors that are stored, those of one file after each other."""
         forms = self.metadata.state_dict_metadata.items()
         tensors = ((name, form) for name, form in forms if isinstance(form, TensorStorageMetadata))
-        found = [(MetadataIndex(name, part.offsets), part) for name, form in tensors for part in form.chunks]
-        yield from sorted(found, key=lambda entry: (self._file(entry[0]), self._storage(entry[0]).offset))
+        found = [MetadataIndex(name, part.offsets, at) for name, form in tensors for at, part in enumerate(form.chunks)]
+        yield from sorted(found, key=lambda index: (self._file(index), self._storage(index).offset))
 
-    def verify(self, index: MetadataIndex, part: ChunkStorageMetadata) -> None:
-        """Read a part of a tensor, and compare it with its checksum, if there is one.
+    def verify(self, indices: Sequence[MetadataIndex]) -> None:
+        """Read parts of tensors, and compare them with their checksums, where there are some.
 
         Raises:
-            CheckpointError: it cannot be read, or has changed since it was written.
+            CheckpointError: one cannot be read, or has changed since it was written.
         """
+        threads = ThreadPoolExecutor(min(torch.get_num_threads(), _MAX_THREADS))
+        try:
+            for index, found in zip(indices, threads.map(self._find, indices), strict=True):
+                self._found[index] = found
+                if found is None:
+                    self._verify_by_torch(index)
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+    def _verify_by_torch(self, index: MetadataIndex) -> None:
+        part = self._part(index)
         values = self.read(index.fqn, tuple(part.offsets), tuple(part.sizes))
         written = self._checksums.get(entry_name(index))
         if written is not None and checksum(values) != written:
             raise self._changed(index)
 
+    def _find(self, index: MetadataIndex) -> StoredValues | None:
+        """Return where the values of a part are, if they have its checksum; None: torch has to read the part."""
+        written = self._checksums.get(entry_name(index))
+        storage = self._storage(index)
+        if written is None or getattr(storage, "transform_descriptors", None):
+            return None
+        part, form = self._part(index), self._form(index.fqn)
+        try:
+            found = find_values(
+                self.path / storage.relative_path,
+                offset=storage.offset,
+                nbytes=storage.length,
+                shape=tuple(part.sizes),
+                dtype=form.properties.dtype,
+            )
+            return found if found is not None and found.checksum() == written else None
+        except Exception:  # a damaged file raises anything: torch reads it again, and says what is wrong
+            return None
+
     def read(self, name: str, start: Extent, shape: Extent) -> torch.Tensor:
         """Return a part of a tensor.
 
         Raises:
-            CheckpointError: its file cannot be read.
+            CheckpointError: its file cannot be read, or has changed since it was written.
         """
-        form = self.metadata.state_dict_metadata[name]
-        assert isinstance(form, TensorStorageMetadata)
-        values = torch.empty(shape, dtype=form.properties.dtype, device="cpu")
-        if self._process.memory_info().rss > self._least_nbytes + _KEPT_NBYTES:
-            give_back_freed_ram()  # the C library would keep what was read before
-            self._least_nbytes = self._process.memory_info().rss
-        wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=torch.Size(shape))
-        items = create_read_items_for_chunk_list(name, form, [wanted])
-        self._read(items, _Into(values), of=name)
+        values = torch.empty(shape, dtype=self._form(name).properties.dtype, device="cpu")
+        self._give_back()
+        self.read_into(name, start, values)
         return values
+
+    def read_into(self, name: str, start: Extent, into: torch.Tensor) -> None:
+        """Write a part of a tensor to `into`, which has its shape, of any dtype and device.
+
+        Raises:
+            CheckpointError: its file cannot be read, or has changed since it was written; some may have been written.
+        """
+        wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=into.shape)
+        for item in create_read_items_for_chunk_list(name, self._form(name), [wanted]):
+            index = item.storage_index
+            if index not in self._found:  # another rank has verified it, maybe of another copy; or nobody has
+                self._found[index] = self._find(index)
+                if self._found[index] is None and entry_name(index) in self._checksums:
+                    self._verify_by_torch(index)
+            found = self._found[index]
+            try:
+                if found is None:
+                    self._give_back()
+                    self._reader.read_data(LoadPlan([item]), _Into(into))
+                else:
+                    found.read_into(tuple(item.storage_offsets), _part_of(into, item), self._buffer)
+            except Exception as error:  # a damaged file raises anything
+                raise self._unreadable(index, error) from None
+
+    def _give_back(self) -> None:
+        """Return memory that was freed to the system, now and then: the C library would keep what was read before."""
+        if self._process.memory_info().rss > self._least_nbytes + _KEPT_NBYTES:
+            give_back_freed_ram()
+            self._least_nbytes = self._process.memory_info().rss
 
     def file_of(self, name: str) -> str:
         """Return the file that a tensor begins in."""
-        form = self.metadata.state_dict_metadata[name]
-        assert isinstance(form, TensorStorageMetadata)
-        return self._file(MetadataIndex(name, form.chunks[0].offsets))
+        return self._file(MetadataIndex(name, self._form(name).chunks[0].offsets))
 
     def _object(self, name: str) -> Any:
         index = MetadataIndex(name)
         into = _Into(torch.empty(0))
-        items = [ReadItem(LoadItemType.BYTE_IO, index, torch.Size((0,)), index, torch.Size((0,)), torch.Size((0,)))]
-        self._read(items, into, of=name)
+        item = ReadItem(LoadItemType.BYTE_IO, index, torch.Size((0,)), index, torch.Size((0,)), torch.Size((0,)))
+        try:
+            self._reader.read_data(LoadPlan([item]), into)
+        except Exception as error:  # a damaged file raises anything
+            raise self._unreadable(index, error) from None
         written = self._checksums.get(entry_name(index))
         if written is not None and into.crc != written:
             raise self._changed(index)
@@ -143,14 +208,17 @@ class CheckpointFiles:
             f"{self.path / self._file(index)} has changed since it was written: {index.fqn} has not its checksum"
         )
 
-    def _read(self, items: list[ReadItem], into: LoadPlanner, *, of: str) -> None:
-        file = MANIFEST
-        try:
-            for item in items:
-                file = self._file(item.storage_index)
-                self._reader.read_data(LoadPlan([item]), into)
-        except Exception as error:  # a damaged file raises anything
-            raise CheckpointError(f"{self.path / file} cannot be read where {of} is: {_said(error)}") from None
+    def _unreadable(self, index: MetadataIndex, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self.path / self._file(index)} cannot be read where {index.fqn} is: {_said(error)}")
+
+    def _form(self, name: str) -> TensorStorageMetadata:
+        form = self.metadata.state_dict_metadata[name]
+        assert isinstance(form, TensorStorageMetadata)
+        return form
+
+    def _part(self, index: MetadataIndex) -> ChunkStorageMetadata:
+        assert index.index is not None
+        return self._form(index.fqn).chunks[index.index]
 
     def _storage(self, index: MetadataIndex) -> Any:
         assert self.metadata.storage_data is not None
@@ -178,6 +246,9 @@ class _FileSource(Source):
     def read_here(self, start: Extent, shape: Extent) -> torch.Tensor:
         return self._files.read(self._name, start, shape)
 
+    def read_into(self, start: Extent, into: torch.Tensor) -> None:
+        self._files.read_into(self._name, start, into)
+
 
 class _Into(DefaultLoadPlanner):
     """Puts what is read into one tensor, or keeps an object."""
@@ -194,11 +265,16 @@ class _Into(DefaultLoadPlanner):
         self.loaded = torch.load(value, weights_only=False)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        where = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self._values[tuple(slice(at, at + size) for at, size in where)]
+        return _part_of(self._values, read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """It is in its place."""
+
+
+def _part_of(values: torch.Tensor, item: ReadItem) -> torch.Tensor:
+    """Return what an item is read to."""
+    where = zip(item.dest_offsets, item.lengths, strict=True)
+    return values[tuple(slice(at, at + size) for at, size in where)]
 
 
 def _put(nested: Any, keys: Sequence[Any], value: Any) -> Any:

@@ -23,6 +23,8 @@ from chunkmem.nn.tensor_functions import METADATA, is_write
 _TENSOR: Any = torch.Tensor
 _SAME = frozenset({_TENSOR.clone, _TENSOR.detach, _TENSOR.contiguous, _TENSOR.data.__get__, torch.clone, torch.detach})
 """What gives the same values."""
+_ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types of tensors that nothing else sees the operators of."""
 _MEMORY = frozenset({_TENSOR.data_ptr, _TENSOR.untyped_storage, _TENSOR.storage})
 """What asks for memory, which would be that of a copy that is gone at once."""
 Extent = tuple[int, ...]
@@ -49,6 +51,10 @@ class Source(ABC):
     def read(self, start: Extent, shape: Extent) -> torch.Tensor:
         """Return the same on every rank; all of them call it."""
         return self.read_here(start, shape)
+
+    def read_into(self, start: Extent, into: torch.Tensor) -> None:
+        """Write a part of them to `into`, which has its shape, of any dtype and device; all ranks call it."""
+        into.copy_(self.read(start, tuple(into.shape)))
 
 
 @dataclass(frozen=True)
@@ -98,9 +104,13 @@ class LazyTensor(torch.Tensor):
         if not others:
             return first.read()
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        for piece in self.pieces:
-            values[_slices(piece.offsets, piece.shape)] = piece.read()
+        self.read_into(values)
         return values
+
+    def read_into(self, into: torch.Tensor) -> None:
+        """Write the values to a tensor of the same shape; where it can be, with none in between. Raises as `read`."""
+        for piece in self.pieces:
+            piece.source.read_into(piece.start, into[_slices(piece.offsets, piece.shape)])
 
     def part(self, start: Extent, shape: Extent) -> LazyTensor:
         """Return a part of it, lazily."""
@@ -140,11 +150,17 @@ class LazyTensor(torch.Tensor):
         if isinstance(kwargs.get("out"), cls) or (is_write(func) and isinstance(args[0], cls)):
             name = getattr(func, "__name__", func)
             raise StateError(f"{name} of a lazy value, which is read by each use of it: write to value.read()")
+        if func is _TENSOR.copy_ and type(args[0]) in _ORDINARY:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         read, options = tree_map_only(cls, lambda lazy: lazy.read(), (args, kwargs))
         return func(*read, **options)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], cls) and args[0].shape == args[1].shape:
+            args[1].read_into(args[0])
+            return args[0]
         read, options = tree_map_only(cls, lambda lazy: lazy.read(), (args, kwargs or {}))
         return func(*read, **options)
 
@@ -156,6 +172,17 @@ class LazyTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor({tuple(self.shape)}, {self.dtype})"
+
+
+def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Run `into.copy_(values)` of a tensor or a lazy one of that shape, also where torch asks no class for operators.
+
+    That is so inside of `runtime_mode`. Raises what reading does.
+    """
+    if isinstance(values, LazyTensor):
+        values.read_into(into)
+    else:
+        into.copy_(values)
 
 
 def _slices(offsets: Extent, shape: Extent) -> tuple[slice, ...]:

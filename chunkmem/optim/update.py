@@ -12,6 +12,7 @@ from chunkmem.layout.spec import MasterCopy
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
+from chunkmem.nn.lazy_tensor import copy_values
 from chunkmem.optim.claims import Claims, Owner, Wanted
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.order import in_order_of_update
@@ -233,7 +234,7 @@ class GroupUpdater:
             raise lost_error("loading", chunk)
         self._store.before_change(chunk)
         with runtime_mode():
-            self._store.views(chunk, tier)[managed.position].copy_(value)
+            copy_values(self._store.views(chunk, tier)[managed.position], value)
         self._store.mark_written(chunk, tier)
 
     def read_weight(self, managed: ManagedParameter) -> torch.Tensor:

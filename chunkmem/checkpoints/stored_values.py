@@ -1,0 +1,203 @@
+"""The values of a tensor where they lie in a file, read straight to where they are wanted.
+
+`torch.save` makes an archive whose members are neither compressed nor encrypted: one of them is the tensor's memory.
+
+    file      |.. other tensors ..|  archive of one tensor                          |..
+    archive                       |  data.pkl  |  data/0: values  |  directory      |
+                                  ^ offset     ^ found by the directory
+
+They are read with `preadv`, not mapped: where a file has become shorter, a mapping would end the process.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkmem.checkpoints.checksums import checksum
+from chunkmem.nn.lazy_tensor import Extent
+
+PIECE_NBYTES = 1 << 20
+"""What goes through a buffer at a time: it stays in a cache of the processor."""
+_MEMBER = "/data/0"
+_LENGTHS = struct.Struct("<26xHH")
+"""Of what precedes the values of a member: a header, a name and padding, the lengths of which the header has."""
+
+
+@dataclass(frozen=True)
+class StoredValues:
+    """Values in the order of their indices, without gaps, in a file."""
+
+    path: Path
+    offset: int
+    """In the file, in bytes."""
+    shape: Extent
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    def checksum(self) -> int:
+        """Return the CRC-32 of their bytes.
+
+        Raises:
+            OSError, EOFError: the file cannot be read, or ends before they do.
+        """
+        buffer = bytearray(min(self.nbytes, PIECE_NBYTES))
+        found = 0
+        with _opened(self.path) as descriptor:
+            for at in range(0, self.nbytes, PIECE_NBYTES):
+                piece = memoryview(buffer)[: self.nbytes - at]
+                _read(descriptor, self.offset + at, piece)
+                found = checksum(piece, found)
+        return found
+
+    def read_into(self, start: Extent, into: torch.Tensor, buffer: bytearray) -> None:
+        """Write a part of them to `into`, which may be of another dtype or on another device.
+
+        Args:
+            start: offsets of the part, which has the shape of `into`.
+            into: tensor of as many dimensions.
+            buffer: of `PIECE_NBYTES`. It is used where `into` is not as the file is.
+
+        Raises:
+            OSError, EOFError: the file cannot be read, or ends before they do; some may have been written.
+        """
+        if not into.numel():
+            return
+        with _opened(self.path) as descriptor:
+            reader = _Reader(descriptor, self.dtype, buffer)
+            if self.shape:
+                reader.fill(into, self.offset, self.shape, start)
+            else:
+                reader.fill(into.view(1), self.offset, (1,), (0,))
+
+
+def find_values(path: Path, *, offset: int, nbytes: int, shape: Extent, dtype: torch.dtype) -> StoredValues | None:
+    """Return where the values are in an archive of `torch.save`; None: it has others, or compressed ones.
+
+    Only a checksum tells whether they are in the order of their indices.
+
+    Args:
+        path: of the file.
+        offset: of the archive in it.
+        nbytes: of the archive.
+        shape: of the tensor.
+        dtype: of the tensor.
+
+    Raises:
+        OSError, EOFError: the file cannot be read.
+        Exception: anything, where it is damaged.
+    """
+    with _opened(path) as descriptor:
+        with zipfile.ZipFile(_Part(descriptor, offset, nbytes)) as archive:
+            members = [member for member in archive.infolist() if member.filename.endswith(_MEMBER)]
+        if len(members) != 1 or members[0].compress_type != zipfile.ZIP_STORED:
+            return None
+        header = bytearray(_LENGTHS.size)
+        _read(descriptor, offset + members[0].header_offset, memoryview(header))
+    begin = members[0].header_offset + _LENGTHS.size + sum(_LENGTHS.unpack(header))
+    found = StoredValues(path, offset + begin, shape, dtype)
+    return found if found.nbytes == members[0].file_size and begin + found.nbytes <= nbytes else None
+
+
+class _Reader:
+    """Reads parts of tensors from an open file."""
+
+    def __init__(self, descriptor: int, dtype: torch.dtype, buffer: bytearray) -> None:
+        self._descriptor = descriptor
+        self._dtype = dtype
+        self._buffer = memoryview(buffer)
+
+    def fill(self, into: torch.Tensor, offset: int, shape: Extent, start: Extent) -> None:
+        """Write to `into` what a tensor has from `start` on, which lies at `offset` and has `shape`: (rows, ...)."""
+        row_nbytes = self._dtype.itemsize * torch.Size(shape[1:]).numel()
+        offset += start[0] * row_nbytes
+        if tuple(into.shape[1:]) == tuple(shape[1:]) and self._is_as_stored(into):
+            _read(self._descriptor, offset, _memory_of(into))
+            if not into.is_inference():
+                torch.autograd.graph.increment_version(into)
+        elif row_nbytes > len(self._buffer):
+            for at in range(len(into)):
+                self.fill(into[at], offset + at * row_nbytes, shape[1:], start[1:])
+        else:
+            wanted = (slice(None), *(slice(at, at + size) for at, size in zip(start[1:], into.shape[1:], strict=True)))
+            num_rows = len(self._buffer) // row_nbytes
+            for at in range(0, len(into), num_rows):
+                target = into[at : at + num_rows]
+                piece = self._buffer[: len(target) * row_nbytes]
+                _read(self._descriptor, offset + at * row_nbytes, piece)
+                rows = torch.frombuffer(piece, dtype=torch.uint8).view(self._dtype).view(len(target), *shape[1:])
+                target.copy_(rows[wanted])
+
+    def _is_as_stored(self, into: torch.Tensor) -> bool:
+        """Tell whether `into` is memory that the file's bytes can be read to as they are."""
+        if type(into) not in (torch.Tensor, nn.Parameter) or not into.is_cpu or into.is_conj() or into.is_neg():
+            return False
+        return into.dtype is self._dtype and into.layout is torch.strided and into.is_contiguous()
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a file of its own, to read from."""
+
+    def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
+        self._descriptor = descriptor
+        self._offset = offset
+        self._nbytes = nbytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        if at < 0:
+            raise ValueError(f"{at} is before the part of the file begins")
+        self._at = at
+        return at
+
+    def readinto(self, into: Any) -> int:
+        piece = memoryview(into)[: max(0, self._nbytes - self._at)]
+        count = os.preadv(self._descriptor, [piece], self._offset + self._at) if len(piece) else 0
+        self._at += count
+        return count
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int, offset: int, into: memoryview) -> None:
+    """Fill `into`; the system may give less than it was asked for."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], offset + done)
+        if not count:
+            raise EOFError(f"the file has {os.fstat(descriptor).st_size} bytes, and values end at {offset + len(into)}")
+        done += count
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # a single element has any strides
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
