@@ -43,6 +43,12 @@ class OptimizerParams(Section, at="optimizer.params"):
     betas: tuple[float, float] = option(pair_of(_BETA), (0.9, 0.999), about="Decay of the two moving averages.")
     eps: float = option(_NOT_NEGATIVE, 1e-8, about="Added to the denominator.")
     weight_decay: float = option(_NOT_NEGATIVE, 0.01, about="Default: torch's, 0.01 for AdamW and 0 for Adam.")
+    states: Literal["fp32", "8bit"] = option(
+        one_of("fp32", "8bit"),
+        "fp32",
+        about="What chunks hold of the two moving averages; 8bit: codes with a scale for each 256 elements.",
+    )
+    seed: int = option(integer(0), 0, about="Of the random bits of stochastic rounding, which 8bit updates by.")
     use_hybrid_adam: bool = option(
         BOOL, True, about="Optimizer states may live on DEVICE, within `margin_use_ratio`; false: never (CPU offload)."
     )

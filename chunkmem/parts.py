@@ -51,10 +51,11 @@ from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.served import ParameterServer
 from chunkmem.nn.surface import ModuleSurface
 from chunkmem.nn.turn import Turn
-from chunkmem.optim.adam import AdamRule
+from chunkmem.optim.block_adam import adam_states
 from chunkmem.optim.kernels import load_kernels
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.places import StatePlaces
+from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.slot_source import SlotSource
 from chunkmem.optim.speculative import Intent, SpeculativeUpdater
 from chunkmem.optim.update import GroupUpdater
@@ -89,13 +90,12 @@ class Memory:
         """All chunks."""
         return self.pager.store
 
-    def packer(self, *, shows_progress: bool = False) -> Packer:
-        """Return what makes chunks of parameters."""
-        # Packing comes before any optimizer, and the configuration names Adam or AdamW.
+    def packer(self, states: Sequence[StateSpec], *, shows_progress: bool = False) -> Packer:
+        """Return what makes chunks of parameters; `states` are those of the optimizer that the configuration names."""
         return Packer(
             self.pager,
             self.make_home,
-            states_nbytes=lambda group: sum(spec.form(group).nbytes for spec in AdamRule.all_states),
+            states_nbytes=lambda group: sum(spec.form(group).nbytes for spec in states),
             shows_progress=shows_progress,
         )
 
@@ -257,7 +257,7 @@ def make_modules(
         always_copies=is_rehearsal,
     )
     registry = ModelRegistry(
-        memory.packer(shows_progress=sharding.ranks.rank == 0),
+        memory.packer(adam_states(config.optimizer.params), shows_progress=sharding.ranks.rank == 0),
         choose_on_host=host.among,
         chunk_numel=None if size == "auto" else size,
         device_cap_nbytes=memory.caps.device_nbytes,

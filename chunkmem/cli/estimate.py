@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seq", type=count, metavar="N", help="positions a sample (default: 2048)")
     add("--precision", choices=DTYPES, default="fp32", help="of weights and gradients (default: fp32)")
     add("--no-master-weights", action="store_true", help="update weights in the low precision: master_weights false")
+    add("--states", choices=("fp32", "8bit"), default="fp32", help="optimizer.params.states (default: fp32)")
     add("--checkpointing", action="store_true", help="recompute each block in backward, by torch's checkpoint")
     add("--activations", choices=REGION_POLICIES, help="activations.policy: what becomes of each block's activations")
     add("--cpu-embedding", action="store_true", help="embeddings compute on HOST: use_cpu_embedding")
@@ -166,6 +167,7 @@ def _question(options: argparse.Namespace) -> Question:
         disk_nbytes=0 if options.disk is None else parse_size("--disk", options.disk),
         dtype=getattr(torch, DTYPES[options.precision]),
         master_weights=not options.no_master_weights,
+        states=options.states,
         checkpointing=options.checkpointing,
         cpu_embedding=options.cpu_embedding,
         activations=options.activations,

@@ -17,6 +17,8 @@ import torch
 from chunkmem.layout.spec import Layout, Slot
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
+from chunkmem.optim.adam_rule import AdamRule
+from chunkmem.optim.rule import StateSpec
 from chunkmem.runtime.chunk import Chunk, Replica
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.store import ChunkStore
@@ -113,6 +115,8 @@ class StepCalls:
     """By group, the chunks that are created."""
     regions: tuple[Region, ...] = ()
     """Calls of which is decided whether they are recomputed; their moments are those of `calls`."""
+    states: tuple[StateSpec, ...] = AdamRule.all_states
+    """Of the optimizer."""
 
 
 class CallLog:

@@ -52,6 +52,8 @@ class Question:
     """Cap on DISK; 0: there is none."""
     dtype: torch.dtype = torch.float32
     master_weights: bool = True
+    states: str = "fp32"
+    """`optimizer.params.states` of the configuration."""
     checkpointing: bool = False
     cpu_embedding: bool = False
     """`use_cpu_embedding`: embeddings compute on HOST."""
@@ -80,6 +82,7 @@ class Question:
             Setting(
                 dtype=self.dtype,
                 master_weights=self.master_weights,
+                states=self.states,
                 checkpointing=self.checkpointing,
                 cpu_embedding=self.cpu_embedding,
                 host_Bps=self.hardware.host_memory_Bps,

@@ -16,7 +16,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.region_chunks import activation_chunk
-from chunkmem.optim.adam import AdamRule
+from chunkmem.optim.adam_rule import AdamRule
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.speculative import Intent
@@ -123,7 +123,7 @@ class RankStage:
         """
         self._calls, self._activations, self._regions = step.calls, step.activations, step.regions
         self._calls = step.calls
-        self._host_Bps = step.host_Bps
+        self._host_Bps, self._states = step.host_Bps, step.states
         self._pager, self._store = memory.pager, memory.store
         self._parameters = cast(list[ManagedParameter], list(step.parameters))
         self._meter = _Meter()
@@ -148,7 +148,7 @@ class RankStage:
         return self._sharding.units
 
     def _pack(self, step: StepCalls, memory: Memory) -> None:
-        packer, shards = memory.packer(), self._sharding.shards
+        packer, shards = memory.packer(step.states), self._sharding.shards
         names = {managed.slot.tensor: managed.name for managed in self._parameters}
         for group in step.layout.groups:
             inside = [names[slot.tensor] for slot in group.slots]
@@ -159,7 +159,7 @@ class RankStage:
             self._store.add(activation_chunk(number, kept.label, kept.nbytes))
         self._slots.add(self._parameters)
         self.units.add(step.units)
-        wanted = dict.fromkeys(self._parameters, AdamRule.all_states)
+        wanted = dict.fromkeys(self._parameters, step.states)
         self._updater.claims.require_room(wanted)
         self._updater.claim(wanted, self._optimizer, forget_plans=lambda: None)
 
@@ -243,7 +243,7 @@ class RankStage:
         for managed in self._parameters:
             if managed.group not in self._has_states and managed in slots.landed.get(managed.group, ()):
                 self._has_states.add(managed.group)
-                updater.make_states([managed], {spec.role for spec in AdamRule.all_states})
+                updater.make_states([managed], {spec.role for spec in self._states})
         for group in in_order_of_update(groups, landing=groups):
             updater.update(group, (), self._rule)  # of no parameter: nothing is computed
             if updater.is_on_host(group):

@@ -44,6 +44,7 @@ from chunkmem.layout.spec import Layout
 from chunkmem.nn.built import Built
 from chunkmem.nn.guard import only_makes_a_view
 from chunkmem.nn.tiling import tile_linears
+from chunkmem.optim.block_adam import adam_states
 from chunkmem.optim.places import StatePlaces
 from chunkmem.parts import DTYPES, Sharding, make_modules, make_updater
 from chunkmem.runtime.lanes import BlockingLanes
@@ -69,6 +70,8 @@ class Setting:
     """Of weights and gradients; other than float32, a float32 master copy of the weights comes with the states."""
     master_weights: bool = True
     """`master_weights` of the configuration: False leaves that copy out."""
+    states: str = "fp32"
+    """`optimizer.params.states` of the configuration."""
     checkpointing: bool = False
     """Recompute each block in backward, by torch's checkpoint."""
     activations: str | None = None
@@ -98,6 +101,7 @@ class Setting:
             "precision": precision,
             "master_weights": self.master_weights,
             "use_cpu_embedding": self.cpu_embedding,
+            "optimizer": {"params": {"states": self.states}},
         }
         values |= {"default_chunk_size": self.chunk_numel or "auto", "activations": {"policy": self.activations}}
         return Config.from_dict(values)
@@ -255,6 +259,7 @@ class _Stage:
         self._host_Bps = setting.host_Bps
         self.log = CallLog(self._measure)
         config = setting.config()
+        self._states = adam_states(config.optimizer.params)
         tiers = two_tiers if setting.cpu_embedding else one_tier
         memory = counted_memory(*tiers(setting.device_nbytes), make_pager=partial(LoggedPager, log=self.log))
         places = StatePlaces(memory.store, memory.caps, margin_use_ratio=0.0)
@@ -294,6 +299,7 @@ class _Stage:
             self._host_Bps,
             self.log.activations,
             self._modules.regions.recorded(),
+            self._states,
         )
 
     def begin_root(self, root: nn.Module) -> None:

@@ -221,8 +221,9 @@ class Optimizer(RuleOptimizer):
     def _new_item(self, hyper: Any, *, ahead: bool = False) -> UpdateItem:
         return new_item(hyper, ahead=ahead)
 
-    def _add_to(self, item: UpdateItem, managed: ManagedParameter, step: torch.Tensor) -> None:
+    def _add_to(self, item: UpdateItem, managed: ManagedParameter, step: torch.Tensor, number: int) -> None:
         add_to(item, managed, step, self._states.record(managed), self._states.specs_of(managed))
+        item.numbers.append(number)
 
     def _update_excluded(self, params: list[torch.Tensor], hyper: Any, *, multiplier: float | None) -> None:
         for param in self._blank.intersection(params):

@@ -107,7 +107,7 @@ class ChunkStates:
         host, updater = self._host, self._updater
         for spec in updater.claims.states_of(managed):
 
-            def read(role: Role = spec.role) -> torch.Tensor:
+            def stored(role: Role = spec.role) -> torch.Tensor:
                 host.require_open()
                 return updater.read(updater.state(role, managed), managed)
 
@@ -116,7 +116,8 @@ class ChunkStates:
                 spec.role,
                 updater.state_dtype(spec, managed),
                 find=partial(updater.state, spec.role, managed),
-                read=read,
+                read=stored,
+                shown=partial(spec.shown, managed=managed),
                 owns=host.owns,
                 from_owner=host.from_owner,
             )
@@ -131,8 +132,11 @@ class ChunkStates:
     def _read(self, managed: ManagedParameter, keys: Collection[str]) -> dict[str, torch.Tensor]:
         if managed not in self.steps:
             return {}
-        roles = [spec.role for spec in self._updater.claims.states_of(managed) if spec.role in keys]
-        values = {role.value: self._updater.read(self._updater.state(role, managed), managed) for role in roles}
+        specs = [spec for spec in self._updater.claims.states_of(managed) if spec.role in keys]
+        chunks = {spec: self._updater.state(spec.role, managed) for spec in specs}
+        values = {
+            spec.role.value: spec.shown(self._updater.read(chunk, managed), managed) for spec, chunk in chunks.items()
+        }
         with runtime_mode():
             return {"step": self.steps[managed].clone(), **values} if "step" in keys else values
 
@@ -150,7 +154,8 @@ class ChunkStates:
                 self.prepare([managed])
             self._updater.ahead.forget()  # an update overlapped with backward has read what is replaced here
             for spec in self._rule.states_in(values):
-                self._updater.write(self._updater.state(spec.role, managed), managed, values[spec.role])
+                chunk = self._updater.state(spec.role, managed)
+                self._updater.write(chunk, managed, spec.stored(values[spec.role], managed))
             # A rule that counts no updates takes a state that was written for that of an earlier update.
             step = torch.as_tensor(values.get("step", 1.0), dtype=torch.float32, device="cpu")
             if "step" in values or not self._rule.counts_steps:

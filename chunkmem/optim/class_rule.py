@@ -125,7 +125,7 @@ class ClassRule(UpdateRule[ClassHyper]):
         self, views: Mapping[Role, Sequence[torch.Tensor]], item: UpdateItem, *, multiplier: float | None
     ) -> None:
         assert isinstance(item, ClassItem)
-        slots = slot_tensors(views, item.positions)
+        slots = slot_tensors(views, item)
         grads = slots.scaled_grads(multiplier)
         if item.drafts is not None and grads is slots.grads and self.trials[item.hyper.index].writes_gradients:
             grads = [grad.clone() for grad in grads]  # the step may have to use them again

@@ -14,8 +14,10 @@ def first_state(param: torch.Tensor, rule: UpdateRule[Any]) -> dict[str, torch.T
     """Return the state of a parameter that was not updated yet."""
     state = {"step": torch.zeros((), dtype=torch.float32, device=param.device)} if rule.counts_steps else {}
     for spec in rule.all_states:
-        like = torch.zeros_like(param, dtype=spec.dtype, memory_format=torch.preserve_format)
-        state[spec.role.value] = like if spec.numel_of is None else like.new_zeros(spec.shape_for(param))
+        dtype = None if spec.codes is not None else spec.dtype  # codes are for chunks
+        like = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+        shape = spec.shape_for(param)
+        state[spec.role.value] = like if shape == param.shape else like.new_zeros(shape)
     return state
 
 

@@ -46,7 +46,7 @@ class Kernels:
             torch.ops.chunkmem.adamw_(*arguments(segments, hyper, how))
         else:
             reference.adamw_(segments, hyper, how)
-        _tell_autograd((*segments.params, *segments.lowp_outs))
+        tell_autograd((*segments.params, *segments.lowp_outs))
 
     def adamw_into(
         self,
@@ -77,7 +77,7 @@ class Kernels:
             torch.ops.chunkmem.adamw_into(*arguments(segments, hyper, how), *lists, num_threads)
         else:
             reference.adamw_into(segments, outputs, hyper, how, num_threads=num_threads)
-        _tell_autograd((*segments.lowp_outs, *(tensor for tensors in lists for tensor in tensors)))
+        tell_autograd((*segments.lowp_outs, *(tensor for tensors in lists for tensor in tensors)))
 
     def norm_and_finite(
         self, grads: Sequence[torch.Tensor], *, unscale: float = 1.0, num_threads: int = 0
@@ -142,7 +142,8 @@ def arguments(segments: Segments, hyper: HyperParameters, how: Pass) -> tuple[An
     )
 
 
-def _tell_autograd(written: Sequence[torch.Tensor]) -> None:
+def tell_autograd(written: Sequence[torch.Tensor]) -> None:
+    """Count writes of kernels that autograd does not see."""
     torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
 
 

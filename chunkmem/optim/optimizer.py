@@ -53,6 +53,8 @@ class RuleOptimizer(StatefulOptimizer):
         """0 or less: gradients are not clipped."""
         self._options_of: dict[ManagedParameter, int] = {}
         """Which parameter group each one was in at the last step."""
+        self._numbers: dict[ManagedParameter, int] = {}
+        """Which place each one had in all of them then."""
         self._needs: list[tuple[StateSpec, ...]] = []
         """The states that the options of each parameter group called for at the last step."""
         super().__init__(params, defaults, rule=rule, host=host)
@@ -132,7 +134,7 @@ class RuleOptimizer(StatefulOptimizer):
 
     def move_to(self, host: OptimizerHost) -> None:
         super().move_to(host)
-        self._options_of, self._needs = {}, []
+        self._options_of, self._numbers, self._needs = {}, {}, []
         wanted = self._wanted(self.param_groups)
         self._updater.claims.require_room(wanted)
         self._updater.claim(wanted, self, forget_plans=host.forget_plans)
@@ -149,7 +151,7 @@ class RuleOptimizer(StatefulOptimizer):
                 item = items[index] = self._new_item(self._rule.hyper(self.param_groups[index]), ahead=True)
             if (step := self._states.next_step(managed, has_state=bool(self._rule.states(item.hyper)))) is None:
                 return None
-            self._add_to(item, managed, step)
+            self._add_to(item, managed, step, self._numbers[managed])
         scaler = self._host.scaler
         multiplier = None if scaler is None or scaler.scale == 1.0 else 1.0 / scaler.scale
         needs_norm = scaler is not None or self.max_grad_norm > 0
@@ -226,11 +228,12 @@ class RuleOptimizer(StatefulOptimizer):
 
     def _new_item(self, hyper: Any, *, ahead: bool = False) -> UpdateItem:
         """Return what to update, without parameters so far; `ahead` of the step, in other memory."""
-        return UpdateItem(hyper, [], [])
+        return UpdateItem(hyper, [], [], [])
 
-    def _add_to(self, item: UpdateItem, managed: ManagedParameter, step: torch.Tensor) -> None:
+    def _add_to(self, item: UpdateItem, managed: ManagedParameter, step: torch.Tensor, number: int) -> None:
         item.params.append(managed)
         item.steps.append(step)
+        item.numbers.append(number)
 
     def _update_managed(
         self, pending: list[ManagedParameter], hypers: Sequence[Hashable], multiplier: float | None
@@ -238,17 +241,19 @@ class RuleOptimizer(StatefulOptimizer):
         stateless = self._make_states(pending, hypers)
         waiting, steps = set(pending), self._states.steps
         by_group: dict[int, dict[int, UpdateItem]] = {}
+        number = -1
         for index, (options, hyper) in enumerate(zip(self.param_groups, hypers, strict=True)):
             for param in options["params"]:
+                number += 1
                 managed = self._host.registry.lookup(param)
                 if managed is not None:
-                    self._options_of[managed] = index
+                    self._options_of[managed], self._numbers[managed] = index, number
                     if managed in waiting:
                         items = by_group.setdefault(managed.group, {})
                         if index not in items:
                             items[index] = self._new_item(hyper)
                         step = FIRST_STEP if managed in stateless else steps[managed] + 1
-                        self._add_to(items[index], managed, step)
+                        self._add_to(items[index], managed, step, number)
         for group in self._updater.in_order(by_group):
             found = list(by_group[group].values())
             self._updater.update(group, found, self._rule, multiplier=multiplier)

@@ -31,7 +31,7 @@ def adamw_(segments: Segments, hyper: HyperParameters, how: Pass) -> None:
     check_segments(segments, hyper, how)
     grad_scale = how.unscale * how.clip_coefficient
     for index, param in enumerate(segments.params):
-        step = _Step(hyper, index, grad_scale=grad_scale, decoupled=how.decoupled)
+        step = AdamStep(hyper, index, grad_scale=grad_scale, decoupled=how.decoupled)
         tensors = (param, segments.grads[index], segments.exp_avgs[index], segments.exp_avg_sqs[index])
         flat = [tensor.view(-1) for tensor in tensors]
         num_main = param.numel() - (param.numel() % how.tail_width if how.tail_width else 0)
@@ -74,7 +74,7 @@ def norm_and_finite(grads: Sequence[torch.Tensor], *, unscale: float = 1.0, num_
     return torch.cat([level, level.isfinite().double()])
 
 
-class _Step:
+class AdamStep:
     """What is the same for all elements of a tensor, and the update of one."""
 
     def __init__(self, hyper: HyperParameters, index: int, *, grad_scale: float, decoupled: bool) -> None:

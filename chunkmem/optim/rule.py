@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
 from chunkmem.layout.spec import ALIGN_NBYTES, Group, MasterCopy, Slot
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.codes import BlockCodes
 from chunkmem.runtime.chunk import Chunk
+from chunkmem.runtime.device import runtime_mode
 from chunkmem.types import ChunkId, Role
 
 H = TypeVar("H", bound=Hashable)
@@ -32,20 +34,49 @@ class StateSpec:
     """None: that of the weights the rule updates, which is float32 where there are master weights."""
     numel_of: Callable[[int], int] | None = None
     """Elements for a parameter of so many; None: as many, in the parameter's shape."""
+    codes: BlockCodes | None = None
+    """What chunks hold in place of float32 values in the parameter's shape, which is what everyone else sees; see
+    `coded`. None: chunks hold the values."""
+
+    @classmethod
+    def coded(cls, role: Role, codes: BlockCodes) -> StateSpec:
+        """Return the state that is kept as `codes`."""
+        return cls(role, torch.uint8, codes.numel_of, codes)
 
     def shape_for(self, param: torch.Tensor) -> torch.Size:
-        """Return the shape of a parameter's state."""
-        return param.shape if self.numel_of is None else torch.Size([self.numel_of(param.numel())])
+        """Return the shape of a parameter's state, as it is shown."""
+        if self.numel_of is None or self.codes is not None:
+            return param.shape
+        return torch.Size([self.numel_of(param.numel())])
+
+    def shown(self, stored: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
+        """Return what a slot stands for: the slot itself, unless it holds codes."""
+        if self.codes is None:
+            return stored
+        with runtime_mode():
+            return self.codes.decode(stored, managed.shape.numel()).as_strided(managed.shape, managed.stride)
+
+    def stored(self, value: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
+        """Return what a slot holds for a value in the parameter's shape; the inverse of `shown`, up to rounding."""
+        if self.codes is None:
+            return value
+        with runtime_mode():
+            flat = torch.empty(managed.shape.numel(), dtype=torch.float32, device="cpu")
+            flat.as_strided(managed.shape, managed.stride).copy_(value)
+            return self.codes.encode(flat)
 
     def form(self, weights: Group) -> Group:
         """Return what a chunk of this state is made of, for the group of PARAM chunk `weights`."""
         group = self.elements_of(weights)
         if self.numel_of is None:
             return group
-        align, end, slots = ALIGN_NBYTES // group.itemsize, 0, []
+        align, end, slots = ALIGN_NBYTES // group.itemsize, 0, list[Slot]()
         for slot in weights.slots:
             slots.append(Slot(slot.tensor, slot.group, end, self.numel_of(slot.numel)))
             end = -(-slots[-1].end // align) * align
+        if self.codes is not None:  # groups of one size have chunks of one size, although their slots differ
+            step = -(-weights.numel // (32 * align)) * align
+            end = -(-end // step) * step
         return replace(group, num_slabs=1, numel=end, slots=tuple(slots))
 
     def elements_of(self, weights: Group) -> Group:
@@ -75,6 +106,8 @@ class SlotTensors:
     states: Mapping[Role, list[torch.Tensor]]
     rounded: list[torch.Tensor]
     """The weights that are rounded from master weights; empty if there are none."""
+    numbers: Sequence[int] = ()
+    """Of the parameters in the optimizer; empty where they are in no chunk."""
 
     def scaled_grads(self, multiplier: float | None) -> list[torch.Tensor]:
         """Return the gradients times `multiplier`, in float32 if there are master weights: themselves, or copies."""
@@ -97,6 +130,8 @@ class UpdateItem:
     params: list[ManagedParameter]
     steps: list[torch.Tensor]
     """The number of each one's update, from 1: 0-dim float32, on the CPU."""
+    numbers: list[int] = field(default_factory=list)
+    """Each one's place in the parameter groups of the optimizer, as in its `state_dict`: the same on all ranks."""
 
     @property
     def positions(self) -> list[int]:
@@ -182,7 +217,7 @@ class UpdateRule(ABC, Generic[H]):
         self, views: Mapping[Role, Sequence[torch.Tensor]], item: UpdateItem, *, multiplier: float | None
     ) -> None:
         """Update the parameters of an item in place: `apply_` on their slots, of which there are `views` by role."""
-        self.apply_(slot_tensors(views, item.positions), item.steps, item.hyper, multiplier=multiplier)
+        self.apply_(slot_tensors(views, item), item.steps, item.hyper, multiplier=multiplier)
 
     def take_over(self, items: Sequence[UpdateItem]) -> None:
         """What `update_into` has made of `items` is what their chunks hold from now on."""
@@ -216,12 +251,14 @@ class UpdateRule(ABC, Generic[H]):
             self.update_item_(views, item, multiplier=multiplier)
 
 
-def slot_tensors(views: Mapping[Role, Sequence[torch.Tensor]], at: Sequence[int]) -> SlotTensors:
-    """Return the slots at some positions in the chunks of a group, of which there are `views` by role."""
-    columns = {role: [slots[i] for i in at] for role, slots in views.items()}
+def slot_tensors(views: Mapping[Role, Sequence[torch.Tensor]], item: UpdateItem) -> SlotTensors:
+    """Return the slots that an update touches in the chunks of a group, of which there are `views` by role."""
+    columns = {role: [slots[i] for i in item.positions] for role, slots in views.items()}
     params, grads = columns.pop(Role.PARAM), columns.pop(Role.GRAD)
     masters = columns.pop(Role.MASTER, None)
-    return SlotTensors(params if masters is None else masters, grads, columns, [] if masters is None else params)
+    if masters is None:
+        return SlotTensors(params, grads, columns, [], item.numbers)
+    return SlotTensors(masters, grads, columns, params, item.numbers)
 
 
 def fill(to: torch.Tensor, of: torch.Tensor, layout: Group, *, besides: Iterable[int]) -> None:

@@ -23,6 +23,7 @@ class SlotSource(Source):
         *,
         find: Callable[[], Chunk],
         read: Callable[[], torch.Tensor],
+        shown: Callable[[torch.Tensor], torch.Tensor] = lambda slot: slot,
         owns: Callable[[ManagedParameter], bool],
         from_owner: Callable[[ManagedParameter, Callable[[], torch.Tensor]], torch.Tensor],
     ) -> None:
@@ -34,6 +35,7 @@ class SlotSource(Source):
             dtype: to read it in.
             find: returns the chunk that has it, on the rank that owns the parameter.
             read: returns a copy of what is there.
+            shown: returns the values that stand for what is there.
             owns: tells whether this rank owns a parameter.
             from_owner: returns on every rank what is read on the owner.
         """
@@ -42,6 +44,7 @@ class SlotSource(Source):
         self._dtype = dtype
         self._find = find
         self._read = read
+        self._shown = shown
         self._owns = owns
         self._from_owner = from_owner
 
@@ -68,7 +71,7 @@ class SlotSource(Source):
 
     def part_of(self, slot: torch.Tensor, start: Extent, shape: Extent) -> torch.Tensor:
         """Return what `read_here` would where this is what the slot has: a copy, or all of it."""
-        values = slot.to(self._dtype)
+        values = self._shown(slot).to(self._dtype)
         if shape == tuple(values.shape):
             return values
         return values[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))].clone()

@@ -19,17 +19,17 @@ MAX_WRONG = 3
 class UpdateInputs:
     """All that an update depends on in addition to the contents of chunks."""
 
-    updates: frozenset[tuple[ManagedParameter, int, Hashable]]
-    """(parameter, number of its update, its hyper-parameters)."""
+    updates: frozenset[tuple[ManagedParameter, int, int, Hashable]]
+    """(parameter, number of its update, its own in the optimizer, its hyper-parameters)."""
     multiplier: float | None
 
     @classmethod
     def of(cls, items: Sequence[UpdateItem], multiplier: float | None) -> UpdateInputs:
         """Return what an update of `items` depends on."""
-        found: set[tuple[ManagedParameter, int, Hashable]] = set()
+        found: set[tuple[ManagedParameter, int, int, Hashable]] = set()
         for item in items:
-            steps = map(int, item.steps)
-            found.update((managed, step, item.hyper) for managed, step in zip(item.params, steps, strict=True))
+            rows = zip(item.params, map(int, item.steps), item.numbers, strict=True)
+            found.update((managed, step, number, item.hyper) for managed, step, number in rows)
         return cls(frozenset(found), multiplier)
 
 

@@ -275,7 +275,9 @@ class GroupUpdater:
         return self._chunk(role, managed.group)
 
     def state_dtype(self, spec: StateSpec, managed: ManagedParameter) -> torch.dtype:
-        """Return the dtype of a parameter's state, which may be on another rank."""
+        """Return the dtype of a parameter's state as it is shown; it may be on another rank."""
+        if spec.codes is not None:
+            return torch.float32
         dtype: torch.dtype = getattr(torch, spec.form(self._chunk(Role.PARAM, managed.group).group).dtype)
         return dtype
 

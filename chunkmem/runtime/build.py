@@ -91,7 +91,7 @@ def cpu_recipe(compiler: str | None = None) -> Recipe:
 
     command = tuple(shlex.split(str(get_cxx_compiler()) if compiler is None else compiler))
     found = shutil.which(command[0]) if command else None
-    sources = ["ops.cpp", "cpu/adam.cpp", "cpu/baseline.cpp"]
+    sources = ["ops.cpp", "cpu/adam.cpp", "cpu/blocks.cpp", "cpu/baseline.cpp"]
     if platform.machine() in ("x86_64", "AMD64"):
         sources += LEVEL_FLAGS
     units = tuple((source, (*CXX_FLAGS, *LEVEL_FLAGS.get(source, ()))) for source in sources)

@@ -1,6 +1,7 @@
 // What one instruction set offers, and what it is given.
 #pragma once
 #include "../adam_math.h"
+#include "../block_math.h"
 
 namespace chunkmem {
 
@@ -31,8 +32,33 @@ struct AdamTile {
   const AdamScalars* scalars;
 };
 
+// One block of a tensor whose states are in 8 bits or whose weights are rounded stochastically: at most kCodeBlock
+// elements. What is written may be the same memory as what is read.
+struct BlockTile {
+  const void* param;
+  const void* grad;
+  const void* exp_avg;  // codes, or fp32 where there is no scale
+  const void* exp_avg_sq;
+  const float* exp_avg_scale;  // of the block; null: states are in fp32
+  const float* exp_avg_sq_scale;
+  void* out_param;
+  void* out_exp_avg;
+  void* out_exp_avg_sq;
+  float* out_exp_avg_scale;
+  float* out_exp_avg_sq_scale;
+  uint16_t* lowp_out;  // null if there is none
+  int64_t numel;
+  int64_t num_main;
+  uint64_t key;  // of the block: for random bits
+  Dtype param_type;
+  Dtype grad_type;
+  Dtype out_type;
+  const AdamScalars* scalars;
+};
+
 struct Level {
   void (*adam)(const AdamTile& tile);
+  void (*adam_block)(const BlockTile& tile);
   // Of exactly kNormBlock elements.
   double (*sum_squares)(const void* block, Dtype dtype, float unscale);
 };

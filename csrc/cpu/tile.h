@@ -184,6 +184,8 @@ void adam(const AdamTile& tile) {
   }
 }
 
+#include "blocks.h"
+
 // [Note: Order of the norm] in registers, as many doubles as an instruction takes. A square of a float is exact in
 // double, so adding it in one instruction or in two is the same. fp32 and bfloat16 are read where they are.
 #if defined(__AVX512F__)
@@ -240,6 +242,6 @@ double sum_squares(const void* block, Dtype dtype, float unscale) {
 
 }  // namespace
 
-extern const Level CHUNKMEM_LEVEL{adam, sum_squares};
+extern const Level CHUNKMEM_LEVEL{adam, adam_block, sum_squares};
 
 }  // namespace chunkmem

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import chunkmem
-from chunkmem.optim.adam import _steps_on
+from chunkmem.optim.adam_rule import _steps_on
 from chunkmem.types import Role, Tier
 from tests.helpers.twins import (
     AMPLE_NBYTES,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.adam import AdamHyper
+from chunkmem.optim.adam_rule import AdamHyper
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.rule import UpdateItem, UpdateRule
 from chunkmem.optim.speculative import Intent, NormParts, SpeculativeUpdater
@@ -94,7 +94,7 @@ class Rig:
 
     def items(self, group: int) -> list[UpdateItem]:
         params = list(self.world.parameters[group])
-        return [UpdateItem(HYPER, params, [torch.tensor(1.0)] * len(params))]
+        return [UpdateItem(HYPER, params, [torch.tensor(1.0)] * len(params), [0] * len(params))]
 
     def chunk(self, role: Role, group: int = 0) -> Chunk:
         return self.world.chunk(role, group)

@@ -51,6 +51,7 @@ class Saved:
     disk: Path | None = None
     """Where there is a third tier; None: there is none."""
     optimizer: str = "AdamW"
+    states: str = "fp32"
     sizes: tuple[int, ...] = ()
     """Of the mesh, with stages first if there are two; none is one process."""
 
@@ -67,6 +68,8 @@ class Saved:
             "default_chunk_size": 4800,
             **low,
         }
+        if self.states != "fp32":
+            config["optimizer"] = {"params": {"states": self.states}}
         if self.disk is not None:
             config["memory"]["disk"] = {"path": str(self.disk), "capacity": 64 << 20}
         config |= {"distributed": {"timeout_s": timeout_s}}

@@ -185,6 +185,8 @@ def keys_given() -> st.SearchStrategy[dict[str, Any]]:
         "optimizer.params.betas": st.tuples(beta, beta) | st.lists(beta, min_size=2, max_size=2),
         "optimizer.params.eps": not_negative,
         "optimizer.params.weight_decay": not_negative,
+        "optimizer.params.states": st.sampled_from(["fp32", "8bit"]),
+        "optimizer.params.seed": st.integers(0, 2**63 - 1),
         "fp16.loss_scale": not_negative,
         "fp16.loss_scale_window": st.integers(1, 2**63 - 1),
         "gradient_clipping": st.floats(allow_nan=False, allow_infinity=False),

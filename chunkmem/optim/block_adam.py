@@ -1,0 +1,128 @@
+"""The rule of Adam and AdamW with states in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from chunkmem.config import OptimizerParams
+from chunkmem.optim.adam_rule import EXP_AVG, EXP_AVG_SQ, AdamHyper, AdamRule, flat_views, numbers_of
+from chunkmem.optim.blocks import BlockUpdate, adamw_blocks
+from chunkmem.optim.codes import SIGNED, UNSIGNED, update_key
+from chunkmem.optim.native import NativeUpdate
+from chunkmem.optim.rule import ChunkMemory, SlotTensors, StateSpec, UpdateItem, fill
+from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments
+from chunkmem.types import Role
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class BlockAdamRule(AdamRule):
+    """Adam's arithmetic in fp32, block by block; what it makes is rounded stochastically to the codes of 8-bit states.
+
+    Weights in bfloat16 that have no master weights are rounded so, too. The random bits depend on the seed, the
+    parameter's place in the optimizer, the number of its update and the element: not on ranks, threads or tiers.
+    Parameters outside of chunks have states in fp32.
+    """
+
+    all_states = (StateSpec.coded(EXP_AVG, SIGNED), StateSpec.coded(EXP_AVG_SQ, UNSIGNED))
+
+    def __init__(self, native: NativeUpdate, *, decoupled: bool, seed: int) -> None:
+        """Make the rule of AdamW if weight decay is `decoupled` from the gradient, else that of Adam."""
+        super().__init__(native, decoupled=decoupled)
+        self._seed = seed
+
+    def apply_(
+        self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: AdamHyper, *, multiplier: float | None
+    ) -> None:
+        if not slots.numbers:
+            super().apply_(slots, steps, hyper, multiplier=multiplier)
+        elif slots.weights[0].dtype not in _KERNEL_DTYPES:
+            self._apply_in_another_dtype(slots, steps, hyper, multiplier)
+        else:
+            weights, exp_avgs, exp_avg_sqs = map(
+                flat_views, (slots.weights, slots.states[EXP_AVG], slots.states[EXP_AVG_SQ])
+            )
+            segments = Segments(weights, flat_views(slots.grads), exp_avgs, exp_avg_sqs, flat_views(slots.rounded))
+            update = BlockUpdate(segments, Outputs(weights, exp_avgs, exp_avg_sqs), self._keys(slots.numbers, steps))
+            numbers = numbers_of([(hyper, int(step)) for step in steps])
+            self._run(update, numbers, hyper, multiplier)
+
+    def _apply_in_another_dtype(
+        self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: AdamHyper, multiplier: float | None
+    ) -> None:
+        """Update weights that there is no kernel for, such as float64, in their dtype; round states to nearest."""
+        codes = {spec.role: spec.codes for spec in self.all_states}
+        weights = flat_views(slots.weights)
+        values = {
+            role: [
+                code.decode(stored, w.numel()).to(w.dtype)
+                for stored, w in zip(slots.states[role], weights, strict=True)
+            ]
+            for role, code in codes.items()
+            if code is not None
+        }
+        plain = SlotTensors(weights, flat_views(slots.grads), values, flat_views(slots.rounded))
+        super().apply_(plain, steps, hyper, multiplier=multiplier)
+        for role, code in codes.items():
+            for stored, value in zip(slots.states[role], values[role], strict=True) if code is not None else ():
+                stored.copy_(code.encode(value.float()))
+
+    def can_update_into(self, dtype: torch.dtype) -> bool:
+        """Tell whether the kernel takes weights of a dtype; in plain PyTorch it is left to the step."""
+        return dtype in _KERNEL_DTYPES and "cpu" in self._native.kernels.native_devices
+
+    def update_into(
+        self,
+        old: Mapping[Role, ChunkMemory],
+        new: Mapping[Role, ChunkMemory],
+        items: Sequence[UpdateItem],
+        *,
+        multiplier: float | None,
+        num_threads: int,
+    ) -> None:
+        weights = Role.MASTER if Role.MASTER in old else Role.PARAM
+        written = (weights, EXP_AVG, EXP_AVG_SQ)
+        for item in items:
+
+            def slots(chunks: Mapping[Role, ChunkMemory], role: Role, item: UpdateItem = item) -> list[torch.Tensor]:
+                return flat_views([chunks[role].views[at] for at in item.positions])
+
+            rounded = slots(new, Role.PARAM) if weights is Role.MASTER else []
+            inputs = (slots(old, role) for role in (weights, Role.GRAD, EXP_AVG, EXP_AVG_SQ))
+            keys = self._keys(item.numbers, item.steps)
+            update = BlockUpdate(Segments(*inputs, rounded), Outputs(*(slots(new, role) for role in written)), keys)
+            numbers = numbers_of([(item.hyper, int(step)) for step in item.steps])
+            self._run(update, numbers, item.hyper, multiplier, num_threads=num_threads)
+        positions = [at for item in items for at in item.positions]
+        for role, memory in new.items():
+            source = old[weights if role is Role.PARAM else role].flat
+            fill(memory.flat, source, memory.layout, besides=positions if role in (Role.PARAM, *written) else ())
+
+    def _run(
+        self,
+        update: BlockUpdate,
+        numbers: HyperParameters,
+        hyper: AdamHyper,
+        multiplier: float | None,
+        *,
+        num_threads: int = 0,
+    ) -> None:
+        how = Pass(unscale=1.0 if multiplier is None else multiplier, decoupled=hyper.decoupled)
+        adamw_blocks(self._native.kernels, update, numbers, how, num_threads=num_threads)
+
+    def _keys(self, numbers: Sequence[int], steps: Sequence[torch.Tensor]) -> list[int]:
+        return [update_key(self._seed, number, int(step)) for number, step in zip(numbers, steps, strict=True)]
+
+
+def adam_states(params: OptimizerParams) -> tuple[StateSpec, ...]:
+    """Return the states that Adam and AdamW keep with these options."""
+    return BlockAdamRule.all_states if params.states == "8bit" else AdamRule.all_states
+
+
+def adam_rule(params: OptimizerParams, native: NativeUpdate, *, decoupled: bool) -> AdamRule:
+    """Return the rule of AdamW if weight decay is `decoupled`, else that of Adam, with these options."""
+    if params.states == "8bit":
+        return BlockAdamRule(native, decoupled=decoupled, seed=params.seed)
+    return AdamRule(native, decoupled=decoupled)
