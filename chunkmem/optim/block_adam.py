@@ -53,7 +53,7 @@ class BlockAdamRule(AdamRule):
         self, slots: SlotTensors, steps: Sequence[torch.Tensor], hyper: AdamHyper, multiplier: float | None
     ) -> None:
         """Update weights that there is no kernel for, such as float64, in their dtype; round states to nearest."""
-        codes = {spec.role: spec.codes for spec in self.all_states}
+        codes = {spec.role: spec.codes for spec in self.all_states if spec.codes is not None}
         weights = flat_views(slots.weights)
         values = {
             role: [
@@ -61,12 +61,11 @@ class BlockAdamRule(AdamRule):
                 for stored, w in zip(slots.states[role], weights, strict=True)
             ]
             for role, code in codes.items()
-            if code is not None
         }
         plain = SlotTensors(weights, flat_views(slots.grads), values, flat_views(slots.rounded))
         super().apply_(plain, steps, hyper, multiplier=multiplier)
         for role, code in codes.items():
-            for stored, value in zip(slots.states[role], values[role], strict=True) if code is not None else ():
+            for stored, value in zip(slots.states[role], values[role], strict=True):
                 stored.copy_(code.encode(value.float()))
 
     def can_update_into(self, dtype: torch.dtype) -> bool:
@@ -90,9 +89,11 @@ class BlockAdamRule(AdamRule):
                 return flat_views([chunks[role].views[at] for at in item.positions])
 
             rounded = slots(new, Role.PARAM) if weights is Role.MASTER else []
-            inputs = (slots(old, role) for role in (weights, Role.GRAD, EXP_AVG, EXP_AVG_SQ))
+            segments = Segments(
+                slots(old, weights), slots(old, Role.GRAD), slots(old, EXP_AVG), slots(old, EXP_AVG_SQ), rounded
+            )
             keys = self._keys(item.numbers, item.steps)
-            update = BlockUpdate(Segments(*inputs, rounded), Outputs(*(slots(new, role) for role in written)), keys)
+            update = BlockUpdate(segments, Outputs(*(slots(new, role) for role in written)), keys)
             numbers = numbers_of([(item.hyper, int(step)) for step in item.steps])
             self._run(update, numbers, item.hyper, multiplier, num_threads=num_threads)
         positions = [at for item in items for at in item.positions]

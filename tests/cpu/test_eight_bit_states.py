@@ -221,7 +221,7 @@ def test_options_given_to_the_optimizer_win() -> None:
         twin.steps(0)
         chunks = manager.runtime.memory.store.chunks.values()
         assert {c.dtype for c in chunks if c.id.role.is_state} == {torch.uint8}
-        with pytest.raises(chunkmem.ConfigError, match='optimizer.params.states is .4bit.*"fp32" or "8bit"'):
+        with pytest.raises(chunkmem.ConfigError, match=r'optimizer\.params\.states is .4bit.*"fp32" or "8bit"'):
             chunkmem.Adam(twin.model.parameters(), manager=manager, states="4bit")
 
 
