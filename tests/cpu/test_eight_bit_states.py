@@ -82,11 +82,14 @@ def test_states_take_little_more_than_a_byte() -> None:
 
 
 def test_a_step_is_close_to_that_of_fp32_states() -> None:
+    """Losses differ by less than a hundredth of the first one; the last ones are a thousandth of it."""
     plain = Twin(None, Blocks)
     with chunkmem.ChunkManager(config(AMPLE_NBYTES, **EIGHT)) as manager:
         twin = Twin(manager, Blocks)
+        first = plain.step(features(99))
+        twin.step(features(99))
         for seed in range(30):
-            assert twin.step(features(seed)) == pytest.approx(plain.step(features(seed)), rel=0.05)
+            assert abs(twin.step(features(seed)) - plain.step(features(seed))) < 0.01 * first
         for name, value in plain.weights().items():
             assert (twin.weights()[name] - value).abs().max() < 0.05
 
