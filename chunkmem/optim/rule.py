@@ -16,6 +16,7 @@ import torch
 
 from chunkmem.layout.spec import ALIGN_NBYTES, Group, MasterCopy, Slot
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.lazy_tensor import copy_values
 from chunkmem.optim.codes import BlockCodes
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.device import runtime_mode
@@ -62,7 +63,7 @@ class StateSpec:
             return value
         with runtime_mode():
             flat = torch.empty(managed.shape.numel(), dtype=torch.float32, device="cpu")
-            flat.as_strided(managed.shape, managed.stride).copy_(value)
+            copy_values(flat.as_strided(managed.shape, managed.stride), value)
             return self.codes.encode(flat)
 
     def form(self, weights: Group) -> Group:
