@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         TierIOError,
         TraceError,
     )
+    from chunkmem.freezing.schedule import FreezeSchedule
     from chunkmem.manager import ChunkManager
     from chunkmem.memory import MemoryReport
     from chunkmem.nn.recompute import checkpoint, checkpoint_sequential
@@ -47,6 +48,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "ExchangeMethod",
+    "FreezeSchedule",
     "LayoutError",
     "MemoryReport",
     "Optimizer",
@@ -71,6 +73,7 @@ _HOMES = MappingProxyType(
         "ChunkManager": "chunkmem.manager",
         "Config": "chunkmem.config",
         "ExchangeMethod": "chunkmem.comm.methods",
+        "FreezeSchedule": "chunkmem.freezing.schedule",
         "MemoryReport": "chunkmem.memory",
         "Optimizer": "chunkmem.optim.any_class",
         "SGD": "chunkmem.optim.sgd",

@@ -21,6 +21,7 @@ from chunkmem.checkpoints.saver import CheckpointSaver
 from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.config import Config
 from chunkmem.errors import CheckpointError, StateError
+from chunkmem.freezing.freezer import FreezeReport, freeze, unfreeze
 from chunkmem.nn.gather import gathered, parameters_in
 from chunkmem.optim.converted import converted
 from chunkmem.optim.saved import StatefulOptimizer
@@ -250,6 +251,32 @@ class ChunkManager(ModelBuilding, Reporting):
                 yield
         finally:
             self.runtime.entry_points.gathers_open -= 1
+
+    def freeze(self, modules: Any, *, prefix: int | None = None, keep_states: bool = False) -> FreezeReport:
+        """Train some parameters no longer, and give back at once what training them takes: see docs/freezing.md.
+
+        It sets `requires_grad` to False; the next step follows a plan. Over ranks, all call it.
+
+        Args:
+            modules: a module, a parameter, or several.
+            prefix: only the first so many of `modules`.
+            keep_states: optimizer states and master weights stay, for training to be taken up where it was. Else they are
+                gone: `unfreeze` begins with states of zero and, in mixed precision, the weights as they were rounded.
+
+        Raises:
+            StateError: a step is under way, or gradients wait for theirs.
+            ConfigError: `prefix` is no number of modules, or other ranks freeze something else.
+        """
+        return freeze(self.runtime, modules, prefix=prefix, keep_states=keep_states)
+
+    def unfreeze(self, modules: Any) -> FreezeReport:
+        """Train some parameters again; see `freeze`.
+
+        Raises:
+            CapacityError: there is no room for what training takes; they stay frozen.
+            StateError, ConfigError: as `freeze`.
+        """
+        return unfreeze(self.runtime, modules)
 
     def state_dict(
         self, model: nn.Module | None = None, *, rank0_only: bool = False, lazy: bool = False

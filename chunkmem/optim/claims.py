@@ -43,6 +43,10 @@ class Claims:
         self.incomplete: set[int] = set()
         """Groups with states that may have no content yet."""
 
+    def __contains__(self, group: int) -> bool:
+        """Tell whether a group has an optimizer."""
+        return group in self._chunks
+
     def chunks(self, group: int) -> list[Chunk]:
         """Return what an update of a group touches: PARAM, GRAD, MASTER if there is one, then the states."""
         return self._chunks[group]

@@ -147,8 +147,56 @@ class GroupUpdater:
             self._pager.create(master, tier, reader="master weights", zero=False, elastic=True)
         finally:
             param.replicas[source].pins -= 1
+            self._store.on_sooner(param, source)
         with runtime_mode():
             master.replicas[tier].flat.copy_(param.replicas[source].flat)
+
+    def give_up(self, group: int) -> int:
+        """Give back what training a group takes, until it is trained again: gradients, states, and the master copy.
+
+        The weights are what is computed with from then on: see `round_master`. A master copy stays if there is no room
+        for weights that were only in it.
+
+        Returns:
+            The bytes given back, on all tiers.
+        """
+        self.ahead.forget()
+        self._pager.policy.drain()
+        param, *others = self.claims.chunks(group)
+        freed_nbytes = sum(self._empty(chunk) for chunk in others if chunk.id.role is not Role.MASTER)
+        self.claims.incomplete.add(group)
+        master = param.master
+        if master is not None and master.version != NO_CONTENT:
+            self._pager.notice_writes(param)
+            freed_nbytes += self._empty(master) if self._pager.restore(param) else 0
+        return freed_nbytes
+
+    def round_master(self, managed: ManagedParameter) -> None:
+        """Let the master weights of a parameter, if there are any, be what is computed with."""
+        master = self._chunk(Role.PARAM, managed.group).master
+        if master is not None and master.version != NO_CONTENT and not master.is_remote:
+            rounded = self.read_weight(managed).to(managed.placeholder.dtype)
+            self.write(master, managed, rounded)
+
+    def begin_again(self, groups: Iterable[int]) -> None:
+        """Make what `give_up` has given back: states of zero, and master copies of the weights.
+
+        Raises:
+            CapacityError: there is no room on either tier.
+        """
+        for group in groups:
+            is_known = group in self.claims and not self._places.undecided({group})
+            if not is_known or self._chunk(Role.PARAM, group).is_remote:
+                continue
+            self.make_master(group)
+            for chunk in self.claims.chunks(group)[2:]:
+                if chunk.id.role.is_state and chunk.version == NO_CONTENT:
+                    self._begin_state(chunk)
+
+    def _empty(self, chunk: Chunk) -> int:
+        nbytes = chunk.nbytes * len(chunk.replicas)
+        self._store.empty(chunk)
+        return nbytes
 
     def update(
         self, group: int, items: Sequence[UpdateItem], rule: UpdateRule[Any], *, multiplier: float | None = None

@@ -106,11 +106,15 @@ class ChunkStore:
         assert chunk.id not in self.chunks
         self.chunks[chunk.id] = chunk
 
-    def remove(self, chunk: Chunk) -> None:
-        """Give all memory of a chunk back, and forget it; its content is lost."""
+    def empty(self, chunk: Chunk) -> None:
+        """Give all memory of a chunk back; its content is lost."""
         self.consume(chunk)
         if chunk.compute_tier in chunk.replicas:
             self.drop(chunk, chunk.compute_tier)
+
+    def remove(self, chunk: Chunk) -> None:
+        """Give all memory of a chunk back, and forget it; its content is lost."""
+        self.empty(chunk)
         del self.chunks[chunk.id]
 
     def before_change(self, chunk: Chunk) -> None:

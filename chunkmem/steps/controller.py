@@ -210,6 +210,10 @@ class StepController(KnownSteps):
         """An access has raised an error: if a step runs, it is not like others."""
         self.now.is_excused = self.now.is_excused or self.now.is_running
 
+    def trains_fewer(self, edit: Callable[[Trace], Trace]) -> None:
+        """Parameters were frozen: `edit` returns the trace of the next step, from that of the last one."""
+        self.expect_fewer_trained(self._trainable(), edit)
+
     def forget(self) -> None:
         """There is more to manage than was recorded: record again."""
         self._aside, self._is_first_of_two = None, False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import inf
 
@@ -13,7 +14,7 @@ from chunkmem.runtime.pager import Pager
 from chunkmem.steps.cached_plan import CachedPlan, check_adoptable
 from chunkmem.steps.factory import CachedPlanFactory
 from chunkmem.steps.iteration import Iteration
-from chunkmem.steps.plan_cache import PlanCache
+from chunkmem.steps.plan_cache import Key, PlanCache
 from chunkmem.trace.ahead import overlapped
 from chunkmem.trace.model import Mode, Trace
 
@@ -86,6 +87,21 @@ class KnownSteps:
                 f"the trace is of a model with layout {trace.layout}, and this manager's is {own}; build the same "
                 "model with the same default_chunk_size, or train one step to record a trace"
             )
+
+    def expect_fewer_trained(self, trainable: bytes, edit: Callable[[Trace], Trace]) -> None:
+        """Fewer parameters are trained from the next step on: have a plan for it, from the trace of the last one.
+
+        With regions it is recorded, as what frozen blocks save cannot be told before.
+
+        Args:
+            trainable: which parameters require gradients now.
+            edit: returns the trace of such a step, from one of the last kind.
+        """
+        cache = self.kinds[Mode.TRAIN]
+        entry = cache.last
+        if entry is not None and entry.trace is not None and not entry.trace.regions:
+            key = replace(cache.key_of(entry), trainable=trainable) if self._is_lone else Key()
+            cache.expect(key, edit(entry.trace))
 
     def adopt_plan(self, plan: Plan) -> None:
         """Use a plan of an earlier run. Its trace has to be there: adopt or record that first.

@@ -149,6 +149,15 @@ class PlanCache:
         self.forget()
         self._add(Key(), trace)
 
+    def key_of(self, entry: CachedPlan) -> Key:
+        """Return the key of an entry, an empty one if it is of any key."""
+        return self._of[entry] or Key()
+
+    def expect(self, key: Key, trace: Trace) -> None:
+        """Steps with this key come next: a plan for `trace` is for them, unless something is known of them."""
+        if not any(self._known(key)):
+            self._add(key, trace)
+
     # Before a step.
 
     def choose(self, key: Key) -> CachedPlan | None:

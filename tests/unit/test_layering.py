@@ -28,7 +28,7 @@ LAYERS = (
     ("steps", "estimate"),
     ("entry_points",),
     ("assembly",),
-    ("pipeline", "checkpoints"),
+    ("pipeline", "checkpoints", "freezing"),
     ("building", "reporting"),
     ("manager",),
     ("engine", "testing", "integrations"),

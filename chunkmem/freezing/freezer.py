@@ -1,0 +1,167 @@
+"""Freeze and unfreeze parameters between two steps; what training them takes is given back at once.
+
+[Note: Freezing] What becomes of the bytes of a parameter:
+
+    gradient            gone
+    optimizer states    gone, or kept if asked
+    master copy         gone with the states: from then on its weights are what was computed with, rounded
+    weights             stay; nothing writes to them, so they are copied up and never down
+
+Chunks go as a whole, when the last of their parameters is frozen. A state of a parameter in a chunk that stays is
+forgotten all the same, and its master weight is rounded: training it again begins with the same numbers. The next step follows a plan: that of the last one, without
+what is gone (`chunkmem.trace.frozen`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from chunkmem.assembly import Runtime
+from chunkmem.errors import CapacityError, ConfigError, StateError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.gather import parameters_in
+from chunkmem.sizes import format_nbytes
+from chunkmem.trace.frozen import without_training
+from chunkmem.trace.model import Trace
+
+
+@dataclass(frozen=True)
+class FreezeReport:
+    """What `manager.freeze` or `manager.unfreeze` has done. `str()` is one line."""
+
+    num_params: int
+    """Elements whose parameters are frozen, or trained, from now on, and were not before."""
+    freed_nbytes: int = 0
+    """Given back on all tiers of this rank."""
+
+    def __str__(self) -> str:
+        return f"{self.num_params} parameters, {format_nbytes(self.freed_nbytes)} given back"
+
+
+def freeze(runtime: Runtime, what: object, *, prefix: int | None, keep_states: bool) -> FreezeReport:
+    """See `ChunkManager.freeze`."""
+    params = [param for param in _params(what, prefix, "freeze") if param.requires_grad]
+    runtime.require_open()
+    with runtime.together("manager.freeze()"):  # what is refused on one rank is told to the others
+        _require_between_steps(runtime, "freeze", params)
+        _agree(runtime, params, f"frozen, keep_states={keep_states}")
+        managed = [found for param in params if (found := runtime.registry.lookup(param)) is not None]
+        for param in params:
+            param.requires_grad_(False)
+        freed_nbytes = 0
+        if not keep_states:
+            _forget_states(runtime, params)
+            groups = _frozen_groups(runtime, {each.group for each in managed})
+            freed_nbytes = sum(runtime.updater.give_up(group) for group in sorted(groups))
+            for each in managed:
+                runtime.updater.round_master(each)
+            _expect_fewer(runtime, managed, groups)
+    return FreezeReport(sum(param.numel() for param in params), freed_nbytes)
+
+
+def unfreeze(runtime: Runtime, what: object) -> FreezeReport:
+    """See `ChunkManager.unfreeze`."""
+    params = [param for param in _params(what, None, "unfreeze") if not param.requires_grad]
+    runtime.require_open()
+    with runtime.together("manager.unfreeze()"):
+        _require_between_steps(runtime, "unfreeze", params)
+        _agree(runtime, params, "unfrozen")
+        for param in params:
+            param.requires_grad_(True)
+        groups = {found.group for param in params if (found := runtime.registry.lookup(param)) is not None}
+        try:
+            runtime.updater.begin_again(groups)  # so that a lack of room is known now
+        except CapacityError:
+            for param in params:
+                param.requires_grad_(False)
+            for group in _frozen_groups(runtime, groups):
+                runtime.updater.give_up(group)
+            raise
+        if runtime.is_shared:
+            runtime.forget_plans()
+    return FreezeReport(sum(param.numel() for param in params))
+
+
+def _params(what: object, prefix: int | None, call: str) -> list[nn.Parameter]:
+    """Return the parameters that are meant, each once."""
+    if isinstance(what, str) or not isinstance(what, nn.Module | torch.Tensor | Iterable):
+        raise ConfigError(
+            f"manager.{call}() takes modules or parameters, one or several, not a {type(what).__name__}"
+        )
+    if prefix is not None:
+        if not isinstance(prefix, int) or isinstance(prefix, bool) or prefix < 0:
+            raise ConfigError(f"manager.{call}(): prefix is {prefix!r}; give a number of modules, 0 or more")
+        if isinstance(what, nn.Module | torch.Tensor | str) and not isinstance(what, nn.ModuleList | nn.Sequential):
+            raise ConfigError(f"manager.{call}(): prefix counts modules in a list; {type(what).__name__} is none")
+        modules = list(what) if isinstance(what, Iterable) else []
+        if prefix > len(modules):
+            raise ConfigError(f"manager.{call}(): prefix is {prefix}, and there are {len(modules)} modules")
+        what = modules[:prefix]
+    return [param for param in dict.fromkeys(parameters_in(what)) if isinstance(param, nn.Parameter)]
+
+
+def _require_between_steps(runtime: Runtime, call: str, params: Sequence[nn.Parameter]) -> None:
+    """Raise a StateError if a step is under way."""
+    runtime.registry.check()
+    runtime.modules.surface.awaited.require()
+    if runtime.entry_points.phase or runtime.entry_points.gathers_open:
+        where = runtime.entry_points.phase or "manager.gather()"
+        raise StateError(f"manager.{call}() inside of {where}: call it between two steps")
+    runtime.gradients.settle(runtime.registry.parameters)
+    if runtime.gradients.any_landed(list(runtime.registry.parameters)) or any(p.grad is not None for p in params):
+        raise StateError(
+            f"manager.{call}(): there are gradients that wait for their step; call optimizer.step() or "
+            "optimizer.zero_grad() before it: what is trained changes between two steps, not between micro-batches"
+        )
+
+
+def _agree(runtime: Runtime, params: Sequence[nn.Parameter], said: str) -> None:
+    """Have all ranks freeze the same.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if runtime.is_shared:
+        names = [getattr(runtime.registry.lookup(param), "name", f"excluded {tuple(param.shape)}") for param in params]
+        digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+        first = f"{names[0]} to {names[-1]}" if names else "nothing"
+        runtime.ranks.agree(f"what is {said}", f"{len(names)} parameters, {first}, digest {digest}")
+
+
+def _forget_states(runtime: Runtime, params: Sequence[nn.Parameter]) -> None:
+    for optimizer in runtime.optimizers:
+        own = {param for group in optimizer.param_groups for param in group["params"]}
+        for param in params:
+            if param in own and param in optimizer.state:
+                del optimizer.state[param]
+
+
+def _frozen_groups(runtime: Runtime, groups: Collection[int]) -> set[int]:
+    """Return those of the groups that nothing trains any more, and that this rank has the states of."""
+    by_group: dict[int, list[ManagedParameter]] = defaultdict(list)
+    for managed in runtime.registry.parameters:
+        if managed.group in groups:
+            by_group[managed.group].append(managed)
+    return {
+        group
+        for group, members in by_group.items()
+        if not any(managed.requires_grad for managed in members) and group in runtime.updater.claims
+    }
+
+
+def _expect_fewer(runtime: Runtime, managed: Sequence[ManagedParameter], groups: Collection[int]) -> None:
+    names = {each.name for each in managed}
+
+    def edit(trace: Trace) -> Trace:
+        return without_training(trace, params=names, groups=groups)
+
+    if runtime.is_shared:  # they agree on what they exchange by a step that is recorded
+        runtime.forget_plans()
+    else:
+        runtime.controller.trains_fewer(edit)

@@ -1,0 +1,348 @@
+"""What is frozen gives back what training takes, at once, and nothing else changes: bits of plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import chunkmem
+from tests.helpers.audit import audit
+from tests.helpers.low_precision import LowPlain
+from tests.helpers.spread import spread
+from tests.helpers.training import Chunked, Plain, Side
+from tests.helpers.twins import AMPLE_NBYTES, SEED, Blocks, assert_equal, config, copied, features
+
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+NUM_BLOCKS = 6
+
+
+def build() -> Blocks:
+    return Blocks(num_blocks=NUM_BLOCKS)
+
+
+class Training:
+    """One side: a model, its optimizer, and how it freezes."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        torch.manual_seed(SEED)
+        with side.building():
+            model = build()
+        self.model: Any = side.ready(model)
+        self.optimizer: Any = side.optimizer(self.model.parameters(), **OPTIONS)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 40)
+        self.num_steps = 0
+
+    def steps(self, num: int) -> list[float]:
+        losses = []
+        for _ in range(num):
+            self.num_steps += 1
+            loss = self.model(features(self.num_steps)).float().square().mean()
+            self.side.backward(loss, last=True, by_manager=True)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            losses.append(loss.item())
+        return losses
+
+    def freeze(self, modules: Sequence[nn.Module], *, keep_states: bool = False) -> None:
+        if isinstance(self.side, Chunked):
+            self.side.manager.freeze(modules, keep_states=keep_states)
+            audit(self.side.manager)
+            return
+        for param in (param for module in modules for param in module.parameters()):
+            param.requires_grad_(False)
+            masters = self.side.masters if isinstance(self.side, LowPlain) else {}
+            owner = masters.get(param, param)
+            if not keep_states:
+                self.optimizer.state.pop(owner, None)
+                owner.data.copy_(param.data)
+
+    def unfreeze(self, modules: Sequence[nn.Module]) -> None:
+        if isinstance(self.side, Chunked):
+            self.side.manager.unfreeze(modules)
+            audit(self.side.manager)
+            return
+        for module in modules:
+            module.requires_grad_(True)
+
+    def left(self) -> Any:
+        return copied(self.side.state_dict(self.model)), copied(dict(sorted(self.optimizer.state_dict()["state"].items())))
+
+
+def prefix(training: Training) -> Any:
+    model = training.model
+    yield from training.steps(5)
+    training.freeze([model.inner, *model.blocks[:2]])
+    yield from training.steps(4)
+    training.freeze([model.inner, *model.blocks[:4]])
+    yield from training.steps(4)
+    training.unfreeze([model.inner, *model.blocks[1:3]])
+    yield from training.steps(5)
+    training.unfreeze([model])
+    yield from training.steps(4)
+
+
+def every_second(training: Training) -> Any:
+    yield from training.steps(4)
+    training.freeze(training.model.blocks[::2])
+    yield from training.steps(5)
+    training.unfreeze(training.model.blocks[::2])
+    training.freeze(training.model.blocks[1::2])
+    yield from training.steps(5)
+
+
+def kept(training: Training) -> Any:
+    model = training.model
+    yield from training.steps(5)
+    training.freeze([model.inner, *model.blocks[:3]], keep_states=True)
+    yield from training.steps(4)
+    training.unfreeze([model])
+    yield from training.steps(4)
+
+
+def before_the_first_step(training: Training) -> Any:
+    training.freeze([training.model.inner, *training.model.blocks[:3]])
+    yield from training.steps(4)
+    training.unfreeze(training.model.blocks)
+    yield from training.steps(4)
+
+
+def all_but_the_head(training: Training) -> Any:
+    yield from training.steps(3)
+    training.freeze([training.model.inner, training.model.blocks])
+    yield from training.steps(4)
+    training.unfreeze([training.model.blocks[-1]])
+    yield from training.steps(4)
+
+
+SCENES: dict[str, Callable[[Training], Any]] = {
+    scene.__name__: scene for scene in (prefix, every_second, kept, before_the_first_step, all_but_the_head)
+}
+
+
+@spread(scene=SCENES, precision=("fp32", "bf16"), cap=("ample", "smallest"), disk=(False, True))
+def test_it_has_the_numbers_of_plain_pytorch(scene: str, precision: str, cap: str, disk: bool, tmp_path: Any) -> None:
+    plain: Side = Plain() if precision == "fp32" else LowPlain(torch.bfloat16)
+    reference = Training(plain)
+    expected = list(SCENES[scene](reference)), reference.left()
+    cap_nbytes = AMPLE_NBYTES
+    for _ in range(2 if cap == "smallest" else 1):
+        memory: dict[str, Any] = {"device": cap_nbytes, "host": AMPLE_NBYTES}
+        if disk:
+            memory |= {"host": 40 << 10, "disk": {"path": str(tmp_path), "capacity": AMPLE_NBYTES}}
+        chosen = config(cap_nbytes, precision=precision)
+        chosen = chunkmem.Config.from_dict({**chosen.to_dict(), "memory": memory})
+        with chunkmem.ChunkManager(chosen) as manager:
+            for pool in manager.runtime.memory.store.pools.values():
+                pool.poison = True
+            ours = Training(Chunked(manager))
+            assert_equal((list(SCENES[scene](ours)), ours.left()), expected)
+            cap_nbytes = manager.memory().device.required_nbytes
+
+
+def trained(manager: chunkmem.ChunkManager, num: int = 5) -> Training:
+    training = Training(Chunked(manager))
+    training.steps(num)
+    return training
+
+
+def content_nbytes(manager: chunkmem.ChunkManager) -> int:
+    """Of states, master weights and gradients, on all tiers."""
+    chunks = manager.runtime.memory.store.chunks.values()
+    return sum(chunk.nbytes * len(chunk.replicas) for chunk in chunks if chunk.id.role != "param")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_training_takes_is_given_back_at_once(precision: str) -> None:
+    """States of 8 bytes a parameter, and 4 of its master weight, less a chunk of each role."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, precision=precision)) as manager:
+        model = trained(manager).model
+        before_nbytes = content_nbytes(manager)
+        chunk_nbytes = max(c.nbytes for c in manager.runtime.memory.store.chunks.values())
+        report = manager.freeze([model.inner, *model.blocks[:4]])
+        num_roles = 2 if precision == "fp32" else 3
+        assert report.num_params == sum(p.numel() for m in (model.inner, model.blocks[:4]) for p in m.parameters())
+        assert report.freed_nbytes >= 4 * num_roles * report.num_params - num_roles * chunk_nbytes
+        assert before_nbytes - content_nbytes(manager) == report.freed_nbytes
+        manager.unfreeze(model)
+        assert content_nbytes(manager) <= before_nbytes
+
+
+def test_the_next_step_follows_a_plan() -> None:
+    with chunkmem.ChunkManager(config(20 << 10)) as manager:
+        training = trained(manager)
+        before = manager.trace
+        manager.freeze([training.model.inner, *training.model.blocks[:3]])
+        training.steps(1)
+        timeline = manager.timeline()
+        assert timeline is not None
+        assert timeline.plan_misses == 0
+        assert manager.plan is not None
+        assert manager.trace is not before
+        assert len(manager.trace.moments) < len(before.moments)
+        assert manager.plan.trace_digest == manager.trace.digest
+        manager.unfreeze(training.model)
+        training.steps(2)
+        assert manager.timeline().plan_misses == 0  # type: ignore[union-attr]
+        assert len(manager.trace.moments) == len(before.moments)
+
+
+def test_the_trace_that_is_made_is_the_one_that_is_recorded() -> None:
+    """But for the order of updates, which a plan decides."""
+    found = []
+    for by_hand in (False, True):
+        with chunkmem.ChunkManager(config(20 << 10)) as manager:
+            training = trained(manager)
+            modules = [training.model.inner, *training.model.blocks[:3]]
+            if by_hand:
+                for module in modules:
+                    module.requires_grad_(False)
+                training.steps(4)
+            else:
+                manager.freeze(modules)
+                training.steps(1)
+            trace = manager.trace
+            assert trace is not None
+            moments = [(moment.kind, moment.chunk) for moment in trace.moments]
+            first = next(at for at, (kind, _) in enumerate(moments) if kind.value == "update")
+            found.append((moments[:first], set(moments[first:])))
+    assert found[0] == found[1]
+
+
+def test_what_is_frozen_is_copied_up_and_never_down() -> None:
+    with chunkmem.ChunkManager(config(20 << 10)) as manager:
+        training = trained(manager)
+        moved = []
+        for _ in range(2):
+            training.steps(4)
+            before = manager.memory().moved
+            training.steps(1)
+            after = manager.memory().moved
+            moved.append((after.h2d_nbytes - before.h2d_nbytes, after.d2h_nbytes - before.d2h_nbytes))
+            manager.freeze([training.model.inner, *training.model.blocks])
+        assert moved[1][0] <= manager.memory().host.by_role["param"][1] + manager.memory().device.by_role["param"][1]
+        assert moved[1][1] <= moved[0][1] // 4
+
+
+def test_frozen_weights_never_change() -> None:
+    """Neither by weight decay nor by what is left of their momenta."""
+    with chunkmem.ChunkManager(config(20 << 10)) as manager:
+        training = trained(manager)
+        manager.freeze(training.model.blocks[:3])
+        before = copied(manager.state_dict())
+        training.steps(3)
+        after = manager.state_dict()
+        frozen = [name for name in after if name.startswith(("blocks.0", "blocks.1", "blocks.2"))]
+        assert all(torch.equal(before[name], after[name]) for name in frozen)
+        assert not torch.equal(before["head.weight"], after["head.weight"])
+
+
+def test_between_micro_batches_it_is_refused() -> None:
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        training = trained(manager)
+        training.model(features(0)).square().mean().backward()
+        with pytest.raises(chunkmem.StateError, match="gradients that wait"):
+            manager.freeze(training.model.blocks[:2])
+        with pytest.raises(chunkmem.StateError, match="gradients that wait"):
+            manager.unfreeze(training.model.blocks[:2])
+        assert all(param.requires_grad for param in training.model.parameters())
+        training.optimizer.zero_grad()
+        manager.freeze(training.model.blocks[:2])
+        training.steps(2)
+
+
+def test_inside_of_a_forward_it_is_refused() -> None:
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        training = trained(manager)
+
+        def freezes(module: nn.Module, inputs: Any) -> None:
+            manager.freeze(training.model.blocks[0])
+
+        handle = training.model.blocks[1].register_forward_pre_hook(freezes)
+        with pytest.raises(chunkmem.StateError, match="between two steps"):
+            training.model(features(0))
+        handle.remove()
+        with manager.gather(training.model.head), pytest.raises(chunkmem.StateError, match="between two steps"):
+            manager.freeze(training.model.head)
+        training.steps(1)
+
+
+def test_what_is_named_wrongly() -> None:
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        model = trained(manager).model
+        with pytest.raises(chunkmem.ConfigError, match="prefix is 7, and there are 6"):
+            manager.freeze(model.blocks, prefix=7)
+        with pytest.raises(chunkmem.ConfigError, match="prefix is -1"):
+            manager.freeze(model.blocks, prefix=-1)
+        with pytest.raises(chunkmem.ConfigError, match="prefix counts modules in a list; Linear is none"):
+            manager.freeze(model.head, prefix=1)
+        with pytest.raises(chunkmem.ConfigError, match="modules or parameters, one or several, not a str"):
+            manager.freeze("blocks")
+        with pytest.raises(chunkmem.StateError, match="neither managed nor excluded"):
+            manager.freeze(nn.Linear(2, 2))
+        assert manager.freeze(model.blocks, prefix=0).num_params == 0
+        assert manager.freeze(model.blocks, prefix=2).num_params == sum(
+            p.numel() for block in model.blocks[:2] for p in block.parameters()
+        )
+
+
+def test_a_lack_of_room_leaves_it_frozen() -> None:
+    """Another model has taken what was given back."""
+    memory = {"device": 20 << 10, "host": 50 << 10}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict({"memory": memory, "default_chunk_size": 256})) as manager:
+        training = trained(manager)
+        model = training.model
+        manager.freeze([model.inner, *model.blocks])
+        expected = copied(manager.state_dict(model))
+        other = manager.wrap(nn.Sequential(*(nn.Linear(16, 16) for _ in range(30))))
+        with pytest.raises(chunkmem.CapacityError):
+            manager.unfreeze(model)
+        audit(manager)
+        assert not any(param.requires_grad for block in model.blocks for param in block.parameters())
+        assert_equal(copied(manager.state_dict(model)), expected)
+        training.steps(2)
+        audit(manager)
+        del other
+
+
+def test_an_excluded_parameter_is_frozen_too() -> None:
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        with manager.init():
+            model = Blocks(num_blocks=2)
+            with manager.exclude():
+                model.head = nn.Linear(16, 4)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, **OPTIONS)
+        for _ in range(2):
+            model(features(0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        manager.freeze(model.head)
+        assert model.head.weight not in optimizer.state
+        before = model.head.weight.detach().clone()
+        model(features(0)).square().mean().backward()
+        optimizer.step()
+        assert torch.equal(model.head.weight, before)
+
+
+def test_checkpoints_of_a_frozen_model_fit_plain_pytorch_and_back() -> None:
+    with chunkmem.ChunkManager(config(20 << 10)) as manager:
+        training = trained(manager)
+        manager.freeze([training.model.inner, *training.model.blocks[:3]])
+        training.steps(2)
+        weights, states = copied(manager.state_dict()), copied(training.optimizer.state_dict())
+    plain = Training(Plain())
+    plain.model.load_state_dict(weights)
+    plain.optimizer.load_state_dict(states)
+    for module in (plain.model.inner, *plain.model.blocks[:3]):
+        module.requires_grad_(False)
+    with chunkmem.ChunkManager(config(20 << 10)) as manager:
+        ours = Training(Chunked(manager))
+        manager.freeze([ours.model.inner, *ours.model.blocks[:3]])
+        manager.load_state_dict(weights)
+        ours.optimizer.load_state_dict(states)
+        assert_equal((ours.steps(3), ours.left()), (plain.steps(3), plain.left()))

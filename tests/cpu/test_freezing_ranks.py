@@ -1,0 +1,124 @@
+"""Freezing over two ranks: each gives back its share, bits are those of `requires_grad_(False)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import chunkmem
+from tests.helpers.audit import audit
+from tests.helpers.ranks import RankFailure, Team
+from tests.helpers.twins import AMPLE_NBYTES, SEED, Blocks, config, copied, features
+
+NUM_STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[Team]:
+    found = Team(2)
+    yield found
+    found.close()
+
+
+@dataclass
+class Found:
+    """What one rank ends with."""
+
+    weights: dict[str, Tensor]
+    states: dict[int, Any]
+    freed_nbytes: int
+
+
+def train(rank: int, by_manager: bool, precision: str, device_nbytes: int) -> Found:
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    freed_nbytes = 0
+    with chunkmem.ChunkManager(config(device_nbytes, precision=precision)) as manager:
+        with manager.init():
+            model = Blocks(num_blocks=6)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+
+        def steps(first: int) -> None:
+            for step in range(first, first + NUM_STEPS):
+                loss = model(features(10 * step + rank)).square().mean()
+                manager.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                audit(manager)
+
+        steps(0)
+        modules = [model.inner, *model.blocks[:4]]
+        if by_manager:
+            freed_nbytes = manager.freeze(modules, keep_states=precision == "bf16").freed_nbytes
+        else:
+            for param in (param for module in modules for param in module.parameters()):
+                param.requires_grad_(False)
+                if precision == "fp32":
+                    del optimizer.state[param]
+        steps(10)
+        if by_manager:
+            manager.unfreeze(model)
+        else:
+            model.requires_grad_(True)
+        steps(20)
+        weights, states = copied(manager.state_dict()), copied(optimizer.state_dict()["state"])
+    return Found(weights, states, freed_nbytes)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("device_nbytes", [24 << 10, pytest.param(AMPLE_NBYTES, marks=pytest.mark.full)])
+def test_the_numbers_are_those_without_the_manager(precision: str, device_nbytes: int, team: Team) -> None:
+    ours = team.run(train, True, precision, device_nbytes)
+    theirs = team.run(train, False, precision, device_nbytes)
+    for found in (*ours[1:], *theirs):
+        assert found.weights.keys() == ours[0].weights.keys()
+        assert all(torch.equal(value, found.weights[name]) for name, value in ours[0].weights.items())
+    assert sorted(ours[0].states) == sorted(theirs[0].states)
+    for index, state in ours[0].states.items():
+        assert all(torch.equal(value, theirs[0].states[index][key]) for key, value in state.items())
+    frozen_numel = 16 * 16 + 16 + 4 * 2 * (16 * 16 + 16)
+    if precision == "fp32":
+        assert all(found.freed_nbytes > 0 for found in ours)
+        assert sum(found.freed_nbytes for found in ours) >= 8 * frozen_numel - 2 * 2 * 1024
+
+
+def freeze_something_else(rank: int) -> str:
+    torch.manual_seed(SEED)
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        with manager.init():
+            model = Blocks(num_blocks=6)
+        with pytest.raises(chunkmem.ConfigError) as caught:
+            manager.freeze(model.blocks[rank])
+        assert all(param.requires_grad for param in model.parameters())
+        return str(caught.value)
+
+
+def test_ranks_freeze_the_same(team: Team) -> None:
+    said = team.run(freeze_something_else)
+    assert said[0] == said[1]
+    assert "what is frozen" in said[0]
+    assert "blocks.0" in said[0]
+    assert "blocks.1" in said[0]
+
+
+def freeze_on_one(rank: int) -> None:
+    torch.manual_seed(SEED)
+    values = {**config(AMPLE_NBYTES).to_dict(), "distributed": {"timeout_s": 5.0}}
+    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values)) as manager:
+        with manager.init():
+            model = Blocks(num_blocks=6)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        if rank == 0:
+            manager.freeze(model.blocks[0])
+        model(features(rank)).square().mean().backward()
+        optimizer.step()
+
+
+def test_freezing_on_one_rank_alone_is_an_error_at_once(team: Team) -> None:
+    with pytest.raises(RankFailure, match="freeze"):
+        team.run(freeze_on_one)
