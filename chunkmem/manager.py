@@ -260,8 +260,8 @@ class ChunkManager(ModelBuilding, Reporting):
         Args:
             modules: a module, a parameter, or several.
             prefix: only the first so many of `modules`.
-            keep_states: optimizer states and master weights stay, for training to be taken up where it was. Else they are
-                gone: `unfreeze` begins with states of zero and, in mixed precision, the weights as they were rounded.
+            keep_states: optimizer states and master weights stay, for training to be taken up where it was. Else they
+                are gone: `unfreeze` begins with states of zero and, in mixed precision, with rounded weights.
 
         Raises:
             StateError: a step is under way, or gradients wait for theirs.

@@ -8,8 +8,8 @@
     weights             stay; nothing writes to them, so they are copied up and never down
 
 Chunks go as a whole, when the last of their parameters is frozen. A state of a parameter in a chunk that stays is
-forgotten all the same, and its master weight is rounded: training it again begins with the same numbers. The next step follows a plan: that of the last one, without
-what is gone (`chunkmem.trace.frozen`).
+forgotten all the same, and its master weight is rounded: training it again begins with the same numbers. The next step
+follows a plan: that of the last one, without what is gone (`chunkmem.trace.frozen`).
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ def unfreeze(runtime: Runtime, what: object) -> FreezeReport:
 def _params(what: object, prefix: int | None, call: str) -> list[nn.Parameter]:
     """Return the parameters that are meant, each once."""
     if isinstance(what, str) or not isinstance(what, nn.Module | torch.Tensor | Iterable):
-        raise ConfigError(
-            f"manager.{call}() takes modules or parameters, one or several, not a {type(what).__name__}"
-        )
+        raise ConfigError(f"manager.{call}() takes modules or parameters, one or several, not a {type(what).__name__}")
     if prefix is not None:
         if not isinstance(prefix, int) or isinstance(prefix, bool) or prefix < 0:
             raise ConfigError(f"manager.{call}(): prefix is {prefix!r}; give a number of modules, 0 or more")

@@ -23,9 +23,9 @@ class Gathers(Protocol):
 class FreezeSchedule:
     """Freezes a growing number of blocks, from the first on: each time a share of those that are still trained.
 
-    After T epochs that is ceil(L · (1 - (1 - alpha)^T)) of L blocks. With `adaptive`, it stops in front of the block with
-    the smallest gradients, of those that are trained: blocks behind it may be frozen later. Source: PipeTransformer (He
-    et al., 2021).
+    After T epochs that is ceil(L · (1 - (1 - alpha)^T)) of L blocks. With `adaptive`, it stops in front of the block
+    with the smallest gradients, of those that are trained: blocks behind it may be frozen later. Source:
+    PipeTransformer (He et al., 2021).
 
         schedule = chunkmem.FreezeSchedule(model.blocks, alpha=1 / 3, first=model.embed)
         for epoch in range(20):
@@ -92,8 +92,8 @@ class FreezeSchedule:
         trained = self._squares[self.prefix :]
         if trained and not any(trained):
             raise StateError(
-                "FreezeSchedule(adaptive=True): no gradients were observed in this epoch; call schedule.observe(manager) "
-                "between backward and optimizer.step(), in a few steps of each epoch"
+                "FreezeSchedule(adaptive=True): no gradients were observed in this epoch; call "
+                "schedule.observe(manager) between backward and optimizer.step(), in a few steps of each epoch"
             )
         smallest = self.prefix + min(range(len(trained)), key=trained.__getitem__, default=0)
         self._squares = [0.0] * num
@@ -119,5 +119,7 @@ class FreezeSchedule:
         """
         squares = state["squares"]
         if len(squares) != len(self._blocks):
-            raise CheckpointError(f"the schedule was saved for {len(squares)} blocks, and there are {len(self._blocks)}")
+            raise CheckpointError(
+                f"the schedule was saved for {len(squares)} blocks, and there are {len(self._blocks)}"
+            )
         self.num_epochs, self.prefix, self._squares = state["num_epochs"], state["prefix"], list(squares)

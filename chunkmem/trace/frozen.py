@@ -7,8 +7,8 @@ are frozen are not updated, and have neither gradients, nor master weights, nor 
     before   hold 3, land 3, release   hold 2, land 2, release   hold 1, land 1, release   update 1, 2, 3
     after    hold 3, land 3, release                                                       update 3
 
-What a step leaves out of its plan does no harm, so what cannot be told for certain stays: with several micro-batches, the
-backwards of all but the last one.
+What a step leaves out of its plan does no harm, so what cannot be told for certain stays: with several micro-batches,
+the backwards of all but the last one.
 """
 
 from __future__ import annotations

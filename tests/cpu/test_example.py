@@ -26,7 +26,16 @@ DOCUMENTS = (
     "docs/distributed.md",
     *(
         pytest.param(f"docs/{name}.md", marks=pytest.mark.full, id=f"docs/{name}.md")
-        for name in ("differences", "checking", "checkpoints", "sharding", "tuning", "timeline", "migrating")
+        for name in (
+            "differences",
+            "checking",
+            "checkpoints",
+            "sharding",
+            "tuning",
+            "timeline",
+            "migrating",
+            "freezing",
+        )
     ),
     pytest.param(
         "docs/integrations.md",

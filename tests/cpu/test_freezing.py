@@ -71,7 +71,8 @@ class Training:
             module.requires_grad_(True)
 
     def left(self) -> Any:
-        return copied(self.side.state_dict(self.model)), copied(dict(sorted(self.optimizer.state_dict()["state"].items())))
+        states = dict(sorted(self.optimizer.state_dict()["state"].items()))
+        return copied(self.side.state_dict(self.model)), copied(states)
 
 
 def prefix(training: Training) -> Any:

@@ -27,6 +27,7 @@ PUBLIC_NAMES = {
     "Config",
     "ConfigError",
     "ExchangeMethod",
+    "FreezeSchedule",
     "LayoutError",
     "MemoryReport",
     "Optimizer",
