@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import chunkmem
 from chunkmem.testing import AdversarialLanes
 from chunkmem.types import Tier
+from tests.helpers.any_class import Several, muon_and_adamw
 from tests.helpers.late_exchange import LateExchange
 
 WIDTH = 16
@@ -204,6 +205,22 @@ def open_manager(rank: int, task: Task, **options: Any) -> chunkmem.ChunkManager
     return manager
 
 
+def make_optimizer(task: Task, model: nn.Module, manager: chunkmem.ChunkManager | None) -> Any:
+    """The optimizer of a task, in plain PyTorch if there is no manager; several have a class for matrices."""
+    params = list(model.parameters())
+    if task.optimizer == "Muon and AdamW":
+        pairs = muon_and_adamw(model)
+        if manager is not None:
+            return chunkmem.Optimizer(pairs, manager=manager)
+        return Several([kind(own, **options) for kind, own, options in pairs])
+    if manager is None:
+        options = {"fused": True, **task.options} if task.optimizer == "AdamW" else task.options
+        return getattr(torch.optim, task.optimizer)(params, lr=1e-2, **options)
+    if own := getattr(chunkmem, task.optimizer, None):
+        return own(params, manager=manager, lr=1e-2, **task.options)
+    return chunkmem.Optimizer(getattr(torch.optim, task.optimizer), params, manager=manager, lr=1e-2, **task.options)
+
+
 def train(rank: int, task: Task) -> Outcome:
     """Train on one rank of the default process group."""
     torch.set_num_threads(1)
@@ -211,7 +228,7 @@ def train(rank: int, task: Task) -> Outcome:
         torch.manual_seed(0)
         with manager.init():
             model = MODELS[task.model]()
-        optimizer = getattr(chunkmem, task.optimizer)(model.parameters(), manager=manager, lr=1e-2, **task.options)
+        optimizer = make_optimizer(task, model, manager)
         losses = []
         for step in range(task.steps):
             for micro in range(task.num_micro_batches(step, rank)):
@@ -236,8 +253,7 @@ def serial(task: Task, size: int) -> tuple[list[list[float]], dict[str, Tensor],
     torch.manual_seed(0)
     model = MODELS[task.model]()
     params = list(model.parameters())
-    options = {"fused": True, **task.options} if task.optimizer == "AdamW" else task.options
-    optimizer = getattr(torch.optim, task.optimizer)(params, lr=1e-2, **options)
+    optimizer = make_optimizer(task, model, None)
     losses: list[list[float]] = [[] for _ in range(size)]
     for step in range(task.steps):
         grads: list[list[Tensor | None]] = []
