@@ -170,7 +170,7 @@ class GradientValues(GradientSlots):
         if managed is not None and managed.param is tensor and not managed.bound.is_bound:
             raise StateError(
                 f"parameter {managed.name} is not on DEVICE, and what is written to it would be lost; update it with "
-                "chunkmem.AdamW or chunkmem.Adam, or write to it inside manager.gather()"
+                "chunkmem.AdamW, chunkmem.Adam or chunkmem.Optimizer, or write to it inside manager.gather()"
             )
 
     def _land_zeros(self, managed: ManagedParameter) -> None:
