@@ -76,6 +76,6 @@ def _refused(optimizer: torch.optim.Optimizer, managed: ManagedParameter) -> Sta
     kind = type(optimizer).__name__
     return StateError(
         f"{kind}.step(): parameter {managed.name} is managed; its gradient is in a chunk, where {kind} does not look, "
-        f"and nothing would be trained; make the optimizer with chunkmem.Optimizer({kind}, params, manager=manager), or "
-        "chunkmem.AdamW(params, manager=manager), or build in manager.exclude() what another optimizer has to update"
+        f"and nothing would be trained; make the optimizer with chunkmem.Optimizer({kind}, params, manager=manager) "
+        "or chunkmem.AdamW(params, manager=manager), or build in manager.exclude() what another optimizer has to update"
     )
