@@ -122,7 +122,7 @@ class Optimizer(RuleOptimizer):
         """Return the options of a group with the defaults of its class, as that makes them of one parameter."""
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
         trial = self._rule.trials[index]
-        made = trial.sample(self._weight_form(param), options, name=self._name_of(param, 0))
+        made = trial.sample(self._weight_form(param), options, name=self._name_in(param, 0))
         if not self.defaults or len(self._rule.trials) > 1:
             known = made.defaults if not self.param_groups else {k: self.defaults[k] for k in self.defaults}
             self.defaults = {key: value for key, value in known.items() if key in made.defaults}
@@ -134,6 +134,11 @@ class Optimizer(RuleOptimizer):
 
     # The states of a parameter.
 
+    def _name_in(self, param: torch.Tensor, index: int) -> str:
+        """Return what messages call a parameter, also one that is in no model."""
+        managed = self._host.registry.find(param)
+        return f"parameter {index}" if managed is None else managed.name
+
     def _weight_form(self, param: torch.Tensor) -> TensorForm:
         managed = self._host.registry.find(param)
         if managed is not None:
@@ -141,7 +146,7 @@ class Optimizer(RuleOptimizer):
         return TensorForm(tuple(param.shape), tuple(param.stride()), param.dtype)
 
     def _form_for(self, param: torch.Tensor, hyper: ClassHyper, index: int = 0) -> EntryForm:
-        return self._rule.entry_form(hyper, self._weight_form(param), name=self._name_of(param, index))
+        return self._rule.entry_form(hyper, self._weight_form(param), name=self._name_in(param, index))
 
     def _form_of(self, managed: ManagedParameter) -> EntryForm:
         """Return what the state of a parameter has with the options of its group."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -47,6 +47,9 @@ def require_class(kind: object) -> type[torch.optim.Optimizer]:
         f"chunkmem.Optimizer takes a class that derives from torch.optim.Optimizer, not {kind!r}; pass the class "
         "itself, and its options apart: chunkmem.Optimizer(torch.optim.Muon, params, manager=manager, lr=0.02)"
     )
+
+
+_UNKNOWN: Final = "unknown"
 
 
 class ClassCall:
@@ -102,7 +105,7 @@ class ClassCall:
             raise _needs_all(self._kind, f"changes {', '.join(changed) or 'options'} of its parameter group")
         if is_trial:
             now = _numbers_in(vars(optimizer))
-            if changed := [key for key, value in now.items() if attributes.get(key) != value]:
+            if changed := [key for key, value in now.items() if attributes.get(key) != value and value != _UNKNOWN]:
                 raise _needs_all(self._kind, f"changes its attribute {', '.join(changed)}")
         return [dict(optimizer.state[leaf]) if leaf in optimizer.state else None for leaf in leaves]
 
@@ -116,16 +119,27 @@ def _needs_all(kind: type, what: str) -> ConfigError:
 
 
 def _numbers_in(attributes: Mapping[str, Any]) -> dict[str, Hashable]:
-    """Return the attributes of an optimizer that count or collect something; flags (bool) do not."""
-    found: dict[str, Hashable] = {}
-    for key, value in attributes.items():
-        if key in ("state", "param_groups", "defaults") or isinstance(value, bool | str):
-            continue
-        if isinstance(value, int | float | torch.Tensor | Mapping | list | tuple):
-            found[key] = frozen(value)
-        elif isinstance(value, Sized):
-            found[key] = len(value)
-    return found
+    """Return the attributes of an optimizer that count or collect something; flags and texts do not."""
+    left_out = ("state", "param_groups", "defaults")
+    return {key: _numbers_of(value) for key, value in attributes.items() if key not in left_out}
+
+
+def _numbers_of(value: Any) -> Hashable:
+    if isinstance(value, bool | str):
+        return None
+    if isinstance(value, torch.Tensor):  # on the meta device it may be a table that was moved there
+        return _UNKNOWN if value.is_meta else frozen(value)
+    if isinstance(value, Mapping):
+        return tuple((str(key), _number(each)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_number, value))
+    if isinstance(value, int | float):
+        return value
+    return len(value) if isinstance(value, Sized) else None
+
+
+def _number(value: Any) -> Hashable:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def copied(value: Any) -> Any:

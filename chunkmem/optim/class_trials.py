@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from chunkmem.errors import ConfigError
 from chunkmem.optim.class_calls import ClassCall, Entry, OptimizerClass
@@ -149,7 +150,18 @@ class ClassTrial:
             with _random_numbers_kept(), torch.no_grad():
                 self._found[key] = self._try(form, options, name)
                 self._require_independence(form, options)
+                self._calls = self._calls or ClassCall(self._template(form, options))
         return self._found[key]
+
+    def _template(self, form: TensorForm, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """Return an optimizer that was not stepped, without attributes on the meta device."""
+        try:
+            made = self._made_on("meta", form, options)
+        except Exception:  # it needs a device it knows
+            return self._made_on("cpu", form, options)
+        attributes = {key: value for key, value in vars(made).items() if key not in ("state", "param_groups")}
+        is_on_meta = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(attributes))
+        return self._made_on("cpu", form, options) if is_on_meta else made
 
     def _try(self, form: TensorForm, options: Mapping[str, Any], name: str) -> EntryForm:
         try:
@@ -168,8 +180,6 @@ class ClassTrial:
     def _step_on(self, form: TensorForm, options: Mapping[str, Any], device: str) -> EntryForm:
         made, leaf = (_leaf(form, device) for _ in range(2))
         optimizer = self.made.make([made], options)
-        if self._calls is None:
-            self._calls = ClassCall(optimizer)
         version = made._version
         entry: Entry | None = None
         first_keys: tuple[str, ...] = ()
@@ -192,7 +202,7 @@ class ClassTrial:
         tensors: dict[str, TensorForm] = {}
         numbers: dict[str, NumberForm] = {}
         for key, value in entry.items():
-            if not isinstance(key, str) or not _can_be_kept(value):
+            if not isinstance(key, str) or not can_be_kept(value):
                 raise ConfigError(
                     f"{self.made.name} keeps a {type(value).__name__} as state {key!r} of a parameter; "
                     "chunkmem.Optimizer keeps ordinary tensors, numbers, strings and None"
@@ -287,7 +297,8 @@ def _leaf(form: TensorForm, device: str) -> torch.nn.Parameter:
     return leaf
 
 
-def _can_be_kept(value: object) -> bool:
+def can_be_kept(value: object) -> bool:
+    """Tell whether chunks and records can hold a value of a state."""
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided  # type: ignore[attr-defined]
     return is_plain or value is None or isinstance(value, bool | int | float | str)
 

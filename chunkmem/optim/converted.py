@@ -31,7 +31,10 @@ def converted(
     kind: Any = _COUNTERPARTS.get(type(optimizer))
     if kind is None:
         names = ", ".join(f"torch.optim.{name.__name__}" for name in _COUNTERPARTS)
-        raise ConfigError(f"manager.optimizer() takes one of {names}, not a {type(optimizer).__name__}")
+        raise ConfigError(
+            f"manager.optimizer() takes one of {names}, not a {type(optimizer).__name__}; make that with "
+            f"chunkmem.Optimizer({type(optimizer).__name__}, params, manager=manager, ...)"
+        )
     groups = [{k: v for k, v in group.items() if k not in _IMPLEMENTATION} for group in optimizer.param_groups]
     made: Adam | AdamW | SGD = kind(groups, manager=manager, max_grad_norm=max_grad_norm)
     if optimizer.state:

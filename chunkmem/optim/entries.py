@@ -14,7 +14,7 @@ from chunkmem.optim.chunk_states import ChunkStates
 from chunkmem.optim.claims import Owner
 from chunkmem.optim.class_calls import Entry
 from chunkmem.optim.class_rule import ClassRule, Place, Record, to_number
-from chunkmem.optim.class_trials import EntryForm
+from chunkmem.optim.class_trials import EntryForm, can_be_kept
 from chunkmem.optim.host import OptimizerHost
 from chunkmem.optim.shaped_state import ShapedState
 from chunkmem.optim.slot_source import SlotSource
@@ -198,6 +198,8 @@ def entry_problems(state: Mapping[str, Any], form: EntryForm, *, is_whole: bool 
             found.append(f"{key} {tuple(value.shape)} is no state of its class, which keeps {kept}")
         elif expected is not None and not isinstance(value, torch.Tensor):
             found.append(f"{key} is a {type(value).__name__}, not a tensor")
+        elif not isinstance(value, torch.Tensor) and not can_be_kept(value):
+            found.append(f"{key} is a {type(value).__name__}, which no state of its class is")
         elif expected is not None and tuple(value.shape) != expected.shape:
             found.append(f"{key} is {tuple(value.shape)} instead of {expected.shape}")
     return found

@@ -64,7 +64,8 @@ class ParameterState(MutableMapping[str, torch.Tensor]):
     def __getitem__(self, key: str) -> torch.Tensor:
         if key not in self:
             raise KeyError(key)
-        return self._states.read(self._managed, (key,))[key].as_subclass(StateCopy)
+        value = self._states.read(self._managed, (key,))[key]
+        return value.as_subclass(StateCopy) if isinstance(value, torch.Tensor) else value
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in (may := self._states.keys_for(self._managed)):

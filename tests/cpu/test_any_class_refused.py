@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import chunkmem
 from chunkmem.nn.tiling import tile_linears
 from tests.helpers.any_class import ClassTwin, Lion, muon_and_adamw
+from tests.helpers.spread import spread
 from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, copied, features, same
 
 
@@ -209,6 +210,19 @@ def test_what_trials_cannot_show_is_refused_when_it_happens(
         twin.optimizer.step()
 
 
+class Tabled(Simple):
+    """It moves a table to the device of its parameters, as bitsandbytes does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.table = {"signs": torch.tensor([-1.0, 1.0])}
+
+    def update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        for param in params:
+            self.table["signs"] = self.table["signs"].to(param.device)
+            param.sub_(param.grad * self.table["signs"][1], alpha=group["lr"])
+
+
 class NeedsValues(Simple):
     """Its states depend on what is in a parameter: a trial without memory cannot tell."""
 
@@ -232,11 +246,11 @@ class Assigning(Simple):
 
 class UserTwin(ClassTwin):
     def make(self, kind: str, params: Any, **options: Any) -> Any:
-        cls = {"values": NeedsValues, "assigning": Assigning}[kind]
+        cls = {"values": NeedsValues, "assigning": Assigning, "tabled": Tabled}[kind]
         return cls(params) if self.manager is None else chunkmem.Optimizer(cls, params, manager=self.manager)
 
 
-@pytest.mark.parametrize("kind", ["values", "assigning"])
+@pytest.mark.parametrize("kind", ["values", "assigning", "tabled"])
 def test_users_classes(kind: str) -> None:
     same(Blocks, lambda twin: twin.steps(*range(6)), twin=UserTwin, kind=kind)
 
@@ -261,6 +275,35 @@ def test_gradients_that_a_class_changes_are_there_again_if_an_update_during_back
         assert manager.runtime.updater.ahead.guesses.num_wrong == 1
         assert losses[1] == losses[0]
         assert_equal(twin.left(), plain.left())
+
+
+@spread(name=["AdamW8bit", "Lion8bit", "SGD8bit"], device_nbytes=[AMPLE_NBYTES, 200_000])
+def test_optimizers_of_bitsandbytes(name: str, device_nbytes: int) -> None:
+    """Parameters of 4,096 elements or more have states of 8 bits, with scales; others in the same chunk, of 32."""
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    options = {"lr": 1e-3, "momentum": 0.9} if name == "SGD8bit" else {"lr": 1e-3}
+    kind = getattr(bnb.optim, name)
+
+    def run(manager: chunkmem.ChunkManager | None) -> Any:
+        torch.manual_seed(0)
+        with nullcontext() if manager is None else manager.init():
+            model = nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 8))
+        optimizer = (
+            kind(model.parameters(), **options)
+            if manager is None
+            else chunkmem.Optimizer(kind, model.parameters(), manager=manager, **options)
+        )
+        for seed in range(6):
+            model(features(seed, shape=(4, 96))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = optimizer.state
+        states = [copied(dict(found[param])) for param in model.parameters()]
+        return copied(dict(model.state_dict() if manager is None else manager.state_dict(model))), states
+
+    with chunkmem.ChunkManager(config(device_nbytes, default_chunk_size=12_000)) as manager:
+        assert_equal(run(manager), run(None))
+        assert {"state1.uint8", "state1"} <= {key.role for key in manager.runtime.memory.store.chunks}
 
 
 # Tiles.

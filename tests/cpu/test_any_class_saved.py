@@ -129,6 +129,19 @@ def test_the_state_mapping() -> None:
     same(Blocks, scenario, twin=ClassTwin, kind="Adafactor")
 
 
+def test_numbers_in_the_state_mapping() -> None:
+    """A count that is no tensor is read, and assigned, as one."""
+
+    def scenario(twin: Twin) -> Any:
+        losses = twin.steps(0, 1)
+        state = twin.optimizer.state[twin.model.head.weight]
+        seen = list(state), state["num_updates"]
+        state["num_updates"] = 7
+        return seen, losses, twin.steps(2, 3), state["num_updates"]
+
+    same(Blocks, scenario, twin=ClassTwin, kind="Lion")
+
+
 def test_a_lazy_state_dict() -> None:
     with chunkmem.ChunkManager(config(SMALL_NBYTES)) as manager:
         twin = ClassTwin(manager, Blocks, kind="Adafactor")
