@@ -75,6 +75,11 @@ class Optimizer(RuleOptimizer):
         """What the states of each group depended on at the last step."""
         super().__init__(groups, {}, rule=ClassRule(trials), host=host, max_grad_norm=max_grad_norm)
 
+    def __repr__(self) -> str:
+        names = ", ".join(trial.made.name for trial in self._rule.trials)
+        num = sum(len(group["params"]) for group in self.param_groups)
+        return f"Optimizer({names}: {num} parameters in {len(self.param_groups)} groups)"
+
     def _no_states(self) -> EntryStates:
         return EntryStates(self._host, self, self._rule, owned=self._managed, form_of=self._form_of)
 
