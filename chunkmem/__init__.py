@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from chunkmem.nn.tiled import TiledLinear
     from chunkmem.optim.adam import Adam, AdamW
     from chunkmem.optim.any_class import Optimizer
+    from chunkmem.optim.ema import EMA
     from chunkmem.optim.sgd import SGD
     from chunkmem.optim.tiles import tile_optimizer_state, untile_optimizer_state
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
     "SGD",
     "Adam",
     "AdamW",
@@ -72,6 +74,7 @@ _HOMES = MappingProxyType(
         "AdamW": "chunkmem.optim.adam",
         "ChunkManager": "chunkmem.manager",
         "Config": "chunkmem.config",
+        "EMA": "chunkmem.optim.ema",
         "ExchangeMethod": "chunkmem.comm.methods",
         "FreezeSchedule": "chunkmem.freezing.schedule",
         "MemoryReport": "chunkmem.memory",

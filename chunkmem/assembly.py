@@ -316,8 +316,7 @@ class Runtime:
         with self.together("manager.load_state_dict()"):
             check_fits(state, self.modules.surface.expected_state(root), strict=strict)
             keys: _IncompatibleKeys = root.load_state_dict(state, strict=strict)
-            if self.sharding.shards is not None:
-                self.sharding.shards.send_on_host(reader="manager.load_state_dict()")
+            self.send_on_host("manager.load_state_dict()")
         return keys
 
     def with_all_stages(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -391,6 +390,22 @@ class Runtime:
     def is_shared(self) -> bool:
         """Several ranks train together."""
         return self.sharding.shards is not None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of all models, by their names in them; with pipeline stages, those of all stages."""
+        for unpacked in self.built.added:
+            for root in unpacked.roots:
+                yield from root.named_parameters()
+
+    @property
+    def is_closed(self) -> bool:
+        """Nothing can be served any more."""
+        return self.memory.pager.closed is not None
+
+    def send_on_host(self, reader: str) -> None:
+        """Weights were written: over ranks, those computed with on HOST go to all of them."""
+        if self.sharding.shards is not None:
+            self.sharding.shards.send_on_host(reader=reader)
 
     def require_open(self) -> None:
         """Raise a `StateError` if the manager is closed."""

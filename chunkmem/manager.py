@@ -24,6 +24,7 @@ from chunkmem.errors import CheckpointError, StateError
 from chunkmem.freezing.freezer import FreezeReport, freeze, unfreeze
 from chunkmem.nn.gather import gathered, parameters_in
 from chunkmem.optim.converted import converted
+from chunkmem.optim.ema import EMA
 from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
@@ -323,6 +324,7 @@ class ChunkManager(ModelBuilding, Reporting):
         path: str | os.PathLike[str],
         optimizer: StatefulOptimizer | None = None,
         *,
+        ema: EMA | None = None,
         model: nn.Module | None = None,
         extra: Mapping[str, Any] | None = None,
         asynchronous: bool = False,
@@ -330,13 +332,13 @@ class ChunkManager(ModelBuilding, Reporting):
         """Write a checkpoint: a directory in the format of torch.distributed.checkpoint, complete or not there.
 
         Every rank writes the chunks it owns, one parameter in memory at a time. A checkpoint that is there is replaced
-        when the new one is complete. It is a dict with "model", "optimizer" (states by the names of parameters) and
-        "extra", which plain PyTorch can load, too.
+        when the new one is complete. It is a dict with "model", "optimizer" (states by the names of parameters), "ema"
+        and "extra", which plain PyTorch can load, too.
 
         Args:
             path: of the directory; over ranks, one that all of them see.
             optimizer: whose states are saved; None: none are.
-            model: may be left out if the manager has one.
+            ema, model: averages that are saved, if any; the model may be left out if the manager has one.
             extra: anything else, such as `{"step": 100, "scheduler": scheduler.state_dict()}`; of the first rank.
             asynchronous: return at once, and have a thread write what is there now, while training continues: who
                 changes a chunk waits until its values are copied. The next `save`, `close` and the end of Python wait
@@ -352,13 +354,16 @@ class ChunkManager(ModelBuilding, Reporting):
         self.runtime.registry.check()
         self.runtime.modules.surface.awaited.require()
         where = Path(path).resolve()
-        return self._saver.save(self.runtime, where, optimizer, model=model, extra=extra, asynchronous=asynchronous)
+        return self._saver.save(
+            self.runtime, where, optimizer, ema=ema, model=model, extra=extra, asynchronous=asynchronous
+        )
 
     def load(
         self,
         path: str | os.PathLike[str],
         optimizer: StatefulOptimizer | None = None,
         *,
+        ema: EMA | None = None,
         model: nn.Module | None = None,
         strict: bool = True,
     ) -> dict[str, Any]:
@@ -370,6 +375,7 @@ class ChunkManager(ModelBuilding, Reporting):
         Args:
             path: of the directory.
             optimizer: whose states are loaded; None: none are.
+            ema: averages that are loaded; None: none are.
             model: may be left out if the manager has one.
             strict: names of weights have to be the same.
 
@@ -380,7 +386,7 @@ class ChunkManager(ModelBuilding, Reporting):
         self.runtime.registry.check()
         where = Path(path).resolve()
         self._saver.before_load(where)
-        return load_checkpoint(self.runtime, where, optimizer, model=model, strict=strict)
+        return load_checkpoint(self.runtime, where, optimizer, ema=ema, model=model, strict=strict)
 
     def save_pretrained(
         self, path: str | os.PathLike[str], model: nn.Module | None = None, *, max_shard_size: str | int = "5GiB"

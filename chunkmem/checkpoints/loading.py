@@ -12,19 +12,27 @@ from chunkmem.assembly import Runtime
 from chunkmem.checkpoints.files import EXTRA
 from chunkmem.checkpoints.names import indexed_state
 from chunkmem.checkpoints.reading import CheckpointFiles
-from chunkmem.checkpoints.saving import require_own
+from chunkmem.checkpoints.saving import require_averages, require_own
 from chunkmem.errors import CheckpointError
 from chunkmem.nn.lazy_tensor import LazyTensor
 from chunkmem.nn.registry import check_fits
+from chunkmem.optim.ema import EMA
 from chunkmem.optim.saved import StatefulOptimizer
 
 
 def load_checkpoint(
-    runtime: Runtime, path: Path, optimizer: StatefulOptimizer | None, *, model: nn.Module | None, strict: bool
+    runtime: Runtime,
+    path: Path,
+    optimizer: StatefulOptimizer | None,
+    *,
+    ema: EMA | None,
+    model: nn.Module | None,
+    strict: bool,
 ) -> dict[str, Any]:
     """See `ChunkManager.load`."""
     root, ranks = runtime.root(model), runtime.ranks
     require_own(optimizer, "manager.load()")
+    require_averages(ema, "manager.load()")
     problem = written = ""
     try:
         files = CheckpointFiles(path)
@@ -32,6 +40,7 @@ def load_checkpoint(
         weights: dict[str, Any] = files.nested("model") or {}
         check_fits(weights, runtime.modules.surface.expected_state(root), strict=strict)
         states = _states(files, root, optimizer)
+        averages = _averages(files, ema)
         extra = tree_map_only(LazyTensor, LazyTensor.read, files.nested(EXTRA) or {})
         _verify(files, rank=ranks.rank, size=ranks.size)
     except (CheckpointError, OSError) as error:  # else the other ranks would wait for this one
@@ -46,7 +55,24 @@ def load_checkpoint(
     runtime.load_state_dict(weights, root, strict=strict)
     if optimizer is not None and states is not None:
         optimizer.load_state_dict(states)
+    if ema is not None:
+        ema.load_state_dict(averages)
     return dict(extra)
+
+
+def _averages(files: CheckpointFiles, ema: EMA | None) -> dict[str, Any]:
+    """Return the saved averages, once they are certain to fit.
+
+    Raises:
+        CheckpointError: there are none, or they do not.
+    """
+    if ema is None:
+        return {}
+    saved = files.nested("ema")
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{files.path} has no averages; load it without ema=")
+    ema.check_state_dict(saved)
+    return saved
 
 
 def _states(files: CheckpointFiles, root: nn.Module, optimizer: StatefulOptimizer | None) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from chunkmem.assembly import Runtime
 from chunkmem.checkpoints.asynchronous import Saving, begin_saving
 from chunkmem.checkpoints.saving import save_now, state_to_save
 from chunkmem.errors import CheckpointError
+from chunkmem.optim.ema import EMA
 from chunkmem.optim.saved import StatefulOptimizer
 
 
@@ -29,6 +30,7 @@ class CheckpointSaver:
         path: Path,
         optimizer: StatefulOptimizer | None,
         *,
+        ema: EMA | None,
         model: nn.Module | None,
         extra: Mapping[str, Any] | None,
         asynchronous: bool,
@@ -39,7 +41,7 @@ class CheckpointSaver:
             problem = runtime.ranks.any_text(str(self.finish() or ""), label="manager.save()")
             if problem:
                 raise CheckpointError(f"{problem} (that is the save before this one, of which nothing was written)")
-        state = state_to_save(runtime, optimizer, model=model, extra=extra)
+        state = state_to_save(runtime, optimizer, ema=ema, model=model, extra=extra)
         if asynchronous:
             self._last = begin_saving(state, path, runtime)
             return self._last

@@ -20,11 +20,17 @@ from chunkmem.checkpoints.files import EXTRA, ChunkPlanner, ChunkWriter
 from chunkmem.checkpoints.names import named_state
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError
+from chunkmem.optim.ema import EMA
 from chunkmem.optim.saved import StatefulOptimizer
 
 
 def state_to_save(
-    runtime: Runtime, optimizer: StatefulOptimizer | None, *, model: nn.Module | None, extra: Mapping[str, Any] | None
+    runtime: Runtime,
+    optimizer: StatefulOptimizer | None,
+    *,
+    ema: EMA | None,
+    model: nn.Module | None,
+    extra: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return what a checkpoint has, as nested dicts: values in chunks are lazy, others are copies, but for `extra`.
 
@@ -32,6 +38,7 @@ def state_to_save(
     """
     root = runtime.root(model)
     require_own(optimizer, "manager.save()")
+    require_averages(ema, "manager.save()")
     if extra is not None and not isinstance(extra, Mapping):
         raise CheckpointError(f"manager.save() takes extra= as a dict, not a {type(extra).__name__}")
     with runtime.together("manager.save()"):
@@ -39,6 +46,8 @@ def state_to_save(
         state: dict[str, Any] = {"model": runtime.modules.surface.state_dict(root, lazily=True)}
     if optimizer is not None:
         state["optimizer"] = named_state(root, optimizer)
+    if ema is not None:
+        state["ema"] = ema.lazy_state_dict()
     if extra:
         state[EXTRA] = dict(extra)
     return state
@@ -50,6 +59,15 @@ def require_own(optimizer: object, call: str) -> None:
         raise CheckpointError(
             f"{call} takes an optimizer of chunkmem's, or None, not a {type(optimizer).__name__}; put the state_dict() "
             "of another optimizer into extra="
+        )
+
+
+def require_averages(ema: object, call: str) -> None:
+    """Raise a `CheckpointError` for averages that are not in chunks."""
+    if ema is not None and not isinstance(ema, EMA):
+        raise CheckpointError(
+            f"{call} takes ema= as a chunkmem.EMA, or None, not a {type(ema).__name__}; put the state_dict() of "
+            "another one into extra="
         )
 
 

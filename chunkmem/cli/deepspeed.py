@@ -288,7 +288,7 @@ def _optimizer(found: Converted, value: object) -> None:
     given = {key: (path, inner) for key, path, inner in _entries(params, "optimizer.params")}
     if name.lower() not in ("adam", "adamw"):
         if name:
-            known = "chunkmem.SGD" if name.lower() == "sgd" else "one of chunkmem.AdamW, chunkmem.Adam and chunkmem.SGD"
+            known = "chunkmem.SGD" if name.lower() == "sgd" else "chunkmem.Optimizer over a class of that kind"
             found.change("optimizer.type", f"is the optimizer that you make: {known}, with manager=manager")
         for path, _ in given.values():
             found.change(path, "is an argument of that optimizer")

@@ -201,7 +201,7 @@ class RankStage:
         self.units.end_step()
         sent, received = traffic.sent_nbytes - before.sent_nbytes, traffic.received_nbytes - before.received_nbytes
         exchanged = Exchanged(sent, received, traffic.peak_buffered_nbytes)
-        return Step(trace, exchanged, self._store.on_host_nbytes())
+        return Step(trace, exchanged, self._store.kept_nbytes(Tier.HOST))
 
     def _serve(self, call: Call) -> None:
         subject = call.subject

@@ -205,7 +205,10 @@ class Packer:
         """Raise if HOST has no room for the weights that are computed with there."""
         groups = [group for group in layout.groups if group.is_on_host]
         nbytes = sum(packed_nbytes(group) if built.owns(group.id) else group.nbytes for group in groups)
-        cap, there = self._pager.store.pools[Tier.HOST].ledger.limit_nbytes, self._pager.store.on_host_nbytes().total()
+        cap, there = (
+            self._pager.store.pools[Tier.HOST].ledger.limit_nbytes,
+            self._pager.store.kept_nbytes(Tier.HOST).total(),
+        )
         lacking = built.largest(there + nbytes - cap)
         if lacking > 0:
             enough = built.largest(there + sum(self._nbytes_in_training(group) for group in layout.groups))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
-from chunkmem.errors import StateError
+from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.room import require_room
 from chunkmem.optim.rule import StateSpec
@@ -14,7 +15,7 @@ from chunkmem.optim.shaped_state import merged
 from chunkmem.optim.speculative import Intent
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import ChunkId, Role
+from chunkmem.types import ChunkId, Role, Tier
 
 Wanted = Mapping[ManagedParameter, Sequence[StateSpec]]
 """By parameter: the states that its optimizer keeps."""
@@ -96,6 +97,8 @@ class Claims:
             ConfigError: two parameters of a chunk have states of the same name and of different dtypes.
         """
         after = self._after(wanted)
+        for group, new in after.items():
+            self._require_names(group, new)
         if any(group in self._specs and self._specs[group] != specs for group, specs in after.items()):
             before_change()
         for managed, specs in wanted.items():
@@ -103,6 +106,16 @@ class Claims:
             self._states.setdefault(managed.group, {})[managed] = specs
         for group, specs in after.items():
             self._set_states(group, specs, replaced)
+
+    def _require_names(self, group: int, specs: Iterable[StateSpec]) -> None:
+        """Raise if averages have the name of a state."""
+        for spec in specs:
+            chunk = self._store.chunks.get(ChunkId(spec.role, group))
+            if chunk is not None and chunk.is_kept:
+                raise ConfigError(
+                    f"an optimizer has a state named {spec.role}, as a chunkmem.EMA names its averages: make the "
+                    "optimizer before the EMA, which then takes another name"
+                )
 
     def _after(self, wanted: Wanted) -> dict[int, tuple[StateSpec, ...]]:
         """Return by group the states it would have if these were claimed, too."""
@@ -137,11 +150,15 @@ class Claims:
         roles = (Role.PARAM, Role.GRAD, Role.MASTER, *(spec.role for spec in specs))
         self._chunks[group] = [store.chunks[key] for role in roles if (key := ChunkId(role, group)) in store.chunks]
 
-    def require_room(self, wanted: Wanted) -> None:
+    def require_room(
+        self, wanted: Wanted, *, kept: Mapping[Tier, int] = MappingProxyType({}), name: str = "optimizer"
+    ) -> None:
         """Check that weights, and gradients and states of what is trained, fit the tiers together.
 
         Args:
             wanted: what is about to be claimed.
+            kept: by tier, bytes that are about to be there for good.
+            name: begins the message of the error.
 
         Raises:
             CapacityError: they cannot, whatever is moved.
@@ -154,4 +171,4 @@ class Claims:
             for group, param in params.items()
             if not (param.is_remote or param.is_copy)
         }
-        require_room(trained & states_nbytes.keys(), states_nbytes, self._store)
+        require_room(trained & states_nbytes.keys(), states_nbytes, self._store, kept=kept, name=name)

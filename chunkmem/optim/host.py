@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config
@@ -53,6 +54,19 @@ class OptimizerHost(Protocol):
     @property
     def is_shared(self) -> bool:
         """Several ranks train together."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of all models, by their names in them; with pipeline stages, those of all stages."""
+        ...
+
+    @property
+    def is_closed(self) -> bool:
+        """The manager is closed."""
+        ...
+
+    def send_on_host(self, reader: str) -> None:
+        """Say that weights were written: over ranks, those computed with on HOST go to all of them."""
         ...
 
     def require_open(self) -> None:

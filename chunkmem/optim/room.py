@@ -14,13 +14,22 @@ from chunkmem.sizes import format_nbytes
 from chunkmem.types import ChunkId, Role, Tier
 
 
-def require_room(groups: Collection[int], states_nbytes: Mapping[int, Collection[int]], store: ChunkStore) -> None:
+def require_room(
+    groups: Collection[int],
+    states_nbytes: Mapping[int, Collection[int]],
+    store: ChunkStore,
+    *,
+    kept: Mapping[Tier, int],
+    name: str,
+) -> None:
     """Check that all weights, and gradients and states of `groups`, fit the tiers together.
 
     Args:
         groups: that are trained, of those that this rank owns.
         states_nbytes: by group, trained or not, what each chunk of its optimizer states takes, or will.
-        store: has all other chunks; those of states are not looked at.
+        store: has all other chunks; those of states are not looked at, but for averages.
+        kept: by tier, bytes that are about to be there for good, in addition to the averages that there are.
+        name: begins the message of the error.
 
     Raises:
         CapacityError: they cannot, whatever is moved.
@@ -36,17 +45,22 @@ def require_room(groups: Collection[int], states_nbytes: Mapping[int, Collection
     # What is computed with on HOST never leaves it: it takes room of HOST, and none is needed to move it.
     on_host_nbytes = _in_training(on_host, groups, states_nbytes, store)
     limits = {tier: ledger.limit_nbytes for tier, ledger in ledgers.items()}
-    taken_nbytes = min(limits[Tier.HOST], on_host_nbytes)
-    limits[Tier.HOST] -= taken_nbytes
+    averages = {tier: _averages_nbytes(store, tier) + kept.get(tier, 0) for tier in limits}
+    for_good = averages | {Tier.HOST: averages[Tier.HOST] + on_host_nbytes}
+    taken_nbytes = 0
+    for tier, nbytes in for_good.items():
+        taken_nbytes += min(limits[tier], nbytes)
+        limits[tier] -= min(limits[tier], nbytes)
     states = (states_nbytes[group] for group in states_nbytes if ChunkId(Role.PARAM, group) in sizes)
     need, cap = room_for(need, sizes=[*sizes.values(), *chain(*states)], limits=limits.values())
-    need, cap = need + on_host_nbytes, cap + taken_nbytes
+    need, cap = need + sum(for_good.values()), cap + taken_nbytes
     if need > cap:
         # Where both tiers are one piece of RAM, HOST is empty and memory.host is the cap of DEVICE.
         host_cap = ledgers[Tier.HOST].limit_nbytes or ledgers[Tier.DEVICE].limit_nbytes
         host_need = host_cap + need - cap
+        said = f", and averages of {format_nbytes(sum(averages.values()))}," if any(averages.values()) else ""
         raise CapacityError(
-            f"optimizer: weights, gradients and states of {len(groups)} chunk groups take {format_nbytes(need)}, "
+            f"{name}: weights, gradients and states of {len(groups)} chunk groups{said} take {format_nbytes(need)}, "
             f"and DEVICE and HOST together may hold {format_nbytes(cap)}; raise memory.host from "
             f"{format_nbytes(host_cap)} to at least {format_nbytes(host_need)} ({host_need} bytes)",
             needed_nbytes=host_need,
@@ -70,6 +84,10 @@ def _in_training(
     )
     trained = [group for group in groups if ChunkId(Role.GRAD, group) in sizes]
     return sum(weights) + sum(sizes[ChunkId(Role.GRAD, group)] + sum(states_nbytes[group]) for group in trained)
+
+
+def _averages_nbytes(store: ChunkStore, tier: Tier) -> int:
+    return sum(chunk.nbytes for chunk in store.resident[tier].values() if chunk.is_kept)
 
 
 def room_for(need_nbytes: int, *, sizes: Collection[int], limits: Collection[int]) -> tuple[int, int]:

@@ -51,8 +51,9 @@ class StatefulOptimizer(ChunkedOptimizer):
 
     def __repr__(self) -> str:
         groups = self.param_groups
-        shown = [f"{sum(len(group['params']) for group in groups)} parameters in {len(groups)} groups"]
-        for name in self._rule.options:
+        count = f"{len(groups)} group" if len(groups) == 1 else f"{len(groups)} groups"
+        shown = [f"{sum(len(group['params']) for group in groups)} parameters in {count}"]
+        for name in self._rule.options or (("lr",) if all("lr" in group for group in groups) else ()):
             values = [_plain(group[name]) for group in groups]
             shown.append(f"{name}={values[0]!r}" if all(value == values[0] for value in values) else f"{name}={values}")
         return f"{type(self).__name__}({', '.join(shown)})"

@@ -13,6 +13,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.lazy_tensor import copy_values
+from chunkmem.optim.averages import AverageChunks
 from chunkmem.optim.claims import Claims, Owner, Wanted
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.order import in_order_of_update
@@ -284,6 +285,22 @@ class GroupUpdater:
         with runtime_mode():
             copy_values(self._store.views(chunk, tier)[managed.position], value)
         self._store.mark_written(chunk, tier)
+
+    def weight(self, managed: ManagedParameter) -> torch.Tensor:
+        """Return what `read_weight` does, where it is, to be read only; of DISK a copy."""
+        self._pager.policy.drain()
+        self._pager.notice_writes(self._chunk(Role.PARAM, managed.group))
+        chunk = self.weight_chunk(managed)
+        tier = Tier.HOST if chunk.ready(Tier.HOST) else chunk.newest_tier()
+        if tier is None:
+            raise lost_error("reading", chunk)
+        if tier is Tier.DISK:
+            return self._store.read_slot(chunk, managed.position)
+        return self._store.views(chunk, tier)[managed.position]
+
+    def make_averages(self, groups: Collection[int]) -> AverageChunks:
+        """Return chunks for averages of the weights of groups."""
+        return AverageChunks(self._pager, self.claims, groups)
 
     def read_weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's values, of the float32 master copy if there is one."""

@@ -134,6 +134,11 @@ def _require_stages(runtime: Runtime, options: PipelineOptions, num_stages: int)
             "pipe.repartition(): modules were built in manager.exclude(reduce=False): each rank has parameters of its "
             "own there, and other ranks cannot choose between them"
         )
+    if any(chunk.is_kept for chunk in runtime.memory.store.chunks.values()):
+        raise StateError(
+            "pipe.repartition(): there is a chunkmem.EMA, which would not move along; save it, call ema.close(), and "
+            "load it into another one afterwards"
+        )
     if num_stages > 1:
         _, per_rank = check_schedule(_options_for(options, num_stages).schedule, options.stages_per_rank)
         added.check(divide(options.blocks, first=options.first, last=options.last, num=per_rank * num_stages))

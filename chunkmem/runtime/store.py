@@ -345,13 +345,12 @@ class ChunkStore:
             slab.read(values, at=slot.offset * chunk.dtype.itemsize)
             return torch.as_strided(values, shape, stride)
 
-    def on_host_nbytes(self) -> Counter[Role]:
-        """Return the bytes, by role, of chunks that are computed with on HOST: they are there for good."""
+    def kept_nbytes(self, tier: Tier) -> Counter[Role]:
+        """Return the bytes, by role, of chunks that are on a tier for good: computed with on HOST, or averages."""
         found = Counter[Role]()
-        for chunk in self.resident[Tier.HOST].values():
-            if chunk.compute_tier is Tier.HOST:
-                found[chunk.id.role] += chunk.nbytes
-        return found
+        for chunk in self.resident[tier].values():
+            found[chunk.id.role] += chunk.nbytes * (chunk.is_kept or chunk.compute_tier is tier is Tier.HOST)
+        return +found
 
     def close(self) -> None:
         """Drop every replica and give all memory back."""

@@ -52,7 +52,7 @@ class CachedPlan:
         options: PlanOptions,
         perform: Callable[[Plan, Trace], PlanExecutor],
         bystanders_nbytes: Callable[[Trace], Mapping[Tier, int]],
-        on_host_nbytes: Callable[[], int],
+        kept_nbytes: Callable[[], Mapping[Tier, int]],
     ) -> None:
         """Begin with nothing known.
 
@@ -62,7 +62,7 @@ class CachedPlan:
             options: of the planner.
             perform: makes a plan pager.
             bystanders_nbytes: returns by tier the bytes there of chunks that a trace does not touch.
-            on_host_nbytes: returns the bytes of modules that compute on HOST.
+            kept_nbytes: returns by tier the bytes of chunks that are there for good.
         """
         self.mode = mode
         self.trace: Trace | None = None
@@ -74,7 +74,7 @@ class CachedPlan:
         self._options = options
         self._perform = perform
         self._bystanders_nbytes = bystanders_nbytes
-        self._on_host_nbytes = on_host_nbytes
+        self._kept_nbytes = kept_nbytes
         self._predicted: tuple[Plan, Trace, Timeline] | None = None
         """What `predicted` has returned, and for what."""
         self._num_refinements = 0
@@ -226,13 +226,18 @@ class CachedPlan:
             self._charged_nbytes = charged_nbytes
 
     def _make_planner(self, trace: Trace) -> StepPlanner:
-        return StepPlanner(
-            trace,
-            self._machine(),
-            options=self._options,
-            bystanders_nbytes=self._bystanders_nbytes(trace),
-            on_host_nbytes=self._on_host_nbytes(),
-        )
+        kept_nbytes = self._kept_nbytes()
+        try:
+            return StepPlanner(
+                trace,
+                self._machine(),
+                options=self._options,
+                bystanders_nbytes=self._bystanders_nbytes(trace),
+                kept_nbytes=kept_nbytes,
+            )
+        except CapacityError as error:
+            tier = Tier.DISK if error.on_disk else Tier.HOST if error.on_host else Tier.DEVICE
+            raise _next_to(kept_nbytes.get(tier, 0), error) from None
 
     @contextmanager
     def _planning(self, why: str) -> Iterator[None]:
@@ -283,6 +288,22 @@ class CachedPlan:
                 self._planner.retime(refined)
             self._follow_instead(self._planner.plan)
         return True
+
+
+def _next_to(kept_nbytes: int, error: CapacityError) -> CapacityError:
+    """Return the error of a plan for what chunks that are there for good leave of a tier, in bytes of the whole."""
+    if not kept_nbytes:
+        return error
+    needed_nbytes = error.needed_nbytes + kept_nbytes
+    return CapacityError(
+        f"{error}, and by another {format_nbytes(kept_nbytes)} that stay there for averages or modules on HOST: to "
+        f"{format_nbytes(needed_nbytes)} ({needed_nbytes} bytes)",
+        needed_nbytes=needed_nbytes,
+        cap_nbytes=error.cap_nbytes + kept_nbytes,
+        enough_nbytes=None if error.enough_nbytes is None else error.enough_nbytes + kept_nbytes,
+        on_host=error.on_host,
+        on_disk=error.on_disk,
+    )
 
 
 def check_adoptable(plan: Plan, trace: Trace, machine: Machine) -> None:

@@ -43,7 +43,7 @@ class CachedPlanFactory:
             options=self._options,
             perform=lambda plan, trace: PlanExecutor(plan, trace, self._pager, self._lanes, self._tiers),
             bystanders_nbytes=self._bystanders_nbytes,
-            on_host_nbytes=lambda: self._pager.store.on_host_nbytes().total(),
+            kept_nbytes=lambda: {tier: self._pager.store.kept_nbytes(tier).total() for tier in self._pager.store.pools},
         )
 
     def machine(self) -> Machine:
@@ -58,7 +58,7 @@ class CachedPlanFactory:
             tier: sum(
                 chunk.nbytes
                 for chunk in chunks.values()
-                if chunk.id not in trace.chunk_nbytes and chunk.compute_tier is Tier.DEVICE
+                if chunk.id not in trace.chunk_nbytes and chunk.compute_tier is Tier.DEVICE and not chunk.is_kept
             )
             for tier, chunks in resident.items()
         }

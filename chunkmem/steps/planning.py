@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from chunkmem.errors import CapacityError
 from chunkmem.plan.candidate import PlanOptions
@@ -30,7 +31,7 @@ class StepPlanner:
         *,
         options: PlanOptions,
         bystanders_nbytes: Mapping[Tier, int],
-        on_host_nbytes: int = 0,
+        kept_nbytes: Mapping[Tier, int] = MappingProxyType({}),
         work: int = WORK_A_STEP,
     ) -> None:
         """Make a first plan.
@@ -40,7 +41,7 @@ class StepPlanner:
             machine: caps and speeds to plan for.
             options: of a user's configuration.
             bystanders_nbytes: by tier, the bytes there of chunks that the trace does not touch.
-            on_host_nbytes: of modules that compute on HOST, which are there for good.
+            kept_nbytes: by tier, the bytes of chunks that are there for good: of modules on HOST, and of averages.
             work: most work of this, and of each `improve`.
 
         Raises:
@@ -48,7 +49,13 @@ class StepPlanner:
         """
         self._trace = trace
         self._whole_machine = machine
-        machine = self._machine = replace(machine, host_nbytes=max(0, machine.host_nbytes - on_host_nbytes))
+        left = {tier: max(0, cap - kept_nbytes.get(tier, 0)) for tier, cap in machine.cap_nbytes.items()}
+        machine = self._machine = replace(
+            machine,
+            device_nbytes=left[Tier.DEVICE],
+            host_nbytes=left[Tier.HOST],
+            disk_nbytes=left[Tier.DISK],
+        )
         self._work = work
         goes_elsewhere = trace.mode is Mode.EVAL or machine.disk_nbytes > 0
         self._aside_nbytes = 0 if goes_elsewhere else sum(bystanders_nbytes.values())

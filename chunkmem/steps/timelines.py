@@ -9,7 +9,6 @@ from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Trace
-from chunkmem.types import Tier
 
 
 class LastTimelines:
@@ -37,9 +36,10 @@ class LastTimelines:
             return
         kept = step_log
         peaks = {ledger.tier: (ledger.chunk_peak_nbytes, dict(ledger.role_peak)) for ledger in self._ledgers}
-        on_host, (host_nbytes, by_role) = self._store.on_host_nbytes(), peaks[Tier.HOST]
-        by_role |= {role.value: by_role[role.value] - nbytes for role, nbytes in on_host.items()}
-        peaks[Tier.HOST] = host_nbytes - on_host.total(), by_role
+        for tier, (peak_nbytes, by_role) in list(peaks.items()):
+            for_good = self._store.kept_nbytes(tier)
+            by_role |= {role.value: by_role[role.value] - nbytes for role, nbytes in for_good.items()}
+            peaks[tier] = peak_nbytes - for_good.total(), by_role
         caps = {ledger.tier: ledger.limit_nbytes for ledger in self._ledgers}
         self._last = lambda: kept.timeline(trace, peaks, caps)
         if is_training:

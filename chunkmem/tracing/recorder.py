@@ -110,7 +110,8 @@ class Recorder(OnDemand):
         )
         wanted = {moment.chunk for moment in moments}
         if self.mode is Mode.TRAIN:
-            known = (chunk for chunk in chunks.values() if chunk.compute_tier is Tier.DEVICE and not chunk.is_remote)
+            on_device = (chunk for chunk in chunks.values() if chunk.compute_tier is Tier.DEVICE)
+            known = (chunk for chunk in on_device if not (chunk.is_remote or chunk.is_kept))
             wanted |= {chunk.id for chunk in known if chunk.version != NO_CONTENT}
         trace = Trace(
             self.mode,

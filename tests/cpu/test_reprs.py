@@ -63,6 +63,8 @@ def test_an_optimizer_shows_its_options() -> None:
             f"AdamW({len(params)} parameters in 2 groups, lr=[0.25, 0.5], betas=(0.9, 0.999), eps=0.125, "
             "weight_decay=0.01)"
         )
+        one = chunkmem.Optimizer(torch.optim.Adagrad, params, manager=manager, lr=0.5)
+        assert repr(one) == f"Optimizer({len(params)} parameters in 1 group, lr=0.5)"
 
 
 def test_a_configuration_shows_what_is_not_default() -> None:

@@ -154,6 +154,14 @@ def test_another_optimizer_is_made_by_the_user() -> None:
     ]
 
 
+def test_any_other_optimizer_is_made_of_a_class() -> None:
+    (note,) = convert({"optimizer": {"type": "Lion"}}).notes
+    assert (
+        note.text
+        == "is the optimizer that you make: chunkmem.Optimizer over a class of that kind, with manager=manager"
+    )
+
+
 def test_the_same_loss_scale() -> None:
     """Its window is 1000 steps there, and 2000 here."""
     values = convert({"fp16": {"enabled": True, "initial_scale_power": 12, "auto_cast": False}}).values

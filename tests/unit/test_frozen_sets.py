@@ -26,6 +26,7 @@ PUBLIC_NAMES = {
     "ChunkmemError",
     "Config",
     "ConfigError",
+    "EMA",
     "ExchangeMethod",
     "FreezeSchedule",
     "LayoutError",
