@@ -191,16 +191,16 @@ class ChunkManager(ModelBuilding, Reporting):
         self.runtime.sharding.units.accumulate(num_backwards)
 
     def optimizer(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None = None) -> StatefulOptimizer:
-        """Return an optimizer over chunks with the parameter groups, options and states of one of torch's.
+        """Return an optimizer over chunks with the parameter groups, options and states of another one.
 
         For scripts whose model makes its optimizer: `manager.optimizer(model.configure_optimizers(...))`.
 
         Args:
-            optimizer: `torch.optim.AdamW`, `Adam` or `SGD`; it is not stepped any more.
+            optimizer: of torch.optim, or of any class that `chunkmem.Optimizer` takes; it is not stepped any more.
             max_grad_norm: clip the global norm to this in `step()`; default: the configuration's `gradient_clipping`.
 
         Raises:
-            ConfigError: it is another one, or has an option that there is no counterpart of.
+            ConfigError: its class needs all parameters at once, as LBFGS does.
             StateError: a parameter is in no model of the manager.
             CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
         """
