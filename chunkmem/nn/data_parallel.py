@@ -61,6 +61,9 @@ class ManagedDataParallel(DistributedDataParallel):
             "left call optimizer.step() like the others"
         )
 
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}  # there is no reducer, which Lightning asks about
+
     # What `DistributedDataParallel.__init__` calls once it is of this class.
 
     def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]:

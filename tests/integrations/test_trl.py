@@ -92,6 +92,36 @@ def test_supervised_fine_tuning(variant: str, adapts: bool, tmp_path: Path) -> N
     same(scenario)
 
 
+@pytest.mark.filterwarnings("ignore:.*autocast.*:UserWarning")
+@pytest.mark.parametrize("adapts", [False, True], ids=["all", "lora"])
+def test_a_script_that_names_the_class(adapts: bool, tmp_path: Path) -> None:
+    """With SFTTrainer's own defaults: bf16, gradient checkpointing, clipping; evaluated, and the best one loaded."""
+    generator = random.Random(0)
+    data = [{"text": text(generator)} for _ in range(24)]
+    own = {key: value for key, value in options_of(tmp_path).items() if key not in ("bf16", "save_strategy")}
+    steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+
+    def scenario(side: Side) -> Any:
+        model = side.ready(llama())
+        torch.manual_seed(7)
+        trainer = trl.SFTTrainer(
+            model=model,
+            args=trl.SFTConfig(**own, **steps, load_best_model_at_end=True),
+            train_dataset=datasets.Dataset.from_list(data),
+            eval_dataset=datasets.Dataset.from_list(data[:8]),
+            processing_class=tokenizer(),
+            peft_config=lora() if adapts else None,
+            optimizer_cls_and_kwargs=side.adamw_class,
+        )
+        assert trainer.args.bf16
+        assert trainer.args.max_grad_norm == 1.0
+        trainer.train()
+        logs = [{key: entry[key] for key in (*LOGGED, "eval_loss") if key in entry} for entry in trainer.state.log_history]
+        return {"logs": logs, "weights": dict(trainer.model.state_dict())}
+
+    same(scenario)
+
+
 @pytest.mark.parametrize("adapts", [False, True], ids=["all", "lora"])
 def test_preferences(adapts: bool, tmp_path: Path) -> None:
     """With an adapter, the model without it is the reference: two ways through the same weights in one step."""
