@@ -113,7 +113,13 @@ def train(run: Run) -> Outcome | None:
                 if ranks.is_first:
                     run.checkpoints.prune(keep=args.keep)
 
-    ranks.say(f"\n{progress}\nvalidation loss {validation_loss(run, model):.3f} nats a byte\n\n{manager.memory()}\n")
+    memory = manager.memory()
+    last = f"loss {losses[-1]:.3f}, " if losses else ""
+    ranks.say(
+        f"\n{progress}\nDEVICE held {format_nbytes(memory.device.step_peak_nbytes)} of weights, gradients and optimizer "
+        f"states at the peak; plain PyTorch would hold {format_nbytes(4 * weight_nbytes(args))}\n"
+        f"{last}validation loss {validation_loss(run, model):.3f} nats a byte\n\n{memory}\n"
+    )
     sample = continue_text(model, os.fsencode(args.prompt), args.sample, device=run.device)
     ranks.say(sample.decode(errors="backslashreplace").expandtabs(4))
     if ranks.is_first:

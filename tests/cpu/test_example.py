@@ -143,7 +143,8 @@ def test_it_trains_on_the_standard_library_as_plain_pytorch_does(tmp_path: Path)
     result = train("--steps", 3, "--res_check", "--out", "run", cwd=tmp_path)
     assert "3 losses, 52 weights and the states of 52 parameters are bit for bit" in result.stdout
     assert re.search(r"[\d,]+ tokens/s, moved [\d.]+ MiB, stalled \d+ ms, .+ of 1\.0\d MiB", result.stdout)
-    assert re.search(r"validation loss \d\.\d{3} nats a byte", result.stdout)
+    assert re.search(r"DEVICE held 1\.0\d MiB .* plain PyTorch would hold [\d.]+ MiB\n", result.stdout)
+    assert re.search(r"loss \d\.\d{3}, validation loss \d\.\d{3} nats a byte", result.stdout)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {*WRITTEN, *RECORDED, "memory.png", "timeline.html"}
     assert (tmp_path / "run" / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert "the last step: run/memory.png, run/timeline.html\n" in result.stdout

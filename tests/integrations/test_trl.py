@@ -116,7 +116,8 @@ def test_a_script_that_names_the_class(adapts: bool, tmp_path: Path) -> None:
         assert trainer.args.bf16
         assert trainer.args.max_grad_norm == 1.0
         trainer.train()
-        logs = [{key: entry[key] for key in (*LOGGED, "eval_loss") if key in entry} for entry in trainer.state.log_history]
+        keys = (*LOGGED, "eval_loss")
+        logs = [{key: entry[key] for key in keys if key in entry} for entry in trainer.state.log_history]
         return {"logs": logs, "weights": dict(trainer.model.state_dict())}
 
     same(scenario)
