@@ -116,8 +116,8 @@ def train(run: Run) -> Outcome | None:
     memory = manager.memory()
     last = f"loss {losses[-1]:.3f}, " if losses else ""
     ranks.say(
-        f"\n{progress}\nDEVICE held {format_nbytes(memory.device.step_peak_nbytes)} of weights, gradients and optimizer "
-        f"states at the peak; plain PyTorch would hold {format_nbytes(4 * weight_nbytes(args))}\n"
+        f"\n{progress}\nDEVICE held {format_nbytes(memory.device.step_peak_nbytes)} of weights, gradients and "
+        f"optimizer states at the peak; plain PyTorch would hold {format_nbytes(4 * weight_nbytes(args))}\n"
         f"{last}validation loss {validation_loss(run, model):.3f} nats a byte\n\n{memory}\n"
     )
     sample = continue_text(model, os.fsencode(args.prompt), args.sample, device=run.device)

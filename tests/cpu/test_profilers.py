@@ -92,9 +92,8 @@ def test_a_users_ranges_are_around_our_copies() -> None:
     with chunkmem.ChunkManager(config(1 << 20)) as manager:
         twin = Twin(manager, Blocks)
         twin.steps(0, 1, 2)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            with torch.profiler.record_function("one step"):
-                twin.step(features(3))
+        with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.profiler.record_function("one step"):
+            twin.step(features(3))
         ranges = [event for event in profiler.events() if event.name == "one step"]
         assert len(ranges) == 1
         assert any(event.name == "aten::addmm" for event in profiler.events())
