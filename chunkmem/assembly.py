@@ -190,6 +190,7 @@ class Runtime:
                 settled=partial(self.entry_points.step, updates=False),
             )
         self.modules.server.before_use = self.entry_points.begin_outside
+        self.modules.compiled.on_change = self.forget_plans
         self.hooks = self.modules.hooks(self.entry_points)
         self.built = BuiltModels()
         collect_others()
@@ -338,6 +339,8 @@ class Runtime:
             self.memory.store.snapshot.read_all()
         self.foreign_steps.remove()
         self.foreign_wrappers.remove()
+        self.entry_points.close()
+        self.modules.compiled.close()
         if self.memory.pager.closed is None:
             self.controller.close()
             self.modules.access.close()

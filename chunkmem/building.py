@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -126,6 +127,28 @@ class ModelBuilding:
             raise StateError("manager.exclude() belongs inside manager.init()")
         with self.runtime.built.collector.excluding(reduce=reduce):
             yield
+
+    def compile(self, module: nn.Module, **options: Any) -> nn.Module:
+        """Have `torch.compile` make the code of a module. Returns the same object.
+
+        What is compiled as a whole has all of its weights on DEVICE while it runs, so a model is compiled block by
+        block: the children of its ModuleLists and Sequentials, and other modules that have children. Blocks of one
+        class are compiled once. `module.compile()` and `torch.compile(module)` do the same, before packing and after.
+
+        Args:
+            module: a block, or a model; may be called before it is packed, or after.
+            options: of `torch.compile`: `backend`, `mode`, `dynamic`, `fullgraph`.
+
+        Raises:
+            ConfigError: the options have addresses or values of weights kept (CUDA graphs, freezing).
+            LayoutError: it is no module.
+            StateError: it cannot be one graph: a module inside computes on HOST, or is a unit or region of its own.
+        """
+        self.runtime.require_open()
+        if not isinstance(module, nn.Module):
+            raise LayoutError(f"manager.compile() takes a torch.nn.Module, not a {type(module).__name__}")
+        self.runtime.modules.compiled.compile(module, options)
+        return module
 
     def unit(self, module: nn.Module) -> nn.Module:
         """Make a module one unit of exchange between ranks; call it before it is packed. Returns the same object.

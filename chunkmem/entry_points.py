@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -21,6 +22,7 @@ from chunkmem.parts import Memory, Modules, Sharding, require_open
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.steps.controller import StepController
 from chunkmem.steps.trial import AheadTrial
+from chunkmem.tracing.compiles import CompileWatch
 
 
 class EntryPoints:
@@ -58,6 +60,9 @@ class EntryPoints:
         """Gradients were discarded since the last step."""
         self._updated: frozenset[int] = frozenset()
         """Groups that the step updates, on whichever rank."""
+        self._compiles = CompileWatch(self._compiler_begins, self._compiler_ends)
+        self._hidden: list[tuple[ManagedParameter, torch.Tensor]] = []
+        """Gradients that the compiler does not get to see."""
 
     @property
     def phase(self) -> str:
@@ -71,6 +76,7 @@ class EntryPoints:
     def begin_root(self, root: nn.Module) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
         require_open(self._memory.pager)
+        self._compiles.begin()
         modules, units = self._modules, self._sharding.units
         self._autocast.switch_off()
         modules.access.reset(step=False)
@@ -85,6 +91,24 @@ class EntryPoints:
         modules.surface.check_copies()
         modules.surface.awaited.require()
         modules.gradient_hooks.watch(modules.registry.parameters)
+
+    def _compiler_begins(self) -> None:
+        """torch's compiler works: what it takes is no computing, and it cannot follow a `.grad` without memory."""
+        self._controller.note_compiled()
+        here = threading.get_ident()
+        reads = {managed for frame in self._modules.access.stack if frame.thread == here for managed in frame.reads}
+        self._hidden = [(managed, managed.grad) for managed in reads if managed.grad is not None]
+        for managed, _ in self._hidden:
+            managed.grad = None
+
+    def _compiler_ends(self) -> None:
+        for managed, grad in self._hidden:
+            managed.grad = grad
+        self._hidden = []
+
+    def close(self) -> None:
+        """Nobody enters any more."""
+        self._compiles.end()
 
     def begin_outside(self, first: ManagedParameter) -> None:
         """A parameter is used outside of models, in what backward may come to: a step may begin with it."""

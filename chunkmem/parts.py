@@ -33,6 +33,7 @@ from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import BoundChunk, ManagedParameter
 from chunkmem.nn.borders import Borders
+from chunkmem.nn.compiled import CompiledModules
 from chunkmem.nn.gradient_hooks import GradientHooks
 from chunkmem.nn.gradient_slots import GradientSlots
 from chunkmem.nn.gradients import GradientBook
@@ -140,6 +141,7 @@ class Modules:
     units: Units
     regions: RegionActivations
     parked: ParkedTensors
+    compiled: CompiledModules
 
     def hooks(self, calls: RootCalls) -> ModuleHooks:
         """Make what modules are fitted with; `calls` hears of those from outside."""
@@ -169,6 +171,8 @@ class Modules:
             self.gradient_hooks.watch(self.registry.parameters)
             self.server.add(packed.parameters)
         self.host.fit(on_host)
+        for root in roots:
+            self.compiled.fit(root, (self.borders, hooks))
 
     def unfit(self, hooks: ModuleHooks) -> None:
         """Undo `fit` for all models: modules and Parameters are ordinary again, and Parameters have no memory.
@@ -178,6 +182,7 @@ class Modules:
         for packed in self.registry.models:
             self.server.remove(packed.parameters)
             self.gradient_hooks.unwatch(packed.parameters)
+        self.compiled.unfit()
         self.host.unfit()
         self.surface.unfit()
         hooks.unfit()
@@ -191,6 +196,7 @@ class Modules:
         self.units.mark_as(other.units)
         self.regions.policies.mark_as(other.regions.policies)
         self.host.mark_as(other.host)
+        self.compiled.mark_as(other.compiled)
 
 
 def margin_use_ratio(config: Config) -> float:
@@ -297,6 +303,7 @@ def make_modules(
         sharding.units,
         regions,
         ParkedTensors(pager, chunks, device=device),
+        CompiledModules(is_accelerator=memory.compute.is_accelerator, is_rehearsal=is_rehearsal),
     )
 
 

@@ -209,7 +209,7 @@ class AccessTracker:
         running = 0
         frame = sys._getframe(1)
         while frame is not None:
-            running += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is bottom.module
+            running += frame.f_code is nn.Module.__call__.__code__ and frame.f_locals.get("self") is bottom.module
             frame = frame.f_back  # type: ignore[assignment]
         return running <= int(bottom.module is module)  # the call that begins is on Python's stack, too
 

@@ -4,17 +4,22 @@
 calls modules of its children (`self.encoder.embed(x)`), and two parents share one. So the calls under way are a stack.
 A recomputation in backward may begin in the middle of it (`checkpoint(self._attend, x)`), with no caller to be seen:
 then it is the dtype of the module's last call before backward.
+
+Inside of a compiled module the caller is taken to be the module's parent, so that the compiler sees nothing but casts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from chunkmem.nn.compiled import CompiledCall
 from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.frames import in_backward
 from chunkmem.nn.precision import precision_of
@@ -42,6 +47,7 @@ class Borders:
         """Make borders; `is_outermost` tells of a model that begins whether what seems to run was interrupted."""
         self._is_outermost = is_outermost
         self._fitted = FittedModules()
+        self._of: WeakKeyDictionary[nn.Module, _Border] = WeakKeyDictionary()
         self._running: list[tuple[_Border, torch.dtype]] = []
         """Calls under way, each with the dtype it returns."""
 
@@ -61,24 +67,50 @@ class Borders:
         if module in self._fitted:
             return
 
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            self._enter(border, module)
-            inside = border.inside
-            return tuple(cast_floats(arg, inside) for arg in args), {
-                key: cast_floats(arg, inside) for key, arg in kwargs.items()
-            }
-
-        def leave(_module: nn.Module, _args: Any, result: Any) -> Any:
-            outside = self._leave(border)
-            return None if outside is None else cast_floats(result, outside)
-
-        begin = module.register_forward_pre_hook(enter, with_kwargs=True)
-        end = module.register_forward_hook(leave, always_call=True)
+        self._of[module] = border
+        begin = module.register_forward_pre_hook(partial(self._cast_in, border), with_kwargs=True)
+        end = module.register_forward_hook(partial(self._cast_out, border), always_call=True)
         self._fitted.add(module, begin, end)
+
+    def enclose(self, unit: nn.Module, call: CompiledCall) -> None:
+        """Cast around a compiled call in place of its module, and inside of it by hooks that a compiler can follow."""
+        border = self._of.get(unit)
+        for child in unit.children():
+            self._make_static(child, None if border is None else border.inside)
+        if border is not None:
+            self._fitted.strip(unit)
+            call.surround(partial(self._cast_in, border), partial(self._cast_out, border))
+
+    def _make_static(self, module: nn.Module, outside: torch.dtype | None) -> None:
+        """Cast around a module, and those below it, as if its parent called it.
+
+        Args:
+            module: in a compiled one.
+            outside: what its parent computes in; None: what models do.
+        """
+        border = self._of.get(module)
+        if border is not None:
+            self._fitted.strip(module)
+            back = border.outside if outside is None else outside
+            begin = module.register_forward_pre_hook(partial(_cast_arguments, border.inside), with_kwargs=True)
+            end = module.register_forward_hook(partial(_cast_result, back))
+            self._fitted.add(module, begin, end)
+            outside = border.inside
+        for child in module.children():
+            self._make_static(child, outside)
+
+    def _cast_in(self, border: _Border, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._enter(border, module)
+        return _cast_arguments(border.inside, module, args, kwargs)
+
+    def _cast_out(self, border: _Border, _module: nn.Module, _args: Any, result: Any) -> Any:
+        outside = self._leave(border)
+        return None if outside is None else cast_floats(result, outside)
 
     def unfit(self) -> None:
         """Undo all that `fit` did: nothing is cast any more."""
         self._fitted.undo()
+        self._of.clear()
 
     def _enter(self, border: _Border, module: nn.Module) -> None:
         recomputing = in_backward()
@@ -100,6 +132,14 @@ class Borders:
             running, outside = self._running.pop()
             if running is border:
                 return outside
+
+
+def _cast_arguments(dtype: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tuple(cast_floats(arg, dtype) for arg in args), {key: cast_floats(arg, dtype) for key, arg in kwargs.items()}
+
+
+def _cast_result(dtype: torch.dtype, _module: nn.Module, _args: Any, result: Any) -> Any:
+    return cast_floats(result, dtype)
 
 
 def cast_at_borders(root: nn.Module, dtype: torch.dtype) -> None:

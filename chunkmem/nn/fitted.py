@@ -37,6 +37,13 @@ class FittedModules:
         vars(module)[name] = value
         self.add(module)
 
+    def strip(self, module: nn.Module) -> None:
+        """Take its hooks away from a module, which still counts as fitted."""
+        for handle in self._handles.get(module, ()):
+            handle.remove()
+        if module in self._handles:
+            self._handles[module] = []
+
     def undo(self) -> None:
         """Take all hooks and attributes away again; no module is fitted any more."""
         for handles in self._handles.values():

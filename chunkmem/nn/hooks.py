@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,10 +17,11 @@ from chunkmem.errors import StateError
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward import BackwardTracker
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.compiled import CompiledCall
 from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.frames import Frame, in_backward
 from chunkmem.nn.guard import AccessGuard
-from chunkmem.nn.parameter_reads import ParameterReads, not_copyable
+from chunkmem.nn.parameter_reads import IN_UNIT, ParameterReads, not_copyable
 from chunkmem.nn.regions import RegionActivations
 from chunkmem.nn.saved_tensors import ChunkHooks
 from chunkmem.nn.turn import Turn
@@ -97,6 +99,7 @@ class ModuleHooks:
         self._handled: BaseException | None = None
         """What the caller of the outermost call was handling when it began."""
         self._fitted = FittedModules()
+        self._about: WeakKeyDictionary[nn.Module, FittedModule] = WeakKeyDictionary()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -132,12 +135,32 @@ class ModuleHooks:
             if own:
                 vars(module)["_parameters"] = ParameterReads(module._parameters, own, self._access.look_up)
                 owned[module] = own
+            self._about[module] = fitted
             # Of a region first: others may change what the module is given, and do so again when it is recomputed.
             enter = partial(self._enter, fitted)
             begin = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=fitted.region is not None)
             end = module.register_forward_hook(partial(self._leave, fitted), always_call=True)
             self._fitted.add(module, begin, end)
         return owned
+
+    def enclose(self, unit: nn.Module, call: CompiledCall) -> None:
+        """Have a compiled call read all that its module may, and no module inside of it; see `CompiledModules`.
+
+        Raises:
+            StateError: a module inside is managed on its own.
+        """
+        about = [(module, self._about[module]) for module in unit.modules() if module in self._about]
+        whole = self._about[unit]
+        for module, fitted in about:
+            _check_is_part(whole, fitted, is_unit=module is unit)
+        inside = tuple(dict.fromkeys(managed for _, fitted in about for managed in (*fitted.own, *fitted.unseen)))
+        for module, _ in about:
+            self._fitted.strip(module)
+            if isinstance(module._parameters, ParameterReads):
+                vars(module)["_parameters"] = dict(module._parameters)
+                self._fitted.set(module, IN_UNIT, True)
+        fitted = replace(whole, own=inside, unseen=inside)
+        call.surround(partial(self._enter, fitted), partial(self._leave, fitted), is_first=fitted.region is not None)
 
     def fit_outermost(self, module: nn.Module, *, name: str) -> None:
         """Have calls of a module that has no parameters of its own count as those of a model from outside."""
@@ -153,6 +176,7 @@ class ModuleHooks:
             if isinstance(module._parameters, ParameterReads):
                 vars(module)["_parameters"] = dict(module._parameters)
         self._fitted.undo()
+        self._about.clear()
         self._roots.clear()
 
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -239,11 +263,31 @@ class ModuleHooks:
                 self._regions.settle()
 
 
+def _check_is_part(whole: FittedModule, fitted: FittedModule, *, is_unit: bool) -> None:
+    """Raise if a module cannot be a part of a compiled one.
+
+    Raises:
+        StateError: it computes on HOST, or is a unit of exchange or a region of its own.
+    """
+    what = None
+    if fitted.tier is Tier.HOST:
+        what = "computes on HOST, which the compiler cannot be told: leave it out"
+    elif fitted.unit is not whole.unit:
+        what = "is exchanged between ranks as a unit of its own"
+    elif fitted.region is not None and not is_unit:
+        what = "is a region, whose activations are managed on their own"
+    if what is not None:
+        raise StateError(
+            f"{whole.name} cannot be compiled as one graph: {fitted.name} in it {what}; call manager.compile() with "
+            "the modules that can"
+        )
+
+
 def _check_runs_itself(name: str) -> None:
     """Raise if what runs a module looks at its code or its parameters in place of calling it.
 
     Raises:
-        StateError: it is `torch.jit.trace` or `torch.compile`.
+        StateError: it is `torch.jit.trace`, or a function compiled by `torch.compile`.
     """
     if torch._C._get_tracing_state() is not None:
         raise StateError(
@@ -254,7 +298,8 @@ def _check_runs_itself(name: str) -> None:
     if torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
         raise StateError(
             f"{name} is managed and runs inside of torch.compile, which takes the parameters past what brings them to "
-            "the device; call the model itself, uncompiled. Functions of tensors that it calls can be compiled"
+            "the device; compile the model by manager.compile(model), and call it from what is not compiled. Functions "
+            "of tensors that it calls can be compiled"
         )
 
 

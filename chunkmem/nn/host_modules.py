@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.fitted import FittedModules
-from chunkmem.nn.parameter_reads import ParameterReads
+from chunkmem.nn.parameter_reads import is_managed
 from chunkmem.nn.values import tensors_in
 from chunkmem.types import Tier
 
@@ -71,7 +71,7 @@ class HostModules:
         what = type(module).__name__
         if not isinstance(module, nn.Module):
             raise LayoutError(f"manager.on_host() takes a torch.nn.Module, not a {what}")
-        if any(isinstance(below._parameters, ParameterReads) for below in module.modules()):
+        if any(is_managed(below) for below in module.modules()):
             raise StateError(
                 f"manager.on_host({what}): it was packed already; say so inside manager.init(), or before "
                 "manager.wrap()"

@@ -26,7 +26,7 @@ from chunkmem.nn.built import Built
 from chunkmem.nn.elsewhere import hook_again
 from chunkmem.nn.initialisers import Initialisers, initialisations, tie_again, without_initialiser
 from chunkmem.nn.lent import ParameterLender, blank_like, has_gaps
-from chunkmem.nn.parameter_reads import ParameterReads
+from chunkmem.nn.parameter_reads import is_managed
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.shard.shards import ShardStore
 
@@ -50,7 +50,7 @@ def _meta_tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.
     """Yield (name in the model, module, name in it, tensor)."""
     for path, module in root.named_modules():
         # To look a managed parameter up would be to read it.
-        managed = isinstance(module._parameters, ParameterReads)
+        managed = is_managed(module)
         for key, tensor in [*(() if managed else module._parameters.items()), *module._buffers.items()]:
             if tensor is not None and tensor.is_meta:
                 yield f"{path}.{key}".removeprefix("."), module, key, tensor

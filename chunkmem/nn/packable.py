@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from chunkmem.errors import LayoutError, StateError
 from chunkmem.nn.binding import serves_itself
 from chunkmem.nn.built import HERE, Built
-from chunkmem.nn.parameter_reads import ParameterReads
+from chunkmem.nn.parameter_reads import is_managed
 from chunkmem.nn.values import storage_id
 
 _OF_PYTHON = 1
@@ -29,7 +29,7 @@ def named_parameters_of(
     """
     skipped = {id(param) for module in excluded for param in module.parameters(recurse=False)}
     for name, module in root.named_modules():
-        if isinstance(module._parameters, ParameterReads):
+        if is_managed(module):
             raise StateError(
                 f"module {name or type(root).__name__} is managed already; a module can be built in one "
                 "manager.init() or given to one manager.wrap() only"

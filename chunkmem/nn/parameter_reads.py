@@ -11,6 +11,28 @@ from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.transforms import unwrapped, wrapped_error
 
+IN_UNIT = "_is_in_compiled_unit"
+"""An attribute of modules with managed parameters whose mapping is a plain dict: [Note: Compiled units]."""
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Tell whether parameters that a module owns have been packed."""
+    return isinstance(module._parameters, ParameterReads) or IN_UNIT in vars(module)
+
+
+def check_own(parameters: Mapping[str, object], managed: Mapping[str, ManagedParameter]) -> None:
+    """Raise if something stands in for a managed parameter among a module's.
+
+    Raises:
+        StateError: it was put there, and not by `torch.func.functional_call`, which puts the parameter back.
+    """
+    for name, own in managed.items():
+        if dict.get(parameters, name) is not own.param:  # type: ignore[call-overload]
+            raise StateError(
+                f"parameter {own.name} was replaced by a tensor in its module's _parameters; put it back, and write to "
+                "it in place"
+            )
+
 
 def not_copyable() -> StateError:
     """Return the error for `deepcopy`, `pickle` and `torch.save` of a managed module."""
@@ -63,19 +85,6 @@ class ParameterReads(dict[str, nn.Parameter | None]):
                     "before manager.wrap() or inside manager.init()"
                 )
         dict.__setitem__(self, name, value)
-
-    def check(self) -> None:
-        """Raise if something still stands in for a managed parameter.
-
-        Raises:
-            StateError: it was put there, and not by `torch.func.functional_call`, which puts the parameter back.
-        """
-        for name, managed in self._managed.items():
-            if dict.get(self, name) is not managed.param:
-                raise StateError(
-                    f"parameter {managed.name} was replaced by a tensor in its module's _parameters; put it back, and "
-                    "write to it in place"
-                )
 
     def __delitem__(self, name: str) -> None:
         if name in self._managed:

@@ -42,7 +42,7 @@ from chunkmem.layout.spec import Layout, digest
 from chunkmem.nn.binding import dense_stride
 from chunkmem.nn.built import Built
 from chunkmem.nn.collect import Collector
-from chunkmem.nn.parameter_reads import ParameterReads
+from chunkmem.nn.parameter_reads import is_managed
 from chunkmem.nn.released_memory import Released, ReleasedMemory, Weight, can_go, content_of, is_alone
 from chunkmem.nn.released_operators import EscapeGuard, ReleasedGuard
 from chunkmem.runtime.device import runtime_mode
@@ -91,7 +91,7 @@ class BuiltOverRanks(Built):
         skipped = {id(param) for module in excluded for param in module.parameters(recurse=False)}
         for path, module in child.named_modules(prefix=name):
             # To look a managed parameter up would be to read it.
-            if not isinstance(module._parameters, ParameterReads):
+            if not is_managed(module):
                 for key, param in module._parameters.items():
                     if param is not None and id(param) not in skipped:
                         with runtime_mode():

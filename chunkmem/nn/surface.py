@@ -17,7 +17,7 @@ from chunkmem.nn.awaited import AwaitedValues
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.fitted import FittedModules
 from chunkmem.nn.lazy_tensor import LazyTensor
-from chunkmem.nn.parameter_reads import ParameterReads
+from chunkmem.nn.parameter_reads import check_own
 from chunkmem.runtime.device import runtime_mode
 
 
@@ -87,11 +87,9 @@ class ModuleSurface:
         self._given = [given for given in self._given if given.copy() is not None]
 
     def check(self) -> None:
-        """Raise if something still stands in for a managed parameter; see `ParameterReads.check`."""
+        """Raise if something still stands in for a managed parameter; see `check_own`."""
         for module in self._fitted:
-            reads = module._parameters
-            if isinstance(reads, ParameterReads):
-                reads.check()
+            check_own(module._parameters, _own(module))
 
     def state_dict(self, root: nn.Module, *, lazily: bool = False) -> dict[str, Any]:
         """Return `root.state_dict()` with every tensor copied to the CPU; tied names share one copy.
@@ -197,7 +195,7 @@ def _apply_to_buffers(
     Raises:
         StateError: `fn` would move or convert a managed parameter; nothing has been changed.
     """
-    inside = {id(m.param): m for child in module.modules() for m in _owned_by(child)}
+    inside = {id(m.param): m for child in module.modules() for m in _own(child).values()}
     for managed in inside.values():
         probe = _probe(managed)
         shared = probe.is_shared()  # on CUDA, always
@@ -239,8 +237,7 @@ def _save(
     **kwargs: Any,
 ) -> None:
     """Stand in for `nn.Module._save_to_state_dict`, which takes the values as they are; ours are filled in after."""
-    assert isinstance(module._parameters, ParameterReads)
-    module._parameters.check()
+    check_own(module._parameters, own)
     with saving(own.values()):
         type(module)._save_to_state_dict(module, *args, **kwargs)
 
@@ -267,9 +264,9 @@ def _put_last_first(hooks: dict[int, Callable[..., Any]]) -> None:
     hooks.move_to_end(next(reversed(hooks)), last=False)
 
 
-def _owned_by(module: nn.Module) -> list[ManagedParameter]:
+def _own(module: nn.Module) -> Mapping[str, ManagedParameter]:
     stand_in = vars(module).get("_apply")
-    return list(stand_in.args[1].values()) if isinstance(stand_in, partial) else []
+    return stand_in.args[1] if isinstance(stand_in, partial) else {}
 
 
 def _probe(managed: ManagedParameter) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkmem.errors import LayoutError, StateError
-from chunkmem.nn.parameter_reads import ParameterReads
+from chunkmem.nn.parameter_reads import is_managed
 from chunkmem.nn.released_memory import is_alone
 from chunkmem.nn.tiled import make_tiled
 from chunkmem.runtime.device import runtime_mode
@@ -85,7 +85,7 @@ def tile_linears(root: nn.Module, *, max_numel: int | None, excluded: Iterable[n
 def _linears(root: nn.Module, excluded: Collection[int]) -> dict[str, nn.Linear]:
     found: dict[str, nn.Linear] = {}
     for name, module in root.named_modules():
-        if isinstance(module._parameters, ParameterReads):
+        if is_managed(module):
             raise StateError(
                 f"module {name or type(root).__name__} is managed already; call manager.tile() inside manager.init(), "
                 "or before manager.wrap()"

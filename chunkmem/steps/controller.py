@@ -108,6 +108,8 @@ class StepController(KnownSteps):
         self._choices = RegionChoices(maker.machine, options)
         self._iteration_end = IterationEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
         self.timelines = LastTimelines(tiers, pager.store)
+        self.has_compiled = False
+        """torch's compiler has worked in the iteration that runs, or ran last."""
 
     def adopt_trace(self, trace: Trace) -> None:
         """Use a trace of an earlier run: the same calls are recomputed as in it.
@@ -214,6 +216,12 @@ class StepController(KnownSteps):
         """Parameters were frozen: `edit` returns the trace of the next step, from that of the last one."""
         self.expect_fewer_trained(self._trainable(), edit)
 
+    def note_compiled(self) -> None:
+        """torch's compiler begins: what it takes is no part of computing. Several ranks have to agree on that."""
+        self.has_compiled = self.has_compiled or self.now.is_running
+        if self._is_lone and self.now.is_running:
+            self.excuse_iteration()
+
     def forget(self) -> None:
         """There is more to manage than was recorded: record again."""
         self._aside, self._is_first_of_two = None, False
@@ -236,6 +244,7 @@ class StepController(KnownSteps):
             self._pager.policy = policy.policy if isinstance(policy, BetweenSteps) else policy
 
     def _begin_iteration(self, mode: Mode, root: int) -> None:
+        self.has_compiled = False
         kinds, is_lone = self.kinds[mode], self._is_lone
         self.now.key = key = Key(root, self._trainable() if mode is Mode.TRAIN else b"") if is_lone else Key()
         is_recorded = (self.may_record or mode is Mode.EVAL) and kinds.wants_record(key)

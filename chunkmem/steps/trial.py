@@ -8,11 +8,14 @@
    both tiers on all ranks, the next one gathers ahead, and is recorded, too.
 4. One follows the plan for that. After it the two plans are compared by how long computing stalls, as simulated:
    the largest over ranks counts. The way that stalls for less is kept by all.
+
+A step in which torch's compiler has worked on any rank is repeated: what it took is no part of computing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 from chunkmem.comm.ranks import Ranks
 from chunkmem.shard.prefetch import PrefetchSchedule
@@ -49,7 +52,9 @@ class AheadTrial:
     def restart(self) -> None:
         """Begin again before the first step: there is more to exchange."""
         self._prefetch.is_wanted = self._controller.may_record = False
-        self._states = iter((self._learned, self._chosen, self._recorded, self._recorded_ahead, self._followed))
+        self._states: Iterator[Callable[[], None]] = iter(
+            (self._learned, self._chosen, self._recorded, self._recorded_ahead, self._followed)
+        )
 
     def end_step(self) -> None:
         """A step is over, on all ranks. One that all skipped, for an overflow or without a batch, does not count.
@@ -57,9 +62,17 @@ class AheadTrial:
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
-        state = None if self._controller.is_excused or self._prefetch.was_empty else next(self._states, None)
-        if state is not None:
+        if self._controller.is_excused or self._prefetch.was_empty:
+            return
+        state = next(self._states, None)
+        if state is None:
+            return
+        compiled = float(self._controller.has_compiled)
+        if state == self._learned or not any(self._ranks.max_over((compiled,), label=_LABEL)):
             state()
+        else:
+            self._controller.excuse_iteration()
+            self._states = chain((state,), self._states)
 
     def _learned(self) -> None:
         self._measure(self._prefetch.largest())

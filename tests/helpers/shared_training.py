@@ -153,6 +153,8 @@ class Task:
     optimizer: str = "AdamW"
     options: dict[str, Any] = field(default_factory=dict)
     """Of the optimizer, besides the learning rate."""
+    compiler: dict[str, Any] | None = None
+    """Options of torch.compile for the blocks."""
     adversarial: int | None = None
     """Seed of copies and exchanges that are as late as they may be, over memory full of NaN; None: they are not."""
 
@@ -228,6 +230,8 @@ def train(rank: int, task: Task) -> Outcome:
         torch.manual_seed(0)
         with manager.init():
             model = MODELS[task.model]()
+        if task.compiler is not None:
+            manager.compile(model, **task.compiler)
         optimizer = make_optimizer(task, model, manager)
         losses = []
         for step in range(task.steps):
@@ -251,7 +255,9 @@ def train(rank: int, task: Task) -> Outcome:
 def serial(task: Task, size: int) -> tuple[list[list[float]], dict[str, Tensor], dict[int, dict[str, Tensor]]]:
     """Do the same in one process: the gradients of ranks are added in their order, and divided by their number."""
     torch.manual_seed(0)
-    model = MODELS[task.model]()
+    model: Any = MODELS[task.model]()
+    for block in model.blocks if task.compiler is not None else ():
+        block.compile(**task.compiler)
     params = list(model.parameters())
     optimizer = make_optimizer(task, model, None)
     losses: list[list[float]] = [[] for _ in range(size)]

@@ -1,0 +1,307 @@
+"""Modules that torch.compile runs: a compiled call is surrounded, and nothing of chunkmem is inside of it.
+
+[Note: Compiled units] torch's compiler follows the code of a module and keeps what it finds. Hooks would break its
+graphs, and it reads parameters past what brings them. So a compiled module is a unit: all weights in it are pinned
+before its compiled code runs, and are ordinary Parameters meanwhile.
+
+    block(x)      CompiledCall   reads all weights | torch's compiled code of the block | lets go of them
+    backward                     all of them until their gradients have landed: the graph is one node
+
+Modules inside have no hooks but the user's, and mappings of lookups are plain dicts: what is compiled is what plain
+PyTorch compiles. Used elsewhere, their parameters serve themselves.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from chunkmem.errors import ConfigError, StateError
+from chunkmem.nn.fitted import FittedModules
+from chunkmem.nn.tiled import TiledLinear
+
+Call = Callable[..., Any]
+MakeCall = Callable[[Call], Call]
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+class CompiledCall:
+    """What a compiled module is called by: its hooks around the compiled code, as torch calls those of a module."""
+
+    def __init__(self, module: nn.Module, compiled: Call) -> None:
+        """Call `compiled`, which torch.compile has made of the module, without hooks so far."""
+        self._module = module
+        self.compiled = compiled
+        self._before: list[Call] = []
+        self._after: list[Call] = []
+
+    def surround(self, before: Call, after: Call, *, is_first: bool = False) -> None:
+        """Add hooks, as `register_forward_pre_hook` and `register_forward_hook` do.
+
+        Args:
+            before: called with the module, arguments and keyword arguments; returns both of these, or None.
+            after: called with the module, arguments and result, which is None where something was raised; returns a
+                result, or None.
+            is_first: `before` comes before those that are there.
+        """
+        self._before.insert(0 if is_first else len(self._before), before)
+        self._after.append(after)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, result, left = self._module, None, iter(self._after)
+        try:
+            for before in self._before:
+                given = before(module, args, kwargs)
+                if given is not None:
+                    args, kwargs = given
+            result = self.compiled(*args, **kwargs)
+            for after in left:
+                changed = after(module, args, result)
+                if changed is not None:
+                    result = changed
+        except Exception:
+            for after in left:
+                after(module, args, None)
+            raise
+        return result
+
+
+class Encloses(Protocol):
+    """Fits modules with hooks, which a compiled call takes over."""
+
+    def enclose(self, unit: nn.Module, call: CompiledCall) -> None:
+        """Have `call` be what is fitted in place of a module, and nothing inside of it."""
+        ...
+
+
+class CompiledModules:
+    """Knows which modules are compiled: by `manager.compile`, `module.compile` or `torch.compile`, in any order."""
+
+    def __init__(self, *, is_accelerator: bool = False, is_rehearsal: bool = False) -> None:
+        """Begin with none.
+
+        Args:
+            is_accelerator: weights change their addresses, which recorded CUDA graphs keep.
+            is_rehearsal: nothing is compiled: modules are surrounded as if they were.
+        """
+        self._is_accelerator = is_accelerator
+        self._is_rehearsal = is_rehearsal
+        self._fitted = FittedModules()
+        self._calls: weakref.WeakKeyDictionary[nn.Module, CompiledCall] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """All modules of models that were packed."""
+        self._listed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Those below a list of blocks: each is compiled as it is."""
+        self._marked: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Any]] = weakref.WeakKeyDictionary()
+        """Options of modules to be compiled when they are packed."""
+        self._parts: tuple[Encloses, ...] = ()
+        self._handle = _heard_by(self)
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a module of a packed model has been compiled: steps read weights in another order."""
+
+    def fit(self, root: nn.Module, parts: Iterable[Encloses]) -> None:
+        """Take over what is compiled, or is to be, under a model that was packed; `parts` have fitted its modules."""
+        self._parts = tuple(parts)
+        self._note(root, is_listed=False)
+        for module in list(root.modules()):
+            self._fitted.set(module, "compile", partial(self._compile_in_place, weakref.ref(module)))
+            if is_optimized(module):
+                self._take_over(module)
+            elif module in self._marked:
+                self._compile(module, partial(_compiled_with, self._marked.pop(module)))
+            elif module not in self._calls and module._compiled_call_impl is not None:
+                self._take_call(module)
+
+    def unfit(self) -> None:
+        """Undo all that `fit` did: modules are compiled as in plain PyTorch."""
+        self._fitted.undo()
+        self._calls.clear()
+        self._known.clear()
+        self._listed.clear()
+
+    def mark_as(self, other: CompiledModules) -> None:
+        """Compile what is marked there."""
+        self._marked.update(other._marked)
+
+    def compile(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        """Have a module compiled with options of `torch.compile`; a whole model block by block.
+
+        Raises:
+            StateError: it cannot be one graph: it computes on HOST, or a module in it is managed on its own.
+        """
+        if any(below in self._known for below in module.modules()):
+            self._compile(module, partial(_compiled_with, options))
+            self.on_change()
+        else:
+            self._marked[module] = dict(options)
+
+    def close(self) -> None:
+        """Hear of what is compiled no more. Idempotent."""
+        self._handle.remove()
+
+    def notice(self, parent: nn.Module, child: nn.Module) -> None:
+        """A module is becoming the child of another one: of what `torch.compile(model)` returns, maybe."""
+        if is_optimized(parent) and any(below in self._known for below in child.modules()):
+            # Called when torch has finished making `parent`, but for what it is going to call.
+            vars(parent)["_initialize"] = partial(self._initialize, weakref.ref(parent))
+
+    def _initialize(self, made: weakref.ref[nn.Module]) -> None:
+        module: Any = made()
+        del vars(module)["_initialize"]
+        type(module)._initialize(module)
+        if self._take_over(module):
+            self.on_change()
+
+    def _compile_in_place(self, made: weakref.ref[nn.Module], *args: Any, **options: Any) -> None:
+        """Stand in for `nn.Module.compile`."""
+        module = made()
+        assert module is not None
+        if args:
+            raise TypeError("options of torch.compile are keyword arguments")
+        self.compile(module, options)
+
+    def _note(self, module: nn.Module, *, is_listed: bool) -> None:
+        self._known.add(module)
+        if is_listed:
+            self._listed.add(module)
+        for child in module.children():
+            self._note(child, is_listed=is_listed or isinstance(module, _LISTS))
+
+    def _take_over(self, optimized: Any) -> bool:
+        """Compile what is in a module of `torch.compile(model)`, which is only passed through from now on."""
+        context = optimized.dynamo_ctx
+        if not isinstance(context, sys.modules["torch._dynamo.eval_frame"].OptimizeContext):
+            return False  # what is not to be compiled
+        self._compile(optimized._orig_mod, context)
+        self._fitted.set(optimized, "forward", partial(_pass_through, weakref.ref(optimized)))
+        return True
+
+    def _take_call(self, module: nn.Module) -> None:
+        """Surround a module that `module.compile()` has compiled before it was packed."""
+        units = self._units_of(module)
+        if units == [module]:
+            self._enclose(module, module._compiled_call_impl)  # type: ignore[arg-type]
+            return
+        context = _context_of(module._compiled_call_impl)
+        self._fitted.set(module, "_compiled_call_impl", None)
+        self._compile(module, context)
+
+    def _compile(self, module: nn.Module, make: MakeCall) -> None:
+        for unit in self._units_of(module):
+            if not any(below in self._calls for below in unit.modules()):
+                self._enclose(unit, make(_code_of(unit)))
+
+    def _enclose(self, unit: nn.Module, compiled: Call) -> None:
+        self._check_addresses(unit, compiled)
+        call = CompiledCall(unit, unit._call_impl if self._is_rehearsal else compiled)
+        for part in self._parts:
+            part.enclose(unit, call)
+        self._calls[unit] = call
+        vars(unit)["_compiled_call_impl"] = compiled  # it stays that when everything else is undone
+        self._fitted.set(unit, "_compiled_call_impl", call)
+
+    def _check_addresses(self, unit: nn.Module, compiled: Call) -> None:
+        config = getattr(compiled, "get_compiler_config", lambda: None)() or {}
+        name = type(unit).__name__
+        if self._is_accelerator and config.get("triton.cudagraphs"):
+            raise ConfigError(
+                f"{name} is compiled with CUDA graphs, which keep the addresses of weights, and those come and go; "
+                'leave out mode="reduce-overhead", or take mode="max-autotune-no-cudagraphs"'
+            )
+        if config.get("freezing"):
+            raise ConfigError(f"{name} is compiled with freezing, which keeps values of weights; leave that out")
+
+    def _units_of(self, module: nn.Module) -> list[nn.Module]:
+        """Return the modules that are compiled as a whole: of a model its blocks, and other modules that have some."""
+        if module in self._listed or not any(below in self._known for below in module.modules()):
+            return [module]
+        found = list(_units_under(module))
+        return found or [module]
+
+
+class _Hook:
+    """What torch calls when a module gets a child: it keeps no manager alive."""
+
+    def __init__(self, compiled: CompiledModules) -> None:
+        self.compiled = weakref.ref(compiled)
+
+    def __call__(self, parent: nn.Module, _name: str, child: nn.Module | None) -> None:
+        compiled = self.compiled()
+        if compiled is not None and child is not None:
+            compiled.notice(parent, child)
+
+
+def _heard_by(compiled: CompiledModules) -> RemovableHandle:
+    handle = register_module_module_registration_hook(_Hook(compiled))
+    hooks = handle.hooks_dict_ref() or {}
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook) and hook.compiled() is None]:
+        hooks.pop(key)
+    return handle
+
+
+def is_optimized(module: nn.Module) -> bool:
+    """Tell whether a module is what `torch.compile` has returned."""
+    torch_compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return torch_compiler is not None and isinstance(module, torch_compiler.OptimizedModule)
+
+
+def _units_under(module: nn.Module) -> Iterable[nn.Module]:
+    """Yield the children of outermost lists, and modules with children that have no list in them."""
+    if is_optimized(module) or next(module.parameters(), None) is None:
+        return
+    if isinstance(module, _LISTS):
+        yield from (child for child in module if not is_optimized(child) and any(True for _ in child.parameters()))
+    elif isinstance(module, TiledLinear):
+        return
+    elif any(isinstance(below, _LISTS) for below in module.modules()):
+        for child in module.children():
+            yield from _units_under(child)
+    elif next(module.children(), None) is not None:
+        yield module
+
+
+def _code_of(unit: nn.Module) -> Call:
+    """Return what is compiled: modules of torch have no code that the compiler begins with by itself."""
+    if not type(unit).forward.__module__.startswith("torch."):
+        return unit._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return unit._call_impl(*args, **kwargs)
+
+    return call
+
+
+def _compiled_with(options: Mapping[str, Any], call: Call) -> Call:
+    compiled: Call = torch.compile(call, **options)
+    return compiled
+
+
+def _pass_through(made: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """Stand in for the forward of `torch.compile(model)`."""
+    module: Any = made()
+    return module._orig_mod(*args, **kwargs)
+
+
+def _context_of(compiled: Any) -> MakeCall:
+    """Return what torch.compile has made a call by, which makes others with the same options.
+
+    Raises:
+        StateError: it is not to be found.
+    """
+    names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(compiled, "__closure__", None) or (), strict=False))
+    context: MakeCall | None = cells["self"].cell_contents if "self" in cells else None
+    if context is None:
+        raise StateError(
+            "a model was compiled as one graph by model.compile() before it was packed, which would hold all of its "
+            "weights; leave that out, and call manager.compile(model) after it was packed"
+        )
+    return context

@@ -1,0 +1,622 @@
+"""torch.compile over managed modules: the bits and graphs of plain compiled PyTorch, however it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import chunkmem
+from tests.helpers.low_precision import LowPlain
+from tests.helpers.ranks import Team
+from tests.helpers.shared_training import Outcome, Task, serial, train
+from tests.helpers.spread import spread
+from tests.helpers.twins import (
+    AMPLE_NBYTES,
+    CHUNK_NUMEL,
+    WIDTH,
+    Blocks,
+    Twin,
+    assert_equal,
+    config,
+    copied,
+    cpu_only,
+    features,
+    same,
+)
+
+pytestmark = cpu_only
+Options = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """Each test compiles for itself."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """A residual block with something to fuse."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def blocks(kind: Callable[[], nn.Module] = Block) -> Blocks:
+    return Blocks(*(kind() for _ in range(3)), num_blocks=0)
+
+
+# Ways to ask for it.
+
+
+def manager_compiles_model(manager: chunkmem.ChunkManager, model: Any, options: Options) -> Any:
+    return manager.compile(model, **options)
+
+
+def manager_compiles_blocks(manager: chunkmem.ChunkManager, model: Any, options: Options) -> Any:
+    for block in model.blocks:
+        manager.compile(block, **options)
+    return model
+
+
+def blocks_compile_themselves(_manager: chunkmem.ChunkManager, model: Any, options: Options) -> Any:
+    for block in model.blocks:
+        block.compile(**options)
+    return model
+
+
+def torch_compiles_model(_manager: chunkmem.ChunkManager, model: Any, options: Options) -> Any:
+    return torch.compile(model, **options)
+
+
+def torch_compiles_blocks(_manager: chunkmem.ChunkManager, model: Any, options: Options) -> Any:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, **options)
+    return model
+
+
+def model_compiles_itself(_manager: chunkmem.ChunkManager, model: Any, options: Options) -> Any:
+    model.compile(**options)
+    return model
+
+
+WAYS: dict[str, Callable[[chunkmem.ChunkManager, Any, Options], Any]] = {
+    way.__name__: way
+    for way in (
+        manager_compiles_model,
+        torch_compiles_model,
+        model_compiles_itself,
+        manager_compiles_blocks,
+        blocks_compile_themselves,
+        torch_compiles_blocks,
+    )
+}
+WHEN = ("after", "inside init", "before wrap")
+
+
+class Compiled(Twin):
+    """A twin whose blocks are compiled: in plain PyTorch each by itself."""
+
+    def __init__(
+        self,
+        manager: chunkmem.ChunkManager | None,
+        build: Callable[[], nn.Module],
+        *,
+        way: str = "manager_compiles_model",
+        when: str = "after",
+        compiler: Options | None = None,
+        **options: Any,
+    ) -> None:
+        torch._dynamo.reset()
+        counters.clear()
+        self.compiler = {"backend": "aot_eager"} | (compiler or {})
+        self.way, self.when = way, when
+        self.called: Any = None
+        if manager is None:
+            super().__init__(None, build, **options)
+            blocks_compile_themselves(None, self.model, self.compiler)
+            self.called = self.model
+            return
+        self.manager = manager
+        made = partial(self._built, build)
+        if when == "before wrap":
+            torch.manual_seed(11)
+            model = made()
+            params = lambda _: manager.wrap(model).parameters()  # noqa: E731
+            super().__init__(manager, nn.Identity, params=params, **options)
+            self.model = model
+        else:
+            super().__init__(manager, made, **options)
+        if when == "after":
+            self.called = WAYS[way](manager, self.model, self.compiler)
+        elif is_wrapped(self.model):
+            self.called, self.model = self.model, self.model._orig_mod
+
+    def _built(self, build: Callable[[], nn.Module]) -> nn.Module:
+        model = build()
+        if self.when != "after":
+            self.called = WAYS[self.way](self.manager, model, self.compiler)
+            return self.called
+        return model
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.called(*args, **kwargs).square().mean()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {key.replace("_orig_mod.", ""): value for key, value in super().weights().items()}
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    return isinstance(model, torch._dynamo.OptimizedModule)
+
+
+def stats() -> tuple[int, int]:
+    """Graphs made since the twin was, and breaks."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def steps(twin: Twin, num: int = 5) -> Any:
+    return twin.steps(*range(num))
+
+
+def counted(scenario: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What a scenario returns, and what the compiler has counted."""
+    return lambda twin: (scenario(twin), stats())
+
+
+def same_compiled(
+    scenario: Callable[[Any], Any] = steps,
+    build: Callable[[], nn.Module] = blocks,
+    *,
+    keys: Options | None = None,
+    **options: Any,
+) -> None:
+    """The same bits, and as many graphs, as of blocks compiled in plain PyTorch; with ample room and the least."""
+    same(build, counted(scenario), keys=keys, twin=partial(Compiled, **options))  # type: ignore[arg-type]
+
+
+@spread(way=WAYS, when=WHEN)
+def test_however_and_whenever(way: str, when: str) -> None:
+    same_compiled(way=way, when=when)
+    assert stats() == (1, 0)
+
+
+# What a step may be.
+
+
+def accumulated(twin: Twin) -> Any:
+    losses = []
+    for step in range(4):
+        for part in range(3):
+            loss = twin.loss(features(3 * step + part))
+            twin.backward(loss)
+            losses.append(loss.item())
+        twin.update()
+    return losses
+
+
+def evaluated(twin: Any) -> Any:
+    found = []
+    for step in range(4):
+        found.append(twin.step(features(step)))
+        twin.model.eval()
+        with torch.no_grad():
+            found.append(twin.called(features(10 + step)))
+        found.append(twin.called(features(20 + step)).detach())
+        twin.model.train()
+    return found
+
+
+def accumulated_and_evaluated(twin: Any) -> Any:
+    """What is compiled while gradients wait for their step."""
+    found = []
+    for step in range(3):
+        twin.backward(twin.loss(features(step)))
+        with torch.no_grad():
+            found.append(twin.called(features(10 + step)))
+        twin.backward(twin.loss(features(step, shape=(6, 16))))
+        twin.update()
+    return found
+
+
+def of_many_shapes(twin: Twin) -> Any:
+    return [twin.step(features(step, shape=(3 + step, 16))) for step in range(6)]
+
+
+def random(twin: Twin) -> Any:
+    torch.manual_seed(5)
+    return [*twin.steps(0, 1, 2, 3), torch.rand(1)]
+
+
+def in_autocast(twin: Any) -> Any:
+    found = []
+    for step in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = twin.loss(features(step))
+        twin.backward(loss)
+        twin.update()
+        found.append(loss.item())
+    return found
+
+
+def clipped(twin: Any) -> Any:
+    found = []
+    for step in range(4):
+        twin.backward(twin.loss(features(step)))
+        found.append(torch.nn.utils.clip_grad_norm_(twin.model.parameters(), 0.01).clone())
+        twin.update()
+    return found
+
+
+def frozen_later(twin: Any) -> Any:
+    found = [twin.steps(0, 1, 2)]
+    twin.model.blocks[0].up.weight.requires_grad_(False)
+    twin.model.blocks[1].requires_grad_(False)
+    return [*found, twin.steps(3, 4, 5)]
+
+
+def gradients_of_inputs(twin: Any) -> Any:
+    found = []
+    for step in range(4):
+        x = features(step).requires_grad_()
+        (grad,) = torch.autograd.grad(twin.loss(x), x)
+        found += [grad, twin.step(features(step))]
+    return found
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        accumulated,
+        evaluated,
+        accumulated_and_evaluated,
+        of_many_shapes,
+        random,
+        in_autocast,
+        clipped,
+        frozen_later,
+        gradients_of_inputs,
+    )
+}
+
+
+@pytest.mark.filterwarnings("ignore:a managed model was called inside torch.autocast")
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(
+            name, marks=[] if name in ("accumulated_and_evaluated", "random", "frozen_later") else pytest.mark.full
+        )
+        for name in SCENARIOS
+    ],
+)
+def test_what_a_step_may_be(scenario: str) -> None:
+    build = partial(blocks, partial(Block, 0.3)) if scenario == "random" else blocks
+    same_compiled(SCENARIOS[scenario], build)
+
+
+@pytest.mark.full
+def test_dynamic_shapes() -> None:
+    same_compiled(of_many_shapes, compiler={"dynamic": True})
+    assert stats() == (1, 0)
+
+
+# What blocks may be.
+
+
+class Checkpointed(Blocks):
+    def __init__(self, *, reentrant: bool = False) -> None:
+        super().__init__(*(Block(0.3) for _ in range(3)), num_blocks=0)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class Tied(Blocks):
+    """Blocks share a weight, and the head has that of the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Block() for _ in range(3)), num_blocks=0)
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.inner.weight
+
+
+class Repeated(Blocks):
+    """Each block is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Block() for _ in range(3)), num_blocks=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+class Normed(nn.Module):
+    """Running statistics are written in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + torch.relu(self.norm(self.linear(x)))
+
+
+class OwnWeight(nn.Module):
+    """Reads weights of its own, and those of a layer that it never calls; returns several things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + F.linear(x, self.layer.weight.t(), self.layer.bias)
+
+
+class FrozenPart(nn.Module):
+    """A frozen weight in a module with children, and an input that needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.trained(torch.tanh(self.frozen(x)))
+
+
+class Attention(nn.Module):
+    """Reads the output projection of torch's attention without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x[None]
+        return x + self.attention(y, y, y, need_weights=False)[0][0]
+
+
+class Breaking(nn.Module):
+    """Python in between that no compiler follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return torch.tanh(self.second(x)) + x
+
+
+class Hooked(Block):
+    """A user's hooks, on the module and inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(lambda _module, args: (args[0] * 2,))
+        self.register_forward_hook(lambda _module, _args, out: out + 1)
+        self.up.register_forward_hook(lambda _module, _args, out: out * 1.5)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "checkpointed": Checkpointed,
+    "checkpointed reentrant": partial(Checkpointed, reentrant=True),
+    "tied": Tied,
+    "repeated": Repeated,
+    "normed": partial(blocks, Normed),
+    "own weight": partial(blocks, OwnWeight),
+    "frozen part": partial(blocks, FrozenPart),
+    "attention": partial(blocks, Attention),
+    "breaking": partial(blocks, Breaking),
+    "hooked": partial(blocks, Hooked),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(name, marks=[] if name in ("checkpointed", "tied", "normed", "breaking") else pytest.mark.full)
+        for name in MODELS
+    ],
+)
+def test_what_blocks_may_be(model: str) -> None:
+    same_compiled(random, MODELS[model])
+
+
+@pytest.mark.parametrize("model", ["normed", "repeated", "checkpointed"])
+@pytest.mark.parametrize("scenario", ["evaluated", "accumulated"])
+@pytest.mark.full
+def test_what_blocks_may_be_in_other_steps(model: str, scenario: str) -> None:
+    same_compiled(SCENARIOS[scenario], MODELS[model])
+
+
+@spread(policy=["keep", "recompute", "offload", "auto"], model=["random", "normed", "repeated"])
+def test_activation_policies(policy: str, model: str) -> None:
+    build = partial(blocks, partial(Block, 0.3)) if model == "random" else MODELS[model]
+    same_compiled(lambda twin: random(twin) + twin.steps(4, 5, 6), build, keys={"activations": {"policy": policy}})
+
+
+# Over ranks.
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[Team]:
+    found = Team(2)
+    yield found
+    found.close()
+
+
+def compiled_train(rank: int, task: Task) -> tuple[Outcome, int]:
+    """Train on one rank; the graphs that were made, too."""
+    torch._dynamo.reset()
+    counters.clear()
+    outcome = train(rank, task)
+    assert not counters["graph_break"], counters["graph_break"]
+    return outcome, counters["stats"]["unique_graphs"]
+
+
+SAVING = {"client": {"opts": {"with_mem_saving_comm": True}}}
+
+
+@spread(
+    model=["checkpointed", "reused", "frozen"],
+    config=[{}, SAVING, {"activations": {"policy": "auto"}}],
+    micro_batches=[1, 3],
+)
+def test_over_ranks(team: Team, model: str, config: Options, micro_batches: int) -> None:
+    task = Task(model, steps=7, config=config, micro_batches=micro_batches, compiler={"backend": "aot_eager"})
+    losses, weights, states = serial(task, 2)
+    for rank, (outcome, num_graphs) in enumerate(team.run(compiled_train, task)):
+        assert_equal(outcome.losses, losses[rank])
+        assert_equal(outcome.weights, weights)
+        assert_equal(outcome.states, states)
+        assert num_graphs == (3 if model == "frozen" else 1)  # a block is frozen, another one in part
+
+
+# Plans.
+
+
+def test_plans_are_made_when_compiling_is_done() -> None:
+    """The first step compiles, and is not learnt from; the second is recorded; no other has an access of its own."""
+    with chunkmem.ChunkManager(config(8 * 4 * CHUNK_NUMEL)) as manager:
+        twin = Compiled(manager, blocks)
+        twin.steps(0)
+        assert manager.trace is None
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            twin.steps(1)
+            assert manager.plan is None
+            for step in range(2, 52):
+                twin.steps(step)
+                timeline = manager.timeline()
+                assert timeline is not None
+                assert timeline.plan_misses == 0, step
+        assert stats() == (1, 0)
+
+
+def test_the_slowest_moment_of_the_trace_is_no_compiling() -> None:
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        twin = Compiled(manager, blocks, compiler={"backend": "inductor"})
+        twin.steps(0, 1, 2)
+        assert manager.trace is not None
+        assert max(moment.duration_s for moment in manager.trace.moments) < 0.5
+
+
+# Mixed precision.
+
+
+class Masters(Compiled):
+    """Plain PyTorch with float32 master weights, or chunkmem in bf16."""
+
+    def __init__(self, manager: chunkmem.ChunkManager | None, build: Callable[[], nn.Module], **options: Any) -> None:
+        self.low = None if manager is not None else LowPlain(torch.bfloat16)
+        super().__init__(manager, build if self.low is None else lambda: self.low.ready(build()), **options)
+
+    def make(self, kind: str, params: Any, **options: Any) -> Any:
+        return super().make(kind, params, **options) if self.low is None else self.low.optimizer(params, **options)
+
+    def left(self) -> dict[str, Any]:
+        return {"weights": copied(self.weights() if self.low is None else self.low.state_dict(self.model))}
+
+
+class Positions(nn.Module):
+    """Computes in float32, since it has a table in float32, and so do the modules below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.linspace(-1, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype is torch.float32
+        return self.linear(x) * self.table
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.positions, self.last = nn.Linear(WIDTH, WIDTH), Positions(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(torch.tanh(self.positions(self.first(x))))
+
+
+@spread(
+    policy=[None, "auto"],
+    backend=["aot_eager", "inductor"],
+)
+def test_bf16(backend: str, policy: str | None) -> None:
+    keys = {"precision": "bf16", "activations": {"policy": policy}}
+    build = partial(blocks, partial(Block, 0.3))
+    same(build, counted(random), keys=keys, twin=partial(Masters, compiler={"backend": backend}))  # type: ignore[arg-type]
+    assert stats() == (1, 0)
+
+
+@pytest.mark.parametrize("kind", [Mixed, Normed])
+def test_bf16_with_modules_in_float32_inside(kind: type[nn.Module]) -> None:
+    """Casts are in the graph. Plain PyTorch's casts here are hooks that break it: those of blocks are not compiled."""
+
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, precision="bf16")) as manager:
+        twin = Masters(manager, partial(blocks, kind))
+        found = twin.steps(*range(5)), twin.left()
+        assert stats() == (1, 0)
+    torch._dynamo.reset()
+    plain = Masters(None, partial(blocks, kind), compiler={"disable": True})
+    assert_equal(found, (plain.steps(*range(5)), plain.left()))
+
+
+# Inductor.
+
+
+@spread(
+    model=["random", "tied", "normed", "repeated", "checkpointed", "attention"],
+    policy=[None, "recompute", "offload", "auto"],
+)
+@pytest.mark.full
+def test_inductor(model: str, policy: str | None) -> None:
+    build = partial(blocks, partial(Block, 0.3)) if model == "random" else MODELS[model]
+    keys = {"activations": {"policy": policy}}
+    same_compiled(lambda twin: random(twin) + twin.steps(4, 5, 6), build, keys=keys, compiler={"backend": "inductor"})
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.filterwarnings("ignore:a managed model was called inside torch.autocast")
+@pytest.mark.full
+def test_steps_with_inductor(scenario: str) -> None:
+    build = partial(blocks, partial(Block, 0.3)) if scenario == "random" else blocks
+    same_compiled(SCENARIOS[scenario], build, compiler={"backend": "inductor"})
+
+
+def test_inductor_once() -> None:
+    same_compiled(random, partial(blocks, partial(Block, 0.3)), compiler={"backend": "inductor"})
+    assert stats() == (1, 0)
