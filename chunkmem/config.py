@@ -48,10 +48,23 @@ class OptimizerParams(Section, at="optimizer.params"):
         "fp32",
         about="What chunks hold of the two moving averages; 8bit: codes with a scale for each 256 elements.",
     )
+    master: Literal["fp32", "none"] = option(
+        one_of("fp32", "none"),
+        "fp32",
+        about="What updates go to in bf16; none: weights themselves, rounded stochastically; needs 8bit states.",
+    )
     seed: int = option(integer(0), 0, about="Of the random bits of stochastic rounding, which 8bit updates by.")
     use_hybrid_adam: bool = option(
         BOOL, True, about="Optimizer states may live on DEVICE, within `margin_use_ratio`; false: never (CPU offload)."
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.master == "none" and self.states != "8bit":
+            raise ConfigError(
+                'optimizer.params.master is "none", but optimizer.params.states is "fp32", which takes more bytes than '
+                'master weights in fp32 with states in 8 bits; make states "8bit"'
+            )
 
 
 _UNSET_PARAMS: Final = OptimizerParams()
@@ -277,6 +290,14 @@ class Config(Section):
                 "master_weights is false, but updates in fp16 vanish or overflow; leave it out, or make precision "
                 '"bf16"'
             )
+        if self.optimizer.params.master == "none":
+            precision = "fp16" if self.fp16.enabled else self.precision
+            if precision != "bf16":
+                raise ConfigError(
+                    f'optimizer.params.master is "none", but precision is "{precision}"; weights are rounded '
+                    'stochastically in bf16 only: leave master out, or make precision "bf16"'
+                )
+            object.__setattr__(self, "master_weights", False)
         if self.fp16.enabled:
             object.__setattr__(self, "precision", "fp16")
         elif self.precision == "fp16":

@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=DTYPES, default="fp32", help="of weights and gradients (default: fp32)")
     add("--no-master-weights", action="store_true", help="update weights in the low precision: master_weights false")
     add("--states", choices=("fp32", "8bit"), default="fp32", help="optimizer.params.states (default: fp32)")
+    add("--master", choices=("fp32", "none"), default="fp32", help="optimizer.params.master (default: fp32)")
     add("--checkpointing", action="store_true", help="recompute each block in backward, by torch's checkpoint")
     add("--activations", choices=REGION_POLICIES, help="activations.policy: what becomes of each block's activations")
     add("--cpu-embedding", action="store_true", help="embeddings compute on HOST: use_cpu_embedding")
@@ -168,6 +169,7 @@ def _question(options: argparse.Namespace) -> Question:
         dtype=getattr(torch, DTYPES[options.precision]),
         master_weights=not options.no_master_weights,
         states=options.states,
+        master=options.master,
         checkpointing=options.checkpointing,
         cpu_embedding=options.cpu_embedding,
         activations=options.activations,

@@ -54,6 +54,8 @@ class Question:
     master_weights: bool = True
     states: str = "fp32"
     """`optimizer.params.states` of the configuration."""
+    master: str = "fp32"
+    """`optimizer.params.master`."""
     checkpointing: bool = False
     cpu_embedding: bool = False
     """`use_cpu_embedding`: embeddings compute on HOST."""
@@ -83,6 +85,7 @@ class Question:
                 dtype=self.dtype,
                 master_weights=self.master_weights,
                 states=self.states,
+                master=self.master,
                 checkpointing=self.checkpointing,
                 cpu_embedding=self.cpu_embedding,
                 host_Bps=self.hardware.host_memory_Bps,

@@ -72,6 +72,8 @@ class Setting:
     """`master_weights` of the configuration: False leaves that copy out."""
     states: str = "fp32"
     """`optimizer.params.states` of the configuration."""
+    master: str = "fp32"
+    """`optimizer.params.master`."""
     checkpointing: bool = False
     """Recompute each block in backward, by torch's checkpoint."""
     activations: str | None = None
@@ -101,7 +103,7 @@ class Setting:
             "precision": precision,
             "master_weights": self.master_weights,
             "use_cpu_embedding": self.cpu_embedding,
-            "optimizer": {"params": {"states": self.states}},
+            "optimizer": {"params": {"states": self.states, "master": self.master}},
         }
         values |= {"default_chunk_size": self.chunk_numel or "auto", "activations": {"policy": self.activations}}
         return Config.from_dict(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from tests.helpers.training import compute_device
 from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, copied, cpu_only, features
 
 EIGHT: dict[str, Any] = {"optimizer": {"params": {"states": "8bit"}}}
-PRECISIONS = ("fp32", "bf16", "fp16")
+KINDS = ("fp32", "bf16", "fp16", "bf16 alone")
+"""Precisions, and bf16 without master weights."""
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +33,17 @@ def team() -> Iterator[Team]:
         yield found
 
 
-def trained(device_nbytes: int, precision: str, *, overlap: bool | None = None, steps: int = 8, **keys: Any) -> Any:
+def keys_of(kind: str, **params: Any) -> dict[str, Any]:
+    if kind == "bf16 alone":
+        params["master"] = "none"
+    precision = kind.removesuffix(" alone")
+    return {"precision": precision, "optimizer": {"params": {"states": "8bit", **params}}}
+
+
+def trained(device_nbytes: int, kind: str, *, overlap: bool | None = None, steps: int = 8, **params: Any) -> Any:
     """Losses, weights and states after some steps, the bytes a step needs, and whether updates were overlapped."""
     client = {"opts": {"overlap_optimizer": overlap}}
-    low = {} if precision == "fp32" else {"precision": precision}
-    given = {"client": client, **EIGHT, **low, **keys}
-    if overlap:
-        given["optimizer"] = {"params": {"states": "8bit", "use_hybrid_adam": False}}
+    given = {"client": client, **keys_of(kind, use_hybrid_adam=not overlap, **params)}
     with chunkmem.ChunkManager(config(device_nbytes, **given)) as manager:
         twin = Twin(manager, Blocks)
         losses = []
@@ -53,16 +59,34 @@ def trained(device_nbytes: int, precision: str, *, overlap: bool | None = None, 
 
 
 @cpu_only
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_neither_caps_nor_overlap_change_a_bit(precision: str) -> None:
-    expected, smallest_nbytes, _ = trained(AMPLE_NBYTES, precision)
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_caps_nor_overlap_change_a_bit(kind: str) -> None:
+    expected, smallest_nbytes, _ = trained(AMPLE_NBYTES, kind)
     assert expected[0][-1] < expected[0][0]
-    assert_equal(trained(smallest_nbytes, precision)[0], expected)
-    found, _, is_overlapped = trained(smallest_nbytes, precision, overlap=True)
+    assert_equal(trained(smallest_nbytes, kind)[0], expected)
+    found, _, is_overlapped = trained(smallest_nbytes, kind, overlap=True)
     assert is_overlapped
     assert_equal(found, expected)
-    others = trained(AMPLE_NBYTES, precision, optimizer={"params": {"states": "8bit", "seed": 1}})[0]
-    assert others != expected
+    assert trained(AMPLE_NBYTES, kind, seed=1)[0][0] != expected[0]
+
+
+@cpu_only
+def test_small_updates_of_bf16_weights_are_not_lost() -> None:
+    """Each is a thousandth of what bf16 resolves: to nearest nothing would change, stochastically the mean does."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, **keys_of("bf16 alone"))) as manager:
+        with manager.init():
+            model = nn.Linear(256, 256, bias=False)
+            nn.init.ones_(model.weight)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=2.0**-18, weight_decay=0.0)
+        for _ in range(64):
+            manager.backward(model(torch.ones(1, 256, device=compute_device())).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        off = manager.state_dict(model)["weight"].double() - 1
+        chunks = manager.runtime.memory.store.chunks
+        assert not any(key.role is Role.MASTER for key in chunks)
+    assert float(off.mean()) == pytest.approx(-64 * 2.0**-18, rel=0.05)
+    assert set(off.unique().tolist()) <= {-(2.0**-8) * n for n in range(5)}
 
 
 def test_states_take_little_more_than_a_byte() -> None:
@@ -238,6 +262,8 @@ HOW = {
     "bf16": {"precision": "bf16"},
     "built in bf16": {"precision": "bf16", "built_low": True},
     "fp16": {"precision": "fp16"},
+    "bf16 alone": {"precision": "bf16", "master": "none"},
+    "built and trained in bf16 alone": {"precision": "bf16", "master": "none", "built_low": True},
 }
 
 
@@ -281,6 +307,24 @@ def test_any_checkpoint_can_be_loaded(tmp_path: Path, states: str) -> None:
         training.manager.close()
 
 
+@pytest.mark.parametrize("master", ["none", "fp32"])
+def test_checkpoints_with_and_without_master_weights(tmp_path: Path, master: str) -> None:
+    """Master weights are rounded to nearest where there are none; where there are, they begin as what was saved."""
+    low = Saved("bf16", states="8bit", master=master)
+    other = replace(low, master="fp32" if master == "none" else "none")
+    first, second = low.open(), other.open()
+    first.run(3)
+    first.manager.save(tmp_path / "saved", first.optimizer)
+    second.manager.load(tmp_path / "saved", second.optimizer)
+    one, two = first.state(), second.state()
+    for name, value in one.items():
+        rounded = name.startswith("model.") and "norm" not in name and value.is_floating_point() and master == "fp32"
+        assert torch.equal(value.bfloat16().to(value.dtype) if rounded else value, two[name]), name
+    second.run(1)
+    for training in (first, second):
+        training.manager.close()
+
+
 def shared(rank: int, how: Saved, path: Path) -> Any:
     training = how.open()
     training.run(3)
@@ -290,18 +334,19 @@ def shared(rank: int, how: Saved, path: Path) -> Any:
     return found
 
 
-@spread(precision=["fp32", "bf16"], sizes=[(2,), (2, 1)])
-def test_ranks_change_no_bit(team: Team, tmp_path: Path, precision: str, sizes: tuple[int, ...]) -> None:
+@spread(kind=["fp32", "bf16", "bf16 alone"], sizes=[(2,), (2, 1)])
+def test_ranks_change_no_bit(team: Team, tmp_path: Path, kind: str, sizes: tuple[int, ...]) -> None:
     """Both have the same batch, so that the mean of their gradients is that of one; stages have half the model each."""
-    found = team.run(shared, Saved(precision, sizes=sizes, states="8bit"), tmp_path / "saved")
-    one = Saved(precision, states="8bit").open()
+    how = Saved(kind.removesuffix(" alone"), states="8bit", master="none" if kind.endswith("alone") else "fp32")
+    found = team.run(shared, replace(how, sizes=sizes), tmp_path / "saved")
+    one = how.open()
     one.manager.load(tmp_path / "saved", one.optimizer)
     loaded = one.state()
     one.manager.close()
     for state in found:
         assert_same(state, loaded)
     if len(sizes) == 1:
-        assert_same(shared(0, Saved(precision, states="8bit"), tmp_path / "alone"), loaded)
+        assert_same(shared(0, how, tmp_path / "alone"), loaded)
 
 
 def repartitioned(rank: int, path: Path) -> Any:

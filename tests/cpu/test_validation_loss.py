@@ -48,3 +48,12 @@ def test_states_in_8_bits_learn_as_much(seed: int, monkeypatch: pytest.MonkeyPat
     found = validation_loss(seed, monkeypatch, params={"states": "8bit"})
     print(f"seed {seed}: {expected:.4f} with states in fp32, {found:.4f} in 8 bits")
     assert abs(found / expected - 1) < 0.005
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+def test_bf16_weights_without_masters_learn_as_much(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = validation_loss(seed, monkeypatch, precision="bf16")
+    found = validation_loss(seed, monkeypatch, precision="bf16", params={"states": "8bit", "master": "none"})
+    print(f"seed {seed}: {expected:.4f} with master weights and states in fp32, {found:.4f} without, in 8 bits")
+    assert abs(found / expected - 1) < 0.005

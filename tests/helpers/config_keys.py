@@ -70,6 +70,7 @@ KEYS: Mapping[str, Key] = {
     "optimizer.params.eps": Key(1e-8, *NOT_NEGATIVE),
     "optimizer.params.weight_decay": Key(0.01, *NOT_NEGATIVE),
     "optimizer.params.states": Key("fp32", same("fp32", "8bit"), ("x", "bf16", "8BIT", None, 8), '"fp32" or "8bit"'),
+    "optimizer.params.master": Key("fp32", same("fp32"), ("x", "split", "bf16", None, 0), '"fp32" or "none"'),
     "optimizer.params.seed": Key(0, same(0, 1, 1000), (-1, 2**63, *NOT_INTEGERS), "an integer from 0 to 2**63 - 1"),
     "optimizer.params.use_hybrid_adam": Key(True, *BOOLEAN),
     "precision": Key(

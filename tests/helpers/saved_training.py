@@ -52,6 +52,7 @@ class Saved:
     """Where there is a third tier; None: there is none."""
     optimizer: str = "AdamW"
     states: str = "fp32"
+    master: str = "fp32"
     sizes: tuple[int, ...] = ()
     """Of the mesh, with stages first if there are two; none is one process."""
 
@@ -69,7 +70,7 @@ class Saved:
             **low,
         }
         if self.states != "fp32":
-            config["optimizer"] = {"params": {"states": self.states}}
+            config["optimizer"] = {"params": {"states": self.states, "master": self.master}}
         if self.disk is not None:
             config["memory"]["disk"] = {"path": str(self.disk), "capacity": 64 << 20}
         config |= {"distributed": {"timeout_s": timeout_s}}

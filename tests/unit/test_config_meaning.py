@@ -32,6 +32,18 @@ def error_of(values: dict[str, Any]) -> str:
 # Precision and fp16: two spellings of one choice.
 
 
+def test_updates_without_master_weights_need_bf16_and_states_in_8_bits() -> None:
+    params = {"master": "none", "states": "8bit"}
+    config = Config.from_dict({"precision": "bf16", "optimizer": {"params": params}})
+    assert not config.master_weights
+    assert Config.from_dict(config.to_dict()) == config
+    for precision in ("fp32", "fp16"):
+        message = error_of({"precision": precision, "optimizer": {"params": params}})
+        assert message.startswith(f'optimizer.params.master is "none", but precision is "{precision}"')
+    message = error_of({"precision": "bf16", "optimizer": {"params": {"master": "none"}}})
+    assert message.startswith('optimizer.params.master is "none", but optimizer.params.states is "fp32"')
+
+
 @pytest.mark.parametrize(
     "config",
     [
