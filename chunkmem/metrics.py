@@ -7,7 +7,7 @@ from typing import Final
 
 from chunkmem.memory import MemoryReport, TierReport
 from chunkmem.plan.model import Lane
-from chunkmem.plan.timeline import Timeline
+from chunkmem.plan.timeline import StepFigures
 
 _LINKS: Final = MappingProxyType(
     {
@@ -34,8 +34,8 @@ NAMES: Final = frozenset(
 
 def metrics_of(
     memory: MemoryReport,
-    step: Timeline | None,
-    predicted: Timeline | None,
+    step: StepFigures | None,
+    predicted: StepFigures | None,
     *,
     scaled: tuple[float, int] | None = None,
 ) -> dict[str, float]:
@@ -73,7 +73,7 @@ def _of_tier(name: str, tier: TierReport) -> dict[str, float]:
     }
 
 
-def _of_step(step: Timeline) -> dict[str, float]:
+def _of_step(step: StepFigures) -> dict[str, float]:
     moved = step.moved_nbytes
     return {
         "step/seconds": step.step_s,

@@ -59,8 +59,8 @@ class Reporting:
         controller, scaler = self.runtime.controller, self.runtime.scaler
         return metrics_of(
             self.memory(),
-            controller.timelines.of_the_last_step(),
-            controller.predicted,
+            controller.timelines.figures(),
+            None if controller.predicted is None else controller.predicted.figures,
             scaled=None if scaler is None else (scaler.scale, scaler.num_skipped),
         )
 

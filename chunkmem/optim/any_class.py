@@ -77,8 +77,7 @@ class Optimizer(RuleOptimizer):
 
     def __repr__(self) -> str:
         names = ", ".join(trial.made.name for trial in self._rule.trials)
-        num = sum(len(group["params"]) for group in self.param_groups)
-        return f"Optimizer({names}: {num} parameters in {len(self.param_groups)} groups)"
+        return super().__repr__().replace("Optimizer(", f"Optimizer({names}: ", 1)
 
     def _no_states(self) -> EntryStates:
         return EntryStates(self._host, self, self._rule, owned=self._managed, form_of=self._form_of)

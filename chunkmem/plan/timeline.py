@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -76,6 +76,20 @@ def _bar_of(span: Span) -> Bar:
     return Bar(span.start_s, span.end_s, told, _STALLED if span.is_stall else color)
 
 
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What a step comes to, without a look at its moments."""
+
+    step_s: float
+    stall_s: float
+    moved_nbytes: Mapping[Lane, int]
+    """Bytes copied on each link."""
+    exchanged_nbytes: int
+    fetched: int
+    prefetched: int
+    plan_misses: int
+
+
 @dataclass(frozen=True)
 class Timeline(
     Saved,
@@ -108,8 +122,7 @@ class Timeline(
     @cached_property
     def moved_nbytes(self) -> Mapping[Lane, int]:
         """Bytes copied on each link."""
-        tiers = {Tier.DEVICE, Tier.HOST, *self.cap_nbytes}
-        moved = {lane: 0 for lane, link in LANE_LINKS.items() if tiers.issuperset(link)}
+        moved = no_bytes_moved(self.cap_nbytes)
         for span in self.spans:
             if span.nbytes and not span.is_stall and span.lane is not Lane.COLLECTIVE:
                 moved[span.lane] = moved.get(span.lane, 0) + span.nbytes
@@ -135,6 +148,19 @@ class Timeline(
             f"peak {format_nbytes(self.peak_nbytes[Tier.DEVICE])} of {format_nbytes(self.cap_nbytes[Tier.DEVICE])}"
         )
 
+    @property
+    def figures(self) -> StepFigures:
+        """What it comes to."""
+        return StepFigures(
+            step_s=self.step_s,
+            stall_s=self.stall_s,
+            moved_nbytes=self.moved_nbytes,
+            exchanged_nbytes=self.exchanged_nbytes,
+            fetched=self.fetched,
+            prefetched=self.prefetched,
+            plan_misses=self.plan_misses,
+        )
+
     def __repr__(self) -> str:
         return f"Timeline({1e3 * self.step_s:.1f} ms, {self})"
 
@@ -155,6 +181,12 @@ class Timeline(
         for name, by_tier in (("peak_nbytes", self.peak_nbytes), ("cap_nbytes", self.cap_nbytes)):
             if Tier.DEVICE not in by_tier:
                 raise PlanError(f'{name} has no row for "{Tier.DEVICE.value}", which every timeline has')
+
+
+def no_bytes_moved(tiers: Iterable[Tier]) -> dict[Lane, int]:
+    """Return 0 for each link between tiers that there are."""
+    known = {Tier.DEVICE, Tier.HOST, *tiers}
+    return {lane: 0 for lane, link in LANE_LINKS.items() if known.issuperset(link)}
 
 
 def differences(predicted: Timeline, happened: Timeline) -> list[str]:

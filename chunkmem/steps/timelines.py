@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chunkmem.plan.timeline import Timeline
+from chunkmem.plan.timeline import StepFigures, Timeline
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers
@@ -20,8 +20,7 @@ class LastTimelines:
         self._store = store
         self._last: Callable[[], Timeline] | None = None
         self._last_training: Callable[[], Timeline] | None = None
-        self._is_logged = False
-        """The last training step was, and not one before it."""
+        self._figures: Callable[[], StepFigures | None] = lambda: None
 
     def begin(self) -> None:
         """An iteration begins: peaks are those from now on."""
@@ -31,7 +30,7 @@ class LastTimelines:
     def keep(self, step_log: StepLog | None, trace: Trace | None, *, is_training: bool) -> None:
         """Keep what a timeline is made of: the step log, and peaks that the next iteration begins again."""
         if is_training:
-            self._is_logged = step_log is not None
+            self._figures = lambda: None
         if step_log is None:
             return
         kept = step_log
@@ -44,6 +43,7 @@ class LastTimelines:
         self._last = lambda: kept.timeline(trace, peaks, caps)
         if is_training:
             self._last_training = self._last
+            self._figures = lambda: kept.figures(caps)
 
     def last(self) -> Timeline | None:
         """Return what happened in the last iteration that is over; None before the first."""
@@ -53,6 +53,6 @@ class LastTimelines:
         """Return what happened in the last training step, whatever has been evaluated since; None before the first."""
         return None if self._last_training is None else self._last_training()
 
-    def of_the_last_step(self) -> Timeline | None:
-        """Return what `last_training` does; None if the last training step was neither recorded nor planned."""
-        return self.last_training() if self._is_logged else None
+    def figures(self) -> StepFigures | None:
+        """Return what the last training step comes to; None if it was neither recorded nor planned."""
+        return self._figures()

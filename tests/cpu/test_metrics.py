@@ -13,6 +13,7 @@ import torch
 import chunkmem
 from chunkmem.plan.simulate import simulate
 from chunkmem.types import Tier
+from tests.helpers.ranks import Team
 from tests.helpers.twins import CHUNK_NUMEL, WIDTH, Blocks, cpu_only
 
 SLAB = 4 * CHUNK_NUMEL
@@ -135,6 +136,35 @@ def test_disk_and_fp16_have_their_own(tmp_path: Path) -> None:
         first, second = training.step(), training.step(scale=math.inf)
         assert (first["fp16/skipped_steps"], second["fp16/skipped_steps"]) == (0, 1)
         assert second["fp16/loss_scale"] == manager.loss_scale
+
+
+def exchanged_on(rank: int) -> list[float]:
+    torch.manual_seed(0)
+    with manager_of() as manager:
+        training = Training(manager)
+        found = [training.step() for _ in range(6)]
+        assert not of(found[0], "step"), "the first steps over ranks are neither recorded nor planned"
+        assert manager.timeline() is not None
+        return [each["step/exchanged_bytes"] for each in found if of(each, "step")]
+
+
+def test_each_rank_has_its_own() -> None:
+    with Team(2) as pair:
+        for exchanged in pair.run(exchanged_on):
+            assert len(exchanged) >= 3
+            assert all(nbytes > 0 for nbytes in exchanged)
+
+
+@pytest.mark.parametrize("kind", ["ample", "tight"])
+def test_they_are_the_timeline_s(kind: str) -> None:
+    """Which is not made for them: it has a label for each moment."""
+    with manager_of(**({} if kind == "tight" else {"memory": {"device": 1 << 20}})) as manager:
+        training = Training(manager)
+        for _ in range(6):
+            training.step()
+            timeline = manager.timeline()
+            assert timeline is not None
+            assert manager.runtime.controller.timelines.figures() == timeline.figures
 
 
 @pytest.mark.full

@@ -64,7 +64,7 @@ def test_an_optimizer_shows_its_options() -> None:
             "weight_decay=0.01)"
         )
         one = chunkmem.Optimizer(torch.optim.Adagrad, params, manager=manager, lr=0.5)
-        assert repr(one) == f"Optimizer({len(params)} parameters in 1 group, lr=0.5)"
+        assert repr(one) == f"Optimizer(Adagrad: {len(params)} parameters in 1 group, lr=0.5)"
 
 
 def test_a_configuration_shows_what_is_not_default() -> None:

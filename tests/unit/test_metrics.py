@@ -78,13 +78,13 @@ def test_what_is_known_before_the_first_step() -> None:
 def test_every_metric_by_its_name() -> None:
     """Dashboards are made of these names."""
     planned = replace(STEP, step_s=1.25)
-    assert metrics_of(MEMORY, STEP, planned) == OF_MEMORY | OF_STEP | OF_PLAN
+    assert metrics_of(MEMORY, STEP.figures, planned.figures) == OF_MEMORY | OF_STEP | OF_PLAN
     assert metrics_of(MEMORY, None, None, scaled=(1024.0, 6)) == OF_MEMORY | OF_FP16
     with_disk = replace(STEP, cap_nbytes={**STEP.cap_nbytes, Tier.DISK: 10_000})
     read = Span(Lane.DISK_READ, "", 0.0, 1.0, 0, CHUNK, 9)
     with_disk = replace(with_disk, spans=(*STEP.spans, read))
     moved = {"step/disk_read_bytes": 9, "step/disk_write_bytes": 0}
-    assert metrics_of(replace(MEMORY, disk=DISK), with_disk, None) == OF_MEMORY | OF_DISK | OF_STEP | moved
+    assert metrics_of(replace(MEMORY, disk=DISK), with_disk.figures, None) == OF_MEMORY | OF_DISK | OF_STEP | moved
 
 
 def test_the_documentation_has_every_metric() -> None:
