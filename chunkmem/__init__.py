@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         TierIOError,
         TraceError,
     )
+    from chunkmem.freezing.cache import FrozenCache
     from chunkmem.freezing.schedule import FreezeSchedule
     from chunkmem.manager import ChunkManager
     from chunkmem.memory import MemoryReport
@@ -51,6 +52,7 @@ __all__ = [
     "ConfigError",
     "ExchangeMethod",
     "FreezeSchedule",
+    "FrozenCache",
     "LayoutError",
     "MemoryReport",
     "Optimizer",
@@ -77,6 +79,7 @@ _HOMES = MappingProxyType(
         "EMA": "chunkmem.optim.ema",
         "ExchangeMethod": "chunkmem.comm.methods",
         "FreezeSchedule": "chunkmem.freezing.schedule",
+        "FrozenCache": "chunkmem.freezing.cache",
         "MemoryReport": "chunkmem.memory",
         "Optimizer": "chunkmem.optim.any_class",
         "SGD": "chunkmem.optim.sgd",

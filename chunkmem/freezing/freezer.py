@@ -49,11 +49,12 @@ def freeze(runtime: Runtime, what: object, *, prefix: int | None, keep_states: b
     params = [param for param in _params(what, prefix, "freeze") if param.requires_grad]
     runtime.require_open()
     with runtime.together("manager.freeze()"):  # what is refused on one rank is told to the others
-        _require_between_steps(runtime, "freeze", params)
+        _require_between_steps(runtime, "freeze")
         _agree(runtime, params, f"frozen, keep_states={keep_states}")
         managed = [found for param in params if (found := runtime.registry.lookup(param)) is not None]
         for param in params:
             param.requires_grad_(False)
+            param.grad = None  # what the last step has used: an optimizer would use it again
         freed_nbytes = 0
         if not keep_states:
             _forget_states(runtime, params)
@@ -70,7 +71,7 @@ def unfreeze(runtime: Runtime, what: object) -> FreezeReport:
     params = [param for param in _params(what, None, "unfreeze") if not param.requires_grad]
     runtime.require_open()
     with runtime.together("manager.unfreeze()"):
-        _require_between_steps(runtime, "unfreeze", params)
+        _require_between_steps(runtime, "unfreeze")
         _agree(runtime, params, "unfrozen")
         for param in params:
             param.requires_grad_(True)
@@ -104,7 +105,7 @@ def _params(what: object, prefix: int | None, call: str) -> list[nn.Parameter]:
     return [param for param in dict.fromkeys(parameters_in(what)) if isinstance(param, nn.Parameter)]
 
 
-def _require_between_steps(runtime: Runtime, call: str, params: Sequence[nn.Parameter]) -> None:
+def _require_between_steps(runtime: Runtime, call: str) -> None:
     """Raise a StateError if a step is under way."""
     runtime.registry.check()
     runtime.modules.surface.awaited.require()
@@ -112,7 +113,7 @@ def _require_between_steps(runtime: Runtime, call: str, params: Sequence[nn.Para
         where = runtime.entry_points.phase or "manager.gather()"
         raise StateError(f"manager.{call}() inside of {where}: call it between two steps")
     runtime.gradients.settle(runtime.registry.parameters)
-    if runtime.gradients.any_landed(list(runtime.registry.parameters)) or any(p.grad is not None for p in params):
+    if runtime.gradients.any_landed(list(runtime.registry.parameters)):
         raise StateError(
             f"manager.{call}(): there are gradients that wait for their step; call optimizer.step() or "
             "optimizer.zero_grad() before it: what is trained changes between two steps, not between micro-batches"

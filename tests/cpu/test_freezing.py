@@ -257,6 +257,27 @@ def test_between_micro_batches_it_is_refused() -> None:
         training.steps(2)
 
 
+def test_after_a_step_without_zero_grad() -> None:
+    """What is left in `.grad` was used: plain PyTorch's optimizer would use it again."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        with manager.init():
+            model = Blocks(num_blocks=2)
+            with manager.exclude():
+                model.head = nn.Linear(16, 4)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, **OPTIONS)
+        model(features(0)).square().mean().backward()
+        optimizer.step()
+        manager.freeze([model.blocks[0], model.head])
+        before = copied(manager.state_dict())
+        model.inner.zero_grad()
+        model.blocks[1].zero_grad()
+        model(features(1)).square().mean().backward()
+        optimizer.step()
+        after = manager.state_dict()
+        changed = {name.rpartition(".")[0] for name in after if not torch.equal(before[name], after[name])}
+        assert changed == {"inner", "blocks.1.0", "blocks.1.2"}
+
+
 def test_inside_of_a_forward_it_is_refused() -> None:
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
         training = trained(manager)

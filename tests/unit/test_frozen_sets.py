@@ -29,6 +29,7 @@ PUBLIC_NAMES = {
     "EMA",
     "ExchangeMethod",
     "FreezeSchedule",
+    "FrozenCache",
     "LayoutError",
     "MemoryReport",
     "Optimizer",

@@ -1,0 +1,267 @@
+"""What frozen layers make of each sample, kept from one epoch to the next."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunkmem.assembly import Runtime
+from chunkmem.errors import ConfigError, StateError
+from chunkmem.freezing.levels import Levels
+from chunkmem.sizes import parse_nbytes
+from chunkmem.types import ChunkId, Role
+
+_DROPOUT: Any = nn.modules.dropout._DropoutNd
+_NORM: Any = nn.modules.batchnorm._NormBase
+
+
+class HasRuntime(Protocol):
+    """A `chunkmem.ChunkManager`."""
+
+    @property
+    def runtime(self) -> Runtime: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What is known of a sample's value."""
+
+    depth: int
+    """Modules that have run."""
+    crc: int
+    """Of the sample as it came in."""
+
+
+@dataclass(slots=True)
+class CacheReport:
+    """Samples since the cache was made. `str()` is one line."""
+
+    num_found: int = 0
+    num_computed: int = 0
+    """From the start, or from where an earlier, shorter prefix had ended."""
+
+    def __str__(self) -> str:
+        return f"{self.num_found} samples from the cache, {self.num_computed} computed"
+
+
+class FrozenCache:
+    """Runs frozen modules, and keeps what they make of each sample: on HOST, then on DISK.
+
+        cache = chunkmem.FrozenCache(manager, host="8GiB", disk="/mnt/nvme")
+        for ids, x, y in loader:
+            h = cache(schedule.frozen, x, ids)
+            loss = loss_fn(rest(h), y)
+
+    Values are those of the first time, to the bit. They are found again as long as the modules, their weights and the
+    sample are the same; all three are compared. More modules than the last time begin where those had ended.
+
+    Args:
+        manager: of the modules.
+        host: bytes on HOST, which are taken now, and count in its cap as role "frozen_cache".
+        disk: a folder for what does not fit there; None: it is forgotten.
+        disk_capacity: the most bytes of the file there.
+
+    Raises:
+        ConfigError: a size is none, or the folder cannot be used.
+        CapacityError: HOST has no room.
+    """
+
+    def __init__(
+        self,
+        manager: HasRuntime,
+        *,
+        host: str | int,
+        disk: str | os.PathLike[str] | None = None,
+        disk_capacity: str | int = "64GiB",
+    ) -> None:
+        self._runtime = runtime = manager.runtime
+        runtime.require_open()
+        folder = None if disk is None else Path(disk)
+        runtime.forget_plans()  # HOST has less room for what they move
+        self._levels = Levels(runtime.memory.pager, parse_nbytes(host), folder, parse_nbytes(disk_capacity))
+        self._kept: dict[Hashable, _Kept] = {}
+        self._modules: tuple[nn.Module, ...] = ()
+        """Of the last call."""
+        self._form: tuple[torch.Size, torch.dtype] | None = None
+        """Of the value of one sample."""
+        self._digests: dict[int, tuple[int, int]] = {}
+        """By the identity of a parameter: what had changed when it was looked at, and the checksum of its values."""
+        self.report = CacheReport()
+
+    def __call__(
+        self, modules: nn.Module | Iterable[nn.Module], x: torch.Tensor, ids: Sequence[Hashable]
+    ) -> torch.Tensor:
+        """Return what the modules, one after the other, make of a batch; it requires no gradients.
+
+        Args:
+            modules: frozen ones.
+            x: a batch, samples first.
+            ids: of each sample, the same in each epoch: a list, or a 1-D tensor of integers.
+
+        Raises:
+            StateError: a module is trained, draws random numbers or collects statistics; or a sample is not what it was
+                the last time, as after augmentation: what is kept would be of another one.
+            ConfigError: `ids` are not one a sample.
+            TierIOError: DISK failed.
+        """
+        self._runtime.require_open()
+        is_one = isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList)
+        chain: tuple[nn.Module, ...] = (modules,) if is_one else tuple(modules)  # type: ignore[arg-type, assignment]
+        keys = _keys(ids, x)
+        for number, module in enumerate(chain):
+            _require_frozen(module, number)
+        if not chain:
+            return x
+        self._follow(chain)
+        samples = x.detach().to("cpu").contiguous()
+        crcs = [zlib.crc32(sample.reshape(-1).view(torch.uint8).numpy()) for sample in samples]
+        for key, crc in zip(keys, crcs, strict=True):
+            if key in self._kept and self._kept[key].crc != crc:
+                raise StateError(
+                    f"sample {key!r} is not what it was the last time: with augmentation, or ids that are not the same "
+                    "in each epoch, what frozen layers have made of it cannot be used again. Call the modules without "
+                    "the cache, or transform after them"
+                )
+        depth = min((self._depth(key) for key in keys), default=0)
+        value = self._read(keys, x.device) if depth else x
+        if depth == len(chain):
+            self.report.num_found += len(keys)
+            return value
+        self.report.num_computed += len(keys)
+        with torch.no_grad(), _NoRandomNumbers():  # type: ignore[no-untyped-call]
+            for module in chain[depth:]:
+                value = module(value)
+        self._write(keys, crcs, value, len(chain))
+        return value
+
+    def _depth(self, key: Hashable) -> int:
+        return self._kept[key].depth if key in self._kept and key in self._levels else 0
+
+    def _follow(self, chain: tuple[nn.Module, ...]) -> None:
+        """Forget what other modules, or other weights, have made."""
+        common = 0
+        for old, new in zip(self._modules, chain, strict=False):
+            if old is not new:
+                break
+            common += 1
+        have_changed = [self._has_changed(module) for module in chain]  # each of them is looked at
+        least = min(common, have_changed.index(True) if any(have_changed) else len(chain))
+        if least < len(self._modules):
+            for key in [key for key, kept in self._kept.items() if kept.depth > least]:
+                del self._kept[key]
+                self._levels.forget(key)
+        self._modules = chain
+
+    def _has_changed(self, module: nn.Module) -> bool:
+        """Tell whether a module has other values than the last time it was asked about."""
+        found = False
+        tensors = [*module.parameters(), *module.buffers()]
+        for tensor in tensors:
+            tag, before = self._tag(tensor), self._digests.get(id(tensor))
+            if before is not None and before[0] == tag:
+                continue
+            crc = self._checksum(tensor)
+            found = found or before is None or before[1] != crc
+            self._digests[id(tensor)] = tag, crc
+        return found
+
+    def _tag(self, tensor: torch.Tensor) -> int:
+        """Return what changes whenever values may have."""
+        managed = self._runtime.registry.find(tensor)
+        if managed is None:
+            return hash((tensor._version, tensor.data_ptr()))
+        return hash((self._runtime.memory.store.chunks[ChunkId(Role.PARAM, managed.group)].version, managed.group))
+
+    def _checksum(self, tensor: torch.Tensor) -> int:
+        managed = self._runtime.registry.find(tensor)
+        values = tensor.detach().to("cpu") if managed is None else self._runtime.updater.read_weight(managed)
+        return zlib.crc32(values.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+    def _read(self, keys: Sequence[Hashable], device: torch.device) -> torch.Tensor:
+        assert self._form is not None
+        shape, dtype = self._form
+        batch = torch.empty((len(keys), *shape), dtype=dtype, device="cpu")
+        for row, key in zip(batch, keys, strict=True):
+            self._levels.read(key, row.reshape(-1).view(torch.uint8))
+        return batch.to(device)
+
+    def _write(self, keys: Sequence[Hashable], crcs: Sequence[int], value: torch.Tensor, depth: int) -> None:
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != (len(keys),):
+            what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ConfigError(
+                f"FrozenCache: the modules returned {what} for {len(keys)} samples; one tensor, samples first, can be "
+                "kept"
+            )
+        rows = value.detach().to("cpu").contiguous()
+        form = rows.shape[1:], rows.dtype
+        size_nbytes = rows[0].numel() * rows.dtype.itemsize
+        if form != self._form or size_nbytes != self._levels.size_nbytes:
+            self._form = form
+            self._kept.clear()
+            self._levels.clear(size_nbytes)
+        for key, crc, row in zip(keys, crcs, rows, strict=True):
+            if self._levels.write(key, row.reshape(-1).view(torch.uint8)):
+                self._kept[key] = _Kept(depth, crc)
+        for key in [key for key in self._kept if key not in self._levels]:
+            del self._kept[key]
+
+    def __len__(self) -> int:
+        """Samples that are kept."""
+        return len(self._levels)
+
+    @property
+    def num_on_disk(self) -> int:
+        """Of those, the ones that are not on HOST."""
+        return self._levels.num_on_disk
+
+    def close(self) -> None:
+        """Give all memory back. Idempotent."""
+        self._kept.clear()
+        self._levels.close()
+
+
+class _NoRandomNumbers(TorchDispatchMode):
+    """Refuses operators that draw random numbers: what they return is not a function of the sample."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise StateError(
+                f"FrozenCache: {func.name()} draws random numbers, so what frozen layers make of a sample differs each "
+                "time; put them into evaluation mode, module.eval()"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _require_frozen(module: nn.Module, number: int) -> None:
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            raise StateError(
+                f"FrozenCache: parameter {name} of module {number} ({type(module).__name__}) is trained; call "
+                "manager.freeze() before, or leave the module out"
+            )
+    for name, inner in module.named_modules():
+        where = f"{name or 'module'} of module {number} ({type(inner).__name__})"
+        if inner.training and isinstance(inner, _DROPOUT) and inner.p > 0:
+            raise StateError(f"FrozenCache: {where} drops values at random; put it into evaluation mode, .eval()")
+        if inner.training and isinstance(inner, _NORM) and inner.track_running_stats:
+            raise StateError(
+                f"FrozenCache: {where} collects statistics of the batch, and its outputs depend on other samples; "
+                "put it into evaluation mode, .eval()"
+            )
+
+
+def _keys(ids: Sequence[Hashable], x: torch.Tensor) -> list[Hashable]:
+    found: list[Hashable] = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+    if not isinstance(x, torch.Tensor) or x.ndim == 0:
+        raise ConfigError("FrozenCache takes a batch as one tensor, samples first")
+    if len(found) != len(x):
+        raise ConfigError(f"FrozenCache: there are {len(found)} ids for {len(x)} samples; give one each")
+    return found
