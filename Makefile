@@ -5,10 +5,13 @@
 #   TORCH=torch==2.13.0   another torch, e.g. a wheel for your CUDA version
 #   VENV=.venv            another folder to install into: make test TORCH=torch==2.11.0 VENV=.venv-2.11
 #   JOBS=2                processes that `make test` runs beside each other
+#   PYTHONS, TORCHES      what `make matrix` installs with: PYTHONS="python3.11 python3.13" TORCHES="2.11.0 2.13.0"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= 2
+PYTHONS ?= python3.11 python3.12 python3.13
+TORCHES ?= 2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -16,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 
 .DELETE_ON_ERROR:
-.PHONY: venv demo test test-full check bench clean
+.PHONY: venv demo test test-full matrix check bench clean
 
 venv: $(VENV)/.plot
 
@@ -28,6 +31,10 @@ test: $(VENV)/.test
 
 test-full: $(VENV)/.test $(VENV)/.integrations
 	$(RUN) -m pytest tests -q --durations=25 --full
+
+# Installs into .matrix what a CI matrix would: an sdist and a wheel, built in isolation, with each Python that is there.
+matrix:
+	$(PYTHON) tests/matrix.py --python $(PYTHONS) --torch $(TORCHES)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -54,7 +61,7 @@ bench: $(VENV)/.test
 	$(RUN) -m benchmarks.distributed.run
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and is named in every later command: asked for as a mere dependency, pip may fetch another one.

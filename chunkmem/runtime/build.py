@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -190,24 +191,29 @@ def load_library(recipe: Recipe, cache_dir: Path, *, load: Callable[[str], objec
 
 
 def _compile(recipe: Recipe, folder: Path) -> Path:
-    """Compile all units at once, then link; return the library."""
+    """Compile all units at once, then link; return the library. A terminal shows a line meanwhile."""
     include = _torch_dir() / "include"
     common = (f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-isystem", str(include))
+    from tqdm import tqdm
+
     objects = [folder / f"{index}.o" for index in range(len(recipe.units))]
-    _run_all(
-        [
-            [*recipe.compiler, *flags, *common, "-c", str(source_dir() / source), "-o", str(target)]
-            for (source, flags), target in zip(recipe.units, objects, strict=True)
-        ]
-    )
     library = folder / f"{recipe.name}.so"
     libraries = f"-L{_torch_dir() / 'lib'}"
-    _run_all([[*recipe.compiler, *map(str, objects), "-o", str(library), libraries, *recipe.link_flags]])
+    title = f"chunkmem: compiling {recipe.name}, once"
+    with tqdm(total=len(objects) + 1, desc=title, unit="file", disable=None, leave=False) as bar:
+        _run_all(
+            [
+                [*recipe.compiler, *flags, *common, "-c", str(source_dir() / source), "-o", str(target)]
+                for (source, flags), target in zip(recipe.units, objects, strict=True)
+            ],
+            bar,
+        )
+        _run_all([[*recipe.compiler, *map(str, objects), "-o", str(library), libraries, *recipe.link_flags]], bar)
     return library
 
 
-def _run_all(commands: Sequence[Sequence[str]]) -> None:
-    """Run commands side by side; BuildError with the first message of the first that fails."""
+def _run_all(commands: Sequence[Sequence[str]], bar: Any) -> None:
+    """Run commands side by side; BuildError with the first message of the first that fails. `bar` counts them."""
     with ExitStack() as stack:
         running: list[subprocess.Popen[str]] = []
         for command in commands:
@@ -227,6 +233,7 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
                     f"{Path(command[0]).name} ended with status {process.returncode}: {_first_error(output)}; install "
                     "a C++ compiler that knows C++20 (GCC 11, Clang 14), name it in CXX, and run `chunkmem build`"
                 )
+            bar.update()
 
 
 def _first_error(output: str) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pty
 import shutil
 import subprocess
 import sys
+import termios
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +87,25 @@ def test_every_source_gets_the_flags_that_keep_its_bits(tmp_path: Path, compiler
     assert len(compilations) == len(list((build.source_dir() / "cpu").glob("*.cpp"))) + 1
     assert all(" -ffp-contract=off " in line and "-ffast-math" not in line for line in compilations)
     assert "-ltorch_cpu" in link
+
+
+def test_a_terminal_shows_a_line_while_they_are_compiled(tmp_path: Path, compiler: Callable[..., str]) -> None:
+    """The first run took a minute without a word. A log gets none of it."""
+    program = (
+        "import sys; from pathlib import Path; from chunkmem.runtime.build import cpu_recipe, ensure_library; "
+        "ensure_library(cpu_recipe(sys.argv[1]), Path(sys.argv[2]))"
+    )
+    command = [sys.executable, "-c", program, compiler(WORKS)]
+    terminal, other_end = pty.openpty()
+    termios.tcsetwinsize(other_end, (24, 100))
+    subprocess.run([*command, str(tmp_path / "first")], stderr=other_end, check=True)
+    shown = os.read(terminal, 1 << 16).decode()
+    os.close(other_end)
+    os.close(terminal)
+    assert "chunkmem: compiling kernels, once:   0%" in shown
+    piped = subprocess.run([*command, str(tmp_path / "second")], capture_output=True, text=True, check=True)
+    assert "compiling" not in piped.stderr
+    assert list((tmp_path / "second").iterdir())
 
 
 def test_the_name_tells_sources_torch_and_compilers_apart(
