@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,12 @@ from chunkmem.nn.tiled import TiledLinear
 Call = Callable[..., Any]
 MakeCall = Callable[[Call], Call]
 _LISTS = (nn.ModuleList, nn.Sequential)
+_OPAQUE = (
+    *(f"chunkmem.{name}" for name in ("comm", "plan", "runtime", "shard", "steps", "trace", "tracing", "entry_points")),
+    *(f"chunkmem.nn.{name}" for name in ("access", "backward", "binding", "frames", "parameter_reads", "references")),
+    *(f"chunkmem.nn.{name}" for name in ("regions", "saved_tensors", "served", "transforms", "turn")),
+)
+"""What serves a parameter that compiled code reads, and that is not in its unit."""
 
 
 class CompiledCall:
@@ -201,6 +208,7 @@ class CompiledModules:
 
     def _enclose(self, unit: nn.Module, compiled: Call) -> None:
         self._check_addresses(unit, compiled)
+        _hide_from_compiler()
         call = CompiledCall(unit, unit._call_impl if self._is_rehearsal else compiled)
         for part in self._parts:
             part.enclose(unit, call)
@@ -266,6 +274,17 @@ def _units_under(module: nn.Module) -> Iterable[nn.Module]:
             yield from _units_under(child)
     elif next(module.children(), None) is not None:
         yield module
+
+
+def _hide_from_compiler() -> None:
+    """Have the compiler follow no code that serves parameters: it runs as it is, as torch's own does."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    for name in _OPAQUE if rules is not None else ():
+        spec = find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        if spec.origin.removesuffix("__init__.py") not in rules.SKIP_DIRS:  # type: ignore[union-attr]
+            rules.add(name)  # type: ignore[union-attr]
 
 
 def _code_of(unit: nn.Module) -> Call:

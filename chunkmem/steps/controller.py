@@ -108,8 +108,6 @@ class StepController(KnownSteps):
         self._choices = RegionChoices(maker.machine, options)
         self._iteration_end = IterationEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
         self.timelines = LastTimelines(tiers, pager.store)
-        self.has_compiled = False
-        """torch's compiler has worked in the iteration that runs, or ran last."""
 
     def adopt_trace(self, trace: Trace) -> None:
         """Use a trace of an earlier run: the same calls are recomputed as in it.
@@ -218,9 +216,8 @@ class StepController(KnownSteps):
 
     def note_compiled(self) -> None:
         """torch's compiler begins: what it takes is no part of computing. Several ranks have to agree on that."""
-        self.has_compiled = self.has_compiled or self.now.is_running
-        if self._is_lone and self.now.is_running:
-            self.excuse_iteration()
+        self.now.has_compiled = self.now.has_compiled or self.now.is_running
+        self.now.is_excused = self.now.is_excused or (self._is_lone and self.now.is_running)
 
     def forget(self) -> None:
         """There is more to manage than was recorded: record again."""
@@ -244,7 +241,6 @@ class StepController(KnownSteps):
             self._pager.policy = policy.policy if isinstance(policy, BetweenSteps) else policy
 
     def _begin_iteration(self, mode: Mode, root: int) -> None:
-        self.has_compiled = False
         kinds, is_lone = self.kinds[mode], self._is_lone
         self.now.key = key = Key(root, self._trainable() if mode is Mode.TRAIN else b"") if is_lone else Key()
         is_recorded = (self.may_record or mode is Mode.EVAL) and kinds.wants_record(key)
@@ -253,7 +249,7 @@ class StepController(KnownSteps):
             other.stop(besides=entry)
         has_alternative = mode is Mode.TRAIN and self._aside is not None
         plan_executor = None if entry is None else entry.prepare(has_alternative=has_alternative)
-        self.now.mode, self.now.is_running = mode, True
+        self.now.mode, self.now.is_running, self.now.has_compiled = mode, True, False
         self._iteration_end.begin()
         self.timelines.begin()
         if mode is Mode.TRAIN:

@@ -33,3 +33,5 @@ class Iteration:
     step_log: StepLog | None = None
     is_excused: bool = False
     """Nothing is to be learnt from it."""
+    has_compiled: bool = False
+    """torch's compiler has worked in it."""

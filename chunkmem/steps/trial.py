@@ -67,7 +67,7 @@ class AheadTrial:
         state = next(self._states, None)
         if state is None:
             return
-        compiled = float(self._controller.has_compiled)
+        compiled = float(self._controller.now.has_compiled)
         if state == self._learned or not any(self._ranks.max_over((compiled,), label=_LABEL)):
             state()
         else:
