@@ -31,7 +31,7 @@ struct BlockCall {
 
 // Where the scales of a tensor begin, behind its codes, and the bytes of both.
 CHUNKMEM_INLINE int64_t scales_begin(int64_t numel) { return (numel + 3) / 4 * 4; }
-inline int64_t num_blocks_of(int64_t numel) { return (numel + kCodeBlock - 1) / kCodeBlock; }
+CHUNKMEM_INLINE int64_t num_blocks_of(int64_t numel) { return (numel + kCodeBlock - 1) / kCodeBlock; }
 inline int64_t codes_nbytes(int64_t numel) { return scales_begin(numel) + 4 * num_blocks_of(numel); }
 
 inline void check_like(const char* name, const Tensors& tensors, const Tensors& params, ScalarType type, bool is_codes) {

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -20,6 +21,8 @@ _ONE = 0x3F800000 >> _SHIFT
 _NEAREST = 1 << (_SHIFT - 1)
 _LEAST_SCALE = 2.0**-80
 _WORD = 0xFFFFFFFF
+_PIECE = 1 << 18
+"""Elements at a time: there are temporaries of some dozen bytes for each."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,16 @@ class BlockCodes:
 
     def decode(self, stored: torch.Tensor, numel: int) -> torch.Tensor:
         """Return `numel` elements in float32, 1-D."""
-        at = _scales_at(numel)
-        scales = stored[at:].view(torch.float32).repeat_interleave(BLOCK)[:numel]
-        codes = stored[:numel].int()
+        values = torch.empty(numel, dtype=torch.float32, device=stored.device)
+        scales = stored[_scales_at(numel) :].view(torch.float32)
+        for at, blocks in _pieces(numel):
+            codes = stored[at].int()
+            values[at] = self._decoded(codes, scales[blocks].repeat_interleave(BLOCK)[: len(codes)])
+        return values
+
+    def _decoded(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         magnitude = codes & 127 if self.is_signed else codes
-        c = self._smallest.to(stored.device)
+        c = self._smallest.to(codes.device)
         t = ((magnitude + self._offset) << _SHIFT).view(torch.float32)
         ratio = torch.where(magnitude == self.top, 1.0, (t - c) * (1 / (1 - c)))
         values = ratio * scales
@@ -65,11 +73,19 @@ class BlockCodes:
             values: float32, 1-D.
             dither: random bits of each element, int32, of which the lower 15 count; None: round to nearest.
         """
-        numel, at = values.numel(), _scales_at(values.numel())
+        numel = values.numel()
         stored = torch.zeros(self.numel_of(numel), dtype=torch.uint8, device=values.device)
-        if not numel:
-            return stored
-        bits = values.contiguous().view(torch.int32)
+        scales = stored[_scales_at(numel) :].view(torch.float32)
+        values = values.contiguous()
+        for at, blocks in _pieces(numel):
+            self._encode(values[at], None if dither is None else dither[at], stored[at], scales[blocks])
+        return stored
+
+    def _encode(
+        self, values: torch.Tensor, dither: torch.Tensor | None, to: torch.Tensor, scales: torch.Tensor
+    ) -> None:
+        """Write codes and scales."""
+        numel, bits = values.numel(), values.view(torch.int32)
         most = pad(bits & 0x7FFFFFFF, (0, -numel % BLOCK)).view(-1, BLOCK).amax(dim=1)
         scale, shrink, inverse = (column.repeat_interleave(BLOCK)[:numel] for column in _scales_of(most))
         ratio = values.abs() * shrink * inverse
@@ -82,12 +98,18 @@ class BlockCodes:
             codes = codes | torch.where(bits < 0, 128, 0)
         else:
             codes = torch.where((codes == 0) & (bits & 0x7FFFFFFF != 0), 1, codes)
-        stored[:numel] = codes.to(torch.uint8)
-        stored[at:].view(torch.float32).copy_(scale[::BLOCK])
-        return stored
+        to.copy_(codes)
+        scales.copy_(scale[::BLOCK])
 
 
 SIGNED, UNSIGNED = BlockCodes(is_signed=True), BlockCodes(is_signed=False)
+
+
+def _pieces(numel: int) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of elements and those of their blocks: one after the other, temporaries stay small."""
+    for begin in range(0, numel, _PIECE):
+        end = min(numel, begin + _PIECE)
+        yield slice(begin, end), slice(begin // BLOCK, -(-end // BLOCK))
 
 
 def _scales_at(numel: int) -> int:

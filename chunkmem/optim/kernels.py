@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from chunkmem.optim import reference
+from chunkmem.optim.codes import SIGNED, UNSIGNED
 from chunkmem.optim.segments import LOWP, HyperParameters, Outputs, Pass, Segments
 from chunkmem.runtime.build import BuildError, cpu_recipe, cuda_recipe_in, default_cache_dir, load_library
 
@@ -208,7 +209,28 @@ def _problem_with_cuda(trial: Callable[[], Sequence[str]]) -> str:
 
 def _try_cuda() -> list[str]:
     kernels = Kernels(frozenset({"cpu", "cuda"}))
-    return differing_calls(kernels, "cuda", expected=kernels)
+    return [*differing_calls(kernels, "cuda", expected=kernels), *differing_block_calls("cuda")]
+
+
+def differing_block_calls(device: str) -> list[str]:
+    """Return the updates by blocks in which the native kernel of `device` does not give the bits of that of the CPU."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        results = [_trial_of_blocks(dtype, place).cpu() for place in (device, "cpu")]
+        if not torch.equal(*results):
+            found.append(f"adamw_blocks of {str(dtype).removeprefix('torch.')} weights")
+    return found
+
+
+def _trial_of_blocks(dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Return what an update of some thousand random weights and 8-bit states makes of them."""
+    param, gradient, exp_avg, exp_avg_sq, _ = _trial_values(torch.bfloat16)
+    states = [SIGNED.encode(exp_avg).to(device), UNSIGNED.encode(exp_avg_sq).to(device)]
+    weights = param.to(device, dtype)
+    segments = Segments([weights], [gradient.to(device)], [states[0]], [states[1]])
+    outputs = ([weights], [states[0]], [states[1]])
+    torch.ops.chunkmem.adamw_blocks(*arguments(segments, _TRIAL_HYPER, Pass(0.5)), *outputs, [12345], 0)
+    return torch.cat([weights.view(torch.uint8), *states])
 
 
 def differing_calls(kernels: Kernels, device: str, *, expected: Kernels) -> list[str]:

@@ -114,7 +114,7 @@ def cuda_recipe(nvcc: str | None = None, *, capability: tuple[int, int] | None =
     if capability is not None:
         number = "".join(map(str, capability))
         target = (f"-gencode=arch=compute_{number},code=[sm_{number},compute_{number}]",)
-    units = tuple((source, (*NVCC_FLAGS, *target)) for source in ("cuda/adam.cu", "cuda/norm.cu"))
+    units = tuple((source, (*NVCC_FLAGS, *target)) for source in ("cuda/adam.cu", "cuda/blocks.cu", "cuda/norm.cu"))
     # With a CPU-only torch it compiles and links, but cannot be loaded: its CUDA functions are in libtorch_cuda.
     with_cuda = ("-ltorch_cuda",) if (_torch_dir() / "lib" / "libtorch_cuda.so").exists() else ()
     link_flags = ("-shared", "-Xlinker=--no-as-needed", "-ltorch_cpu", *with_cuda)

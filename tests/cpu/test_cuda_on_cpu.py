@@ -57,6 +57,25 @@ for grad, out in ((torch.float32, None), (torch.bfloat16, torch.bfloat16), (torc
     assert same(Segments(made.params, [], made.exp_avgs, made.exp_avg_sqs, inputs.lowp_outs), theirs), grad
 assert launches(cuda.kernels.adamw_, Segments([], [], [], []), hyper) == 0
 
+# Updates by blocks: states in 8 bits, or weights in bfloat16 that are rounded stochastically.
+from chunkmem.optim import blocks
+from chunkmem.optim.codes import SIGNED, UNSIGNED
+for param, grad, out, has_codes in (
+    (torch.float32, torch.bfloat16, torch.bfloat16, True), (torch.float32, torch.float16, torch.float16, True),
+    (torch.bfloat16, torch.bfloat16, None, True), (torch.bfloat16, torch.bfloat16, None, False),
+):
+    states = [[codes.encode(t) if has_codes else t for t in tensors()] for codes in (SIGNED, UNSIGNED)]
+    before = Segments(tensors(param), tensors(grad), *states, [] if out is None else tensors(out))
+    def update():
+        lists = (before.params, before.grads, before.exp_avgs, before.exp_avg_sqs, before.lowp_outs)
+        own = Segments(*([t.clone() for t in ts] for ts in lists))
+        return blocks.BlockUpdate(own, Outputs(own.params, own.exp_avgs, own.exp_avg_sqs), list(range(len(lengths))))
+    ours, theirs, how = update(), update(), Pass(0.5, tail_width=8)
+    assert launches(blocks.adamw_blocks, cuda.kernels, ours, hyper, how) == -(-num_tensors // 24)
+    blocks.reference(theirs, hyper, how)
+    assert same(ours.segments, theirs.segments), (param, grad, has_codes)
+    assert not same(ours.segments, update().segments)
+
 # Norms: whole blocks within tensors, blocks in which tensors meet, and the last one.
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for grads in (tensors(dtype), [torch.rand(300_001, generator=draw).to(dtype)], [torch.rand(2048).to(dtype)] * 250,

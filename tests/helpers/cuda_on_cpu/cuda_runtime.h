@@ -88,6 +88,14 @@ inline double __shfl_down_sync(unsigned, double value, int by) {
   return lane + by < cuda_on_cpu::kLanes ? warp.received[lane + by] : value;
 }
 
+inline double __shfl_xor_sync(unsigned, double value, int by) {
+  using cuda_on_cpu::warp;
+  const int lane = warp.lane;
+  warp.given[lane] = value;
+  swapcontext(&warp.lanes[lane], &warp.scheduler);
+  return warp.received[lane ^ by];
+}
+
 template <class Body>
 void run_on_cpu(unsigned num_blocks, unsigned num_threads, const Body& body) {
   ++cuda_on_cpu::num_launches;

@@ -20,4 +20,5 @@ __attribute__((visibility("default"))) int64_t num_launches() { return cuda_on_c
 #include "../../../csrc/cuda/common.h"
 #define CUDA CPU
 #include "../../../csrc/cuda/adam.cu"
+#include "../../../csrc/cuda/blocks.cu"
 #include "../../../csrc/cuda/norm.cu"
