@@ -13,13 +13,14 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.tiled import TiledLinear
 from chunkmem.optim.checks import require_fit, saved_groups
 from chunkmem.optim.class_calls import NOT_OPTIONS, OptimizerClass, require_class
-from chunkmem.optim.class_rule import ClassHyper, ClassRule, add_to, new_item
+from chunkmem.optim.class_rule import ClassHyper, ClassRule, Place, Record, add_to, new_item
 from chunkmem.optim.class_trials import ClassTrial, EntryForm
 from chunkmem.optim.entries import EntryStates, blank_entry, entry_problems
 from chunkmem.optim.host import HasRuntime, OptimizerHost
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.rule import StateSpec, UpdateItem
-from chunkmem.optim.shaped_state import TensorForm
+from chunkmem.optim.saved import HeldStates
+from chunkmem.optim.shaped_state import ShapedState, TensorForm, moved_to
 
 CLASS_KEY = "optimizer"
 """Of a parameter group that is added: its class, if there are several."""
@@ -135,6 +136,27 @@ class Optimizer(RuleOptimizer):
     def move_to(self, host: OptimizerHost) -> None:
         self._tiles, self._kinds = None, []
         super().move_to(host)
+
+    def counts(self) -> dict[ManagedParameter, HeldStates]:
+        found = {}
+        for managed, count in self._states.steps.items():
+            entry, specs = self._states.entry(managed), self._states.specs_of(managed)
+            roles = tuple(specs[key].role for key, value in (entry or {}).items() if value is Place.CHUNK)
+            found[managed] = HeldStates(count, roles, entry, tuple(specs.values()))
+        return found
+
+    def take_over(self, counts: Mapping[ManagedParameter, HeldStates]) -> None:
+        wanted = {}
+        for managed, held in counts.items():
+            specs = {spec.key: moved_to(managed, spec) for spec in held.specs if isinstance(spec, ShapedState)}
+            wanted[managed] = tuple({**self._states.specs_of(managed), **specs}.values())
+        self._claim_more(wanted)
+        for managed, held in counts.items():
+            if self._host.owns(managed):
+                self._states.steps[managed] = held.count.clone()
+                entry = None if held.entry is None else dict(held.entry)
+                self._states.records[managed] = Record(entry, is_new=False)
+        self._states.note(managed for managed, held in counts.items() if held.entry is not None)
 
     # The states of a parameter.
 

@@ -52,6 +52,10 @@ class Claims:
         """Return what an update of a group touches: PARAM, GRAD, MASTER if there is one, then the states."""
         return self._chunks[group]
 
+    def by_parameter(self, group: int) -> Mapping[ManagedParameter, Sequence[StateSpec]]:
+        """Return the states that were claimed for each parameter of a group."""
+        return self._states.get(group, {})
+
     def states_of(self, managed: ManagedParameter) -> Sequence[StateSpec]:
         """Return the states that were claimed for a parameter."""
         return self._states[managed.group][managed]

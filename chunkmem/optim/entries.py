@@ -65,6 +65,12 @@ class EntryStates(ChunkStates):
     def _roles_of(self, params: Iterable[ManagedParameter]) -> set[Role]:
         return {spec.role for managed in params for spec in self._updater.claims.states_of(managed)}
 
+    def entry(self, managed: ManagedParameter) -> Entry | None:
+        """Return a copy of what its class keeps of a parameter, with `Place.CHUNK` for tensors that have elements."""
+        record = self.records.get(managed)
+        self._updater.settle()
+        return None if record is None or record.entry is None or record.is_blank else dict(record.entry)
+
     def _entry(self, managed: ManagedParameter) -> Entry:
         """Return the entry of a parameter once no update is under way."""
         self._updater.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,20 @@ from chunkmem.optim.rule import StateSpec, UpdateRule
 from chunkmem.optim.speculative import Intent
 from chunkmem.optim.state import OptimizerState, ParameterState
 from chunkmem.types import Role
+
+
+@dataclass(frozen=True)
+class HeldStates:
+    """What a rank has of a parameter, as it is told to others."""
+
+    count: torch.Tensor
+    """The number of its updates: 0-dim float32."""
+    roles: tuple[Role, ...]
+    """Of the states that it has."""
+    entry: Mapping[str, Any] | None = None
+    """Of a class of torch's: its state, with a mark for what chunks have."""
+    specs: tuple[StateSpec, ...] = ()
+    """Of a class of torch's: the states that were claimed for it."""
 
 
 class StatefulOptimizer(ChunkedOptimizer):
@@ -178,12 +193,13 @@ class StatefulOptimizer(ChunkedOptimizer):
         """All states that it may keep of a parameter."""
         return self._rule.all_states
 
-    def counts(self) -> dict[ManagedParameter, tuple[torch.Tensor, tuple[Role, ...]]]:
+    def counts(self) -> dict[ManagedParameter, HeldStates]:
         """Return the parameters whose states this rank has: each one's number of updates, and the states it has."""
         states_of = self._updater.claims.states_of
-        return {m: (count, tuple(spec.role for spec in states_of(m))) for m, count in self._states.steps.items()}
+        steps = self._states.steps.items()
+        return {m: HeldStates(count, tuple(spec.role for spec in states_of(m))) for m, count in steps}
 
-    def take_over(self, counts: Mapping[ManagedParameter, tuple[torch.Tensor, Sequence[Role]]]) -> None:
+    def take_over(self, counts: Mapping[ManagedParameter, HeldStates]) -> None:
         """Have the states of parameters that `counts` has returned on other ranks; what is in them comes later.
 
         Args:
@@ -192,10 +208,8 @@ class StatefulOptimizer(ChunkedOptimizer):
         Raises:
             CapacityError: see `move_to`.
         """
-        self._claim_more(
-            {managed: self._rule.states_in(dict.fromkeys(roles)) for managed, (_, roles) in counts.items()}
-        )
-        own = {managed: count.clone() for managed, (count, _) in counts.items() if self._host.owns(managed)}
+        self._claim_more({m: self._rule.states_in(dict.fromkeys(held.roles)) for m, held in counts.items()})
+        own = {managed: held.count.clone() for managed, held in counts.items() if self._host.owns(managed)}
         self._states.steps.update(own)
         self._states.note(counts)
 

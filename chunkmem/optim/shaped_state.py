@@ -74,6 +74,11 @@ class ShapedState(StateSpec):
         return Chunk(key, form, getattr(torch, form.dtype), label, tuple(forms))
 
 
+def moved_to(managed: ManagedParameter, spec: ShapedState) -> ShapedState:
+    """Return what a parameter claims that is in another place of its group now."""
+    return replace(spec, forms=tuple(form._replace(position=managed.position) for form in spec.forms))
+
+
 def merged(claims: Sequence[tuple[ManagedParameter, StateSpec]]) -> StateSpec:
     """Return what a group has of one role, given what each of its parameters claims of that.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from chunkmem.errors import CapacityError
 from chunkmem.layout.spec import Group, MasterCopy
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.optim.rule import StateSpec
+from chunkmem.optim.shaped_state import ShapedState, SlotForm
 from chunkmem.plan.moves import HeldGroup, Moves, WantedGroup, extra_nbytes, plan_moves
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk
 from chunkmem.runtime.tiers import Tiers
@@ -35,6 +36,8 @@ class Inventory:
     """Parameters with master weights."""
     states: Mapping[int, tuple[Role, ...]]
     """By parameter, the optimizer states that it has."""
+    shaped: Mapping[int, tuple[ShapedState, ...]]
+    """By parameter, the states of a shape of their own that it has slots for."""
 
 
 def take_inventory(
@@ -65,7 +68,12 @@ def take_inventory(
         if key.role.is_state and key.group in groups and chunk.version != NO_CONTENT:
             nbytes[key.group, key.role] = chunk.nbytes
     found = {numbers[id(managed.param)]: tuple(roles) for managed, roles in states.items()}
-    return Inventory(groups, nbytes, dtypes, frozenset(masters), found)
+    shaped = {
+        numbers[id(managed.param)]: tuple(spec for spec in specs if isinstance(spec, ShapedState))
+        for group in groups
+        for managed, specs in runtime.updater.claims.by_parameter(group).items()
+    }
+    return Inventory(groups, nbytes, dtypes, frozenset(masters), found, shaped)
 
 
 def tier_of(chunk: Chunk) -> Tier | None:
@@ -98,6 +106,9 @@ class Contents:
         """By parameter: of its weights, those of its master weights if there are any."""
         self.states = {param: roles for each in inventories for param, roles in each.states.items()}
         """By parameter, the optimizer states that it has."""
+        self._shaped = {
+            (spec.role, param): spec for each in inventories for param, specs in each.shaped.items() for spec in specs
+        }
         self.phases = [Role.PARAM, *sorted({role for roles in self.states.values() for role in roles})]
         """What is moved in turn: weights, with their master weights, then each state."""
         self.held = [
@@ -134,11 +145,22 @@ class Contents:
 
     def _nbytes(self, group: Group, params: tuple[int, ...], specs: Mapping[Role, StateSpec], phase: Role) -> int:
         if phase is not Role.PARAM:
-            return specs[phase].form(group).nbytes if self.has_state(phase, params) else 0
+            return self._state_nbytes(group, params, specs, phase) if self.has_state(phase, params) else 0
         if not self.has_master(group, params):
             return group.nbytes
         # Weights are rounded again where they are used; those that are computed with on HOST never leave it.
         return group.in_float32().nbytes + group.nbytes * group.is_on_host
+
+    def _state_nbytes(self, group: Group, params: tuple[int, ...], specs: Mapping[Role, StateSpec], role: Role) -> int:
+        found = enumerate(self._shaped.get((role, param)) for param in params)
+        shaped = [(at, spec) for at, spec in found if spec is not None]
+        if not shaped:
+            return specs[role].form(group).nbytes
+        forms = [spec.forms[0]._replace(position=at) for at, spec in shaped]
+        for at, (slot, param) in enumerate(zip(group.slots, params, strict=True)):
+            if (role, param) not in self._shaped and role in self.states.get(param, ()):
+                forms.append(SlotForm(at, (slot.numel,), (1,)))
+        return replace(shaped[0][1], forms=tuple(sorted(forms))).form(group).nbytes
 
 
 def agreed_moves(contents: Contents, own: list[WantedGroup], *, ranks: Ranks) -> Moves:

@@ -27,6 +27,7 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ChunkmemError, ConfigError, StateError
 from chunkmem.nn.binding import dense_stride, move_to
 from chunkmem.nn.built import PutOff
+from chunkmem.optim.saved import HeldStates
 from chunkmem.pipeline.inventory import Contents, agreed_moves, free_copies, require_room, take_inventory
 from chunkmem.pipeline.modules import divide
 from chunkmem.pipeline.moving import ChunkMover
@@ -199,11 +200,11 @@ class _Change:
         ranks.agree("the optimizers of a manager", ", ".join(type(one).__name__ for one in self._optimizers))
         self._specs = {spec.role: spec for optimizer in self._optimizers for spec in optimizer.state_specs}
         counts = [optimizer.counts() for optimizer in self._optimizers]
-        states = {managed: roles for each in counts for managed, (_, roles) in each.items()}
+        states = {managed: held.roles for each in counts for managed, held in each.items()}
         inventory = take_inventory(before, self._numbers, states)
         self._own_nbytes = sum(inventory.nbytes.values())
         self._contents = Contents(self._of_all(inventory, "what ranks have"))
-        self._counts: list[dict[int, tuple[Any, Any]]] = []
+        self._counts: list[dict[int, HeldStates]] = []
         """By optimizer and number of a parameter: see `StatefulOptimizer.counts`."""
         for each in counts:
             own = {self._numbers[id(managed.param)]: found for managed, found in each.items()}

@@ -49,6 +49,25 @@ def test_two_data_parallel_ranks_become_two_stages(pair: Team, precision: str, m
     assert differences(pair.run(divided, change), pair.run(resumed, change)) == []
 
 
+@spread(
+    optimizer=["Muon and NAdam", "Adafactor"],
+    way=[((2, 1), 1), ((1, 2), 2)],
+    precision=["fp32", "bf16"],
+    model=["tied", "frozen"],
+)
+def test_states_of_classes_of_torch(pair: Team, optimizer: str, way: Way, precision: str, model: str) -> None:
+    """Each parameter has a shape of its own in their chunks, and numbers outside of chunks."""
+    sizes, stages = way
+    change = Change(StagedTask(precision=precision, model=model, sizes=sizes), stages, optimizer=optimizer)
+    assert differences(pair.run(divided, change), pair.run(resumed, change)) == []
+
+
+@spread(optimizer=["Muon and NAdam", "Adafactor"], way=[((2, 1), 1), ((1, 2), 2)])
+def test_room_for_states_of_classes_of_torch(pair: Team, optimizer: str, way: Way) -> None:
+    sizes, stages = way
+    pair.run(measured, Change(StagedTask(sizes=sizes), stages, optimizer=optimizer))
+
+
 @pytest.mark.parametrize(
     ("way", "model"),
     [

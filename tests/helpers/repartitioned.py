@@ -114,6 +114,14 @@ class Training:
     def _optimizer(self, change: Change, params: list[Any]) -> Any:
         if change.optimizer == "SGD":
             return chunkmem.SGD(params, manager=self.manager, lr=1e-2, momentum=0.9)
+        if change.optimizer == "Adafactor":
+            return chunkmem.Optimizer(torch.optim.Adafactor, params, manager=self.manager, lr=1e-2)
+        if change.optimizer == "Muon and NAdam":
+            matrices = [param for param in params if param.dim() == 2]
+            rest = [param for param in params if param.dim() != 2]
+            return chunkmem.Optimizer(
+                [(torch.optim.Muon, matrices), (torch.optim.NAdam, rest)], manager=self.manager, lr=1e-2
+            )
         return chunkmem.AdamW(params, manager=self.manager, lr=1e-2)
 
     def steps(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
