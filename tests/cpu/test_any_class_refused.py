@@ -416,3 +416,36 @@ def test_room_that_states_do_not_have_is_refused_with_their_bytes() -> None:
         with pytest.raises(chunkmem.CapacityError, match="optimizer: weights, gradients and states"):
             chunkmem.Optimizer(torch.optim.NAdam, model.parameters(), manager=manager)
         chunkmem.Optimizer(torch.optim.SGD, model.parameters(), manager=manager, lr=0.1, momentum=0.9)
+
+
+def test_states_of_different_dtypes_under_one_name_are_refused(manager: chunkmem.ChunkManager) -> None:
+    """Codes of 8 bits and values of a class would be in one chunk."""
+    model = manager.wrap(Blocks())
+    parameters = list(model.parameters())
+    chunkmem.AdamW(parameters[::2], manager=manager, states="8bit")
+    says = r"state exp_avg of parameter \S+ is .*, and that of \S+ in the same chunk is .*; use chunkmem\.Opt"
+    with pytest.raises(chunkmem.ConfigError, match=says):
+        chunkmem.Optimizer(torch.optim.NAdam, parameters[1::2], manager=manager)
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "NAdam"])
+def test_what_is_frozen_gives_its_states_back(kind: str) -> None:
+    """And begins as the class makes them when it is trained again, as in plain PyTorch once its state was deleted."""
+
+    def scenario(twin: Twin) -> list[float]:
+        block = twin.model.blocks[0]
+        losses = twin.steps(0, 1, 2)
+        if twin.manager is None:
+            block.requires_grad_(False)
+            for param in block.parameters():
+                del twin.optimizer.state[param]
+        else:
+            assert twin.manager.freeze(block).freed_nbytes > 0
+        losses += twin.steps(3, 4, 5)
+        if twin.manager is None:
+            block.requires_grad_(True)
+        else:
+            twin.manager.unfreeze(block)
+        return losses + twin.steps(6, 7)
+
+    same(Blocks, scenario, twin=ClassTwin, kind=kind)
