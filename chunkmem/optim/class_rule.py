@@ -232,7 +232,6 @@ class ClassRule(UpdateRule[ClassHyper]):
         grads = [grad for param in params if (grad := param.grad) is not None]
         grads = grads if multiplier is None else [grad.mul(multiplier) for grad in grads]
         results = self.step(list(params), grads, [states.get(param) for param in params], hyper)
-        torch.autograd.graph.increment_version(list(params))
         states.update({param: entry for param, entry in zip(params, results, strict=True) if entry is not None})
 
 

@@ -126,6 +126,32 @@ def test_master_weights(name: str, device_nbytes: int) -> None:
         assert_equal((copied(manager.state_dict(model)), copied(entries(optimizer))), expected[1:])
 
 
+@spread(name=["nesterov", "NAdam", "Adafactor", "Lion", "Muon"], device_nbytes=[AMPLE_NBYTES, 4 << 10])
+def test_bf16_without_master_weights(name: str, device_nbytes: int) -> None:
+    """As the class over a model in bf16: states are in bf16, too."""
+    way = by_name(name)
+
+    def run(manager: chunkmem.ChunkManager | None) -> Any:
+        torch.manual_seed(0)
+        model = Blocks() if manager is not None else Blocks().bfloat16()
+        params = [p for p in model.parameters() if p.dim() == 2 or way is not MUON]
+        if manager is None:
+            optimizer = way.kind(params, **way.options)
+        else:
+            manager.wrap(model)
+            optimizer = chunkmem.Optimizer(way.kind, params, manager=manager, **way.options)
+        for seed in STEPS:
+            model(features(seed).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+        states = copied(entries(optimizer))
+        assert any(value.dtype is torch.bfloat16 for value in states[0].values() if isinstance(value, Tensor))
+        return copied([param.bfloat16() for param in model.parameters()]), states
+
+    with chunkmem.ChunkManager(config(device_nbytes, precision="bf16", master_weights=False)) as manager:
+        assert_equal(run(manager), run(None))
+
+
 # Plans.
 
 

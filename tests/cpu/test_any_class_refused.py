@@ -170,8 +170,10 @@ def test_classes_that_are_refused(kind: Any, options: Any, says: str, manager: c
     """And the model trains on with another optimizer, as if there had been none."""
     twin = Twin(manager, Blocks)
     losses = twin.steps(0)
+    draws = torch.get_rng_state()
     with pytest.raises(chunkmem.ConfigError, match=says):
         chunkmem.Optimizer(kind, twin.model.parameters(), manager=manager, **options)
+    assert torch.equal(torch.get_rng_state(), draws), "trials have drawn random numbers"
     plain = Twin(None, Blocks)
     assert losses + twin.steps(1, 2) == plain.steps(0, 1, 2)
     assert_equal(twin.left(), plain.left())
@@ -244,15 +246,39 @@ class Assigning(Simple):
             param.data = param.data - group["lr"] * param.grad
 
 
+class Either(Simple):
+    """One state or the other, as an option says; the one that is not used stays."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, name="first")
+
+    def update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        for param in params:
+            average = self.state[param].setdefault(group["name"], torch.zeros_like(param))
+            average.lerp_(param.grad, 0.5)
+            param.sub_(average, alpha=group["lr"])
+
+
 class UserTwin(ClassTwin):
     def make(self, kind: str, params: Any, **options: Any) -> Any:
-        cls = {"values": NeedsValues, "assigning": Assigning, "tabled": Tabled}[kind]
+        cls = {"values": NeedsValues, "assigning": Assigning, "tabled": Tabled, "either": Either}[kind]
         return cls(params) if self.manager is None else chunkmem.Optimizer(cls, params, manager=self.manager)
 
 
 @pytest.mark.parametrize("kind", ["values", "assigning", "tabled"])
 def test_users_classes(kind: str) -> None:
     same(Blocks, lambda twin: twin.steps(*range(6)), twin=UserTwin, kind=kind)
+
+
+def test_states_that_options_do_not_call_for_any_more_stay() -> None:
+    def scenario(twin: Twin) -> list[float]:
+        losses = []
+        for seed, name in enumerate(["first", "first", "second", "second", "first", "second"]):
+            twin.optimizer.param_groups[0]["name"] = name
+            losses += twin.steps(seed)
+        return losses
+
+    same(Blocks, scenario, twin=UserTwin, kind="either")
 
 
 def test_gradients_that_a_class_changes_are_there_again_if_an_update_during_backward_was_wrong() -> None:

@@ -239,8 +239,12 @@ def measured(rank: int, change: Change) -> Cost:
         if training.late is not None:  # then it is packed with others, and has no states yet
             training.late.requires_grad_(True)
         cost = Cost(total(), _owned_by(manager))
-        with _watched(cost, total):
+        with _watched(cost, total) as planned:
             training.pipe.repartition(stages=change.stages)
+        if change.task.precision == "fp32":
+            _, wanted = planned[1]
+            expected = {group.group: sum(group.nbytes) for group in wanted if group.rank == rank}
+            assert _nbytes_by_group(manager) == expected
         assert pads_that_are_not_zero(manager) == []
         assert states_of_nobody(training) == []
         cost.after_nbytes, cost.wanted = total(), list(_owned_by(manager))
@@ -282,8 +286,18 @@ def _owned_by(manager: chunkmem.ChunkManager) -> dict[str, tuple[int, tuple[str,
     return found
 
 
+def _nbytes_by_group(manager: chunkmem.ChunkManager) -> dict[int, int]:
+    """By group that this rank owns: the bytes of its weights and states, once each."""
+    found: dict[int, int] = {}
+    for key, chunk in manager.runtime.memory.store.chunks.items():
+        is_own = chunk.version >= 0 and not chunk.is_remote
+        if is_own and key.role not in (Role.GRAD, Role.ACTIVATION):
+            found[key.group] = found.get(key.group, 0) + chunk.nbytes
+    return found
+
+
 @contextmanager
-def _watched(cost: Cost, total: Callable[[], int]) -> Iterator[None]:
+def _watched(cost: Cost, total: Callable[[], int]) -> Iterator[list[Any]]:
     def charge(self: Ledger, role: str, nbytes: int) -> None:
         usual_charge(self, role, nbytes)
         cost.peak_nbytes = max(cost.peak_nbytes, total())
@@ -303,6 +317,6 @@ def _watched(cost: Cost, total: Callable[[], int]) -> Iterator[None]:
         patch.setattr(Ledger, "charge", charge)
         patch.setattr(Neighbours, "send", send)
         patch.setattr(inventory, "plan_moves", plan)
-        yield
+        yield planned
     assert len(planned) == 2
     assert planned[0] == planned[1], "what was checked to have room is not what was packed"
