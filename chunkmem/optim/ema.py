@@ -26,9 +26,9 @@ class EMA:
     """Averages of managed parameters: `average = decay * average + (1 - decay) * weight` at each `update()`.
 
     The bits are those of `AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))` of `torch.optim.swa_utils` on
-    a CPU. In mixed precision master weights are averaged, in fp32. Averages stay on HOST, with a disk on DISK, and
-    count in its cap; weights that are elsewhere are copied there, a parameter at a time. Over ranks each averages the
-    chunks that it owns, and all of them make the same calls.
+    a CPU. In mixed precision master weights are averaged, in fp32; without those, weights in their dtype. Averages stay
+    on HOST, with a disk on DISK, and count in its cap; weights that are elsewhere are copied there, a parameter at a
+    time. Over ranks each averages the chunks that it owns, and all of them make the same calls.
 
     Args:
         manager: of the parameters.
