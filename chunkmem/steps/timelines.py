@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from chunkmem.plan.timeline import StepFigures, Timeline
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Trace
+from chunkmem.types import Tier
 
 
 class LastTimelines:
@@ -40,7 +42,14 @@ class LastTimelines:
             by_role |= {role.value: by_role[role.value] - nbytes for role, nbytes in for_good.items()}
             peaks[tier] = peak_nbytes - for_good.total(), by_role
         caps = {ledger.tier: ledger.limit_nbytes for ledger in self._ledgers}
-        self._last = lambda: kept.timeline(trace, peaks, caps)
+        on_device_nbytes = self._store.kept_nbytes(Tier.DEVICE).total()
+
+        def timeline() -> Timeline:
+            found = kept.timeline(trace, peaks, caps)
+            by_moment = tuple(nbytes - on_device_nbytes for nbytes in found.device_nbytes)
+            return replace(found, device_nbytes=by_moment) if on_device_nbytes else found
+
+        self._last = timeline
         if is_training:
             self._last_training = self._last
             self._figures = lambda: kept.figures(caps)

@@ -216,10 +216,12 @@ def test_modules_on_host_have_their_averages_on_all_ranks(pair: Team) -> None:
 
 
 @cpu_only
-@pytest.mark.parametrize("kind", ["tight", "disk"])
+@pytest.mark.parametrize("kind", ["tight", "disk", "one tier"])
 def test_steps_follow_their_plans_to_the_byte(kind: str, tmp_path: Path) -> None:
     """Averages are in no plan, and plans leave them their room."""
-    memory = {"device": 4 * SLAB, "host": 40 * SLAB} if kind == "tight" else {"device": 4 * SLAB, "host": 5 * SLAB}
+    memory: dict[str, Any] = {"device": 4 * SLAB, "host": 40 * SLAB if kind == "tight" else 5 * SLAB}
+    if kind == "one tier":
+        memory = {"device": None, "host": 40 * SLAB}
     with manager_of(tmp_path if kind == "disk" else None, **memory) as manager:
         training = Averaged(manager)
         for seed in range(8):
