@@ -75,13 +75,15 @@ def unfreeze(runtime: Runtime, what: object) -> FreezeReport:
         _agree(runtime, params, "unfrozen")
         for param in params:
             param.requires_grad_(True)
-        groups = {found.group for param in params if (found := runtime.registry.lookup(param)) is not None}
+        managed = [found for param in params if (found := runtime.registry.lookup(param)) is not None]
+        optimizers = runtime.optimizers
+        new = [each for each in managed if not any(each.param in optimizer.state for optimizer in optimizers)]
         try:
-            runtime.updater.begin_again(groups)  # so that a lack of room is known now
+            runtime.updater.begin_again(new)  # so that a lack of room is known now
         except CapacityError:
             for param in params:
                 param.requires_grad_(False)
-            for group in _frozen_groups(runtime, groups):
+            for group in _frozen_groups(runtime, {each.group for each in managed}):
                 runtime.updater.give_up(group)
             raise
         if runtime.is_shared:

@@ -47,6 +47,8 @@ class GroupUpdater:
         self.native = native
         self.claims = Claims(self._store)
         self.ahead = make_ahead(self._intent_of, self.claims.chunks)
+        self._blank: set[ManagedParameter] = set()
+        """Not updated yet, with states of zero all the same."""
 
     def claim(self, wanted: Wanted, owner: Owner, *, forget_plans: Callable[[], None]) -> None:
         """Make `owner` the one optimizer of some parameters; see `Claims.claim`.
@@ -110,10 +112,12 @@ class GroupUpdater:
         """
         for managed in params:
             self.make_master(managed.group)
+            is_blank = managed in self._blank
+            self._blank.discard(managed)
             for chunk in self.claims.chunks(managed.group)[2:]:
                 if chunk.id.role in roles and chunk.version == NO_CONTENT:
                     self._begin_state(chunk)
-                elif chunk.id.role in roles:
+                elif chunk.id.role in roles and not is_blank:
                     self.write(chunk, managed, torch.zeros((), dtype=chunk.dtype, device="cpu"))
 
     def complete_states(self, params: Iterable[ManagedParameter]) -> None:
@@ -179,20 +183,20 @@ class GroupUpdater:
             rounded = self.read_weight(managed).to(managed.placeholder.dtype)
             self.write(master, managed, rounded)
 
-    def begin_again(self, groups: Iterable[int]) -> None:
-        """Make what `give_up` has given back: states of zero, and master copies of the weights.
+    def begin_again(self, params: Iterable[ManagedParameter]) -> None:
+        """Have what `give_up` has given back: states of zero, and master copies of the weights.
 
         Raises:
             CapacityError: there is no room on either tier.
         """
-        for group in groups:
+        for managed in params:
+            group = managed.group
             is_known = group in self.claims and not self._places.undecided({group})
             if not is_known or self._chunk(Role.PARAM, group).is_remote:
                 continue
-            self.make_master(group)
-            for chunk in self.claims.chunks(group)[2:]:
-                if chunk.id.role.is_state and chunk.version == NO_CONTENT:
-                    self._begin_state(chunk)
+            roles = {chunk.id.role for chunk in self.claims.chunks(group)[2:] if chunk.id.role.is_state}
+            self.make_states([managed], roles)
+            self._blank.add(managed)
 
     def _empty(self, chunk: Chunk) -> int:
         nbytes = chunk.nbytes * len(chunk.replicas)
@@ -274,6 +278,7 @@ class GroupUpdater:
 
     def write(self, chunk: Chunk, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Set a parameter's slot in `chunk`, where the newest version is."""
+        self._blank.discard(managed)
         self._pager.policy.before_demand()
         self._pager.notice_writes(chunk)
         tier = self._pager.in_memory(chunk, reader="loading") if chunk.newest_tier() is not None else None

@@ -96,6 +96,8 @@ class PlanCache:
         self._of = {}
         self._before: tuple[CachedPlan, ...] = ()
         """Followed, or recorded, in the last steps."""
+        self._expected: set[CachedPlan] = set()
+        """Those of steps that nobody has seen yet."""
         self._followed_by: dict[tuple[CachedPlan, ...], CachedPlan] = {}
         """After one or two steps, the one that came next the last time."""
         self._tries = 0
@@ -157,6 +159,7 @@ class PlanCache:
         """Steps with this key come next: a plan for `trace` is for them, unless something is known of them."""
         if not any(self._known(key)):
             self._add(key, trace)
+            self._expected.add(self._before[-1])
 
     # Before a step.
 
@@ -256,6 +259,7 @@ class PlanCache:
         entry.stop()
         del self._of[entry]
         self._last_left_out.pop(entry, None)
+        self._expected.discard(entry)
         self._before = tuple(other for other in self._before if other is not entry)
         self._followed_by = {
             before: after for before, after in self._followed_by.items() if entry not in (*before, after)
@@ -275,6 +279,11 @@ class PlanCache:
         """A step is over that has followed `entry`: is there something to be recorded?"""
         outcome = entry.learn()
         has_missed = outcome is Outcome.MISSED
+        if entry in self._expected:
+            self._expected.discard(entry)
+            if has_missed:  # it was expected wrongly: the next step is recorded
+                self._let_go(entry)
+                return
         self._outcomes.append(has_missed)
         self._num_followed = 0 if has_missed else self._num_followed + 1
         if self._num_followed >= (_FORGIVEN if self._is_lone else 1):

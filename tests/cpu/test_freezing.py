@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -188,9 +189,77 @@ def test_the_next_step_follows_a_plan() -> None:
         assert len(manager.trace.moments) < len(before.moments)
         assert manager.plan.trace_digest == manager.trace.digest
         manager.unfreeze(training.model)
-        training.steps(2)
+        training.steps(1)
         assert manager.timeline().plan_misses == 0  # type: ignore[union-attr]
         assert len(manager.trace.moments) == len(before.moments)
+
+
+def test_a_plan_that_was_expected_wrongly_is_made_again_from_a_record() -> None:
+    """A module reads what it has computed in another order once the first blocks are frozen."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.requires_grad:
+                return self.first(x) + self.second(x).tanh()
+            later = self.second(x).tanh()
+            return later + self.first(x)
+
+    with chunkmem.ChunkManager(config(20 << 10)) as manager:
+        torch.manual_seed(SEED)
+        with manager.init():
+            model = Blocks(Turned(), num_blocks=3)
+            model.blocks.insert(0, nn.Linear(16, 16))
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, **OPTIONS)
+        misses = []
+        for step in range(9):
+            if step == 5:
+                manager.freeze([model.inner, model.blocks[0]])
+            model(features(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            timeline = manager.timeline()
+            assert timeline is not None
+            misses.append(timeline.plan_misses)
+        assert misses[5] > 0
+        assert misses[6:] == [0, 0, 0]
+        assert manager.plan is not None
+
+
+@pytest.mark.parametrize("keep_states", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Adafactor, torch.optim.Rprop])
+def test_with_any_optimizer(kind: type[torch.optim.Optimizer], keep_states: bool) -> None:
+    """Also those whose states do not begin with zeros."""
+
+    def run(manager: chunkmem.ChunkManager | None) -> Any:
+        torch.manual_seed(SEED)
+        with contextlib.nullcontext() if manager is None else manager.init():
+            model = build()
+        params = model.parameters()
+        optimizer = kind(params) if manager is None else chunkmem.Optimizer(kind, params, manager=manager)  # type: ignore[call-arg]
+        modules, losses = [model.inner, *model.blocks[:3]], []
+        for step in range(11):
+            if step == 4 and manager is not None:
+                manager.freeze(modules, keep_states=keep_states)
+            elif step == 4:
+                for param in (param for module in modules for param in module.parameters()):
+                    param.requires_grad_(False)
+                    if not keep_states:
+                        del optimizer.state[param]
+            elif step == 8:
+                model.requires_grad_(True) if manager is None else manager.unfreeze(model)
+            loss = model(features(step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, copied(model.state_dict() if manager is None else manager.state_dict())
+
+    with chunkmem.ChunkManager(config(20 << 10)) as manager:
+        assert_equal(run(manager), run(None))
 
 
 def test_the_trace_that_is_made_is_the_one_that_is_recorded() -> None:
