@@ -212,6 +212,24 @@ def test_modules_on_host_have_their_averages_on_all_ranks(pair: Team) -> None:
     on_host_of(0)
 
 
+def repartition_on(rank: int) -> None:
+    training = Saved(sizes=(2, 1)).open()
+    with training.manager as manager:
+        ema = chunkmem.EMA(manager, DECAY)
+        training.run(1)
+        ema.update()
+        with pytest.raises(chunkmem.StateError, match=r"there is a chunkmem\.EMA, which would not move along"):
+            training.pipe.repartition(1)
+        training.run(1)
+        ema.close()
+        training.pipe = training.pipe.repartition(1)
+        training.run(1)
+
+
+def test_a_pipeline_is_not_repartitioned_under_them(pair: Team) -> None:
+    pair.run(repartition_on)
+
+
 # Plans and caps.
 
 
