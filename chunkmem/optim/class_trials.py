@@ -11,7 +11,7 @@ import inspect
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -64,6 +64,9 @@ class EntryForm:
     """The step changes the gradient it is given."""
 
 
+_NOTHING: Final = EntryForm((), (), {}, {}, is_there=False, writes_gradients=False)
+
+
 class ClassTrial:
     """What is known of one class."""
 
@@ -74,6 +77,10 @@ class ClassTrial:
             ConfigError: its step has to call the model.
         """
         self.made = made
+        self.writes_gradients = False
+        """Its step changes the gradient of a parameter that was tried."""
+        self.following: set[str] = set()
+        """Numbers in states that are on the device of the parameter."""
         self._calls: ClassCall | None = None
         self._found: dict[tuple[TensorForm, object], EntryForm] = {}
         self._defaults: Mapping[str, Any] = {}
@@ -103,6 +110,8 @@ class ClassTrial:
         Raises:
             ConfigError: the class refuses an option or the parameter.
         """
+        if not form.dtype.is_floating_point:
+            form = replace(form, dtype=torch.float32)
         with _random_numbers_kept():
             try:
                 made = self._made_on("meta", form, options)
@@ -125,16 +134,6 @@ class ClassTrial:
         )
 
     @property
-    def writes_gradients(self) -> bool:
-        """Its step changes the gradient of a parameter that was tried."""
-        return any(form.writes_gradients for form in self._found.values())
-
-    @property
-    def following(self) -> set[str]:
-        """Numbers in states that are on the device of the parameter."""
-        return {key for form in self._found.values() for key, number in form.numbers.items() if number.follows}
-
-    @property
     def is_elementwise(self) -> bool:
         """It may update parts of a parameter one after the other: the class is known to, or says so."""
         return self.made.kind in ELEMENTWISE or getattr(self.made.kind, "is_elementwise", False) is True
@@ -145,13 +144,18 @@ class ClassTrial:
         Raises:
             ConfigError: the class refuses it, keeps something that chunks cannot, or needs all parameters at once.
         """
+        if not form.dtype.is_floating_point:
+            return _NOTHING  # frozen for good, as quantised weights are
         key = (form, kinds_of(options))
-        if key not in self._found:
-            with _random_numbers_kept(), torch.no_grad():
-                self._found[key] = self._try(form, options, name)
-                self._require_independence(form, options)
-                self._calls = self._calls or ClassCall(self._template(form, options))
-        return self._found[key]
+        if (known := self._found.get(key)) is not None:
+            return known
+        with _random_numbers_kept(), torch.no_grad():
+            found = self._try(form, options, name)
+            self._require_independence(form, options)
+            self._calls = self._calls or ClassCall(self._template(form, options))
+        self.writes_gradients |= found.writes_gradients
+        self.following |= {key for key, number in found.numbers.items() if number.follows}
+        return self._found.setdefault(key, found)
 
     def _template(self, form: TensorForm, options: Mapping[str, Any]) -> torch.optim.Optimizer:
         """Return an optimizer that was not stepped, without attributes on the meta device."""

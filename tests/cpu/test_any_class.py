@@ -152,6 +152,32 @@ def test_bf16_without_master_weights(name: str, device_nbytes: int) -> None:
         assert_equal(run(manager), run(None))
 
 
+@spread(max_norm=[0.0, 0.5], device_nbytes=[AMPLE_NBYTES, 4 << 10])
+def test_fp16(max_norm: float, device_nbytes: int) -> None:
+    """The loss scale, steps that overflow, and clipping are those of `chunkmem.AdamW`."""
+
+    def run(kind: str) -> Any:
+        keys = {"fp16": {"enabled": True, "initial_scale_power": 24}, "gradient_clipping": max_norm}
+        with chunkmem.ChunkManager(config(device_nbytes, **keys)) as manager:
+            twin = Twin(manager, Blocks)
+            if kind == "class":
+                options = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+                twin.optimizer = chunkmem.Optimizer(
+                    torch.optim.AdamW, twin.model.parameters(), manager=manager, **options
+                )
+            losses = []
+            for seed in range(12):
+                loss = twin.loss(features(seed))
+                manager.backward(loss)
+                twin.update()
+                losses.append(loss.item())
+            return losses, twin.left(), manager.loss_scale, manager.num_skipped_steps
+
+    expected = run("own")
+    assert 0 < expected[3] < 12
+    assert_equal(run("class"), expected)
+
+
 # Plans.
 
 
@@ -322,6 +348,31 @@ def test_excluded_parameters(kind: str) -> None:
 
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
         assert_equal(run(manager), run(None))
+
+
+def test_a_learning_rate_in_a_tensor_that_is_changed_in_place() -> None:
+    def scenario(twin: Twin) -> list[float]:
+        rate = twin.optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
+        losses = twin.steps(0, 1, 2)
+        rate.mul_(0.3)
+        return losses + twin.steps(3, 4)
+
+    alike(scenario, "NAdam")
+
+
+def test_frozen_parameters_of_integers_are_left_alone() -> None:
+    """As of a quantised layer: the class is not tried on them."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        model.codes = nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+        manager.wrap(model)
+        params = [model.codes, *model[0].parameters()]
+        optimizer = chunkmem.Optimizer(torch.optim.NAdam, params, manager=manager)
+        for seed in range(3):
+            model(features(seed)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert list(entries(optimizer)) == [1, 2]
 
 
 def test_momentum_that_comes_and_goes() -> None:
