@@ -18,6 +18,7 @@ from chunkmem.plan.model import Lane
 from chunkmem.types import Role, Tier
 from tests.helpers.any_class import MUON, WAYS, ClassTwin, Way, by_name, entries, muon_and_adamw
 from tests.helpers.audit import audit
+from tests.helpers.lanes import adversarial
 from tests.helpers.low_precision import LowPlain
 from tests.helpers.spread import spread
 from tests.helpers.twins import (
@@ -233,6 +234,27 @@ def test_updates_during_backward_that_were_wrong(kind: str) -> None:
     speculative, _, num_wrong = overlapped(kind, overlap=True, precision="fp32", max_norm=0.05)
     assert num_wrong > 0
     assert_equal(speculative, waiting)
+
+
+@cpu_only
+@spread(kind=["NAdam", "Lion", "pairs"], seed=[1, 2, 3], overlap=[True, False])
+def test_copies_and_updates_that_are_as_late_as_may_be(kind: str, seed: int, overlap: bool) -> None:
+    """Numbers of states are read and written where the update is made, whenever that is."""
+    options = {"params": muon_and_adamw} if kind == "pairs" else {}
+    keys = {
+        "optimizer": {"params": {"use_hybrid_adam": False}},
+        "client": {"opts": {"overlap_optimizer": overlap, "undo_log_ratio": 0.5}},
+    }
+    plain = ClassTwin(None, Blocks, kind=kind, **options)
+    with chunkmem.ChunkManager(config(12 << 10, **keys), make_lanes=adversarial(seed)) as manager:
+        for pool in manager.runtime.memory.store.pools.values():
+            pool.poison = True
+        twin = ClassTwin(manager, Blocks, kind=kind, **options)
+        for index in range(8):
+            assert twin.step(features(index)) == plain.step(features(index))
+            if index in (3, 6):
+                assert_equal(twin.left(), plain.left())
+        assert_equal(twin.left(), plain.left())
 
 
 # What users do with an optimizer.

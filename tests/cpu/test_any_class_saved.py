@@ -226,6 +226,19 @@ def test_two_ranks_have_the_bits_of_one_process(name: str, team: Team) -> None:
         assert_equal(dict(sorted(outcome.states.items())), dict(sorted(states.items())))
 
 
+def test_two_ranks_with_copies_and_exchanges_as_late_as_may_be(team: Team) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    overlap = {"client": {"opts": {"overlap_optimizer": True, "undo_log_ratio": 0.5}}}
+    task = Task(optimizer="NAdam", adversarial=3, device_nbytes=34 << 10, config=overlap, steps=8)
+    losses, weights, states = serial(task, 2)
+    torch.set_num_threads(threads)
+    for rank, outcome in enumerate(team.run(train, task)):
+        assert outcome.losses == losses[rank]
+        assert_equal(outcome.weights, weights)
+        assert_equal(dict(sorted(outcome.states.items())), dict(sorted(states.items())))
+
+
 def continued(rank: int, task: Task, path: Path, save: bool) -> Any:
     """Train two steps and save, or load and say what there is."""
     with open_manager(rank, task) as manager:
