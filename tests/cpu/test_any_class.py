@@ -15,7 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import chunkmem
 from chunkmem.plan.model import Lane
+from chunkmem.runtime.store import LeftUpdate
 from chunkmem.types import Role, Tier
+from tests.cpu.test_deferred_updates import Unhurried
 from tests.helpers.any_class import MUON, WAYS, ClassTwin, Way, by_name, entries, muon_and_adamw
 from tests.helpers.audit import audit
 from tests.helpers.lanes import adversarial
@@ -255,6 +257,33 @@ def test_copies_and_updates_that_are_as_late_as_may_be(kind: str, seed: int, ove
             if index in (3, 6):
                 assert_equal(twin.left(), plain.left())
         assert_equal(twin.left(), plain.left())
+
+
+@cpu_only
+def test_what_happens_between_a_step_and_the_updates_it_has_left_to_a_thread() -> None:
+    """A learning rate that is changed in place is that of the next step; states are read once they are there."""
+    opts = {"overlap_optimizer": True, "undo_log_ratio": 1.5 * 3 * 1024 / AMPLE_NBYTES}
+    keys = {"optimizer": {"params": {"use_hybrid_adam": False}}, "client": {"opts": opts}}
+
+    def run(manager: chunkmem.ChunkManager | None) -> Any:
+        twin = ClassTwin(manager, Blocks, kind="NAdam")
+        rate = twin.optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
+        params, seen, num_left = list(twin.model.parameters()), [], 0
+        for index in range(8):
+            twin.loss(features(index)).backward()
+            twin.optimizer.step()
+            if manager is not None:
+                num_left += sum(isinstance(one, LeftUpdate) for one in manager.runtime.memory.store.issued)
+            rate.mul_(0.8)
+            if index in (5, 7):
+                param = params[2 * index % len(params)]
+                seen.append([copied(dict(twin.optimizer.state[param])), len(twin.optimizer.state[param])])
+            twin.optimizer.zero_grad()
+        assert manager is None or num_left > 0
+        return seen, twin.left()
+
+    with chunkmem.ChunkManager(config(12 << 10, **keys), make_lanes=Unhurried) as manager:
+        assert_equal(run(manager), run(None))
 
 
 # What users do with an optimizer.
