@@ -34,12 +34,15 @@ CHUNKMEM_INLINE int64_t scales_begin(int64_t numel) { return (numel + 3) / 4 * 4
 CHUNKMEM_INLINE int64_t num_blocks_of(int64_t numel) { return (numel + kCodeBlock - 1) / kCodeBlock; }
 inline int64_t codes_nbytes(int64_t numel) { return scales_begin(numel) + 4 * num_blocks_of(numel); }
 
-inline void check_like(const char* name, const Tensors& tensors, const Tensors& params, ScalarType type, bool is_codes) {
+inline void check_like(const char* name, const Tensors& tensors, const Tensors& params, ScalarType type,
+                       bool is_codes) {
   check_length(name, tensors.size(), params.size(), false);
   for (size_t i = 0; i < tensors.size(); ++i) {
     const std::string which = std::string(name) + "[" + std::to_string(i) + "]";
     if (tensors[i].scalar_type() != type) refuse(which + " has another dtype than the call takes");
-    if (tensors[i].device() != params[0].device()) refuse(which + " is on another device than the first tensor of the call");
+    if (tensors[i].device() != params[0].device()) {
+      refuse(which + " is on another device than the first tensor of the call");
+    }
     if (!tensors[i].is_contiguous()) refuse(which + " is not contiguous");
     const int64_t numel = is_codes ? codes_nbytes(params[i].numel()) : params[i].numel();
     if (tensors[i].numel() != numel) {
@@ -52,11 +55,17 @@ inline BlockCall make_block_call(const AdamArguments& given, const Outputs& outp
   BlockCall call;
   if (given.params.empty()) return call;
   const ScalarType type = call.param_type = given.params[0].scalar_type();
-  if (type != ScalarType::Float && type != ScalarType::BFloat16) refuse("params[0] has a dtype that is not one of float32, bfloat16");
-  if (given.grads.empty() || given.exp_avgs.empty()) refuse("grads or exp_avgs has 0 entries for some tensors in params");
+  if (type != ScalarType::Float && type != ScalarType::BFloat16) {
+    refuse("params[0] has a dtype that is not one of float32, bfloat16");
+  }
+  if (given.grads.empty() || given.exp_avgs.empty()) {
+    refuse("grads or exp_avgs has 0 entries for some tensors in params");
+  }
   const ScalarType states = given.exp_avgs[0].scalar_type();
   call.has_codes = states == ScalarType::Byte;
-  if (!call.has_codes && states != ScalarType::Float) refuse("exp_avgs[0] has a dtype that is not one of uint8, float32");
+  if (!call.has_codes && states != ScalarType::Float) {
+    refuse("exp_avgs[0] has a dtype that is not one of uint8, float32");
+  }
   call.grad_type = given.grads[0].scalar_type();
   check_tensors("grads", given.grads, given.params[0], true, true);
   const std::pair<NamedTensors, ScalarType> lists[] = {{{"params", &given.params}, type},

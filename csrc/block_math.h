@@ -1,10 +1,10 @@
 // The arithmetic of states in 8 bits and of stochastic rounding, element by element; [Note: The same bits] in
 // adam_math.h holds here, too.
 //
-// [Note: Codes] A block is 256 elements of a tensor in the order of memory, the last one may be shorter. It has a scale,
-// the largest magnitude in it, and a code of 8 bits for each element: r = |x| / scale, moved to t = r + (1 - r) * c with
-// a small c, as a float of 4 mantissa bits. So steps are 1/32 to 1/16 of a value, down to c, and of one size below. 0 and
-// 1 have a code each: the largest element is exact, and what was decoded is encoded to the same code.
+// [Note: Codes] A block is 256 elements of a tensor in the order of memory, the last one may be shorter. It has a
+// scale, the largest magnitude in it, and a code of 8 bits for each element: r = |x| / scale, moved to t = r + (1 - r) *
+// c with a small c, as a float of 4 mantissa bits. So steps are 1/32 to 1/16 of a value, down to c, and of one size
+// below. 0 and 1 have a code each: the largest element is exact, and what was decoded is encoded to the same code.
 //
 //   code of m: sign, 7 bits   c = 17/16 * 2^-8    1 is 127   smallest 2^-12
 //   code of v: 8 bits         c = 17/16 * 2^-16   1 is 255   smallest 2^-20
@@ -13,7 +13,8 @@
 // NaN, and with it the block: a block of infinities would update by 0 from then on.
 //
 // [Note: Stochastic rounding] Updates round up with the probability of what is cut off. The random bits are a hash of
-// (key, index), where the key is of seed, parameter and update: the same wherever and by however many threads it is done.
+// (key, index), where the key is of seed, parameter and update: the same wherever, and by however many threads, it is
+// done.
 #pragma once
 #include "adam_math.h"
 
@@ -70,8 +71,7 @@ CHUNKMEM_INLINE float decode(uint8_t code, float scale) {
   const uint32_t magnitude = kSigned ? code & 0x7fu : code;
   const float c = float_of(Codes<kSigned>::offset << kCodeShift);
   const float t = float_of((magnitude + Codes<kSigned>::offset) << kCodeShift);
-  const float r = magnitude == Codes<kSigned>::top ? 1.0f : (t - c) * (1.0f / (1.0f - c));
-  const float x = r * scale;
+  const float x = (t - c) * (1.0f / (1.0f - c)) * scale;  // of the top code exactly 1, times the scale
   return kSigned ? float_of(bits_of(x) ^ (uint32_t(code & 0x80u) << 24)) : x;
 }
 
@@ -85,7 +85,7 @@ CHUNKMEM_INLINE uint64_t block_key(uint64_t key, uint64_t block) {
 
 // 32 bits for an element of a block.
 CHUNKMEM_INLINE uint32_t random_bits(uint64_t key, uint32_t index) {
-  uint32_t x = index * 0x9e3779b9u + uint32_t(key);
+  uint32_t x = index + uint32_t(key);
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ uint32_t(key >> 32) ^ (x >> 15)) * 0x846ca68bu;
   return x ^ (x >> 16);

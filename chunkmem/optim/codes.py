@@ -62,8 +62,7 @@ class BlockCodes:
         magnitude = codes & 127 if self.is_signed else codes
         c = self._smallest.to(codes.device)
         t = ((magnitude + self._offset) << _SHIFT).view(torch.float32)
-        ratio = torch.where(magnitude == self.top, 1.0, (t - c) * (1 / (1 - c)))
-        values = ratio * scales
+        values = (t - c) * (1 / (1 - c)) * scales
         return torch.where(codes > 127, -values, values) if self.is_signed else values
 
     def encode(self, values: torch.Tensor, *, dither: torch.Tensor | None = None) -> torch.Tensor:
@@ -139,7 +138,7 @@ def random_words(key: int, numel: int, device: torch.device, *, of_weights: bool
         keys = _block_key(keys, torch.zeros((), dtype=torch.int64, device=device))
     keys = keys.repeat_interleave(BLOCK)[:numel]
     index = torch.arange(numel, device=device) % BLOCK
-    x = (index * 0x9E3779B9 + (keys & _WORD)) & _WORD
+    x = (index + (keys & _WORD)) & _WORD
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ ((keys >> 32) & _WORD) ^ (x >> 15)) * 0x846CA68B) & _WORD
     return x ^ (x >> 16)

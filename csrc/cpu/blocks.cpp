@@ -19,7 +19,9 @@ BlockTile make_tile(const BlockCall& call, const BlockSegment& s, int64_t index)
   const int64_t begin = index * kCodeBlock, numel = std::min(kCodeBlock, s.numel - begin);
   const int64_t param_at = begin * itemsize_of(call.param_type), state_at = begin * (call.has_codes ? 1 : 4);
   const int64_t scale_at = scales_begin(s.numel) + 4 * index;
-  const auto scale = [&](auto* states) -> decltype(states) { return call.has_codes ? behind(states, scale_at) : nullptr; };
+  const auto scale = [&](auto* states) -> decltype(states) {
+    return call.has_codes ? behind(states, scale_at) : nullptr;
+  };
   return {behind(s.param, param_at),
           behind(s.grad, begin * itemsize_of(call.grad_type)),
           behind(s.exp_avg, state_at),

@@ -1,5 +1,5 @@
-// The loops over one block of 8-bit states, or of weights that are rounded stochastically. Part of tile.h: each function
-// has a loop of its own that compilers make vectors of, over arrays that stay in the nearest cache.
+// The loops over one block of 8-bit states, or of weights that are rounded stochastically. Part of tile.h: each
+// function has a loop of its own that compilers make vectors of, over arrays that stay in the nearest cache.
 
 void load_states(const void* from, const float* scale, bool is_signed, float* __restrict to, int64_t n) {
   if (!scale) {
@@ -39,7 +39,7 @@ void round_stochastically(const float* __restrict from, uint16_t* __restrict to,
 }
 
 void adam_block(const BlockTile& tile) {
-  alignas(64) float param[kCodeBlock], grad_tile[kCodeBlock], exp_avg[kCodeBlock], exp_avg_sq[kCodeBlock];
+  alignas(64) float param_tile[kCodeBlock], grad_tile[kCodeBlock], exp_avg[kCodeBlock], exp_avg_sq[kCodeBlock];
   alignas(64) uint32_t random[kCodeBlock];
   const int64_t n = tile.numel, main = tile.num_main;
   const float* grad = static_cast<const float*>(tile.grad);
@@ -47,10 +47,12 @@ void adam_block(const BlockTile& tile) {
     to_float(tile.grad, tile.grad_type, grad_tile, n);
     grad = grad_tile;
   }
-  if (tile.param_type == Dtype::kFloat) {
-    __builtin_memcpy(param, tile.param, size_t(n) * sizeof *param);
-  } else {
+  const bool in_fp32 = tile.param_type == Dtype::kFloat;
+  float* param = in_fp32 ? static_cast<float*>(tile.out_param) : param_tile;
+  if (!in_fp32) {
     to_float(tile.param, tile.param_type, param, n);
+  } else if (tile.param != tile.out_param) {
+    __builtin_memcpy(param, tile.param, size_t(n) * sizeof *param);
   }
   load_states(tile.exp_avg, tile.exp_avg_scale, true, exp_avg, n);
   load_states(tile.exp_avg_sq, tile.exp_avg_sq_scale, false, exp_avg_sq, n);
@@ -61,9 +63,7 @@ void adam_block(const BlockTile& tile) {
   }
   store_states<true>(exp_avg, random, tile.out_exp_avg, tile.out_exp_avg_scale, n);
   store_states<false>(exp_avg_sq, random, tile.out_exp_avg_sq, tile.out_exp_avg_sq_scale, n);
-  if (tile.param_type == Dtype::kFloat) {
-    __builtin_memcpy(tile.out_param, param, size_t(n) * sizeof *param);
-  } else {
+  if (!in_fp32) {
     round_stochastically(param, static_cast<uint16_t*>(tile.out_param), block_key(tile.key, 0), n);
   }
   if (tile.lowp_out) {

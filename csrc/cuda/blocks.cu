@@ -1,5 +1,5 @@
-// The update by blocks on CUDA: a warp takes a block of 256 elements, each thread every 32nd of them. One launch for many
-// tensors, on the current stream; nothing waits for the device.
+// The update by blocks on CUDA: a warp takes a block of 256 elements, each thread every 32nd of them. One launch for
+// many tensors, on the current stream; nothing waits for the device.
 #include "../block_arguments.h"
 #include "common.h"
 
@@ -43,7 +43,8 @@ __device__ void load_states(const void* from, bool has_codes, int64_t numel, int
   for (int j = 0; j < kEach; ++j) {
     const int64_t i = index * kCodeBlock + int64_t(threadIdx.x % kLanes) + j * kLanes;
     if (i >= numel) continue;
-    to[j] = has_codes ? decode<kSigned>(static_cast<const uint8_t*>(from)[i], scale) : static_cast<const float*>(from)[i];
+    to[j] = has_codes ? decode<kSigned>(static_cast<const uint8_t*>(from)[i], scale)
+                      : static_cast<const float*>(from)[i];
   }
 }
 
