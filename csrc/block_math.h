@@ -2,8 +2,8 @@
 // adam_math.h holds here, too.
 //
 // [Note: Codes] A block is 256 elements of a tensor in the order of memory, the last one may be shorter. It has a
-// scale, the largest magnitude in it, and a code of 8 bits for each element: r = |x| / scale, moved to t = r + (1 - r) *
-// c with a small c, as a float of 4 mantissa bits. So steps are 1/32 to 1/16 of a value, down to c, and of one size
+// scale, the largest magnitude in it, and a code of 8 bits for each element: r = |x| / scale, moved to t = r + c * (1 -
+// r) with a small c, as a float of 4 mantissa bits. So steps are 1/32 to 1/16 of a value, down to c, and of one size
 // below. 0 and 1 have a code each: the largest element is exact, and what was decoded is encoded to the same code.
 //
 //   code of m: sign, 7 bits   c = 17/16 * 2^-8    1 is 127   smallest 2^-12

@@ -225,6 +225,39 @@ def test_float64_weights_are_updated_in_float64() -> None:
         assert_equal(copied(manager.state_dict(model)), copied(plain.state_dict()))
 
 
+@cpu_only
+@pytest.mark.parametrize("kind", ["bf16", "bf16 alone"])
+def test_what_users_do_between_steps_has_the_same_bits_under_any_cap(kind: str) -> None:
+    """Writes to weights, loaded weights and states, frozen layers, averages, gradients clipped or thrown away."""
+
+    def run(device_nbytes: int) -> Any:
+        with chunkmem.ChunkManager(config(device_nbytes, **keys_of(kind))) as manager:
+            twin = Twin(manager, Blocks)
+            ema = chunkmem.EMA(manager, 0.9)
+            twin.steps(0, 1)
+            with torch.no_grad():
+                twin.model.head.weight.mul_(0.5)
+            twin.model.inner.weight.data.clamp_(-0.1, 0.1)
+            twin.steps(2)
+            ema.update()
+            weights, states = twin.weights(), copied(twin.optimizer.state_dict())
+            twin.backward(twin.loss(features(3)))
+            twin.clip(1e-3)
+            twin.update()
+            twin.backward(twin.loss(features(4)))
+            twin.optimizer.zero_grad()
+            manager.load_state_dict(weights, twin.model)
+            twin.optimizer.load_state_dict(states)
+            manager.freeze(twin.model.inner)
+            twin.steps(5, 6)
+            manager.unfreeze(twin.model.inner)
+            losses = twin.steps(7, 8)
+            return (losses, twin.left()), manager.memory().device.required_nbytes
+
+    expected, smallest_nbytes = run(AMPLE_NBYTES)
+    assert_equal(run(smallest_nbytes)[0], expected)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_no_number_stays_visible(value: float) -> None:
     with chunkmem.ChunkManager(config(AMPLE_NBYTES, **EIGHT)) as manager:
