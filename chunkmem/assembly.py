@@ -165,9 +165,6 @@ class Runtime:
         prefetch, measure = self.sharding.units.prefetch, self.links.measure
         trial = None if prefetch is None else AheadTrial(prefetch, self.controller, self.ranks, measure=measure)
         self.foreign_steps = ForeignStepCheck(self.registry, self.gradients)
-        self.foreign_wrappers = WrapperCheck(
-            self.registry, self.sharding.units, self.gradients, num_ranks=self.ranks.size
-        )
         collect_others = partial(collect_abandoned, self.foreign_steps.is_alone)
         self.entry_points = EntryPoints(
             self.memory,
@@ -180,6 +177,10 @@ class Runtime:
             autocast=AutocastCache(compute.device.type, precision=config.precision),
             after_first_step=collect_others,
         )
+        self.foreign_wrappers = WrapperCheck(
+            self.registry, self.gradients, self.entry_points.declare_last, num_ranks=self.ranks.size
+        )
+        self.modules.backward.on_end = self.entry_points.end_backward
         if self.sharding.shards is not None:
             self.gradients.shared = SharedGradients(
                 self.gradients,

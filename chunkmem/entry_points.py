@@ -54,6 +54,8 @@ class EntryPoints:
         self.ordinary = OrdinaryTensors(sharding.ranks)
         self.averaged: list[nn.Parameter] = []
         """Ordinary parameters whose gradients are averaged over ranks."""
+        self._averages_in_backward = False
+        """The next backward is the last one before the step, as `DistributedDataParallel` says."""
         self.gathers_open = 0
         self._stepping = False
         self._has_given_up = False
@@ -180,6 +182,21 @@ class EntryPoints:
         """
         self._sharding.ranks.broadcast_tensors(params, label="parameters that were added to models")
         self.averaged += params
+
+    def declare_last(self, is_last: bool) -> None:
+        """Say, as `DistributedDataParallel` does, whether the next backward is the last one before the step."""
+        self._sharding.units.declared = is_last
+        self._averages_in_backward = is_last
+
+    def end_backward(self) -> None:
+        """Below `DistributedDataParallel`, have the means of ordinary parameters' gradients when backward is over.
+
+        Raises:
+            RankError: a rank has no backward.
+        """
+        if self._averages_in_backward and self.averaged and self._sharding.reduction is not None:
+            self._averages_in_backward = False
+            self._sharding.reduction.reduce_excluded(self.averaged)
 
     def gradients_given_up(self, params: Iterable[ManagedParameter]) -> None:
         """A user discards gradients; over ranks, those that wait for their step are given up on all or on none."""

@@ -16,7 +16,7 @@ references are counted: the chunk stays until as many are gone as the calls anno
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -60,6 +60,8 @@ class BackwardTracker:
         self._units = units
         self._regions = regions
         self._chunks: dict[int, Chunk] = access.chunks
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when no backward runs any more."""
         self.num_ended = 0
         """Backwards that were run to their end."""
         self._waiting: dict[ManagedParameter, list[BackwardCall]] = {}
@@ -291,6 +293,7 @@ class BackwardTracker:
         if not self._running:
             self._left.clear()
             self._units.end_backward()
+            self.on_end()
 
     def _unpin(self, task: int, *, is_through: bool = False) -> None:
         self._threads.pop(task, None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from types import FrameType
 
 from torch import nn
@@ -22,24 +23,26 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.data_parallel import become_managed
 from chunkmem.nn.gradient_values import GradientValues
 from chunkmem.nn.registry import ModelRegistry
-from chunkmem.shard.units import Units
 
 _SHARDING = "torch.distributed.fsdp"
+_TRAINER = "transformers.trainer"
 
 
 class WrapperCheck:
     """Hears of every `DistributedDataParallel` that is made around a model with managed parameters."""
 
-    def __init__(self, registry: ModelRegistry, units: Units, gradients: GradientValues, *, num_ranks: int) -> None:
+    def __init__(
+        self, registry: ModelRegistry, gradients: GradientValues, declare: Callable[[bool], None], *, num_ranks: int
+    ) -> None:
         """Check from now on, until `remove` or until nothing else refers to `registry`.
 
         Args:
             registry: of the manager's parameters.
-            units: are told what the wrapper says of micro-batches.
             gradients: stand for means over ranks where there is a wrapper.
+            declare: a method that is told whether the next backward is the last one before the step.
             num_ranks: that exchange; 1: there is one process.
         """
-        self._handle = register_module_module_registration_hook(_WrapperHook(registry, units, gradients, num_ranks))
+        self._handle = register_module_module_registration_hook(_WrapperHook(registry, gradients, declare, num_ranks))
         hooks = self._handle.hooks_dict_ref() or {}
         # Not by a finalizer of the registry: it could run while torch goes through its hooks.
         for key in [key for key, hook in hooks.items() if isinstance(hook, _WrapperHook) and not hook.is_alive()]:
@@ -53,10 +56,12 @@ class WrapperCheck:
 class _WrapperHook:
     """What torch refers to: it keeps no manager alive."""
 
-    def __init__(self, registry: ModelRegistry, units: Units, gradients: GradientValues, num_ranks: int) -> None:
+    def __init__(
+        self, registry: ModelRegistry, gradients: GradientValues, declare: Callable[[bool], None], num_ranks: int
+    ) -> None:
         self._registry = weakref.ref(registry)
-        self._units = weakref.ref(units)
         self._gradients = weakref.ref(gradients)
+        self._declare_last = weakref.WeakMethod(declare)
         self._num_ranks = num_ranks
 
     def is_alive(self) -> bool:
@@ -77,13 +82,31 @@ class _WrapperHook:
                 f"DistributedDataParallel over {parent.process_group.size()} ranks around parameter {managed}, which a "
                 f"manager of {self._num_ranks} exchanges: call init_process_group() before ChunkManager(config)"
             )
+        if self._num_ranks > 1 and (strategy := saving_strategy()) is not None:
+            raise StateError(
+                f"Trainer with save_strategy={strategy!r} over {self._num_ranks} ranks: it asks the first rank alone for "
+                'weights of which each rank has some, and would wait; set save_strategy="no", and save with '
+                "manager.save(path, optimizer) on all ranks (docs/integrations.md says how)"
+            )
         become_managed(parent, child, self._declare)
         if (gradients := self._gradients()) is not None:
             gradients.shows_means = self._num_ranks > 1
 
     def _declare(self, is_last: bool) -> None:
-        if (units := self._units()) is not None:
-            units.declared = is_last
+        if (declare := self._declare_last()) is not None:
+            declare(is_last)
+
+
+def saving_strategy() -> str | None:
+    """Return the `save_strategy` of the transformers Trainer further up the stack, if there is one that saves."""
+    frame: FrameType | None = sys._getframe(1) if _TRAINER in sys.modules else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _TRAINER and "self" in frame.f_locals:
+            strategy = getattr(getattr(frame.f_locals["self"], "args", None), "save_strategy", "no")
+            found = str(getattr(strategy, "value", strategy))
+            return None if found == "no" else found
+        frame = frame.f_back
+    return None
 
 
 def sharding_caller() -> str | None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import chunkmem
 from tests.helpers.libraries import AMPLE_NBYTES, Side, decaying, llama, manager_of, rows, tokens
 from tests.helpers.ranks import Team
 from tests.helpers.twins import cpu_only
@@ -177,3 +178,61 @@ def test_the_trainer_trains_over_ranks(variant: str, team: Team, tmp_path: Path)
         assert all(torch.equal(value, outcomes[0][1][key]) for key, value in weights.items())
     saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
     assert all(torch.equal(value, saved[key]) for key, value in outcomes[0][1].items())
+
+
+def save_over_ranks(rank: int, folder: str) -> str:
+    with started_by_torchrun(rank), manager_of(AMPLE_NBYTES) as manager:
+        trainer = trainer_of(Side(manager), f"{folder}/{rank}", 2, save_strategy="steps", save_steps=2)
+        try:
+            trainer.train()
+        except chunkmem.StateError as error:
+            return str(error)
+    return "nothing raised"
+
+
+def test_checkpoints_that_one_rank_writes_are_refused_at_the_start(team: Team, tmp_path: Path) -> None:
+    """At the first checkpoint, after 500 steps by default, the first rank asked for weights and all of them waited."""
+    said = team.run(save_over_ranks, str(tmp_path), timeout_s=300.0)
+    assert said[0] == said[1]
+    assert said[0].startswith("Trainer with save_strategy='steps' over 2 ranks")
+    assert "manager.save(path, optimizer)" in said[0]
+
+
+# Adapters.
+
+
+def adapted_trainer(side: Side, folder: str, batch_size: int, *, is_first: bool, **options: Any) -> Any:
+    """The base is frozen; the adapter is made before the model is wrapped, or afterwards."""
+    import peft
+    import transformers
+
+    options = {"save_strategy": "no", "max_grad_norm": 0.05, "per_device_train_batch_size": batch_size} | options
+    args = transformers.TrainingArguments(output_dir=folder, **(OPTIONS | options))
+    base = llama() if is_first else side.ready(llama())
+    torch.manual_seed(6)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    if is_first:
+        model = side.ready(model)
+    return transformers.Trainer(model=model, args=args, train_dataset=rows(), optimizer_cls_and_kwargs=side.adamw_class)
+
+
+def adapt_over_ranks(rank: int, folder: str, is_first: bool, options: dict[str, Any]) -> Any:
+    with started_by_torchrun(rank), manager_of(AMPLE_NBYTES) as manager:
+        trainer = adapted_trainer(Side(manager), f"{folder}/{rank}", 2, is_first=is_first, **options)
+        trainer.train()
+        return [logs_of(trainer, key) for key in ("loss", "grad_norm")], manager.state_dict()
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=["", "accumulation"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["adapter, wrap", "wrap, adapter"])
+def test_adapters_are_trained_over_ranks(is_first: bool, options: dict[str, Any], team: Team, tmp_path: Path) -> None:
+    """Clipped by the norm over ranks, also where they are ordinary parameters: each rank had a norm of its own."""
+    pytest.importorskip("peft", minversion="0.21")
+    plain = adapted_trainer(Side(None), str(tmp_path / "plain"), 2 * SIZE, is_first=is_first, **options)
+    plain.train()
+    assert max(logs_of(plain, "grad_norm")) > 0.05, "nothing was clipped"
+    outcomes = team.run(adapt_over_ranks, str(tmp_path), is_first, options, timeout_s=300.0)
+    for logged, weights in outcomes:
+        for key, found in zip(("loss", "grad_norm"), logged, strict=True):
+            assert found == pytest.approx(logs_of(plain, key), abs=2e-5), key
+        assert all(torch.equal(value, outcomes[0][1][key]) for key, value in weights.items())
