@@ -84,8 +84,8 @@ class _WrapperHook:
             )
         if self._num_ranks > 1 and (strategy := saving_strategy()) is not None:
             raise StateError(
-                f"Trainer with save_strategy={strategy!r} over {self._num_ranks} ranks: it asks the first rank alone for "
-                'weights of which each rank has some, and would wait; set save_strategy="no", and save with '
+                f"Trainer with save_strategy={strategy!r} over {self._num_ranks} ranks: it asks the first rank alone "
+                'for weights of which each rank has some, and would wait; set save_strategy="no", and save with '
                 "manager.save(path, optimizer) on all ranks (docs/integrations.md says how)"
             )
         become_managed(parent, child, self._declare)
