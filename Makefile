@@ -52,6 +52,7 @@ bench: $(VENV)/.test
 	$(RUN) -m benchmarks.sampling.run
 	$(RUN) -m benchmarks.knobs.run
 	$(RUN) -m benchmarks.checkpoints.run
+	$(RUN) -m benchmarks.freezing.run
 	$(RUN) -m benchmarks.disk.run
 	$(RUN) -m benchmarks.estimate.run
 	$(RUN) -m benchmarks.adam.run

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import zlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import get_device_states
 
 from chunkmem.assembly import Runtime
 from chunkmem.errors import ConfigError, StateError
@@ -67,7 +69,7 @@ class FrozenCache:
         manager: of the modules.
         host: bytes on HOST, which are taken now, and count in its cap as role "frozen_cache".
         disk: a folder for what does not fit there; None: it is forgotten.
-        disk_capacity: the most bytes of the file there.
+        disk_capacity: the most bytes of the file there; None: half of what is free.
 
     Raises:
         ConfigError: a size is none, or the folder cannot be used.
@@ -80,13 +82,15 @@ class FrozenCache:
         *,
         host: str | int,
         disk: str | os.PathLike[str] | None = None,
-        disk_capacity: str | int = "64GiB",
+        disk_capacity: str | int | None = None,
     ) -> None:
         self._runtime = runtime = manager.runtime
         runtime.require_open()
         folder = None if disk is None else Path(disk)
+        host_nbytes = parse_nbytes(host)
+        disk_nbytes = _free_nbytes(folder) // 2 if disk_capacity is None else parse_nbytes(disk_capacity)
         runtime.forget_plans()  # HOST has less room for what they move
-        self._levels = Levels(runtime.memory.pager, parse_nbytes(host), folder, parse_nbytes(disk_capacity))
+        self._levels = Levels(runtime.memory.pager, host_nbytes, folder, disk_nbytes)
         self._kept: dict[Hashable, _Kept] = {}
         self._modules: tuple[nn.Module, ...] = ()
         """Of the last call."""
@@ -136,7 +140,7 @@ class FrozenCache:
             self.report.num_found += len(keys)
             return value
         self.report.num_computed += len(keys)
-        with torch.no_grad(), _NoRandomNumbers():  # type: ignore[no-untyped-call]
+        with torch.no_grad(), _without_random_numbers(x):
             for module in chain[depth:]:
                 value = module(value)
         self._write(keys, crcs, value, len(chain))
@@ -228,16 +232,29 @@ class FrozenCache:
         self._levels.close()
 
 
-class _NoRandomNumbers(TorchDispatchMode):
-    """Refuses operators that draw random numbers: what they return is not a function of the sample."""
+@contextlib.contextmanager
+def _without_random_numbers(x: torch.Tensor) -> Iterator[None]:
+    """Raise a StateError if random numbers were drawn: what comes of them is not a function of the sample."""
+    before = _random_states(x)
+    yield
+    if any(not torch.equal(a, b) for a, b in zip(before, _random_states(x), strict=True)):
+        raise StateError(
+            "FrozenCache: the modules draw random numbers, so what they make of a sample differs each time; put them "
+            "into evaluation mode, module.eval()"
+        )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise StateError(
-                f"FrozenCache: {func.name()} draws random numbers, so what frozen layers make of a sample differs each "
-                "time; put them into evaluation mode, module.eval()"
-            )
-        return func(*args, **(kwargs or {}))
+
+def _random_states(x: torch.Tensor) -> list[torch.Tensor]:
+    """Return the states of torch's generators, of the CPU and of the device of `x`."""
+    return [torch.get_rng_state(), *get_device_states(x)[1]]
+
+
+def _free_nbytes(folder: Path | None) -> int:
+    """Return the bytes that are free where a folder is, or is going to be."""
+    if folder is None:
+        return 0
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
+    return shutil.disk_usage(there).free
 
 
 def _require_frozen(module: nn.Module, number: int) -> None:

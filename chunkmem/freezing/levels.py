@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from chunkmem.errors import ConfigError
 from chunkmem.layout.spec import ALIGN_NBYTES, Group, Slot
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
@@ -48,7 +49,11 @@ class Levels:
         self._host_nbytes = host_nbytes - host_nbytes % ALIGN_NBYTES
         if folder is not None:
             ledger = Ledger(Tier.DISK, cap_nbytes=disk_nbytes, limit_nbytes=disk_nbytes)
-            self._disk = DiskPool(ledger, folder)
+            try:
+                self._disk = DiskPool(ledger, folder)
+            except ConfigError as error:
+                said = str(error).replace("memory.disk.capacity", "disk_capacity").replace("memory.disk.path", "disk")
+                raise ConfigError(f"chunkmem.FrozenCache: {said}") from None
         number = 1 + max((key.group for key in pager.store.chunks), default=0)
         slots = (Slot(0, number, 0, self._host_nbytes),)
         group = Group(number, "uint8", 1, 1, self._host_nbytes, slots, is_on_host=True)

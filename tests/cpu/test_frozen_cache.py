@@ -194,7 +194,7 @@ class Noise(nn.Module):
     [
         (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)), "drops values at random"),
         (nn.BatchNorm1d(WIDTH), "collects statistics"),
-        (nn.Sequential(nn.Linear(WIDTH, WIDTH), Noise()), "draws random numbers"),
+        (nn.Sequential(nn.Linear(WIDTH, WIDTH), Noise()), "draw random numbers"),
     ],
     ids=["dropout", "batch norm", "noise"],
 )
@@ -204,7 +204,7 @@ def test_what_is_no_function_of_the_sample_is_refused(module: nn.Module, said: s
         cache = chunkmem.FrozenCache(manager, host=NUM_SAMPLES * VALUE_NBYTES)
         with pytest.raises(chunkmem.StateError, match=said):
             cache(chain, X, IDS)
-        if said != "draws random numbers":
+        if said != "draw random numbers":
             chain[0].eval()
             assert torch.equal(cache(chain, X, IDS), cache(chain, X, IDS))
 
@@ -233,8 +233,11 @@ def test_host_has_to_have_room(tmp_path: Path) -> None:
             chunkmem.FrozenCache(manager, host=2 * AMPLE_NBYTES)
         with pytest.raises(chunkmem.ConfigError):
             chunkmem.FrozenCache(manager, host="many")
-        with pytest.raises(chunkmem.ConfigError):
-            chunkmem.FrozenCache(manager, host=1024, disk=tmp_path / "file", disk_capacity="1EiB")
+        with pytest.raises(chunkmem.ConfigError, match="FrozenCache: disk_capacity"):
+            chunkmem.FrozenCache(manager, host=1024, disk=tmp_path / "folder", disk_capacity="1EiB")
+        (tmp_path / "file").touch()
+        with pytest.raises(chunkmem.ConfigError, match="FrozenCache"):
+            chunkmem.FrozenCache(manager, host=1024, disk=tmp_path / "file")
         audit(manager)
         chunkmem.FrozenCache(manager, host=1024).close()
         audit(manager)
