@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import chunkmem
 from chunkmem.optim.codes import BLOCK
 from chunkmem.plan.model import Lane
-from chunkmem.types import Role
+from chunkmem.types import Role, Tier
 from tests.helpers.ranks import Team
 from tests.helpers.saved_training import Saved, assert_same
 from tests.helpers.spread import spread
@@ -407,3 +407,26 @@ def test_disk_holds_states_in_8_bits(tmp_path: Path) -> None:
     assert small.manager.memory().disk.peak_nbytes > 0
     for training in (large, small):
         training.manager.close()
+
+
+@cpu_only
+@pytest.mark.parametrize(("kind", "bytes_a_parameter"), [("bf16", 8), ("bf16 alone", 6)])
+def test_a_planned_step_peaks_at_these_bytes_a_parameter(kind: str, bytes_a_parameter: int) -> None:
+    """Gradients take the place of weights that master weights can be rounded to; states are 1/32 more than a byte."""
+    with chunkmem.ChunkManager(
+        config(3 << 13, default_chunk_size=1 << 12, **keys_of(kind, use_hybrid_adam=False))
+    ) as manager:
+        with manager.init():
+            model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(24)))
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-3)
+        for seed in range(6):
+            manager.backward(model(features(seed, shape=(4, 64))).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        numel, chunk_nbytes = 24 * 64 * 64, 2 << 12
+        timeline = manager.timeline()
+        assert manager.plan is not None
+        assert timeline is not None
+        assert timeline.plan_misses == 0
+        peak_nbytes = timeline.peak_nbytes[Tier.HOST]
+    assert peak_nbytes <= (bytes_a_parameter + 2 / 16) * numel + 2 * chunk_nbytes
