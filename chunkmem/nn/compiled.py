@@ -119,7 +119,8 @@ class CompiledModules:
         self._parts = tuple(parts)
         self._note(root, is_listed=False)
         for module in list(root.modules()):
-            self._fitted.set(module, "compile", partial(self._compile_in_place, weakref.ref(module)))
+            if type(module).compile is nn.Module.compile and "compile" not in vars(module):
+                self._fitted.set(module, "compile", partial(self._compile_in_place, weakref.ref(module)))
             if is_optimized(module):
                 self._take_over(module)
             elif module in self._marked:

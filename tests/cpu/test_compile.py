@@ -131,8 +131,7 @@ class Compiled(Twin):
         self.called: Any = None
         if manager is None:
             super().__init__(None, build, **options)
-            blocks_compile_themselves(None, self.model, self.compiler)
-            self.called = self.model
+            self.compile()
             return
         self.manager = manager
         made = partial(self._built, build)
@@ -148,6 +147,12 @@ class Compiled(Twin):
             self.called = WAYS[way](manager, self.model, self.compiler)
         elif is_wrapped(self.model):
             self.called, self.model = self.model, self.model._orig_mod
+
+    def compile(self) -> None:
+        """In plain PyTorch."""
+        self.called = self.model
+        for block in self.model.blocks:
+            block.compile(**self.compiler)
 
     def _built(self, build: Callable[[], nn.Module]) -> nn.Module:
         model = build()
@@ -505,6 +510,41 @@ def test_over_ranks(team: Team, model: str, config: Options, micro_batches: int)
         assert num_graphs == (3 if model == "frozen" else 1)  # a block is frozen, another one in part
 
 
+def _made_inside_init(rank: int) -> dict[str, Tensor]:
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        torch.manual_seed(11)
+        with manager.init():
+            model = torch.compile(blocks(), backend="aot_eager")
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
+        for step in range(6):
+            manager.backward(model(features(2 * step + rank)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert counters["stats"]["unique_graphs"] == 1
+        timeline = manager.timeline()
+        assert timeline is not None
+        assert timeline.plan_misses == 0
+        return {key.replace("_orig_mod.", ""): value for key, value in manager.state_dict().items()}
+
+
+def test_over_ranks_compiled_inside_init(team: Team) -> None:
+    weights = team.run(_made_inside_init)
+    torch.manual_seed(11)
+    model = blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for step in range(6):
+        grads = []
+        for rank in range(2):
+            optimizer.zero_grad()
+            model(features(2 * step + rank)).square().mean().backward()
+            grads.append([param.grad for param in model.parameters()])
+        for param, first, second in zip(model.parameters(), *grads, strict=True):
+            param.grad = (first + second) / 2
+        optimizer.step()
+    assert_equal(weights[0], copied(dict(model.state_dict())))
+    assert_equal(weights[1], weights[0])
+
+
 # Plans.
 
 
@@ -540,6 +580,11 @@ class Masters(Compiled):
 
     def left(self) -> dict[str, Any]:
         return {"weights": copied(self.weights() if self.low is None else self.low.state_dict(self.model))}
+
+
+class Uncompiled(Masters):
+    def compile(self) -> None:
+        self.called = self.model
 
 
 class Positions(nn.Module):
@@ -586,6 +631,28 @@ def test_bf16_with_modules_in_float32_inside(kind: type[nn.Module]) -> None:
     torch._dynamo.reset()
     plain = Masters(None, partial(blocks, kind), compiler={"disable": True})
     assert_equal(found, (plain.steps(*range(5)), plain.left()))
+
+
+class WithoutLists(nn.Module):
+    """One unit: there is nothing to divide it by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.middle, self.head = nn.Linear(WIDTH, WIDTH), Positions(), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.inner(x))))
+
+
+@spread(precision=["fp32", "bf16"], when=WHEN)
+def test_a_model_without_lists(precision: str, when: str) -> None:
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, precision=precision)) as manager:
+        twin = Masters(manager, WithoutLists, way="torch_compiles_model", when=when)
+        found = twin.steps(*range(5)), twin.left()
+        assert stats() == (1, 0)
+    plain = Uncompiled(None, WithoutLists) if precision == "bf16" else Twin(None, WithoutLists)
+    assert_equal(found[0], plain.steps(*range(5)))
+    assert_equal(found[1]["weights"], plain.left()["weights"])
 
 
 # Inductor.
@@ -870,6 +937,15 @@ def _unit_inside(rank: int) -> str:
         except chunkmem.StateError as error:
             return str(error)
     return ""
+
+
+def test_a_compile_method_of_the_users_own() -> None:
+    class Own(Blocks):
+        def compile(self, optimizer: str) -> str:  # type: ignore[override]
+            return f"compiled for {optimizer}"
+
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        assert managed(Own, manager).compile("SGD") == "compiled for SGD"
 
 
 def test_closed_managers_hear_no_more() -> None:
