@@ -29,7 +29,7 @@ class Record:
     """The state of one managed parameter: what `state[param]` of its class has."""
 
     entry: Entry | None = None
-    """`Place.CHUNK` stands for tensors with elements; others are on the CPU. None: there is none."""
+    """`Place.CHUNK` stands for tensors with elements; others are where the last update was. None: there is none."""
     is_new: bool = True
     """It was not updated yet."""
     is_blank: bool = False
@@ -168,14 +168,16 @@ class ClassRule(UpdateRule[ClassHyper]):
         record, specs = item.records[at], item.specs[at]
         if record.entry is None or record.is_blank:
             return None
-        numbers = self.trials[item.hyper.index].following
+        following, options = self.trials[item.hyper.index].following, item.hyper.options
+        has_steps_there = bool(options.get("fused") or options.get("capturable"))  # as torch.optim decides it
         found: Entry = {}
         for key, value in record.entry.items():
             if value is Place.CHUNK:
                 found[key] = views[specs[key].role][item.positions[at]].detach()
             elif isinstance(value, torch.Tensor):
                 copy = value.clone() if item.drafts is not None else value
-                found[key] = copy.to(device) if key in numbers else copy
+                is_there = key in following or (key == "step" and has_steps_there)
+                found[key] = copy.to(device) if is_there else copy
             else:
                 found[key] = value
         return found
@@ -188,7 +190,9 @@ class ClassRule(UpdateRule[ClassHyper]):
         for key, value in (result or {}).items():
             assert entry is not None
             if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                entry[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+                entry[key] = value.detach() if isinstance(value, torch.Tensor) else value
+                if isinstance(value, torch.Tensor) and not value.is_cpu:
+                    self.trials[item.hyper.index].following.add(key)
                 continue
             spec = item.specs[at].get(key)
             slot = None if spec is None else views[spec.role][item.positions[at]]

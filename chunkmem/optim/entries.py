@@ -69,7 +69,9 @@ class EntryStates(ChunkStates):
         """Return a copy of what its class keeps of a parameter, with `Place.CHUNK` for tensors that have elements."""
         record = self.records.get(managed)
         self._updater.settle()
-        return None if record is None or record.entry is None or record.is_blank else dict(record.entry)
+        if record is None or record.entry is None or record.is_blank:
+            return None
+        return {key: _copy(value) for key, value in record.entry.items()}
 
     def _entry(self, managed: ManagedParameter) -> Entry:
         """Return the entry of a parameter once no update is under way."""
@@ -89,8 +91,7 @@ class EntryStates(ChunkStates):
             if value is Place.CHUNK:
                 found[key] = self._updater.read(self._updater.state(specs[key].role, managed), managed)
             else:
-                with runtime_mode():
-                    found[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                found[key] = _copy(value)
         return found
 
     def lazy(self, managed: ManagedParameter) -> dict[str, torch.Tensor]:
@@ -98,10 +99,10 @@ class EntryStates(ChunkStates):
             return {}
         self._check(managed)
         specs, state = self.specs_of(managed), {}
-        for key, value in self._host.from_owner(managed, lambda: dict(self._entry(managed))).items():
+        entry = self._host.from_owner(managed, lambda: {k: _copy(v) for k, v in self._entry(managed).items()})
+        for key, value in entry.items():
             if value is not Place.CHUNK:
-                with runtime_mode():
-                    state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                state[key] = value
                 continue
             spec = specs[key]
             source = SlotSource(
@@ -174,6 +175,12 @@ class EntryStates(ChunkStates):
             self.write(managed, state)
         else:
             self.steps.pop(managed, None)
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of a number on the CPU; what is no tensor is returned as it is."""
+    with runtime_mode():
+        return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def blank_entry(form: EntryForm) -> Entry:

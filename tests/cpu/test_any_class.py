@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import chunkmem
+from chunkmem.optim.class_rule import add_to, new_item
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.store import LeftUpdate
 from chunkmem.types import Role, Tier
@@ -454,6 +455,33 @@ def test_a_closure() -> None:
         return losses
 
     alike(scenario, "Adagrad")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        (torch.optim.NAdam, {}, {"step": "cpu", "mu_product": "cpu"}),
+        (torch.optim.ASGD, {}, {"step": "meta", "eta": "meta", "mu": "meta"}),
+        (torch.optim.AdamW, {"fused": True}, {"step": "meta"}),
+    ],
+)
+def test_numbers_are_on_the_device_where_the_class_has_them(kind: Any, options: Any, expected: dict[str, str]) -> None:
+    """An update on an accelerator finds those there that the class makes there; the meta device plays one."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        model = manager.wrap(nn.Linear(WIDTH, WIDTH))
+        optimizer = chunkmem.Optimizer(kind, model.parameters(), manager=manager, **options)
+        model(features()).sum().backward()
+        optimizer.step()
+        managed = manager.runtime.registry.find(model.weight)
+        assert managed is not None
+        record, specs = optimizer._states.record(managed), optimizer._states.specs_of(managed)
+        item = new_item(optimizer._rule.hyper(optimizer.param_groups[0]), ahead=False)
+        add_to(item, managed, torch.tensor(2.0), record, specs)
+        slots = {spec.role: [torch.empty(WIDTH, WIDTH)] * 2 for spec in specs.values()}
+        entry = optimizer._rule._entry_of(item, 0, slots, torch.device("meta"))
+        assert entry is not None
+        assert {key: value.device.type for key, value in entry.items() if key in expected} == expected
+        assert all(value.is_cpu for value in dict(optimizer.state[model.weight]).values())
 
 
 def test_hooks_on_all_steps_of_the_process_are_called_once_a_step() -> None:
