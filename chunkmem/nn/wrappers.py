@@ -75,8 +75,13 @@ class _WrapperHook:
         managed = next((found for param in child.parameters() if (found := registry.find(param)) is not None), None)
         if managed is None:
             return
-        if any(param.requires_grad and not registry.is_known(param) for param in child.parameters()):
-            raise wrapped(type(parent).__name__, managed)
+        for name, param in child.named_parameters():
+            if param.requires_grad and not registry.is_known(param):
+                error = wrapped(type(parent).__name__, managed)
+                error.add_note(
+                    f"parameter {name} is in no chunk: if it was added to the model, make chunkmem's optimizer first"
+                )
+                raise error
         if parent.process_group.size() != self._num_ranks:
             raise StateError(
                 f"DistributedDataParallel over {parent.process_group.size()} ranks around parameter {managed}, which a "

@@ -118,6 +118,19 @@ def distributed_data_parallel_around_a_model_with_managed_parts(user: User) -> N
     DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), Outer(user.model)))
 
 
+@script()
+def the_parameter_that_is_not_known_is_named(user: User) -> None:
+    user.train(0)
+    if user.manager is not None:
+        try:
+            wrapped_in = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), user.model))
+        except chunkmem.StateError as error:
+            user.check("parameter 0.weight is in no chunk" in error.__notes__[0], str(error.__notes__))
+        else:
+            user.check(False, f"{wrapped_in} was made")
+    user.train(1)
+
+
 @script(expect=Refused("StateError", rf"^fully_shard .*{NOT_NEEDED}"))
 def fully_sharded(user: User) -> None:
     fully_shard(user.model)
