@@ -25,6 +25,11 @@ from chunkmem.optim.state import OptimizerState, ParameterState
 from chunkmem.types import Role
 
 
+def _is_zero(rate: object) -> bool:
+    """Tell whether a learning rate is 0; some classes have none, or find their own."""
+    return isinstance(rate, int | float | torch.Tensor) and float(rate) == 0
+
+
 @dataclass(frozen=True)
 class HeldStates:
     """What a rank has of a parameter, as it is told to others."""
@@ -243,7 +248,7 @@ class StatefulOptimizer(ChunkedOptimizer):
         That is one at learning rate 0, over gradients of zero that were assigned to all trainable parameters, before
         there are any states or other gradients.
         """
-        if self.state or any(float(group.get("lr", 1.0)) != 0 for group in self.param_groups):
+        if self.state or any(not _is_zero(group.get("lr")) for group in self.param_groups):
             return False
         if self._updater.gradients.any_landed(m for m in self._looked_up() if m is not None):
             return False

@@ -270,6 +270,26 @@ def test_users_classes(kind: str) -> None:
     same(Blocks, lambda twin: twin.steps(*range(6)), twin=UserTwin, kind=kind)
 
 
+def test_adafactor_of_transformers() -> None:
+    """It has no learning rate of its own, factors of one dimension, and a number that is a tensor from a step on."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    options = {"lr": None, "relative_step": True, "scale_parameter": True, "warmup_init": True}
+
+    class AdafactorTwin(ClassTwin):
+        def make(self, kind: str, params: Any, **_: Any) -> Any:
+            cls = transformers.optimization.Adafactor
+            if self.manager is None:
+                return cls(params, **options)
+            return chunkmem.Optimizer(cls, params, manager=self.manager, **options)
+
+    def scenario(twin: Twin) -> list[float]:
+        losses = twin.steps(0, 1, 2, 3)
+        twin.optimizer.load_state_dict(twin.optimizer.state_dict())
+        return losses + twin.steps(4, 5)
+
+    same(Blocks, scenario, twin=AdafactorTwin)
+
+
 def test_states_that_options_do_not_call_for_any_more_stay() -> None:
     def scenario(twin: Twin) -> list[float]:
         losses = []
