@@ -233,8 +233,7 @@ class ModelRegistry:
         if managed is None and id(param) not in self._excluded:
             raise StateError(
                 f"a parameter of shape {tuple(param.shape)} is neither managed nor excluded by this manager; build its "
-                "model inside manager.init() or pass it to manager.wrap() first. Modules put around a managed model, "
-                "such as peft's prompt encoders, come before: get_peft_model() first, then manager.wrap()"
+                "model inside manager.init() or pass it to manager.wrap() first"
             )
         return managed
 

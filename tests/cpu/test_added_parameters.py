@@ -103,7 +103,7 @@ def test_what_is_in_no_model_is_refused() -> None:
     with chunkmem.ChunkManager(config(CAP_NBYTES)) as manager:
         model = manager.wrap(Blocks())
         around = Adapted(model)
-        message = r"^a parameter of shape \(2, 16\) is neither managed nor excluded .*get_peft_model\(\) first"
+        message = r"^a parameter of shape \(2, 16\) is neither managed nor excluded .*manager\.wrap\(\) first"
         with pytest.raises(chunkmem.StateError, match=message):
             chunkmem.AdamW(around.parameters(), manager=manager)
 

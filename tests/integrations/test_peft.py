@@ -230,5 +230,5 @@ def test_prompts_around_a_managed_model_are_refused() -> None:
     """They are in no model that the manager knows: made before wrapping, they are."""
     with manager_of(AMPLE_NBYTES) as manager:
         model = peft.get_peft_model(manager.wrap(llama()), ADAPTERS["prompt"]())
-        with pytest.raises(chunkmem.StateError, match=r"neither managed nor excluded.*get_peft_model\(\) first"):
+        with pytest.raises(chunkmem.StateError, match=r"neither managed nor excluded.*manager\.wrap\(\) first"):
             chunkmem.AdamW([p for p in model.parameters() if p.requires_grad], manager=manager)
