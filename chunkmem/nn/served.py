@@ -280,8 +280,10 @@ class ParameterServer:
             return (func(*args, **kwargs),)  # the placeholder has the shape, and memory of its own comes out contiguous
 
     def _is_of_backward(self, func: Callable[..., Any], args: Args) -> bool:
-        """Tell whether autograd itself runs an operator, and somebody's dispatch mode shows it to us a second time."""
-        return isinstance(func, torch._ops.OpOverload) and self._is_in_backward(self._parameters_in(args))
+        """Tell whether autograd itself runs an operator: one of a compiled backward, which has weights as they were
+        saved, or one that somebody's dispatch mode shows to us a second time."""
+        is_inner = isinstance(func, torch._ops.OpOverload) or _runs_compiled_backward()
+        return is_inner and self._is_in_backward(self._parameters_in(args))
 
     def _is_in_backward(self, parameters: Iterable[ManagedParameter]) -> bool:
         """Tell whether a backward runs that has the values on DEVICE."""
@@ -327,6 +329,11 @@ def _alone(param: torch.Tensor, func: Callable[..., Any]) -> Any:
     """Return `param.data`, or its storage, without the rest of the chunk. It keeps the chunk's memory alive."""
     alone = torch.from_dlpack(param.detach())  # type: ignore[attr-defined]
     return alone if func == _GET_DATA else func(alone)
+
+
+def _runs_compiled_backward() -> bool:
+    """Tell whether the node that autograd runs is a graph that `torch.compile` has made."""
+    return type(torch._C._current_autograd_node()).__name__ == "CompiledFunctionBackward"
 
 
 def _asks_for_type(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:

@@ -682,6 +682,19 @@ def test_inductor_once() -> None:
     assert stats() == (1, 0)
 
 
+def test_a_compiled_backward_has_its_weights_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its products was a call of its own, which pinned weights that are pinned."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        twin = Compiled(manager, blocks, compiler={"backend": "inductor"})
+        twin.steps(0, 1)
+        calls: list[Any] = []
+        server = manager.runtime.modules.server
+        run = server._run
+        monkeypatch.setattr(server, "_run", lambda *args: calls.append(args[1]) or run(*args))
+        twin.steps(2, 3)
+        assert calls == []
+
+
 # Who else is there.
 
 
