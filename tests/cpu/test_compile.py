@@ -511,6 +511,8 @@ def test_over_ranks(team: Team, model: str, config: Options, micro_batches: int)
 
 
 def _made_inside_init(rank: int) -> dict[str, Tensor]:
+    torch._dynamo.reset()  # processes are kept
+    counters.clear()
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
         torch.manual_seed(11)
         with manager.init():
