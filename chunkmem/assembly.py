@@ -1,4 +1,4 @@
-"""The runtime of a manager: its parts wired together, and models added to them."""
+"""The runtime of a manager: its parts wired together."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from chunkmem.built_models import BuiltModels, several_ranks
 from chunkmem.comm.exchange import Exchange
 from chunkmem.comm.mesh import mesh_of
 from chunkmem.comm.methods import ExchangeMethod, possible_exchanges, require_method
@@ -21,17 +22,9 @@ from chunkmem.comm.ranks import Ranks
 from chunkmem.config import Config, flattened
 from chunkmem.entry_points import EntryPoints, collect_abandoned
 from chunkmem.errors import ConfigError, StateError
-from chunkmem.layout.spec import digest
 from chunkmem.nn.autocast import AutocastCache
 from chunkmem.nn.binding import BoundChunk, ManagedParameter, move_to
-from chunkmem.nn.built import HERE, Built
-from chunkmem.nn.collect import Collector
-from chunkmem.nn.elsewhere import Elsewhere, Unpacked
 from chunkmem.nn.gradients import GradientBook
-from chunkmem.nn.initialisers import Initialisers
-from chunkmem.nn.meta import BuiltOnMeta, has_meta_tensors
-from chunkmem.nn.ordinary import same_random_numbers
-from chunkmem.nn.packing import move_ordinary_tensors
 from chunkmem.nn.registry import check_fits
 from chunkmem.nn.shared_gradients import SharedGradients
 from chunkmem.nn.wrappers import WrapperCheck
@@ -74,24 +67,6 @@ class Origin:
     optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
 
 
-@dataclass
-class BuiltModels:
-    """What was built with a manager."""
-
-    collector: Collector | None = None
-    """Of the models under construction."""
-    initialisers: Initialisers = field(default_factory=Initialisers)
-    """Of what is on the meta device, of the model that was built last."""
-    unpacked: Unpacked | None = None
-    """What was built, until it is known which stage has what; None without pipeline stages."""
-    added: list[Unpacked] = field(default_factory=list)
-    """All that was built."""
-    values: Built = HERE
-    """Where `add_stages` finds values."""
-    elsewhere: Elsewhere = field(default_factory=Elsewhere)
-    """What other stages have."""
-
-
 class Runtime:
     """The parts of one manager, which has it; see `ChunkManager` and [Note: Order of parts]."""
 
@@ -130,7 +105,7 @@ class Runtime:
         require_method(exchange)
         rows = mesh_of(mesh, process_group=process_group)
         self.ranks = Ranks(process_group, mesh=rows, timeout_s=config.distributed.timeout_s)
-        for ranks in self._several_ranks():
+        for ranks in several_ranks(self.ranks):
             for path, value in flattened(config.to_dict()).items():
                 ranks.agree(f"{path} of the configuration", json.dumps(value))
         if before is None:
@@ -193,119 +168,19 @@ class Runtime:
         self.modules.server.before_use = self.entry_points.begin_outside
         self.modules.compiled.on_change = self.forget_plans
         self.hooks = self.modules.hooks(self.entry_points)
-        self.built = BuiltModels()
+        self.built = BuiltModels(
+            self.sharding,
+            self.modules,
+            self.updater,
+            self.entry_points,
+            self.hooks,
+            device=self.device,
+            dtype=self.dtype,
+        )
         collect_others()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError("what a manager has cannot be copied or pickled: make another manager from its config")
-
-    def add(
-        self,
-        roots: Sequence[nn.Module],
-        excluded: Sequence[nn.Module],
-        *,
-        kept: Sequence[nn.Module] = (),
-        built: Built = HERE,
-        initialisers: Initialisers | None = None,
-    ) -> None:
-        """Pack; gradients of `kept` modules, which are excluded, are not averaged over ranks.
-
-        With pipeline stages, that is put off until `add_stages`. `initialisers`: of what is on the meta device.
-
-        Raises:
-            StateError: with pipeline stages, there is a model already.
-        """
-        unpacked = Unpacked(tuple(roots), tuple(excluded), tuple(kept))
-        self.built.initialisers = initialisers or Initialisers()
-        if self.ranks.stages is not None:
-            if self.built.unpacked is not None:
-                raise StateError("a manager with pipeline stages has one model; build all of it in one manager.init()")
-            self.built.unpacked = unpacked
-            self.built.added.append(unpacked)
-            return
-        self._pack(roots, excluded, kept=kept, built=built, models=roots)
-        self.built.added.append(unpacked)
-
-    def check_stages(self, stages: Iterable[nn.Module]) -> None:
-        """Check that the model that was built can be packed as these stages.
-
-        Raises:
-            StateError: there is no model, or its stages are packed already.
-            LayoutError: a parameter of the model is in no stage.
-        """
-        if self.built.unpacked is None or self.built.unpacked.is_packed:
-            raise StateError(
-                "manager.pipeline() packs the model that was built in manager.init(), once: build it before"
-            )
-        self.built.unpacked.check(stages)
-
-    def add_stages(self, stages: Mapping[int, nn.Module]) -> None:
-        """Pack the stages of this rank, and let go of the memory of all other parameters.
-
-        Args:
-            stages: all stages of the pipeline by number; those of this rank are `number % number of ranks`.
-
-        Raises:
-            LayoutError: a parameter cannot be packed.
-            CapacityError: the weights fit no tier.
-        """
-        ranks, unpacked = self.ranks.stages, self.built.unpacked
-        assert ranks is not None
-        assert unpacked is not None
-        own = [stage for number, stage in stages.items() if number % ranks.size == ranks.rank]
-        modules = {module for stage in own for module in stage.modules()}
-        excluded = [module for module in unpacked.excluded if module in modules]
-        unpacked.is_packed = True
-        kept = [module for module in unpacked.kept if module in modules]
-        self._pack(own, excluded, kept=kept, built=self.built.values, models=unpacked.roots)
-        for number, stage in stages.items():
-            where = f"stage {number}, which rank {ranks.name(number % ranks.size)} has"
-            self.registry.add_elsewhere(self.built.elsewhere.leave(stage, modules, where=where))
-        self.registry.place([param for root in unpacked.roots for param in root.parameters()])
-
-    def _pack(
-        self,
-        roots: Sequence[nn.Module],
-        excluded: Sequence[nn.Module],
-        *,
-        kept: Sequence[nn.Module],
-        built: Built,
-        models: Sequence[nn.Module],
-    ) -> None:
-        """Pack `roots`, which are all of the `models` that were built, or stages of them."""
-        self.forget_plans()
-        if not built.is_put_off and has_meta_tensors(models):
-            read, write = self.updater.read_weight, self.modules.surface.write
-            wanted, shards = self.built.initialisers, self.sharding.shards
-            built = BuiltOnMeta(models, built, shards, read=read, write=write, initialisers=wanted)
-        with self.random_numbers() if isinstance(built, BuiltOnMeta) else contextlib.nullcontext():
-            added = self.registry.add(roots, excluded, built)
-        reduced = [module for module in excluded if module not in kept]
-        self.entry_points.averaged += [param for module in reduced for param in module.parameters(recurse=False)]
-        if self.sharding.shards is not None:
-            self.ranks.agree("the layout of the chunks", digest(packed.layout for packed in added))
-            for packed in added:
-                self.sharding.shards.drop_unowned(group.id for group in packed.layout.groups)
-            if not built.is_put_off:
-                self.sharding.shards.send_on_host(reader="packing")
-            self.entry_points.ordinary.add(roots, excluded, kept=kept)
-        self.modules.fit(roots, added, self.hooks, dtype=DTYPES[self.config.precision])
-        for module in (*roots, *excluded):
-            move_ordinary_tensors(module, excluded, self.device, on_host=self.registry.on_host)
-        if isinstance(built, BuiltOnMeta):
-            built.tell(self.modules.surface.awaited, [managed for packed in added for managed in packed.parameters])
-
-    @contextlib.contextmanager
-    def random_numbers(self) -> Iterator[None]:
-        """Surround the building of a model."""
-        with contextlib.ExitStack() as stack:
-            for ranks in self._several_ranks():
-                stack.enter_context(same_random_numbers(ranks))
-            yield
-
-    def _several_ranks(self) -> list[Ranks]:
-        """Return the ranks of this rank's pipeline, and those of its stage, where there are several."""
-        return [ranks for ranks in (self.ranks.stages, self.ranks) if ranks is not None and ranks.size > 1]
 
     def root(self, model: nn.Module | None) -> nn.Module:
         """Return `model`, or the only one; see `ModelRegistry.only_root`."""

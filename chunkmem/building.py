@@ -50,13 +50,13 @@ class ModelBuilding:
         if self.runtime.sharding.shards is not None and can_release:
             built = BuiltOverRanks(self.runtime.sharding.shards, collector)
         try:
-            with self.runtime.random_numbers(), collector.watching(), built.watching():
+            with self.runtime.built.random_numbers(), collector.watching(), built.watching():
                 yield
                 for root in collector.roots() if self.config.with_tiling_linear else ():
                     self._tile(root, self._configured_numel)
         finally:
             self.runtime.built.collector = None
-        self.runtime.add(collector.roots(), collector.excluded(), kept=collector.not_reduced(), built=built)
+        self.runtime.built.add(collector.roots(), collector.excluded(), kept=collector.not_reduced(), built=built)
 
     def wrap(
         self, model: nn.Module, *, param_init_fn: Callable[[nn.Module], object] | None = None, skip_init: bool = False
@@ -81,7 +81,7 @@ class ModelBuilding:
             raise LayoutError(f"manager.wrap() takes a torch.nn.Module, not a {type(model).__name__}")
         if self.config.with_tiling_linear:
             self._tile(model, self._configured_numel)
-        self.runtime.add([model], [], initialisers=Initialisers(param_init_fn, skip_init))
+        self.runtime.built.add([model], [], initialisers=Initialisers(param_init_fn, skip_init))
         return model
 
     def tile(self, model: nn.Module, *, max_numel: int | None = None) -> nn.Module:

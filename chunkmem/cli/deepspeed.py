@@ -10,10 +10,20 @@ import difflib
 import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
-from chunkmem.deepspeed import COUNTERPARTS
+from chunkmem.cli.deepspeed_keys import (
+    ADAM_DEFAULTS,
+    BF16,
+    CHANGED,
+    CHECKPOINTING,
+    DROPPED,
+    FP16,
+    HYBRID,
+    LOSS_SCALE,
+    OFFLOAD,
+    ZERO,
+)
 from chunkmem.errors import ConfigError
 from chunkmem.sizes import shown
 
@@ -82,160 +92,6 @@ class Converted:
         self.notes.append(Note(key, Outcome.UNKNOWN, f"is not known as a key of DeepSpeed{meant}"))
 
 
-_BITS = "results are bit-identical to plain PyTorch's, and nothing is quantized"
-_BUCKETS = "weights and gradients move in chunks, whose size is default_chunk_size"
-_PLANNED = "a plan decides what is fetched and dropped, and when, from a recorded step"
-_ALWAYS = "that is always so"
-_LINEAR = "linear layers are torch's"
-_MEASURED = "the disk's speed is measured, and block size and queue depth follow from it"
-_PINNED = "HOST memory is pinned whenever there is an accelerator"
-_HYBRID = "is the dimension shard of a mesh, whose dimension replicate has the other ranks"
-
-_DROPPED: Final = MappingProxyType(
-    {
-        "zero_allow_untested_optimizer": "every optimizer of chunkmem is tested with all it can be combined with",
-        "zero_force_ds_cpu_optimizer": "updates on HOST use kernels with torch's bits",
-        "prescale_gradients": "gradients are added in rank order, and divided once",
-        "gradient_predivide_factor": "gradients are added in rank order, and divided once",
-        "sparse_gradients": "gradients of chunks are dense",
-        "communication_data_type": "chunks are exchanged in the dtype that they have",
-        "seq_parallel_communication_data_type": "there is no sequence parallelism",
-        "disable_allgather": "weights are gathered by the plan",
-        "aio": _MEASURED,
-        "steps_per_print": "nothing is printed; manager.metrics() has numbers to log",
-        "memory_breakdown": "manager.memory() has it at any time",
-        "dump_state": "config.to_dict() has every key",
-        "autotuning": "plans are made for this machine's measured speeds",
-        "compression_training": _BITS,
-        "quantize_training": _BITS,
-        "weight_quantization": _BITS,
-        "eigenvalue": _BITS,
-        "sparse_attention": "attention is the model's",
-        "progressive_layer_drop": "leaving out layers is the model's; steps that do follow their plan all the same",
-        "curriculum_learning": "batches are your loop's",
-        "data_efficiency": "batches are your loop's",
-        "dataloader_drop_last": "batches are your loop's",
-        "elasticity": "a checkpoint loads over any number of ranks",
-        "nebula": "manager.save(asynchronous=True) writes while training continues",
-        "hybrid_engine": "generation uses the same weights as training",
-        "tensor_parallel": "weights are sharded over ranks, and gathered for their module",
-        "graph_harvesting": "steps are replayed by plan",
-        "use_data_before_expert_parallelism": "experts are modules as others",
-        "timers": "manager.timeline() times every moment",
-        "vocabulary_size": "nothing depends on it",
-    }
-)
-"""Top-level keys of theirs that are nothing here, with the reason."""
-
-_CHANGED: Final = MappingProxyType(
-    {
-        "wall_clock_breakdown": "is manager.record(DIR) and chunkmem report DIR",
-        "flops_profiler": "is manager.record(DIR) and chunkmem report DIR",
-        "comms_logger": "is manager.record(DIR) and chunkmem report DIR",
-        "tensorboard": "is manager.metrics() in your loop, for any logger",
-        "wandb": "is manager.metrics() in your loop, for any logger",
-        "comet": "is manager.metrics() in your loop, for any logger",
-        "csv_monitor": "is manager.metrics() in your loop, for any logger",
-        "scheduler": COUNTERPARTS["scheduler"],
-        "amp": COUNTERPARTS["amp"],
-        "torch_autocast": "is torch.autocast around the model, over fp32 weights",
-        "checkpoint": "is manager.save() and manager.load()",
-        "data_types": "is now fixed: gradients have the dtype of the weights that are computed with",
-        "pipeline": "is manager.pipeline()",
-        "compile": "is torch.compile of the model's functions",
-        "train_batch_size": COUNTERPARTS["train_batch_size"],
-        "train_micro_batch_size_per_gpu": COUNTERPARTS["train_micro_batch_size_per_gpu"],
-        "gradient_accumulation_steps": COUNTERPARTS["gradient_accumulation_steps"],
-    }
-)
-
-_ZERO: Final = MappingProxyType(
-    {
-        "contiguous_gradients": "gradients of a chunk are always contiguous",
-        "overlap_comm": "exchanges overlap with computing wherever that is faster",
-        "reduce_scatter": _ALWAYS,
-        "allgather_partitions": _ALWAYS,
-        **dict.fromkeys(
-            ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "use_multi_rank_bucket_allreduce"),
-            _BUCKETS,
-        ),
-        **dict.fromkeys(
-            (
-                *(
-                    "stage3_max_live_parameters",
-                    "max_live_parameters",
-                    "stage3_max_reuse_distance",
-                    "max_reuse_distance",
-                ),
-                *("stage3_prefetch_bucket_size", "prefetch_bucket_size", "stage3_allgather_sequential"),
-                *("stage3_param_persistence_threshold", "param_persistence_threshold"),
-                *("stage3_model_persistence_threshold", "model_persistence_threshold"),
-                *("stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params"),
-                *("log_trace_cache_warnings", "round_robin_gradients"),
-            ),
-            _PLANNED,
-        ),
-        "stage3_partition_stream_chunk_size": "manager.wrap() packs a model on the meta device, module by module",
-        "ignore_unused_parameters": "parameters without a gradient are left alone, as in torch",
-        "load_from_fp32_weights": "checkpoints have the fp32 master weights",
-        "elastic_checkpoint": "a checkpoint loads over any number of ranks",
-        "pipeline_loading_checkpoint": "checkpoints are read a parameter at a time",
-        "legacy_stage1": "sharding is that of stage 3",
-        **dict.fromkeys(
-            (
-                *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
-                "zeropp_loco_param",
-            ),
-            _BITS,
-        ),
-        "memory_efficient_linear": _LINEAR,
-        "override_module_apply": "parameters serve themselves, and module.apply works",
-        "enable_sanity_checks": "every plan is verified before it is followed",
-        "zenflow": "an update uses all gradients of its step",
-        "save_muon_momentum_buffer_in_memory": "a plan decides where states are",
-        "cpu_offload_use_pin_memory": _PINNED,
-        "mics_hierarchical_params_gather": _PLANNED,
-    }
-)
-"""Keys of `zero_optimization` that are nothing here, with the reason."""
-
-_OFFLOAD: Final = MappingProxyType(
-    {
-        "pin_memory": _PINNED,
-        **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu"), _PLANNED),
-        **dict.fromkeys(("pipeline_read", "pipeline_write"), "reading, updating and writing always overlap"),
-        "fast_init": "optimizer states are made when they are first needed",
-        "ratio": "a plan decides how many states stay on DEVICE, within margin_use_ratio",
-        "super_offload": _PLANNED,
-        "convert_grad_on_cpu": "gradients stay in the dtype that they have",
-        "cpuadam_cores_perc": "update_threads says how many threads update",
-    }
-)
-
-_LOSS_SCALE: Final = MappingProxyType(
-    {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
-)
-"""Keys that both have, with their defaults."""
-_FP16: Final = MappingProxyType(
-    {
-        "auto_cast": "inputs of the model are cast where a module computes",
-        "consecutive_hysteresis": "overflows are counted since the scale last changed",
-        "fp16_master_weights_and_grads": "updates in fp16 vanish or overflow; master weights are fp32",
-    }
-)
-_BF16: Final = MappingProxyType(
-    {
-        "immediate_grad_update": _PLANNED,
-        "check_grad_overflow": "gradients in bf16 have the range of fp32",
-    }
-)
-_CHECKPOINTING: Final = (
-    *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints"),
-    *("synchronize_checkpoint_boundary", "profile"),
-)
-_ADAM_DEFAULTS: Final = MappingProxyType({"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0})
-
-
 def convert(theirs: Mapping[str, Any], *, disk_capacity: str | None = None) -> Converted:
     """Return what a DeepSpeed configuration is here.
 
@@ -261,12 +117,12 @@ def convert(theirs: Mapping[str, Any], *, disk_capacity: str | None = None) -> C
     for key, value in theirs.items():
         if key in sections:
             sections[key](found, value)
-        elif key in _CHANGED:
-            found.change(key, _CHANGED[key])
-        elif key in _DROPPED:
-            found.drop(key, _DROPPED[key])
+        elif key in CHANGED:
+            found.change(key, CHANGED[key])
+        elif key in DROPPED:
+            found.drop(key, DROPPED[key])
         else:
-            found.unknown(key, {**sections, **_CHANGED, **_DROPPED})
+            found.unknown(key, {**sections, **CHANGED, **DROPPED})
     if found.values.get("precision") == "bf16" and "fp16" in found.values:
         raise ConfigError("fp16.enabled and bf16.enabled are both true; make one of them false")
     return found
@@ -307,9 +163,9 @@ def _adam(found: Converted, name: str, given: dict[str, tuple[str, Any]]) -> Non
     else:
         found.change("optimizer.type", f'is "{ours}"{because if decoupled else ""}')
     for key, (path, value) in given.items():
-        if key in _ADAM_DEFAULTS and value == AUTO:
+        if key in ADAM_DEFAULTS and value == AUTO:
             found.change(path, f"is an argument of chunkmem.{ours}: {AUTO} is what Trainer's arguments say")
-        elif key in _ADAM_DEFAULTS:
+        elif key in ADAM_DEFAULTS:
             found.keep(path, value)
         elif key == "adam_w_mode":
             found.change(path, "is optimizer.type")
@@ -317,7 +173,7 @@ def _adam(found: Converted, name: str, given: dict[str, tuple[str, Any]]) -> Non
             said = "updates have the bits of torch's fused kernels, with bias correction, and states in fp32"
             found.drop(path, said)
         else:
-            found.unknown(path, {**_ADAM_DEFAULTS, "adam_w_mode": 0, "torch_adam": 0})
+            found.unknown(path, {**ADAM_DEFAULTS, "adam_w_mode": 0, "torch_adam": 0})
     if "weight_decay" not in given and given.get("torch_adam", ("", False))[1] is not True:
         found.put(0.0, "optimizer", "params", "weight_decay")
         found.change("optimizer.params.weight_decay", "not given: is 0, DeepSpeed's default; ours for AdamW is 0.01")
@@ -338,13 +194,13 @@ def _zero(found: Converted, value: object, disk_capacity: str | None) -> None:
         elif key in ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"):
             found.change(path, "is manager.save_pretrained(DIR), or manager.state_dict()")
         elif key in ("zero_hpz_partition_size", "mics_shard_size"):
-            found.change(path, _HYBRID)
+            found.change(path, HYBRID)
         elif key == "leaf_module":
             found.change(path, "is manager.unit(module)")
-        elif key in _ZERO:
-            found.drop(path, _ZERO[key])
+        elif key in ZERO:
+            found.drop(path, ZERO[key])
         else:
-            found.unknown(path, {**_ZERO, "stage": 0, "offload_optimizer": 0, "offload_param": 0})
+            found.unknown(path, {**ZERO, "stage": 0, "offload_optimizer": 0, "offload_param": 0})
 
 
 def _offload(found: Converted, value: object, at: str, disk_capacity: str | None) -> None:
@@ -359,10 +215,10 @@ def _offload(found: Converted, value: object, at: str, disk_capacity: str | None
         elif key == "nvme_path":
             found.keep(path, inner, "memory", "disk", "path")
             found.put(disk_capacity, "memory", "disk", "capacity")
-        elif key in _OFFLOAD:
-            found.drop(path, _OFFLOAD[key])
+        elif key in OFFLOAD:
+            found.drop(path, OFFLOAD[key])
         else:
-            found.unknown(path, {**_OFFLOAD, "device": 0, "nvme_path": 0})
+            found.unknown(path, {**OFFLOAD, "device": 0, "nvme_path": 0})
 
 
 def _what_offloading_is(device: object) -> str:
@@ -382,10 +238,10 @@ def _bf16(found: Converted, value: object, at: str) -> None:
             found.keep(path, False, "master_weights", because=" = false")
         elif key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
             found.change(path, "is master_weights: false, where it is true")
-        elif key in _BF16:
-            found.drop(path, _BF16[key])
+        elif key in BF16:
+            found.drop(path, BF16[key])
         else:
-            found.unknown(path, {**_BF16, "enabled": 0})
+            found.unknown(path, {**BF16, "enabled": 0})
 
 
 def _fp16(found: Converted, value: object) -> None:
@@ -394,18 +250,18 @@ def _fp16(found: Converted, value: object) -> None:
     for key, path, inner in _entries(value, "fp16"):
         if key == "enabled":
             _enabled(found, path, inner, "fp16")
-        elif key in _LOSS_SCALE and not enabled:
+        elif key in LOSS_SCALE and not enabled:
             found.drop(path, "fp16 is not enabled")
-        elif key in _LOSS_SCALE and inner == AUTO:
+        elif key in LOSS_SCALE and inner == AUTO:
             found.change(path, f"is DeepSpeed's default: {AUTO} is none of ours")
-        elif key in _LOSS_SCALE:
+        elif key in LOSS_SCALE:
             found.keep(path, inner)
-        elif key in _FP16:
-            found.drop(path, _FP16[key])
+        elif key in FP16:
+            found.drop(path, FP16[key])
         else:
-            found.unknown(path, {**_LOSS_SCALE, **_FP16, "enabled": 0})
+            found.unknown(path, {**LOSS_SCALE, **FP16, "enabled": 0})
     if enabled and section.get("loss_scale_window", AUTO) == AUTO:
-        found.put(_LOSS_SCALE["loss_scale_window"], "fp16", "loss_scale_window")
+        found.put(LOSS_SCALE["loss_scale_window"], "fp16", "loss_scale_window")
     if enabled and "loss_scale_window" not in section:
         found.change("fp16.loss_scale_window", "not given: is 1000, DeepSpeed's default; ours is 2000")
 
@@ -433,10 +289,10 @@ def _clipping(found: Converted, value: object) -> None:
 def _checkpointing(found: Converted, value: object) -> None:
     at = "activation_checkpointing"
     for key, path, _ in _entries(value, at):
-        if key in _CHECKPOINTING:
+        if key in CHECKPOINTING:
             found.change(path, "is activations.policy: what is recomputed from stays on DEVICE as far as there is room")
         else:
-            found.unknown(path, dict.fromkeys(_CHECKPOINTING))
+            found.unknown(path, dict.fromkeys(CHECKPOINTING))
     if value:
         found.put("recompute", "activations", "policy")
         found.change(at, 'is activations.policy "recompute": leave out deepspeed.checkpointing in the model')

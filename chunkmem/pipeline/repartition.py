@@ -272,7 +272,7 @@ class _Change:
     def pack(self, after: Runtime, options: PipelineOptions, make: MakePipeline) -> Pipeline:
         """Pack the model into chunks without content, and have optimizers claim their states; return the pipeline."""
         added = self._added
-        after.add(added.roots, added.excluded, built=after.built.values)
+        after.built.add(added.roots, added.excluded, built=after.built.values)
         pipeline = make(after, options)
         for optimizer, counts in zip(self._optimizers, self._counts, strict=True):
             optimizer.move_to(after)

@@ -53,9 +53,9 @@ def staged_pipeline(runtime: Runtime, options: PipelineOptions) -> StagedPipelin
     what = f"{name} of {len(blocks)} blocks, {per_rank} stages a rank, {options.micro_batches}, {options.checkpoint}"
     ranks.agree("the pipeline", what)
     modules = divide(blocks, first=first, last=last, num=per_rank * ranks.size)
-    runtime.check_stages(modules)
+    runtime.built.check_stages(modules)
     forms = BorderForms(modules, dtype=runtime.dtype)
-    runtime.add_stages(dict(enumerate(modules)))
+    runtime.built.add_stages(dict(enumerate(modules)))
     return StagedPipeline(runtime, modules, forms, options, reason=reason)
 
 

@@ -27,6 +27,7 @@ LAYERS = (
     ("parts",),
     ("steps", "estimate"),
     ("entry_points",),
+    ("built_models",),
     ("assembly",),
     ("pipeline", "checkpoints", "freezing"),
     ("building", "reporting"),

@@ -1,0 +1,170 @@
+"""The models of a manager: built, packed, and divided into pipeline stages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from chunkmem.comm.ranks import Ranks
+from chunkmem.entry_points import EntryPoints
+from chunkmem.errors import StateError
+from chunkmem.layout.spec import digest
+from chunkmem.nn.built import HERE, Built
+from chunkmem.nn.collect import Collector
+from chunkmem.nn.elsewhere import Elsewhere, Unpacked
+from chunkmem.nn.hooks import ModuleHooks
+from chunkmem.nn.initialisers import Initialisers
+from chunkmem.nn.meta import BuiltOnMeta, has_meta_tensors
+from chunkmem.nn.ordinary import same_random_numbers
+from chunkmem.nn.packing import move_ordinary_tensors
+from chunkmem.optim.update import GroupUpdater
+from chunkmem.parts import Modules, Sharding
+
+
+class BuiltModels:
+    """What was built with a manager, and is packed by its parts."""
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        modules: Modules,
+        updater: GroupUpdater,
+        entry_points: EntryPoints,
+        hooks: ModuleHooks,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Begin with none; modules compute on `device`, in `dtype`."""
+        self._ranks = sharding.ranks
+        self._sharding = sharding
+        self._modules = modules
+        self._updater = updater
+        self._entry_points = entry_points
+        self._hooks = hooks
+        self._device = device
+        self._dtype = dtype
+        self.collector: Collector | None = None
+        """Of the models under construction."""
+        self.initialisers = Initialisers()
+        """Of what is on the meta device, of the model that was built last."""
+        self.unpacked: Unpacked | None = None
+        """What was built, until it is known which stage has what; None without pipeline stages."""
+        self.added: list[Unpacked] = []
+        """All that was built."""
+        self.values: Built = HERE
+        """Where `add_stages` finds values."""
+        self.elsewhere = Elsewhere()
+        """What other stages have."""
+
+    def add(
+        self,
+        roots: Sequence[nn.Module],
+        excluded: Sequence[nn.Module],
+        *,
+        kept: Sequence[nn.Module] = (),
+        built: Built = HERE,
+        initialisers: Initialisers | None = None,
+    ) -> None:
+        """Pack; gradients of `kept` modules, which are excluded, are not averaged over ranks.
+
+        With pipeline stages, that is put off until `add_stages`. `initialisers`: of what is on the meta device.
+
+        Raises:
+            StateError: with pipeline stages, there is a model already.
+        """
+        unpacked = Unpacked(tuple(roots), tuple(excluded), tuple(kept))
+        self.initialisers = initialisers or Initialisers()
+        if self._ranks.stages is not None:
+            if self.unpacked is not None:
+                raise StateError("a manager with pipeline stages has one model; build all of it in one manager.init()")
+            self.unpacked = unpacked
+            self.added.append(unpacked)
+            return
+        self._pack(roots, excluded, kept=kept, built=built, models=roots)
+        self.added.append(unpacked)
+
+    def check_stages(self, stages: Iterable[nn.Module]) -> None:
+        """Check that the model that was built can be packed as these stages.
+
+        Raises:
+            StateError: there is no model, or its stages are packed already.
+            LayoutError: a parameter of the model is in no stage.
+        """
+        if self.unpacked is None or self.unpacked.is_packed:
+            raise StateError(
+                "manager.pipeline() packs the model that was built in manager.init(), once: build it before"
+            )
+        self.unpacked.check(stages)
+
+    def add_stages(self, stages: Mapping[int, nn.Module]) -> None:
+        """Pack the stages of this rank, and let go of the memory of all other parameters.
+
+        Args:
+            stages: all stages of the pipeline by number; those of this rank are `number % number of ranks`.
+
+        Raises:
+            LayoutError: a parameter cannot be packed.
+            CapacityError: the weights fit no tier.
+        """
+        ranks, unpacked = self._ranks.stages, self.unpacked
+        assert ranks is not None
+        assert unpacked is not None
+        own = [stage for number, stage in stages.items() if number % ranks.size == ranks.rank]
+        modules = {module for stage in own for module in stage.modules()}
+        excluded = [module for module in unpacked.excluded if module in modules]
+        unpacked.is_packed = True
+        kept = [module for module in unpacked.kept if module in modules]
+        self._pack(own, excluded, kept=kept, built=self.values, models=unpacked.roots)
+        for number, stage in stages.items():
+            where = f"stage {number}, which rank {ranks.name(number % ranks.size)} has"
+            self._modules.registry.add_elsewhere(self.elsewhere.leave(stage, modules, where=where))
+        self._modules.registry.place([param for root in unpacked.roots for param in root.parameters()])
+
+    def _pack(
+        self,
+        roots: Sequence[nn.Module],
+        excluded: Sequence[nn.Module],
+        *,
+        kept: Sequence[nn.Module],
+        built: Built,
+        models: Sequence[nn.Module],
+    ) -> None:
+        """Pack `roots`, which are all of the `models` that were built, or stages of them."""
+        self._entry_points.forget_steps()
+        if not built.is_put_off and has_meta_tensors(models):
+            read, write = self._updater.read_weight, self._modules.surface.write
+            wanted, shards = self.initialisers, self._sharding.shards
+            built = BuiltOnMeta(models, built, shards, read=read, write=write, initialisers=wanted)
+        with self.random_numbers() if isinstance(built, BuiltOnMeta) else contextlib.nullcontext():
+            added = self._modules.registry.add(roots, excluded, built)
+        reduced = [module for module in excluded if module not in kept]
+        self._entry_points.averaged += [param for module in reduced for param in module.parameters(recurse=False)]
+        if self._sharding.shards is not None:
+            self._ranks.agree("the layout of the chunks", digest(packed.layout for packed in added))
+            for packed in added:
+                self._sharding.shards.drop_unowned(group.id for group in packed.layout.groups)
+            if not built.is_put_off:
+                self._sharding.shards.send_on_host(reader="packing")
+            self._entry_points.ordinary.add(roots, excluded, kept=kept)
+        self._modules.fit(roots, added, self._hooks, dtype=self._dtype)
+        for module in (*roots, *excluded):
+            move_ordinary_tensors(module, excluded, self._device, on_host=self._modules.registry.on_host)
+        if isinstance(built, BuiltOnMeta):
+            built.tell(self._modules.surface.awaited, [managed for packed in added for managed in packed.parameters])
+
+    @contextlib.contextmanager
+    def random_numbers(self) -> Iterator[None]:
+        """Surround the building of a model."""
+        with contextlib.ExitStack() as stack:
+            for ranks in several_ranks(self._ranks):
+                stack.enter_context(same_random_numbers(ranks))
+            yield
+
+
+def several_ranks(ranks: Ranks) -> list[Ranks]:
+    """Return the ranks of this rank's pipeline, and those of its stage, where there are several."""
+    return [each for each in (ranks.stages, ranks) if each is not None and each.size > 1]
