@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 import random
 import shlex
@@ -66,7 +67,7 @@ class Setting:
     """The cap on HOST of those that have DISK."""
     folder: str = ""
     disk_Bps: float = 0.0
-    """In each direction, both at once; 0: there is no DISK."""
+    """In each direction, both at once; 0: there is no DISK; infinite: as fast as it is."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class Trainee:
         if setting.disk_Bps:
             disk = {"path": setting.folder, "capacity": 16 * param_nbytes}
             memory |= {"host": setting.host_nbytes, "disk": disk}
+        if 0 < setting.disk_Bps < math.inf:
             caps = TierCaps(device_nbytes, setting.host_nbytes, shared=False)
             machine = cached_machine(ComputeDevice(torch.device("cpu")), caps)
             links = disk_links(read_Bps=setting.disk_Bps, write_Bps=setting.disk_Bps)
