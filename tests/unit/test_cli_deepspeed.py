@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chunkmem.cli import deepspeed
+from chunkmem.cli import deepspeed, deepspeed_keys
 from chunkmem.cli.deepspeed import Outcome, convert
 from chunkmem.cli.main import main
 from chunkmem.config import Config
@@ -187,13 +187,13 @@ def test_old_spellings() -> None:
 
 def test_keys_that_are_nothing_here_have_a_reason() -> None:
     """Each of the tables is read."""
-    for key in (*deepspeed._DROPPED, *deepspeed._CHANGED):
+    for key in (*deepspeed_keys.DROPPED, *deepspeed_keys.CHANGED):
         (note,) = convert({key: {}}).notes
         assert note.outcome in (Outcome.DROPPED, Outcome.CHANGED)
-    for key in deepspeed._ZERO:
+    for key in deepspeed_keys.ZERO:
         (note,) = convert({"zero_optimization": {key: 1}}).notes
         assert (note.key, note.outcome) == (f"zero_optimization.{key}", Outcome.DROPPED)
-    for key in deepspeed._OFFLOAD:
+    for key in deepspeed_keys.OFFLOAD:
         (note,) = convert({"zero_optimization": {"offload_optimizer": {key: 1}}}).notes
         assert note.outcome is Outcome.DROPPED
 
