@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chunkmem.cli import deepspeed, deepspeed_keys
+from chunkmem.cli import deepspeed_keys
 from chunkmem.cli.deepspeed import Outcome, convert
 from chunkmem.cli.main import main
 from chunkmem.config import Config
