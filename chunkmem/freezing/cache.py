@@ -18,6 +18,7 @@ from torch.utils.checkpoint import get_device_states
 from chunkmem.assembly import Runtime
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.freezing.levels import Levels
+from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.sizes import parse_nbytes
 from chunkmem.types import ChunkId, Role
 
@@ -88,6 +89,10 @@ class FrozenCache:
         runtime.require_open()
         folder = None if disk is None else Path(disk)
         host_nbytes = parse_nbytes(host)
+        if host_nbytes < ALIGN_NBYTES:
+            raise ConfigError(
+                f"FrozenCache: host is {host_nbytes} bytes; give at least {ALIGN_NBYTES}: a few samples have to fit"
+            )
         disk_nbytes = _free_nbytes(folder) // 2 if disk_capacity is None else parse_nbytes(disk_capacity)
         runtime.forget_plans()  # HOST has less room for what they move
         self._levels = Levels(runtime.memory.pager, host_nbytes, folder, disk_nbytes)
@@ -143,7 +148,8 @@ class FrozenCache:
         with torch.no_grad(), _without_random_numbers(x):
             for module in chain[depth:]:
                 value = module(value)
-        self._write(keys, crcs, value, len(chain))
+        if keys:  # else there is no sample to keep
+            self._write(keys, crcs, value, len(chain))
         return value
 
     def _depth(self, key: Hashable) -> int:

@@ -226,6 +226,14 @@ def test_ids_are_one_a_sample() -> None:
             cache(chain, X, IDS[:3])
 
 
+def test_a_batch_without_samples() -> None:
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        chain = frozen_chain(manager)
+        cache = chunkmem.FrozenCache(manager, host=NUM_SAMPLES * VALUE_NBYTES)
+        assert cache(chain, X[:0], []).shape == (0, WIDTH)
+        assert len(cache) == 0
+
+
 def test_host_has_to_have_room(tmp_path: Path) -> None:
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
         frozen_chain(manager)
@@ -233,6 +241,8 @@ def test_host_has_to_have_room(tmp_path: Path) -> None:
             chunkmem.FrozenCache(manager, host=2 * AMPLE_NBYTES)
         with pytest.raises(chunkmem.ConfigError):
             chunkmem.FrozenCache(manager, host="many")
+        with pytest.raises(chunkmem.ConfigError, match="host is 0 bytes; give at least 64"):
+            chunkmem.FrozenCache(manager, host=0)
         with pytest.raises(chunkmem.ConfigError, match="FrozenCache: disk_capacity"):
             chunkmem.FrozenCache(manager, host=1024, disk=tmp_path / "folder", disk_capacity="1EiB")
         (tmp_path / "file").touch()
