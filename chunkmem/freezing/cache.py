@@ -6,7 +6,8 @@ import contextlib
 import os
 import shutil
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +42,17 @@ class _Kept:
     """Modules that have run."""
     crc: int
     """Of the sample as it came in."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedSamples:
+    """Samples that a cache was asked for."""
+
+    keys: Sequence[Hashable]
+    crcs: Sequence[int]
+    """Of the samples as they came in."""
+    depth: int
+    """Modules whose values of all of them are there."""
 
 
 @dataclass(slots=True)
@@ -124,12 +136,53 @@ class FrozenCache:
         self._runtime.require_open()
         is_one = isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList)
         chain: tuple[nn.Module, ...] = (modules,) if is_one else tuple(modules)  # type: ignore[arg-type, assignment]
-        keys = _keys(ids, x)
+        if not chain:
+            _keys(ids, x)
+            return x
+        self.follow(chain)
+        samples = self.find(x, ids)
+        value = self.read(samples, x.device) if samples.depth else x
+        if samples.depth == len(chain):
+            return value
+        with torch.no_grad(), self.computing(x):
+            for module in chain[samples.depth :]:
+                value = module(value)
+        self.keep(samples, value)
+        return value
+
+    # What a pipeline does in turn for each of its micro-batches.
+
+    def follow(self, chain: tuple[nn.Module, ...], *, agree: Callable[[int], int] = lambda least: least) -> None:
+        """Have values of these modules from now on, and forget what other modules, or other weights, have made.
+
+        Args:
+            chain: frozen modules, of which each is given what the one before returns.
+            agree: given how many of them are as they were on this rank, returns that of all ranks.
+
+        Raises:
+            StateError: a module is trained, drops values at random or collects statistics.
+        """
         for number, module in enumerate(chain):
             _require_frozen(module, number)
-        if not chain:
-            return x
-        self._follow(chain)
+        common = 0
+        for old, new in zip(self._modules, chain, strict=False):
+            if old is not new:
+                break
+            common += 1
+        have_changed = [self._has_changed(module) for module in chain]  # each of them is looked at
+        least = agree(min(common, have_changed.index(True) if any(have_changed) else len(chain)))
+        if least < len(self._modules):
+            for key in [key for key, kept in self._kept.items() if kept.depth > least]:
+                del self._kept[key]
+                self._levels.forget(key)
+        self._modules = chain
+
+    def find(self, x: torch.Tensor, ids: Sequence[Hashable]) -> CachedSamples:
+        """Return how far the modules have come with some samples; arguments and errors are those of a call.
+
+        Nothing is kept of them before `keep`, and all of them may be read until then.
+        """
+        keys = _keys(ids, x)
         samples = x.detach().to("cpu").contiguous()
         crcs = [zlib.crc32(sample.reshape(-1).view(torch.uint8).numpy()) for sample in samples]
         for key, crc in zip(keys, crcs, strict=True):
@@ -139,36 +192,17 @@ class FrozenCache:
                     "in each epoch, what frozen layers have made of it cannot be used again. Call the modules without "
                     "the cache, or transform after them"
                 )
-        depth = min((self._depth(key) for key in keys), default=0)
-        value = self._read(keys, x.device) if depth else x
-        if depth == len(chain):
+        # Where some have come further than others, there are no values of all of them that one module could be given.
+        depths = {self._depth(key) for key in keys}
+        depth = depths.pop() if len(depths) == 1 else 0
+        if depth == len(self._modules):
             self.report.num_found += len(keys)
-            return value
-        self.report.num_computed += len(keys)
-        with torch.no_grad(), _without_random_numbers(x):
-            for module in chain[depth:]:
-                value = module(value)
-        if keys:  # else there is no sample to keep
-            self._write(keys, crcs, value, len(chain))
-        return value
+        else:
+            self.report.num_computed += len(keys)
+        return CachedSamples(keys, crcs, depth)
 
     def _depth(self, key: Hashable) -> int:
         return self._kept[key].depth if key in self._kept and key in self._levels else 0
-
-    def _follow(self, chain: tuple[nn.Module, ...]) -> None:
-        """Forget what other modules, or other weights, have made."""
-        common = 0
-        for old, new in zip(self._modules, chain, strict=False):
-            if old is not new:
-                break
-            common += 1
-        have_changed = [self._has_changed(module) for module in chain]  # each of them is looked at
-        least = min(common, have_changed.index(True) if any(have_changed) else len(chain))
-        if least < len(self._modules):
-            for key in [key for key, kept in self._kept.items() if kept.depth > least]:
-                del self._kept[key]
-                self._levels.forget(key)
-        self._modules = chain
 
     def _has_changed(self, module: nn.Module) -> bool:
         """Tell whether a module has other values than the last time it was asked about."""
@@ -195,20 +229,41 @@ class FrozenCache:
         values = tensor.detach().to("cpu") if managed is None else self._runtime.updater.read_weight(managed)
         return zlib.crc32(values.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
-    def _read(self, keys: Sequence[Hashable], device: torch.device) -> torch.Tensor:
+    def read(self, samples: CachedSamples, device: torch.device) -> torch.Tensor:
+        """Return on a device what the first `samples.depth` modules, at least one, have made of samples.
+
+        Raises:
+            TierIOError: DISK failed.
+        """
         assert self._form is not None
         shape, dtype = self._form
-        batch = torch.empty((len(keys), *shape), dtype=dtype, device="cpu")
-        for row, key in zip(batch, keys, strict=True):
+        batch = torch.empty((len(samples.keys), *shape), dtype=dtype, device="cpu")
+        for row, key in zip(batch, samples.keys, strict=True):
             self._levels.read(key, row.reshape(-1).view(torch.uint8))
         return batch.to(device)
 
-    def _write(self, keys: Sequence[Hashable], crcs: Sequence[int], value: torch.Tensor, depth: int) -> None:
-        if not isinstance(value, torch.Tensor) or value.shape[:1] != (len(keys),):
+    def computing(self, x: torch.Tensor) -> AbstractContextManager[None]:
+        """Surround what computes a value of samples from `x`, on whose device it does.
+
+        Raises:
+            StateError: random numbers were drawn.
+        """
+        return _without_random_numbers(x)
+
+    def keep(self, samples: CachedSamples, value: Any) -> None:
+        """Keep what all of the modules have made of samples.
+
+        Raises:
+            ConfigError: it is not one tensor with a row for each.
+            TierIOError: DISK failed.
+        """
+        if not samples.keys:  # then there is nothing to keep
+            return
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != (len(samples.keys),):
             what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ConfigError(
-                f"FrozenCache: the modules returned {what} for {len(keys)} samples; one tensor, samples first, can be "
-                "kept"
+                f"FrozenCache: the modules returned {what} for {len(samples.keys)} samples; one tensor, samples first, "
+                "can be kept"
             )
         rows = value.detach().to("cpu").contiguous()
         form = rows.shape[1:], rows.dtype
@@ -217,9 +272,9 @@ class FrozenCache:
             self._form = form
             self._kept.clear()
             self._levels.clear(size_nbytes)
-        for key, crc, row in zip(keys, crcs, rows, strict=True):
+        for key, crc, row in zip(samples.keys, samples.crcs, rows, strict=True):
             if self._levels.write(key, row.reshape(-1).view(torch.uint8)):
-                self._kept[key] = _Kept(depth, crc)
+                self._kept[key] = _Kept(len(self._modules), crc)
         for key in [key for key in self._kept if key not in self._levels]:
             del self._kept[key]
 

@@ -144,6 +144,19 @@ def test_more_modules_begin_where_fewer_had_ended() -> None:
         assert str(cache.report) == "12 samples from the cache, 8 computed"
 
 
+def test_samples_that_have_come_to_different_modules() -> None:
+    """One was met again before the others: what there is of it is not what fewer modules have made."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        chain = frozen_chain(manager)
+        cache = chunkmem.FrozenCache(manager, host=NUM_SAMPLES * VALUE_NBYTES)
+        cache(chain[:1], X, IDS)
+        cache(chain, X[:1], IDS[:1])
+        expected = chain[2](chain[1](chain[0](X)))
+        for _ in range(2):
+            assert torch.equal(cache(chain, X, IDS), expected)
+        assert [module.num_calls for module in chain] == [3, 3, 3]
+
+
 def test_fewer_modules_begin_again() -> None:
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
         chain = frozen_chain(manager)
