@@ -1,13 +1,17 @@
-"""One thread, one seed per test, and what `full` leaves out of an ordinary run."""
+"""One thread, one seed per test, and what `full` and `few` leave out of an ordinary run."""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.helpers.few import choose
 
 SEED = 20240607
 LONG_FILES = (
@@ -74,10 +78,26 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         items.sort(key=place)
-    if config.getoption("--full") or "full" in config.option.markexpr:
+    if config.getoption("--full") or config.option.markexpr == "full":
         return
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    kept = {id(item) for item in ordinary(items)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
+def ordinary(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield what is not marked `full`, and of a test marked `few(count)` so many cases that are not."""
+    by_test = defaultdict[tuple[object, ...], list[pytest.Item]](list)
+    for item in items:
+        if not item.get_closest_marker("full"):
+            by_test[item.parent, getattr(item, "originalname", item.name)].append(item)
+    for cases in by_test.values():
+        few = cases[0].get_closest_marker("few")
+        if few is None:
+            yield from cases
+        else:
+            values = [{k: repr(v) for k, v in item.callspec.params.items()} for item in cases]  # type: ignore[attr-defined]
+            yield from (cases[place] for place in choose(values, few.args[0]))
 
 
 def place(item: pytest.Item) -> int:

@@ -100,6 +100,7 @@ def matrix() -> list[Any]:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("policy", "model", "way"), matrix())
 def test_the_numbers_are_those_of_plain_pytorch(policy: str, model: str, way: str) -> None:
     case, variant = CASES[model], {variant.name: variant for variant in VARIANTS}[way]
@@ -112,6 +113,7 @@ def test_the_numbers_are_those_of_plain_pytorch(policy: str, model: str, way: st
 FEW_IN_BF16 = {("keep", "lstm"), ("offload", "cnn"), ("recompute", "vit"), ("auto", "gpt")}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "case"),
     [
@@ -133,6 +135,7 @@ def test_in_bf16_the_numbers_are_those_of_plain_pytorch_with_master_weights(poli
         assert_same(train(case, variant, policy, device_nbytes, seed, "bf16"), expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", FEW)
 def test_the_smallest_cap_is_as_reported(policy: str) -> None:
     """One byte less is too little."""

@@ -168,6 +168,7 @@ LEAKS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("leak", LEAKS)
 def test_what_a_user_keeps_stays(leak: str) -> None:
@@ -188,6 +189,7 @@ def test_what_a_user_keeps_stays(leak: str) -> None:
     same(stack(lambda: Leaking(LEAKS[leak], kept)), scenario)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("when", ["forward", "before backward", "after backward"])
 def test_what_a_graph_shows_of_what_it_saved_stays(when: str) -> None:
     """`grad_fn._saved_result` is the memory itself."""
@@ -316,6 +318,7 @@ def test_a_mask_of_all_layers_stays() -> None:
     same(Model, lambda twin: train(twin, lambda seed: twin.loss(features(seed))))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "way", [lambda t: t, lambda t: t[:, :4], lambda t: t.detach()], ids=["all", "views", "detached"]
 )
@@ -549,6 +552,7 @@ class WithHooks(nn.Module):
         return self.more(x)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_around_the_model(name: str) -> None:
     def scenario(twin: Twin) -> list[float]:

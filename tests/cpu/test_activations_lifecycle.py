@@ -237,6 +237,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Please use `torch.ao")
 @pytest.mark.parametrize("name", BLOCKS)
 def test_kinds_of_blocks(name: str) -> None:
@@ -283,6 +284,7 @@ def test_layers_that_are_dropped() -> None:
     same(lambda: Dropped(num_blocks=5), scenario)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "sizes", [[4, 4, 4, 4, 2, 4, 4, 2], [4, 4, 4, 4, 8, 4, 4, 8, 4], [4, 2] * 5, [2, 3, 4, 5, 6, 7]]
 )
@@ -314,6 +316,7 @@ def test_micro_batches() -> None:
     same(stack(Mlp), scenario)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "mode", [torch.no_grad, torch.inference_mode, nullcontext], ids=["no_grad", "inference", "grad"]
 )

@@ -52,6 +52,7 @@ CASES_HERE = (
 )  # fmt: skip
 
 
+@pytest.mark.few(2)
 @spread(case=CASES_HERE, spare=(0.0, 0.3))
 def test_no_race(case: tuple[str, str], spare: float) -> None:
     checker, moved = train(*case, spare=spare)
@@ -91,6 +92,7 @@ MUTANTS = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_a_mutant_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a single run, which has the right bits: all is done in the order in which it is issued."""

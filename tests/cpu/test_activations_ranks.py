@@ -105,6 +105,7 @@ def serial(precision: str) -> dict[str, Tensor]:
     return {key: value.detach() for key, value in side.state_dict(model).items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_means_are_exact(team: Team, policy: str, precision: str) -> None:

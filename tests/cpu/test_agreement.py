@@ -222,6 +222,7 @@ def run(rank: int, script: Script, memory_saving: bool | None) -> tuple[str, str
     return "", "", 0.0
 
 
+@pytest.mark.few(2)
 @spread(script=SCRIPTS, way=WAYS)
 def test_every_rank_hears_the_same_at_once(team: Team, script: Script, way: str) -> None:
     answers = team.run(run, script, WAYS[way])

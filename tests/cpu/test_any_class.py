@@ -56,6 +56,7 @@ def state_nbytes(manager: chunkmem.ChunkManager) -> dict[str, int]:
     return found
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_with_ample_room_and_on_demand_at_the_smallest_cap(name: str) -> None:
     alike(lambda twin: twin.steps(*STEPS), name)
@@ -106,6 +107,7 @@ def low_plain(way: Way, dtype: torch.dtype) -> tuple[list[float], Any, Any]:
     return losses, copied(plain.state_dict(model)), copied(entries(optimizer))
 
 
+@pytest.mark.few(10)
 @spread(name=[*NAMES, "Muon"], device_nbytes=[AMPLE_NBYTES, 6 << 10])
 def test_master_weights(name: str, device_nbytes: int) -> None:
     way = by_name(name)
@@ -219,6 +221,7 @@ def overlapped(kind: str, *, overlap: bool, precision: str, max_norm: float = 0.
         return (losses, twin.left()), num_begun, manager.runtime.updater.ahead.guesses.num_wrong
 
 
+@pytest.mark.few(3)
 @spread(kind=[*FEW, "ASGD", "Rprop", "pairs"], precision=["fp32", "bf16"], max_norm=[0.0, 1e3])
 @cpu_only
 def test_updates_during_backward(kind: str, precision: str, max_norm: float) -> None:
@@ -362,6 +365,7 @@ def test_frozen_parameters_and_such_as_get_no_gradient(kind: str) -> None:
     alike(scenario, kind)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", FEW)
 def test_accumulated_gradients(kind: str) -> None:
     def scenario(twin: Twin) -> None:
@@ -510,6 +514,7 @@ def test_random_numbers_are_left_as_they_are() -> None:
 # The tier DISK.
 
 
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize("kind", ["Adafactor", "pairs"])
 def test_states_on_disk(kind: str, tmp_path: Path) -> None:

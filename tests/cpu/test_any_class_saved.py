@@ -32,6 +32,7 @@ def moved(source: Twin, target: Twin) -> None:
     target.optimizer.load_state_dict(state)
 
 
+@pytest.mark.few(13)
 @spread(name=NAMES, device_nbytes=[AMPLE_NBYTES, SMALL_NBYTES])
 def test_states_go_to_torch_and_back(name: str, device_nbytes: int) -> None:
     """Half of the steps on one side, the other half on the other: as if all had been made on one."""
@@ -212,6 +213,7 @@ def team() -> Any:
         yield found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_ranks_have_the_bits_of_one_process(name: str, team: Team) -> None:
     threads = torch.get_num_threads()
@@ -259,6 +261,7 @@ def continued(rank: int, task: Task, path: Path, save: bool) -> Any:
         return copied((manager.state_dict(), entries(optimizer)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["NAdam", "Muon and AdamW"])
 def test_checkpoints_go_from_two_ranks_to_one_process_and_back(name: str, team: Team, tmp_path: Path) -> None:
     task = Task(optimizer=name, model="plain")

@@ -272,6 +272,7 @@ LAST = textwrap.dedent(
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["ends", "raises", "fails"])
 def test_python_waits_for_it(how: str, tmp_path: Path) -> None:
     found = subprocess.run(
@@ -337,6 +338,7 @@ PEAK = textwrap.dedent(
 )
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of the largest memory")
 def test_two_chunks_of_memory_are_enough(tmp_path: Path) -> None:
     """160 MiB of weights and 320 of states; a chunk has 4."""

@@ -87,6 +87,7 @@ def size_of(how: Saved) -> int:
 WIDTHS = {"2": (2,), "2 stages": (2, 1), "2 x 2": (2, 2), "4": (4,)}
 
 
+@pytest.mark.few(1)
 @spread(width=WIDTHS, precision=("fp32", "bf16"))
 def test_one_moment_of_all_ranks(width: str, precision: str, teams: dict[int, Team], tmp_path: Path) -> None:
     how = Saved(precision, sizes=WIDTHS[width])
@@ -132,6 +133,7 @@ def fail_on(rank: int, how: Saved, path: Path, failing: int, told_by: str) -> tu
     return str(caught.value), state
 
 
+@pytest.mark.few(2)
 @spread(failing=(1, 0), told_by=("wait", "save", "close"))
 def test_a_rank_that_cannot_write_is_heard_by_all(
     failing: int, told_by: str, teams: dict[int, Team], tmp_path: Path
@@ -193,6 +195,7 @@ def repartition_on(rank: int, how: Saved, path: Path) -> State:
     return state
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stages", [2, 1])
 def test_ranks_that_are_divided_otherwise_meanwhile(stages: int, teams: dict[int, Team], tmp_path: Path) -> None:
     state, _ = teams[2].run(repartition_on, Saved(sizes=(stages, 2 // stages)), tmp_path / "saved")
@@ -214,6 +217,7 @@ def die_while_saving(rank: int, how: Saved, path: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_is_missed(teams: dict[int, Team], tmp_path: Path) -> None:
     found = teams[2].run(die_while_saving, Saved(sizes=(2,)), tmp_path / "saved", lost=[1])
     assert "the part of rank 1" in found[0]

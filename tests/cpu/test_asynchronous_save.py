@@ -56,6 +56,7 @@ def loaded(how: Saved, path: Path) -> dict[str, Tensor]:
     return training.state()
 
 
+@pytest.mark.few(2)
 @spread(kind=SHAPES, num_before=(4, 1, 0))
 def test_what_is_saved_is_what_was_there_at_the_call(
     kind: str, num_before: int, disk: SlowDisk, tmp_path: Path
@@ -99,6 +100,7 @@ def test_copies_that_come_late(seed: int, disk: SlowDisk, tmp_path: Path) -> Non
         assert_same(loaded(how, tmp_path / "saved"), state)
 
 
+@pytest.mark.few(1)
 @spread(device_kib=(160, 220, 200), host_kib=(300, 220, 260), precision=("fp32", "bf16"))
 def test_chunks_that_host_has_no_room_for(
     device_kib: int, host_kib: int, precision: str, disk: SlowDisk, tmp_path: Path
@@ -202,6 +204,7 @@ CHANGES: list[Callable[[Training, Path], None]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(2)
 @spread(change=CHANGES, kind=("plain", "roomy", "bf16"))
 def test_a_change_waits_until_what_was_there_is_copied(
     change: Callable[[Training, Path], None], kind: str, disk: SlowDisk, tmp_path: Path

@@ -93,6 +93,7 @@ def test_training_is_that_of_plain_pytorch_without_the_cache(case: ZooModel, var
     assert_same(train_chunked(cached, variant, STEPS, capped(case, ample.required_nbytes)), plain)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["gpt", "cnn", "reused"])
 def test_training_inside_one_autocast(name: str) -> None:
     """Forward, backward and updates of all steps. With its cache, plain PyTorch would go on with the first weights."""

@@ -102,6 +102,7 @@ CALLS: dict[str, tuple[Callable[[Twin], Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("what", CALLS)
 def test_a_call_that_cannot_be_served_changes_nothing(what: str) -> None:
     call, error, message = CALLS[what]

@@ -62,6 +62,7 @@ def checked(model: Callable[[], nn.Module], step: Callable[[Any, int], Any] = on
 # Equal.
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_gpt_is_equal_under_the_smallest_cap_and_late_copies(precision: str) -> None:
     case = CASES["gpt"]
@@ -460,6 +461,7 @@ def test_a_function_from_the_command_line(folder: Path, capfd: pytest.CaptureFix
     assert lines[-1] == "equal: 4 losses and 64 weights, buffers and optimizer states, to the last bit"
 
 
+@pytest.mark.full
 def test_three_tiers_from_the_command_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """HOST has no room for weights, gradients and states, of 34,816 bytes; a disk has."""
     small = ("checked_models:fine", "--chunk-size", "272", "--orders", "1", "--host", "20KiB")
@@ -496,6 +498,7 @@ def test_a_process_that_dies_in_chunks_has_status_1(folder: Path, capfd: pytest.
     assert "\nlikely reason: a read that escaped" in out
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

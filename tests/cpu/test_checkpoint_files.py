@@ -200,6 +200,7 @@ def run_on(teams: dict[int, Team], function: Any, how: Saved, path: Path) -> lis
 WIDTHS = {"1": (), "2": (2,), "4": (4,), "2 stages": (2, 1), "2 x 2": (2, 2)}
 
 
+@pytest.mark.few(1)
 @spread(before=WIDTHS, after=[*list(WIDTHS)[2:], *list(WIDTHS)[:2]], precision=("fp32", "bf16"))
 def test_any_number_of_ranks_and_stages(
     before: str, after: str, precision: str, teams: dict[int, Team], tmp_path: Path
@@ -469,6 +470,7 @@ PEAK = textwrap.dedent(
 )
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of the largest memory")
 def test_two_chunks_of_memory_are_enough(tmp_path: Path) -> None:
     """160 MiB of weights and 320 of states; a chunk has 4."""

@@ -175,6 +175,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("way", "world", "num_chunks", "dtype"), CASES)
 def test_after_a_gather_every_rank_has_the_owners_bits(
     team: Team, way: str, world: int, num_chunks: int, dtype: torch.dtype
@@ -182,6 +183,7 @@ def test_after_a_gather_every_rank_has_the_owners_bits(
     team.run(gather_all, way, world, num_chunks, dtype)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("way", "world", "num_chunks", "dtype"), CASES)
 def test_after_a_reduction_the_owner_has_the_mean(
     team: Team, way: str, world: int, num_chunks: int, dtype: torch.dtype

@@ -197,6 +197,7 @@ def same_compiled(
     same(build, counted(scenario), keys=keys, twin=partial(Compiled, **options))  # type: ignore[arg-type]
 
 
+@pytest.mark.few(2)
 @spread(way=WAYS, when=WHEN)
 def test_however_and_whenever(way: str, when: str) -> None:
     same_compiled(way=way, when=when)
@@ -302,6 +303,7 @@ SCENARIOS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:a managed model was called inside torch.autocast")
 @pytest.mark.parametrize(
     "scenario",
@@ -448,6 +450,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     "model",
@@ -467,6 +470,7 @@ def test_what_blocks_may_be_in_other_steps(model: str, scenario: str) -> None:
     same_compiled(SCENARIOS[scenario], MODELS[model])
 
 
+@pytest.mark.few(2)
 @spread(policy=["keep", "recompute", "offload", "auto"], model=["random", "normed", "repeated"])
 def test_activation_policies(policy: str, model: str) -> None:
     build = partial(blocks, partial(Block, 0.3)) if model == "random" else MODELS[model]
@@ -495,6 +499,7 @@ def compiled_train(rank: int, task: Task) -> tuple[Outcome, int]:
 SAVING = {"client": {"opts": {"with_mem_saving_comm": True}}}
 
 
+@pytest.mark.few(1)
 @spread(
     model=["checkpointed", "reused", "frozen"],
     config=[{}, SAVING, {"activations": {"policy": "auto"}}],

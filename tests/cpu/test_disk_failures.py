@@ -140,6 +140,7 @@ def resume(training: Training, step: int, plain: list[list[torch.Tensor]]) -> in
     return 0
 
 
+@pytest.mark.few(1)
 @cpu_only
 @spread(
     call=["pwritev", "preadv"], kind=[FaultKind.ERROR, FaultKind.TORN], fails_in=[FAILS_IN, 0], overlap=[True, False]
@@ -167,6 +168,7 @@ def test_each_call_of_a_step_fails_once(
     assert found > 0
 
 
+@pytest.mark.few(1)
 @cpu_only
 @spread(call=["pwritev", "preadv"], fails_in=[FAILS_IN, 0], overlap=[True, False])
 def test_a_disk_that_stays_down(
@@ -202,6 +204,7 @@ def test_a_disk_that_stays_down(
             assert lost <= needed, "what is on other tiers, and was not to be saved, is not lost"
 
 
+@pytest.mark.few(2)
 @cpu_only
 @pytest.mark.parametrize("at", [1, 4, 9])
 def test_a_disk_that_is_full(at: int, tmp_path: Path, plain: list[list[torch.Tensor]]) -> None:
@@ -223,6 +226,7 @@ def test_a_disk_that_is_full(at: int, tmp_path: Path, plain: list[list[torch.Ten
             assert torch.equal(value, expected)
 
 
+@pytest.mark.few(2)
 @cpu_only
 @pytest.mark.parametrize("seed", range(4))
 def test_short_and_late_calls_are_no_failures(seed: int, tmp_path: Path, plain: list[list[torch.Tensor]]) -> None:

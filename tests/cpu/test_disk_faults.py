@@ -292,6 +292,7 @@ def run_at_random(directory: Path, seed: int) -> int:
 # What interrupts who waits.
 
 
+@pytest.mark.full
 def test_an_interrupted_wait_leaves_nobody_at_work_on_the_memory(tmp_path: Path) -> None:
     """The memory belongs to the caller: once the call is over, whatever its end, nothing may write to it."""
     with opened(tmp_path, calls=ThrottledDisk(BLOCK / 0.2, 1e12)) as pool:  # reads for 3 s and more

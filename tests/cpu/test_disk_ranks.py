@@ -75,6 +75,7 @@ def trained(rank: int, task: Task) -> tuple[list[float], dict[str, Tensor]]:
         return losses, {name: value.clone() for name, value in manager.state_dict().items()}
 
 
+@pytest.mark.few(1)
 @spread(precision=["fp32", "bf16"], overlap=[True, False])
 def test_two_ranks_train_as_with_ample_memory(team: Team, precision: str, overlap: bool, tmp_path: Path) -> None:
     ample = team.run(trained, Task(precision, overlap, None))

@@ -69,6 +69,7 @@ def host_nbytes(case: ZooModel, variant: Variant, host: str) -> int:
 # The numbers.
 
 
+@pytest.mark.few(1)
 @cpu_only
 @spread(case=ZOO, host=HOSTS, variant=VARIANTS)
 def test_training_is_plain_pytorch_bit_for_bit(case: ZooModel, host: str, variant: Variant, tmp_path: Path) -> None:
@@ -81,6 +82,7 @@ def test_training_is_plain_pytorch_bit_for_bit(case: ZooModel, host: str, varian
     assert list(tmp_path.iterdir()) == [], "a file stays behind"
 
 
+@pytest.mark.few(1)
 @cpu_only
 @spread(case=[CASES[name] for name in ("gpt", "cnn", "t5", "loose")], seed=range(8), overlap=[True, False])
 def test_late_copies(case: ZooModel, seed: int, overlap: bool, tmp_path: Path) -> None:
@@ -107,6 +109,7 @@ SLAB = 4 * 256
 TIGHT = {"device": 4 * SLAB, "host": 5 * SLAB}
 
 
+@pytest.mark.few(1)
 @cpu_only
 @spread(precision=["fp32", "bf16", "fp16"], max_grad_norm=[0.0, 0.05], overlap=[True, False])
 def test_precisions(precision: str, max_grad_norm: float, overlap: bool, tmp_path: Path) -> None:
@@ -202,6 +205,7 @@ def zeroed(twin: Twin) -> Any:
     return losses
 
 
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize(
     "scenario",
@@ -245,6 +249,7 @@ def test_a_checkpoint_is_read_from_where_the_chunks_are(tmp_path: Path) -> None:
 # Caps.
 
 
+@pytest.mark.few(5)
 @cpu_only
 @spread(case=ZOO)
 def test_the_smallest_host_holds_what_one_update_touches(case: ZooModel, tmp_path: Path) -> None:
@@ -279,6 +284,7 @@ def test_nothing_is_written_while_all_fits(tmp_path: Path) -> None:
     assert (moved.read_nbytes, moved.written_nbytes) == (0, 0)
 
 
+@pytest.mark.full
 @cpu_only
 def test_traffic_stays_when_host_has_room(tmp_path: Path) -> None:
     """The more HOST has, the less is read and written a step, and nothing from where all is there."""

@@ -177,6 +177,7 @@ def follow_on(rank: int, how: Saved) -> None:
     follow(how)
 
 
+@pytest.mark.few(1)
 @spread(sizes=[(2,), (2, 1)], precision=["bf16", "fp32"])
 def test_each_rank_averages_its_own_chunks(sizes: tuple[int, ...], precision: str, pair: Team) -> None:
     pair.run(follow_on, Saved(precision, sizes=sizes))
@@ -233,6 +234,7 @@ def test_a_pipeline_is_not_repartitioned_under_them(pair: Team) -> None:
 # Plans and caps.
 
 
+@pytest.mark.few(2)
 @cpu_only
 @pytest.mark.parametrize("kind", ["tight", "disk", "one tier"])
 def test_steps_follow_their_plans_to_the_byte(kind: str, tmp_path: Path) -> None:
@@ -544,6 +546,7 @@ def resume_on(rank: int, how: Saved, path: Path, asynchronous: bool) -> None:
     resumed(how, path, asynchronous=asynchronous)
 
 
+@pytest.mark.few(1)
 @spread(sizes=[(2, 1), (2,)], asynchronous=[False, True])
 def test_it_resumes_over_ranks(sizes: tuple[int, ...], asynchronous: bool, pair: Team, tmp_path: Path) -> None:
     pair.run(resume_on, Saved(sizes=sizes), tmp_path / "saved", asynchronous)

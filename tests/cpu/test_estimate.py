@@ -203,6 +203,7 @@ GRID = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "share", "host_share", "batch", "checkpointing"), GRID)
 def test_every_change_that_is_named_makes_it_fit(
     name: str, share: float, host_share: float | None, batch: int, checkpointing: bool

@@ -29,6 +29,7 @@ def question(**changes: Any) -> Question:
     return Question(model=lambda batch: resolve_model(TOWER, batch=batch), **given)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("blocks_on_device", "blocks_on_host", "tier"),
     [(4, 10, "host"), (4, 37, "host"), (1.2, 400, "device"), (40, 8, "host")],

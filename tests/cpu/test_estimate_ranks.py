@@ -109,6 +109,7 @@ def test_the_smallest_cap_on_device(teams: dict[int, Team], name: str, size: int
     assert not runs(teams[size], case, int(0.97 * need_nbytes), AMPLE_NBYTES)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", ALL)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_smallest_cap_on_host(teams: dict[int, Team], name: str, size: int) -> None:
@@ -138,6 +139,7 @@ def as_estimated(facts: Facts, step: Step, plan: Plan) -> None:
     assert exchanged.buffered_nbytes == facts.buffered_nbytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "size"), STEPS)
 def test_a_step_where_device_is_as_small_as_can_be(teams: dict[int, Team], name: str, size: int) -> None:
     question = CASES[name].question(size)
@@ -148,6 +150,7 @@ def test_a_step_where_device_is_as_small_as_can_be(teams: dict[int, Team], name:
     as_estimated(facts[rehearsal.fullest_ranks(size)[0]], Step(finding.trace, finding.exchanged), finding.plan)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "size"), STEPS)
 def test_a_step_with_room_for_all(teams: dict[int, Team], name: str, size: int) -> None:
     """Which of two ways ranks keep depends on their times; of both, all is known."""

@@ -167,6 +167,7 @@ def test_adapters_are_trained_over_a_base_that_moves(tmp_path: Path, text: Path)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
 def test_the_adapters_example_says_what_is_wrong(tmp_path: Path, text: Path) -> None:
     script = ROOT / "examples" / "finetune_lora.py"
@@ -199,6 +200,7 @@ def test_another_optimizer_cap_and_checkpointing_are_plain_pytorch_too(tmp_path:
     assert (group["initial_lr"], group["weight_decay"], group["decoupled_weight_decay"]) == (0.002, 0.1, False)
 
 
+@pytest.mark.full
 def test_a_disk_below_host_is_plain_pytorch_too(tmp_path: Path, text: Path) -> None:
     """The weights alone are larger than HOST."""
     (tmp_path / "small.json").write_text(json.dumps({"memory": {"host": "2MiB"}, "default_chunk_size": 70_000}))
@@ -351,6 +353,7 @@ def write_named_blocks(document: str, folder: Path) -> None:
         (folder / name).write_text(block, encoding="utf-8")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_the_code_in_documents_runs(tmp_path: Path, name: str) -> None:
     document = (ROOT / name).read_text(encoding="utf-8")

@@ -127,6 +127,7 @@ SCENES: dict[str, Callable[[Training], Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @spread(scene=SCENES, precision=("fp32", "bf16"), cap=("ample", "smallest"), disk=(False, True))
 def test_it_has_the_numbers_of_plain_pytorch(scene: str, precision: str, cap: str, disk: bool, tmp_path: Any) -> None:
     plain: Side = Plain() if precision == "fp32" else LowPlain(torch.bfloat16)
@@ -229,6 +230,7 @@ def test_a_plan_that_was_expected_wrongly_is_made_again_from_a_record() -> None:
         assert manager.plan is not None
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("keep_states", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Adafactor, torch.optim.Rprop])
 def test_with_any_optimizer(kind: type[torch.optim.Optimizer], keep_states: bool) -> None:

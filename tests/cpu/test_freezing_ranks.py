@@ -70,6 +70,7 @@ def train(rank: int, by_manager: bool, precision: str, device_nbytes: int) -> Fo
     return Found(weights, states, freed_nbytes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("device_nbytes", [24 << 10, pytest.param(AMPLE_NBYTES, marks=pytest.mark.full)])
 def test_the_numbers_are_those_without_the_manager(precision: str, device_nbytes: int, team: Team) -> None:

@@ -91,6 +91,7 @@ def run(tmp_path: Path, device_nbytes: int, options: dict[str, Any]) -> tuple[An
     return found, report
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("device_nbytes", [AMPLE_NBYTES, pytest.param(20 << 10, marks=pytest.mark.full)])
 def test_losses_are_those_without_it(name: str, device_nbytes: int, tmp_path: Path) -> None:

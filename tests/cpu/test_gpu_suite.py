@@ -97,6 +97,7 @@ def test_the_dry_probe_is_whole_honest_and_kept(tmp_path: Path) -> None:
     assert shown.stdout == again.stdout
 
 
+@pytest.mark.full
 def test_a_dry_speed_trains_a_toy_beside_plain_pytorch(tmp_path: Path) -> None:
     done = suite(tmp_path, "speed")
     assert done.returncode == 0, done.stderr

@@ -174,6 +174,7 @@ def settings() -> list[Any]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("setting", settings())
 def test_no_race_in_the_zoo(setting: Setting) -> None:
     train(setting).assert_ordered()
@@ -221,6 +222,7 @@ LEAVING_OUT: dict[str, Callable[[HappensBefore], None]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", LEAVING_OUT)
 def test_no_race_where_slabs_order_what_is_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     busy, found = CopyOrder._busy, []
@@ -305,6 +307,7 @@ def use_gradients(
         run.optimizer.zero_grad()
 
 
+@pytest.mark.few(4)
 @spread(
     between=(nothing, clip, scale_gradients, copy_gradients, norms_of_gradients),
     way=(("fp32", "overlapped"), ("bf16", "in the step")),
@@ -397,6 +400,7 @@ MUTANTS = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_a_mutant_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a single run, which has the right bits: all is done in the order in which it is issued."""
@@ -502,6 +506,7 @@ def test_no_wait_on_host_updates_is_needed(scene: Scene) -> None:
     follow(scene, replace(scene.plan, actions=tuple(lists))).assert_ordered()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scene", SCENES, ids=str)
 def test_every_other_wait_that_is_removed_is_found(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or it is implied: a slab that gives way to one of another size waits for its copy, a new one for COMPUTE.

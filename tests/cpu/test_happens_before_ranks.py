@@ -75,6 +75,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(*case, id=name, marks=() if case in ORDINARY else pytest.mark.full)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("model", "method", "device_nbytes"), cases())
 def test_no_race_between_exchanges_and_all_else(
     team: Team, model: str, method: type[ExchangeMethod], device_nbytes: int

@@ -97,6 +97,7 @@ PLACES = (
 """Variants of training, and where in them."""
 
 
+@pytest.mark.few(2)
 @spread(name=FAULT_AT, where=PLACES, exception=(ValueError, KeyboardInterrupt))
 def test_clean_step_after_an_exception(name: str, where: tuple[str, str], exception: type[BaseException]) -> None:
     """`zero_grad()` after it, and training goes on. Of micro-batches the third is hit: two gradients are pending."""
@@ -116,6 +117,7 @@ def test_clean_step_after_an_exception(name: str, where: tuple[str, str], except
     same_in_both(*case, scenario, cap_nbytes=smallest(*case))
 
 
+@pytest.mark.few(8)
 @spread(case=ZOO, share=(0.0, 0.6))
 def test_inference_mode_before_and_between_steps(case: ZooModel, share: float) -> None:
     """Memory first used under `inference_mode` still trains; with the larger cap, some weights are newest on DEVICE."""
@@ -158,6 +160,7 @@ def test_a_manager_lives_on_when_another_closes() -> None:
         assert_same(trainer.run(), train_plain(case, PLAIN))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("variant", ["plain", "checkpoint"])
 @pytest.mark.parametrize("name", ["gpt", "cnn", "sliced", "reused"])
 def test_autograd_grad_between_steps(name: str, variant: str) -> None:
@@ -222,6 +225,7 @@ PENALTIES = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", PENALTIES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", ["plain", "micro_batches", "half_frozen"])
 def test_double_backward(case: ZooModel, name: str) -> None:

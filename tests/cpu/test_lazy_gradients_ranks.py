@@ -61,6 +61,7 @@ def drop_micro_batches(rank: int, how: str) -> tuple[list[str], dict[str, Tensor
         return said, manager.state_dict()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["none", "zero", "optimizer"])
 def test_a_mean_that_was_formed_is_discarded_too(team: Team, how: str) -> None:
     task = Task()

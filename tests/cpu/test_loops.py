@@ -32,6 +32,7 @@ def run(loop: Loop, side: Side, steps: int) -> list[int | None]:
     return found
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", LOOPS)
 def test_every_loop_settles_on_plans(name: str) -> None:
     plain, chunked = Side(None), Side(5.5)
@@ -46,6 +47,7 @@ def test_every_loop_settles_on_plans(name: str) -> None:
     assert settled.count(0) + settled.count(None) == len(settled), plan_misses
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["GAN", "second optimizer 1:2", "LayerDrop, shared chunks", "experts", "max_norm"])
 def test_settled_loops_wait_for_all_they_have_to(name: str, overlap: bool) -> None:

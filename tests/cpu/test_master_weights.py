@@ -74,6 +74,7 @@ def without_masters(outcome: Outcome) -> Outcome:
     return Outcome(outcome.losses, outcome.weights, outcome.buffers, state)
 
 
+@pytest.mark.few(2)
 @spread(case=CASES, precision=("bf16", "fp16"), variant=VARIANTS_HERE)
 def test_what_was_built_in_any_dtype_trains_as_with_float32_copies(
     case: ZooModel, precision: str, variant: Variant

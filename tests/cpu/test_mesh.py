@@ -144,6 +144,7 @@ def assert_alike(outcomes: list[tuple[dict[str, Tensor], Any, int]]) -> None:
 SIZES = [(2, 2), (4, 1), (1, 4)]
 
 
+@pytest.mark.few(1)
 @spread(precision=("fp32", "bf16"), sizes=SIZES)
 def test_replicas_train_alike_and_as_one_process(team: Team, sizes: tuple[int, int], precision: str) -> None:
     task = Task(

@@ -133,6 +133,7 @@ def test_the_bits_of_a_plain_model(name: str, how: str, precision: str) -> None:
     assert torch.equal(random_numbers, torch.get_rng_state())
 
 
+@pytest.mark.few(2)
 @spread(name=MODELS, how=["init", "wrap"], precision=PRECISIONS)
 def test_over_ranks(name: str, how: str, precision: str, team: Team) -> None:
     expected = plain_state(name)
@@ -215,6 +216,7 @@ def build_gpt_with(rank: int, kind: str) -> dict[str, Tensor]:
         return manager.state_dict()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["grouped", "memory-saving", "on host", "whole", "replicated"])
 def test_in_other_surroundings(kind: str, team: Team) -> None:
     torch.manual_seed(3)
@@ -488,6 +490,7 @@ def test_two_chunks_more_are_enough(precision: str, how: str) -> None:
     assert increase - held <= 2 * CHUNK_NBYTES + 32 * MIB
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(not IS_COUNTED, reason=NEEDS_COUNT)
 @spread(**MEASURED)
 def test_no_rank_holds_the_whole_model(precision: str, how: str) -> None:
@@ -586,6 +589,7 @@ def load_into(rank: int, folder: str, how: str, precision: str) -> dict[str, Ten
         return {key: value for key, value in found.items() if "running" not in key and "batches" not in key}
 
 
+@pytest.mark.few(2)
 @spread(how=["load", "load_state_dict", "in parts"], precision=PRECISIONS, size=[1, 2])
 def test_skip_init_waits_for_what_is_loaded(how: str, precision: str, size: int, team: Team, tmp_path: Any) -> None:
     torch.manual_seed(1)

@@ -28,6 +28,7 @@ def teams() -> Iterator[dict[int, Team]]:
         team.close()
 
 
+@pytest.mark.few(1)
 @spread(model=["tied", "norms", "plain"], sizes=[(2,), (2, 2)], stages_per_rank=[1, 2])
 def test_a_pipeline_trains_as_from_a_plain_model(
     model: str, sizes: tuple[int, ...], stages_per_rank: int, teams: dict[int, Team]
@@ -42,6 +43,7 @@ def test_a_pipeline_trains_as_from_a_plain_model(
         assert_equal(found.states, plain.states)
 
 
+@pytest.mark.few(1)
 @spread(model=["tied", "plain"], kind=["first excluded", "plain", "excluded"])
 def test_another_number_of_stages(model: str, kind: str, teams: dict[int, Team]) -> None:
     """As from a checkpoint."""

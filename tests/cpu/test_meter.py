@@ -188,6 +188,7 @@ class WithinCap(Chunked):
         device.num_reads = device.seen_nbytes = 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_recorded_step_shows_the_same_activations_under_any_cap(case: ZooModel, device: CountedDevice) -> None:
     ample = train(case, AMPLE_NBYTES)
@@ -197,6 +198,7 @@ def test_a_recorded_step_shows_the_same_activations_under_any_cap(case: ZooModel
     ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", CASES)
 def test_required_nbytes_is_the_smallest_cap(case: ZooModel) -> None:
     """Planned steps passed it by what the first update had left behind; one byte less does not do."""

@@ -71,6 +71,7 @@ def test_a_step_is_that_of_a_run_which_waits(precision: str) -> None:
     assert_as_predicted(runs[1].manager)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_clipped_steps_and_overflows_are_redone_to_the_bit(precision: str) -> None:
     factor = spiky if precision == "fp16" else (lambda seed: min(spiky(seed), 30.0))
@@ -100,6 +101,7 @@ def test_a_thousand_steps(precision: str, device_nbytes: int, chunk_numel: int, 
         assert runs[0].manager.num_skipped_steps >= 10
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=[] if s < 3 else [pytest.mark.full]) for s in range(50)])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_no_order_of_copies_and_updates_shows(
@@ -216,6 +218,7 @@ BETWEEN = (
 )  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_what_happens_between_backward_and_step_counts(precision: str, between: Callable[[Run], None]) -> None:
@@ -360,6 +363,7 @@ def test_a_closed_manager_leaves_no_thread() -> None:
         run.step(10)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_left_to_the_step_waits_for_its_copies(seed: int, lanes_by_name: Callable[..., MakeLanes]) -> None:
     """No update goes ahead while guesses are wrong, though the plan has them all: the step has to wait instead."""

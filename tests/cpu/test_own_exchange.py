@@ -118,6 +118,7 @@ def train(rank: int, methods: Sequence[type[chunkmem.ExchangeMethod] | None], ta
         return manager.state_dict(), manager.runtime.sharding.shards.buffered_nbytes[1], used
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", [Plainly, InTheBackground])
 @pytest.mark.parametrize("model", ["tied", "reused"])
 def test_an_exchange_of_ones_own_trains_to_the_bit(
@@ -134,6 +135,7 @@ def test_an_exchange_of_ones_own_trains_to_the_bit(
         assert [key for key, value in weights.items() if not torch.equal(value, trained[key])] == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "words"),
     [

@@ -178,6 +178,7 @@ def matrix() -> list[Any]:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("setup", matrix())
 def test_the_numbers_are_those_of_plain_accumulation(setup: Setup) -> None:
     required_nbytes = assert_right(setup, AMPLE_NBYTES, seed=3)

@@ -147,6 +147,7 @@ def assert_equal(found: list[Found], expected: tuple[dict[str, Tensor], list[Ten
         assert all(map(torch.equal, each.losses, losses[rank::2]))
 
 
+@pytest.mark.few(1)
 @spread(micro_batches=[2, 16, 4], device_nbytes=[AMPLE_NBYTES, TIGHT_NBYTES])
 def test_exchanges_do_not_grow_with_micro_batches(team: Team, micro_batches: int, device_nbytes: int) -> None:
     """Each chunk is gathered for forward and for backward, and reduced once, however many micro-batches there are."""
@@ -161,6 +162,7 @@ def test_exchanges_do_not_grow_with_micro_batches(team: Team, micro_batches: int
             assert timeline.plan_misses == 0
 
 
+@pytest.mark.few(1)
 @spread(checkpoint=["never", "auto"], device_nbytes=[AMPLE_NBYTES, TIGHT_NBYTES])
 def test_dropout(team: Team, checkpoint: str, device_nbytes: int) -> None:
     assert_equal(team.run(train, 4, checkpoint, device_nbytes, 0.2), serial(4, 0.2))

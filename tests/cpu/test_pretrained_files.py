@@ -90,6 +90,7 @@ def save_on(rank: int, how: Saved, folder: Path) -> dict[str, torch.Tensor]:
     return training.state()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=["4 ranks", "2 stages of 2"])
 def test_over_ranks_and_stages(sizes: tuple[int, ...], team: Team, tmp_path: Path) -> None:
     states = team.run(save_on, Saved(sizes=sizes), tmp_path)

@@ -88,6 +88,7 @@ def matrix() -> list[Any]:
 SIZES = [pytest.param(size, marks=[] if size == 2 else [pytest.mark.full]) for size in ALL]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("size", "model"), matrix())
 def test_point_to_point_has_the_bits_of_one_process(teams: dict[int, Team], size: int, model: str) -> None:
     task = Task(model)
@@ -108,6 +109,7 @@ def test_twenty_steps_at_any_cap(teams: dict[int, Team], size: int, model: str, 
         assert_equal(outcome, weights, states)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "point to point"])
 def test_collectives_of_the_library_come_close(teams: dict[int, Team], size: int, way: str) -> None:
@@ -117,6 +119,7 @@ def test_collectives_of_the_library_come_close(teams: dict[int, Team], size: int
         assert outcome.losses == pytest.approx(losses[rank], abs=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("keys", "model"),
     [
@@ -216,6 +219,7 @@ WRONG_GUESSES = ("more than in the step before",)
 """What is reduced too early is added up in another order."""
 
 
+@pytest.mark.few(2)
 @spread(what=UNEVEN, way=WAYS)
 def test_ranks_that_have_less_to_do_take_part_in_what_others_exchange(
     teams: dict[int, Team], what: str, way: str
@@ -229,6 +233,7 @@ def test_ranks_that_have_less_to_do_take_part_in_what_others_exchange(
             assert all(torch.allclose(outcome.weights[key], value, atol=1e-4) for key, value in weights.items())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_clipping_is_by_the_norm_over_all_ranks(teams: dict[int, Team], precision: str) -> None:
     keys = {
@@ -537,6 +542,7 @@ def look_at_gradients(rank: int, how: str) -> tuple[dict[str, Tensor], dict[str,
         return seen, manager.state_dict(), left
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["in place", "instead", "blocking"])
 def test_gathered_gradients_are_means_and_what_owners_write_is_kept(teams: dict[int, Team], how: str) -> None:
     task = Task()

@@ -145,6 +145,7 @@ def serial() -> dict[str, Tensor]:
     return {key: value.detach() for key, value in model.state_dict().items()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["sequential", "torch"])
 @pytest.mark.parametrize("segments", [1, 2, 3, 6])
 def test_the_bytes_are_those_without_recomputation(team: Team, way: str, segments: int) -> None:
@@ -170,6 +171,7 @@ def test_reentrant_segments_are_backwards_of_their_own(team: Team, segments: int
         assert found.num_pinned == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["sequential", "torch"])
 @pytest.mark.parametrize("segments", [2, 3])
 def test_where_a_segment_does_not_fit_units_come_one_by_one(team: Team, way: str, segments: int) -> None:
@@ -181,6 +183,7 @@ def test_where_a_segment_does_not_fit_units_come_one_by_one(team: Team, way: str
         assert found.num_pinned == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device_nbytes", [1 << 20, 2 * CHUNK_NBYTES])
 def test_statistics_of_each_rank_count_once(team: Team, device_nbytes: int) -> None:
     expected = team.run(train, "kept", 1, device_nbytes, NormBlock)

@@ -12,6 +12,7 @@ from tests.helpers.twins import cpu_only
 from tests.unit.test_report_replay import assert_one_meaning
 
 
+@pytest.mark.few(3)
 @cpu_only
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("hybrid", [False, True])

@@ -100,6 +100,7 @@ def steps(twin: Twin, *, leaf: bool = True, extra: Callable[[], Any] = lambda: 0
     return seen
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("leaf", [False, True])
 @pytest.mark.parametrize(("make", "most"), [(DetachedAndLive, 4), (Masked, 5), (UsesClosure, 4)])
@@ -160,6 +161,7 @@ class Keeps(Weight):
         return x @ self.weight
 
 
+@pytest.mark.few(3)
 @cpu_only
 @pytest.mark.parametrize("how", ["data", "detach", "numpy", "view", "storage", "dlpack"])
 def test_an_alias_that_outlives_its_moment_sees_every_update(how: str) -> None:

@@ -128,6 +128,7 @@ def build(rank: int, name: str, precision: str, keys: dict[str, Any]) -> tuple[d
         return {**manager.state_dict(), **{f"gathered {key}": value for key, value in gathered.items()}}, drawn
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)

@@ -229,6 +229,7 @@ def build(rank: int, name: str, precision: str) -> tuple[dict[str, Tensor], Tens
         return manager.state_dict(model), torch.get_rng_state(), count[0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", MODELS)

@@ -153,6 +153,7 @@ def removed_in_turn(scene: Scene) -> Result:
     return result
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("scene", scenes())
 def test_with_every_wait_nothing_shows(scene: Scene) -> None:
     """What the other tests see is the missing Wait, and not how they look for it."""
@@ -167,6 +168,7 @@ def test_every_wait_is_needed(scene: Scene) -> None:
     assert [name for name, plan in scene.waits() if not Reading(plan, scene.trace, iterations=FOLLOWED).races] == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scene", scenes())
 def test_a_missing_wait_shows(scene: Scene) -> None:
     """Results are wrong without it, unless there is a reason why they cannot be."""

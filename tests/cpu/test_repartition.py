@@ -37,18 +37,21 @@ def four() -> Iterator[Team]:
         yield team
 
 
+@pytest.mark.few(1)
 @spread(precision=["fp32", "bf16", "fp16"], optimizer=["AdamW", "SGD"], model=["plain", "tied", "frozen", "norms"])
 def test_two_stages_become_two_data_parallel_ranks(pair: Team, precision: str, optimizer: str, model: str) -> None:
     change = Change(StagedTask(precision=precision, model=model, sizes=(2, 1)), optimizer=optimizer)
     assert differences(pair.run(divided, change), pair.run(resumed, change)) == []
 
 
+@pytest.mark.few(1)
 @spread(precision=["bf16", "fp32", "fp16"], model=["tied", "norms", "frozen"])
 def test_two_data_parallel_ranks_become_two_stages(pair: Team, precision: str, model: str) -> None:
     change = Change(StagedTask(precision=precision, model=model, sizes=(1, 2)), stages=2)
     assert differences(pair.run(divided, change), pair.run(resumed, change)) == []
 
 
+@pytest.mark.few(1)
 @spread(
     optimizer=["Muon and NAdam", "Adafactor"],
     way=[((2, 1), 1), ((1, 2), 2)],
@@ -68,6 +71,7 @@ def test_room_for_states_of_classes_of_torch(pair: Team, optimizer: str, way: Wa
     pair.run(measured, Change(StagedTask(sizes=sizes), stages, optimizer=optimizer))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("way", "model"),
     [
@@ -86,6 +90,7 @@ def test_four_ranks(four: Team, way: Way, model: str) -> None:
     assert differences(four.run(divided, change), four.run(resumed, change)) == []
 
 
+@pytest.mark.few(1)
 @spread(
     kind=[
         "excluded",
@@ -111,6 +116,7 @@ def test_other_parts_of_a_run(pair: Team, kind: str, way: Way, precision: str) -
     assert differences(pair.run(divided, change), pair.run(resumed, change)) == []
 
 
+@pytest.mark.few(2)
 @spread(
     way=[((2, 1), 1), ((1, 2), 2), ((4, 1), 1), ((4, 1), 2)],
     precision=["fp32", "bf16"],
@@ -138,6 +144,7 @@ def test_memory_and_bytes_sent(
         assert cost.peak_nbytes <= max(cost.before_nbytes, cost.after_nbytes) + sum(cost.largest.values())
 
 
+@pytest.mark.few(1)
 @spread(way=[((2, 1), 1), ((1, 2), 2)], precision=["bf16", "fp32"], kind=["plain", "two"])
 def test_states_are_there_before_the_next_step(pair: Team, way: Way, precision: str, kind: str) -> None:
     sizes, stages = way
@@ -216,6 +223,7 @@ def refuse(rank: int) -> None:
     assert [key for key, value in expected.items() if not torch.equal(value, weights[key])] == []
 
 
+@pytest.mark.few(2)
 @spread(
     kind=["plain", "on host", "tiled", "excluded"],
     model=["frozen", "tied", "norms"],

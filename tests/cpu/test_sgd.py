@@ -101,6 +101,7 @@ def overlapped(*, overlap: bool, precision: str = "fp32", max_norm: float = 0.0,
         return (losses, twin.left()), num_begun
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("way", WAYS)
 @cpu_only
@@ -458,6 +459,7 @@ def test_an_optimizer_that_is_made_later_for_other_parameters_of_the_same_chunks
 # Ranks.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["plain", "nesterov"])
 def test_two_ranks_have_the_bits_of_one_process(way: str) -> None:
     threads = torch.get_num_threads()

@@ -58,6 +58,7 @@ def test_by_default_all_of_host_that_a_plan_leaves_is_used() -> None:
     audit(run.manager)
 
 
+@pytest.mark.few(3)
 @cpu_only
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("num_slabs", [0, 0.4, 1, 2.5, 40])
@@ -165,6 +166,7 @@ def skip(run: Run) -> None:
 HOSTILE = (change_lr, load, gather, gather_one, evaluate, freeze, skip)
 
 
+@pytest.mark.few(2)
 @cpu_only
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("num_slabs", [0, 2.5, 40])
@@ -221,6 +223,7 @@ def train_in_turn(host_nbytes: int, *, overlap: bool, precision: str = "fp32") -
     return losses, missed, ahead
 
 
+@pytest.mark.few(1)
 @cpu_only
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_plans_of_two_kinds_of_steps_share_host(precision: str) -> None:

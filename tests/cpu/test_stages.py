@@ -59,6 +59,7 @@ def _matrix() -> Iterator[object]:
                 yield pytest.param(task, id=f"{schedule}-{per_rank}-{mode}-{precision}", marks=marks)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("task", list(_matrix()))
 def test_stages_train_as_one_process(pair: Team, task: StagedTask) -> None:
     outcomes = pair.run(train, task)
@@ -89,6 +90,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("task", OTHERS)
 def test_other_models_and_batches(pair: Team, task: StagedTask) -> None:
     assert different(task, pair.run(train, task)) == []

@@ -160,6 +160,7 @@ def make_some(twin: Twin) -> None:
 KEPT = [set_moments, replace_entries, remove_one, remove_all, assign_nothing, assign_entries, pass_through, make_some]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("write", KEPT, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("when", ["between steps", "before the step"])
 def test_what_is_assigned_is_kept(write: Callable[[Twin], None], when: str) -> None:
@@ -199,6 +200,7 @@ def twin() -> Iterator[Twin]:
         yield Twin(manager, Blocks)
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("how", IN_PLACE)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_a_write_in_place_is_refused(how: str, mode: Any, twin: Twin) -> None:

@@ -66,6 +66,7 @@ def content(of: torch.UntypedStorage) -> list[int]:
     return torch.empty(0, dtype=torch.uint8, device=of.device).set_(of).tolist()
 
 
+@pytest.mark.few(2)
 def test_names(backend: StorageBackend) -> None:
     assert backend.name in ("swap", "native", "resize")
     assert type(backend).__name__.lower() == f"{backend.name}backend"

@@ -114,6 +114,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("what", AROUND)
 def test_training_inside(what: str) -> None:
@@ -251,6 +252,7 @@ def count_guards(manager: chunkmem.ChunkManager) -> list[object]:
     return guards
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
 def test_the_check_has_nothing_to_say_about_the_zoo(case: ZooModel) -> None:
     """Every forward and every backward of a first step, recomputation included, by `manager.backward`."""

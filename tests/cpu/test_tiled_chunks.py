@@ -53,6 +53,7 @@ TILED = {
 WAYS = {"plain": Variant("plain"), "checkpoint": Variant("checkpoint", early_stop=True)}
 
 
+@pytest.mark.few(1)
 @spread(name=TILED, way=WAYS)
 def test_ten_steps_are_those_of_the_same_tiles_in_plain_pytorch(name: str, way: str) -> None:
     """With ample room and at the smallest cap, every step on its plan."""
@@ -87,6 +88,7 @@ class LowTiled(LowPlain):
         return whole.state_dict()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gpt", "reused"])
 def test_bf16(name: str) -> None:
     case, variant = TILED[name], WAYS["plain"]

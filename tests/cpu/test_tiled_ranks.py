@@ -45,6 +45,7 @@ def train_tiled(rank: int, task: Task) -> shared_training.Outcome:
     return train(rank, task)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("adversarial", [None, 0, 1])
 @pytest.mark.parametrize("whole", [False, True])
@@ -80,6 +81,7 @@ def build(rank: int, how: str, keys: dict[str, Any]) -> tuple[dict[str, Tensor],
         return manager.state_dict(), torch.rand(1), tiled
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:linear layers left untiled")
 @pytest.mark.parametrize("how", ["tile", "wrap", "key"])
 @pytest.mark.parametrize("keys", [{}, {"precision": "bf16"}, {"release_after_init": True}])
@@ -107,6 +109,7 @@ def resume(rank: int, model_name: str, state: dict[str, Tensor]) -> tuple[dict[s
         return manager.state_dict(), loss
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("target", MODELS)
 @pytest.mark.parametrize("source", MODELS)

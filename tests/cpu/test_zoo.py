@@ -43,6 +43,7 @@ def matrix() -> list[Any]:
     return cases
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("case", "variant", "cap"), matrix())
 def test_training_is_plain_pytorch_bit_for_bit(case: ZooModel, variant: Variant, cap: str) -> None:
     sizes = footprint(case, variant)

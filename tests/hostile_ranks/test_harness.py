@@ -111,6 +111,7 @@ def team() -> Iterator[Team]:
         yield found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("run", "phrase"),
     [

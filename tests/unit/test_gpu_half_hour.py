@@ -186,6 +186,7 @@ def found(archive: Path) -> dict[str, dict[str, Any]]:
     return {key: row for key, row in all_rows(archive).items() if "figures" in row}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_commands_that_are_killed_lose_no_row(tmp_path: Path, seed: int) -> None:
     """At random moments: no row that was seen is lost or measured again, and no process outlives its command."""

@@ -295,6 +295,7 @@ def test_a_row_ends_with_the_call_that_began_it(tmp_path: Path) -> None:
     assert read(tmp_path / "probe.json")["rows"]["hang"]["reason"] == "cut"
 
 
+@pytest.mark.full
 def test_a_row_is_ended_at_its_limit_with_all_that_it_started(tmp_path: Path) -> None:
     started = tmp_path / "pid"
     store = real(tmp_path, task_of("hang", arguments={"path": str(started)}, limit_s=5))

@@ -70,6 +70,7 @@ def lanes_of(plan: Plan) -> set[Lane]:
     return {action.lane for actions in plan.actions for action in actions if isinstance(action, Copy)}
 
 
+@pytest.mark.full
 def test_three_caps_are_kept() -> None:
     for plan, trace in subjects():
         timeline = simulate(plan, trace)
@@ -83,6 +84,7 @@ def without(plan: Plan, moment: int, at: int) -> Plan:
     return replace(plan, actions=tuple(actions))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [Wait, Copy, Alloc, Free])
 def test_nothing_that_disk_does_can_be_left_out(kind: type[Action]) -> None:
     """Of what touches DISK or waits for it, each action by itself: without it, something would be read too early, or

@@ -62,6 +62,7 @@ def faster_s(trace: Trace, on: Machine, *, within_s: float) -> float | None:
     return None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("charges", [False, True])
 @pytest.mark.parametrize("link_Bps", [1e9, 4e9])
 @pytest.mark.parametrize("name", MODELS)
@@ -82,6 +83,7 @@ def test_close_to_the_best_of_all_choices_and_more_memory_is_never_slower(
         before_s = found.step_s
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("cap", [140, 200, 400])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_plan_is_no_slower_than_those_of_uniform_policies(name: str, cap: int) -> None:

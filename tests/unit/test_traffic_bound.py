@@ -198,6 +198,7 @@ def test_host_cannot_update_what_device_uses() -> None:
         derive(trace, {0: Tier.HOST})
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("start", range(0, 200, 20))
 def test_the_integer_optimum_is_brute_force_s(start: int) -> None:
     num_checked = 0
