@@ -4,12 +4,12 @@
 #   PYTHON=python3.12     another interpreter than python3
 #   TORCH=torch==2.13.0   another torch, e.g. a wheel for your CUDA version
 #   VENV=.venv            another folder to install into: make test TORCH=torch==2.11.0 VENV=.venv-2.11
-#   JOBS=2                processes that `make test` runs beside each other
+#   JOBS=3                processes that `make test` runs beside each other
 #   PYTHONS, TORCHES      what `make matrix` installs with: PYTHONS="python3.11 python3.13" TORCHES="2.11.0 2.13.0"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-JOBS ?= 2
+JOBS ?= 3
 PYTHONS ?= python3.11 python3.12 python3.13
 TORCHES ?= 2.13.0
 VENV := .venv

@@ -316,7 +316,7 @@ def test_micro_batches() -> None:
     same(stack(Mlp), scenario)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "mode", [torch.no_grad, torch.inference_mode, nullcontext], ids=["no_grad", "inference", "grad"]
 )

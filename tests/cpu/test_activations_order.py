@@ -92,7 +92,7 @@ MUTANTS = (
 )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_a_mutant_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a single run, which has the right bits: all is done in the order in which it is issued."""

@@ -90,6 +90,7 @@ def many() -> list[Any]:
     return [pytest.param(*pair, id="-".join(pair), marks=marks) for pair, marks in pairs]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "way"), many())
 def test_many_seeds(model: str, way: str) -> None:
     case, variant = CASES[model], WAYS[way]
@@ -146,6 +147,7 @@ def moved(case: ZooModel, variant: Variant, make_lanes: MakeLanes | None, *, is_
 LIKE = [("gpt", "plain"), ("loose", "micro_batches")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("model", "way"), LIKE)
 def test_blocking_and_slow_copies_are_the_same_copies(
     model: str, way: str, lanes_by_name: Callable[..., MakeLanes]

@@ -225,6 +225,7 @@ SAVING = textwrap.dedent(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_kills", [5, pytest.param(50, marks=pytest.mark.full)])
 def test_killed_at_any_point_it_is_the_old_one_or_the_new(num_kills: int, tmp_path: Path) -> None:
     draw = random.Random(num_kills)
@@ -272,7 +273,7 @@ LAST = textwrap.dedent(
 )
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["ends", "raises", "fails"])
 def test_python_waits_for_it(how: str, tmp_path: Path) -> None:
     found = subprocess.run(

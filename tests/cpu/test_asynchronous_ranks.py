@@ -133,7 +133,7 @@ def fail_on(rank: int, how: Saved, path: Path, failing: int, told_by: str) -> tu
     return str(caught.value), state
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @spread(failing=(1, 0), told_by=("wait", "save", "close"))
 def test_a_rank_that_cannot_write_is_heard_by_all(
     failing: int, told_by: str, teams: dict[int, Team], tmp_path: Path

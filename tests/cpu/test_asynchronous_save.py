@@ -100,7 +100,7 @@ def test_copies_that_come_late(seed: int, disk: SlowDisk, tmp_path: Path) -> Non
         assert_same(loaded(how, tmp_path / "saved"), state)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @spread(device_kib=(160, 220, 200), host_kib=(300, 220, 260), precision=("fp32", "bf16"))
 def test_chunks_that_host_has_no_room_for(
     device_kib: int, host_kib: int, precision: str, disk: SlowDisk, tmp_path: Path

@@ -450,6 +450,7 @@ def test_a_preset_from_the_command_line(capfd: pytest.CaptureFixture[str]) -> No
     assert all(comparison.keys() == COMPARISON_KEYS for comparison in data["comparisons"])
 
 
+@pytest.mark.full
 def test_a_function_from_the_command_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     status, out, err = asked(
         capfd, "checked_models:fine", "--orders", "1", "--precision", "bf16", "--chunk-size", "272"
@@ -491,6 +492,7 @@ def test_a_read_that_escapes_has_status_1(folder: Path, capfd: pytest.CaptureFix
         assert comparison["difference"]["step"] >= 2, "nothing was read before that"
 
 
+@pytest.mark.full
 def test_a_process_that_dies_in_chunks_has_status_1(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     status, out, err = asked(capfd, "checked_models:dies", "--chunk-size", "272")
     assert (status, err) == (1, "")

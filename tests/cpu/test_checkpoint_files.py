@@ -357,6 +357,7 @@ def test_wrong_places(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("can_exchange", [True, False])
 @pytest.mark.parametrize("number", range(5))
 def test_a_disk_that_fails(number: int, can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,6 +401,7 @@ SAVING = textwrap.dedent(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_kills", [5, pytest.param(50, marks=pytest.mark.full)])
 def test_killed_at_any_point_it_is_the_old_one_or_the_new(num_kills: int, tmp_path: Path) -> None:
     draw = random.Random(num_kills)

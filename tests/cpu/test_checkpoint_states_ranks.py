@@ -143,7 +143,7 @@ def measure(rank: int, options: dict[str, bool]) -> list[int]:
         return [increase_nbytes(each) for each in (get_weights, get_states, set_weights, set_states)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.skipif(not IS_COUNTED, reason=NEEDS_COUNT)
 @pytest.mark.parametrize(
     "options", [pytest.param(name, marks=() if name in ("plain", "broadcast") else pytest.mark.full) for name in COPIES]

@@ -175,7 +175,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("way", "world", "num_chunks", "dtype"), CASES)
 def test_after_a_gather_every_rank_has_the_owners_bits(
     team: Team, way: str, world: int, num_chunks: int, dtype: torch.dtype

@@ -303,7 +303,7 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:a managed model was called inside torch.autocast")
 @pytest.mark.parametrize(
     "scenario",
@@ -616,6 +616,7 @@ class Mixed(nn.Module):
         return x + self.last(torch.tanh(self.positions(self.first(x))))
 
 
+@pytest.mark.few(1)
 @spread(
     policy=[None, "auto"],
     backend=["aot_eager", "inductor"],

@@ -168,7 +168,7 @@ def test_each_call_of_a_step_fails_once(
     assert found > 0
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @cpu_only
 @spread(call=["pwritev", "preadv"], fails_in=[FAILS_IN, 0], overlap=[True, False])
 def test_a_disk_that_stays_down(

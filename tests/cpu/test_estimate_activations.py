@@ -126,7 +126,7 @@ def test_less_of_device_is_needed_the_more_is_moved_or_recomputed() -> None:
     assert max(needs["offload"], needs["recompute"]) < needs["keep"] / 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("link_Bps", [1e9, 1e12])
 def test_auto_takes_what_is_faster(link_Bps: float) -> None:
     # A fast link is no use where HOST's memory is slower: the next block's forward waits for room, so for the copy.

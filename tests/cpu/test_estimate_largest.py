@@ -85,6 +85,7 @@ def test_few_tries_are_needed() -> None:
     assert len(tries) == found.num_tried <= 12, tries
 
 
+@pytest.mark.full
 def test_a_width_is_chosen_of_which_a_layer_fits(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--seq", "64", "--precision", "bf16", "--checkpointing")
     ample = asked(capsys, "gpt", "--device", "600MiB", "--host", "420MiB", *words, "--largest")

@@ -150,7 +150,7 @@ def test_a_step_where_device_is_as_small_as_can_be(teams: dict[int, Team], name:
     as_estimated(facts[rehearsal.fullest_ranks(size)[0]], Step(finding.trace, finding.exchanged), finding.plan)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "size"), STEPS)
 def test_a_step_with_room_for_all(teams: dict[int, Team], name: str, size: int) -> None:
     """Which of two ways ranks keep depends on their times; of both, all is known."""

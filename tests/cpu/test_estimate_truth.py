@@ -103,6 +103,7 @@ def test_the_moments_are_those_of_the_step(case: ZooModel, variant: Variant) -> 
     assert mine.digest == trace.digest
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("case", "variant"), CASES)
 def test_bytes_by_role(case: ZooModel, variant: Variant) -> None:
     _, roles, _ = recorded(case, variant)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,17 +18,21 @@ ALL_S = 1200.0
 """For all operations; one that hangs is ended by itself."""
 
 
-@functools.cache
-def reports() -> dict[str, dict[str, Any]]:
-    """What became of each operation, in a process of its own."""
+@pytest.fixture(scope="session")
+def reports(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """What became of each operation that this session asks for, in a process of its own."""
+    items = [item for item in request.session.items if item.path == Path(__file__)]
+    params = [item.callspec.params for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    names = {param["op"].name for param in params if "op" in param}
     with Team(1, gloo=False) as team:
-        (found,) = team.run(run_all, timeout_s=ALL_S)
+        (found,) = team.run(run_all, names, timeout_s=ALL_S)
     return found  # type: ignore[no-any-return]
 
 
+@pytest.mark.few(60)
 @pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: op.name)
-def test_an_operation_on_evicted_parameters(op: Op) -> None:
-    report = reports()[op.name]
+def test_an_operation_on_evicted_parameters(op: Op, reports: dict[str, dict[str, Any]]) -> None:
+    report = reports[op.name]
     assert "died" not in report, f"ended the process by {report['died']}"
     assert "broken" not in report, report
     if op.outcome is Outcome.REFUSED:

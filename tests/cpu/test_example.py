@@ -246,6 +246,7 @@ def test_without_matplotlib_only_the_picture_is_missing(tmp_path: Path, text: Pa
     assert {path.name for path in (tmp_path / "run").iterdir()} == {*WRITTEN, *RECORDED, "timeline.html"}
 
 
+@pytest.mark.full
 def test_one_step_has_no_plan_and_says_so(tmp_path: Path, text: Path) -> None:
     result = train("--steps", 1, "--data", text, "--out", "run", cwd=tmp_path)
     assert result.stderr.splitlines()[-1] == (
@@ -299,6 +300,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, text: Path) -> No
         assert stderr.count("\n") == 1, stderr
 
 
+@pytest.mark.full
 def test_a_cap_too_small_ends_in_one_sentence(tmp_path: Path, text: Path) -> None:
     result = python(EXAMPLE, *TINY, "--data", text, "--steps", 1, "--device-cap", "64KiB", cwd=tmp_path)
     assert result.returncode == 2

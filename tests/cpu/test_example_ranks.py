@@ -147,6 +147,7 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(
     assert_equal(last_contents(tmp_path / "parts"), last_contents(tmp_path / "whole"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_stages_go_on_as_other_ranks(tmp_path: Path, text: Path, ranks: int) -> None:
     """What two stages have saved, one process or two stages of two shards train on, with the same means."""

@@ -506,7 +506,7 @@ def test_no_wait_on_host_updates_is_needed(scene: Scene) -> None:
     follow(scene, replace(scene.plan, actions=tuple(lists))).assert_ordered()
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("scene", SCENES, ids=str)
 def test_every_other_wait_that_is_removed_is_found(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or it is implied: a slab that gives way to one of another size waits for its copy, a new one for COMPUTE.

@@ -89,6 +89,7 @@ def test_every_source_gets_the_flags_that_keep_its_bits(tmp_path: Path, compiler
     assert "-ltorch_cpu" in link
 
 
+@pytest.mark.full
 def test_a_terminal_shows_a_line_while_they_are_compiled(tmp_path: Path, compiler: Callable[..., str]) -> None:
     """The first run took a minute without a word. A log gets none of it."""
     program = (

@@ -79,6 +79,7 @@ def test_what_is_compiled_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert said(caplog, "chunkmem.build") == [], "it was there"
 
 
+@pytest.mark.full
 def test_nothing_is_printed_unless_asked_for() -> None:
     program = """
 from tests.cpu.test_metrics import Training, manager_of

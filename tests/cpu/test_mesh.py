@@ -311,6 +311,7 @@ def train_late(rank: int) -> dict[str, Tensor]:
         return manager.state_dict()
 
 
+@pytest.mark.full
 def test_late_copies_and_exchanges_change_no_bit(team: Team) -> None:
     expected = team.run(train, (2, 2), Task(steps=8), 0.0)
     for weights in team.run(train_late):

@@ -43,7 +43,7 @@ def test_a_pipeline_trains_as_from_a_plain_model(
         assert_equal(found.states, plain.states)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @spread(model=["tied", "plain"], kind=["first excluded", "plain", "excluded"])
 def test_another_number_of_stages(model: str, kind: str, teams: dict[int, Team]) -> None:
     """As from a checkpoint."""

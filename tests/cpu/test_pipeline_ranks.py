@@ -168,6 +168,7 @@ def test_dropout(team: Team, checkpoint: str, device_nbytes: int) -> None:
     assert_equal(team.run(train, 4, checkpoint, device_nbytes, 0.2), serial(4, 0.2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("checkpoint", [pytest.param("except_last", marks=pytest.mark.full), "auto"])
 def test_a_rank_with_another_batch(team: Team, checkpoint: str) -> None:
     """In some steps, the micro-batches of one rank are shorter and fewer than those of the other one."""

@@ -175,6 +175,7 @@ def test_a_missing_wait_shows(scene: Scene) -> None:
     assert removed_in_turn(scene).unexplained == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chosen", [SCENES, pytest.param(SCENES + IN_FULL, marks=pytest.mark.full)], ids=len)
 def test_nearly_all_waits_show(chosen: list[Scene]) -> None:
     results = [removed_in_turn(scene) for scene in chosen]

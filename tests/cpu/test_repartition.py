@@ -170,6 +170,7 @@ def go_and_return(rank: int, task: StagedTask) -> dict[str, torch.Tensor]:
         return training.manager.state_dict()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["tied", pytest.param("norms", marks=pytest.mark.full)])
 def test_there_and_back_changes_nothing(pair: Team, model: str) -> None:
     task = StagedTask(model=model, sizes=(2, 1), steps=9)

@@ -68,6 +68,7 @@ def test_a_cell_that_is_run_again_takes_no_more_memory() -> None:
     assert len({num_threads for _, _, num_threads in seen}) == 1
 
 
+@pytest.mark.full
 @cpu_only
 @pytest.mark.parametrize(
     "fails", [pytest.param((2,), id="once", marks=pytest.mark.full), pytest.param((1, 2, 3), id="three times")]

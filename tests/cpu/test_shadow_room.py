@@ -223,7 +223,7 @@ def train_in_turn(host_nbytes: int, *, overlap: bool, precision: str = "fp32") -
     return losses, missed, ahead
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @cpu_only
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_plans_of_two_kinds_of_steps_share_host(precision: str) -> None:

@@ -498,6 +498,7 @@ def resume(rank: int, task: StagedTask, saved: Saved | None) -> Saved:
         return manager.state_dict(), optimizer.state_dict()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["tied", pytest.param("plain", marks=pytest.mark.full)])
 def test_a_run_is_resumed_by_other_stages(pair: Team, four: Team, model: str) -> None:
     task = StagedTask(model=model)

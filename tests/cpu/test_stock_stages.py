@@ -147,7 +147,7 @@ TASKS = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("task", TASKS)
 def test_stock_stages_train_as_unmanaged_ones(pair: Team, task: Task) -> None:
     plain, ample = pair.run(train, task, False), pair.run(train, task, True)

@@ -84,7 +84,7 @@ def without(plan: Plan, moment: int, at: int) -> Plan:
     return replace(plan, actions=tuple(actions))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [Wait, Copy, Alloc, Free])
 def test_nothing_that_disk_does_can_be_left_out(kind: type[Action]) -> None:
     """Of what touches DISK or waits for it, each action by itself: without it, something would be read too early, or
