@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from chunkmem.freezing.cache import FrozenCache
     from chunkmem.freezing.schedule import FreezeSchedule
+    from chunkmem.freezing.splits import SplitSampler
     from chunkmem.manager import ChunkManager
     from chunkmem.memory import MemoryReport
     from chunkmem.nn.recompute import checkpoint, checkpoint_sequential
@@ -58,6 +59,7 @@ __all__ = [
     "Optimizer",
     "PlanError",
     "RankError",
+    "SplitSampler",
     "StateError",
     "TierIOError",
     "TiledLinear",
@@ -83,6 +85,7 @@ _HOMES = MappingProxyType(
         "MemoryReport": "chunkmem.memory",
         "Optimizer": "chunkmem.optim.any_class",
         "SGD": "chunkmem.optim.sgd",
+        "SplitSampler": "chunkmem.freezing.splits",
         "checkpoint": "chunkmem.nn.recompute",
         "checkpoint_sequential": "chunkmem.nn.recompute",
         "TiledLinear": "chunkmem.nn.tiled",

@@ -10,14 +10,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import get_device_states
 
-from chunkmem.assembly import Runtime
 from chunkmem.errors import ConfigError, StateError
+from chunkmem.freezing.follows import HasRuntime
 from chunkmem.freezing.levels import Levels
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.sizes import parse_nbytes
@@ -25,13 +25,6 @@ from chunkmem.types import ChunkId, Role
 
 _DROPOUT: Any = nn.modules.dropout._DropoutNd
 _NORM: Any = nn.modules.batchnorm._NormBase
-
-
-class HasRuntime(Protocol):
-    """A `chunkmem.ChunkManager`."""
-
-    @property
-    def runtime(self) -> Runtime: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ PUBLIC_NAMES = {
     "PlanError",
     "RankError",
     "SGD",
+    "SplitSampler",
     "StateError",
     "TierIOError",
     "TiledLinear",
