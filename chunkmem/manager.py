@@ -21,13 +21,16 @@ from chunkmem.checkpoints.saver import CheckpointSaver
 from chunkmem.comm.methods import ExchangeMethod
 from chunkmem.config import Config
 from chunkmem.errors import CheckpointError, StateError
+from chunkmem.freezing.cache import FrozenCache
 from chunkmem.freezing.freezer import FreezeReport, freeze, unfreeze
+from chunkmem.freezing.schedule import FreezeSchedule
 from chunkmem.nn.gather import gathered, parameters_in
 from chunkmem.optim.converted import converted
 from chunkmem.optim.ema import EMA
 from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
+from chunkmem.pipeline.epochs import Epochs
 from chunkmem.pipeline.options import PipelineOptions, blocks_of
 from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.plan.machine import Machine
@@ -109,6 +112,8 @@ class ChunkManager(ModelBuilding, Reporting):
         schedule: str = "auto",
         stages_per_rank: int | None = None,
         deferred_batch_norm: bool = False,
+        freeze: FreezeSchedule | None = None,
+        cache: FrozenCache | None = None,
     ) -> ByLayerPipeline | StagedPipeline:
         """Return what trains blocks by micro-batches: `loss = pipe.step(x, y)`.
 
@@ -128,6 +133,8 @@ class ChunkManager(ModelBuilding, Reporting):
             stages_per_rank: with several, stage k is on rank k modulo the number of ranks.
             deferred_batch_norm: have the running statistics of `BatchNorm` layers be those of the whole batch, counted
                 once; each micro-batch is normalised by its own all the same.
+            freeze: says what `pipe.end_epoch()` freezes; an adaptive one looks at gradients in a few steps of an epoch.
+            cache: keeps what frozen blocks return, from the first block on, by `pipe.step(x, y, ids=ids)`.
 
         Raises:
             ConfigError: an option has no such value, or differs between ranks.
@@ -146,6 +153,8 @@ class ChunkManager(ModelBuilding, Reporting):
             schedule=schedule,
             stages_per_rank=stages_per_rank,
             deferred_batch_norm=deferred_batch_norm,
+            epochs=None if freeze is None else Epochs(self, freeze),
+            cache=cache,
         )
         return make_pipeline(self.runtime, options, adopt=self._adopt)
 

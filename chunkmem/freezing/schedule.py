@@ -53,7 +53,8 @@ class FreezeSchedule:
     ) -> None:
         self._blocks = list(blocks)
         self._first = first
-        self._adaptive = adaptive
+        self.adaptive = adaptive
+        """It looks at gradients."""
         if not self._blocks or not all(isinstance(block, nn.Module) for block in self._blocks):
             raise ConfigError("FreezeSchedule takes blocks: a list of modules, at least one")
         if not isinstance(alpha, int | float) or not 0 < alpha < 1:
@@ -76,7 +77,7 @@ class FreezeSchedule:
         num = len(self._blocks)
         # A share of what is left that is a whole number stays one, whatever rounding makes of it.
         wanted = math.ceil(round(num * (1 - (1 - self._alpha) ** self.num_epochs), 9))
-        if self._adaptive:
+        if self.adaptive:
             wanted = self._adapted(num)
         self.prefix = max(self.prefix, min(wanted, num))
         return self.frozen

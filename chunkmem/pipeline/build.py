@@ -33,6 +33,7 @@ def make_pipeline(
         return make_pipeline(after, options, adopt=adopt)
 
     pipeline = _made(runtime, options)
+    pipeline.epochs = options.epochs
     pipeline.divide = partial(repartition, runtime, options, make=make)
     return pipeline
 
@@ -53,7 +54,12 @@ def _made(runtime: Runtime, options: PipelineOptions) -> ByLayerPipeline | Stage
     items.append(Item(name, LossItem(options.last, options.loss_fn, casts=runtime.is_lowered)))
     statistics = DeferredStatistics(named if options.deferred_batch_norm else ())
     return ByLayerPipeline(
-        runtime, items, micro_batches=options.micro_batches, checkpoint=options.checkpoint, statistics=statistics
+        runtime,
+        items,
+        micro_batches=options.micro_batches,
+        checkpoint=options.checkpoint,
+        statistics=statistics,
+        cache=options.cache,
     )
 
 

@@ -26,6 +26,7 @@ from chunkmem.nn.borders import cast_floats
 from chunkmem.pipeline.arguments import Given, OfTensors, OnCopies, arguments_of
 from chunkmem.pipeline.checkpoints import policy_of
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
+from chunkmem.pipeline.frozen import Cache, FrozenBlocks, FrozenPrefix
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.outputs import BlockOutput
 from chunkmem.pipeline.random_streams import RandomStreams, Streams, foreign_states, states_of
@@ -75,10 +76,12 @@ class LossItem(nn.Module):
 
 @dataclass(frozen=True)
 class _Batch:
-    """What runs: its parts, and by block what that has returned for each part."""
+    """What runs: its parts, by block what that has returned for each part, and which blocks are frozen."""
 
     parts: Sequence[MicroBatch]
-    outputs: Sequence[list[BlockOutput]]
+    outputs: Sequence[dict[int, BlockOutput]]
+    """By number of the part; blocks that are not run for it have none."""
+    frozen: FrozenBlocks
 
 
 class ByLayerPipeline(OfWidth):
@@ -92,6 +95,7 @@ class ByLayerPipeline(OfWidth):
         micro_batches: int,
         checkpoint: str,
         statistics: DeferredStatistics,
+        cache: Cache | None = None,
     ) -> None:
         """Run `items` in turn, of which the last is a `LossItem`.
 
@@ -101,6 +105,7 @@ class ByLayerPipeline(OfWidth):
             micro_batches: parts of a batch.
             checkpoint: which of their calls are recomputed: see `ChunkManager.pipeline`.
             statistics: of layers whose running statistics are to be those of whole batches.
+            cache: of what frozen blocks return; None: they run in each step.
         """
         self._runtime = runtime
         self._items = tuple(items)
@@ -108,21 +113,25 @@ class ByLayerPipeline(OfWidth):
         self._num = micro_batches
         self._checkpoint = checkpoint
         self._statistics = statistics
-        self._outermost = _Outermost()
-        runtime.hooks.fit_outermost(self._outermost, name="pipeline")
+        self._prefix = FrozenPrefix([item.module for item in items[:-1]], cache)
+        self._outermost: dict[int, _Outermost] = {}
+        """By the first block that runs: steps that begin with different ones are of different kinds."""
         self._is_running = False
         self._random = RandomStreams(runtime.memory.compute.generators())
 
-    def step(self, inputs: Any, target: Any = None) -> torch.Tensor:
+    def step(self, inputs: Any, target: Any = None, *, ids: Any = None) -> torch.Tensor:
         """Run forward and backward of a batch, and return its loss, without history.
 
         Args:
             inputs: what the first block is given: a tensor, a tuple (its arguments), or a dict of tensors. All tensors
                 are split along their first dimension.
             target: the second argument of `loss_fn`, split likewise; None: it is called with the output alone.
+            ids: with a cache, of each sample, the same in each epoch: a list, or a 1-D tensor of integers.
 
         Raises:
             StateError: there is nothing to split, or a block returns what cannot be passed on; nothing was accumulated.
+                Or a frozen block, or a sample, cannot be cached: see `FrozenCache`.
+            ConfigError: there is not one of `ids` for each sample.
             CapacityError: something does not fit.
         """
         self.require_current()
@@ -130,15 +139,17 @@ class ByLayerPipeline(OfWidth):
         runtime.require_open()
         if not torch.is_grad_enabled():
             raise StateError("pipe.step() computes gradients; under torch.no_grad() call the model itself")
-        batch = self._batch(inputs, target)
         access = runtime.modules.access
         with runtime.modules.turn.taken():
             if self._is_running:
                 raise StateError("pipe.step() inside of pipe.step(): end the one before the next begins")
+            with runtime.ranks.telling():
+                parts = split(inputs, target, num=self._num)
+                batch = self._batch(parts, self._prefix.begin(parts, ids, units=runtime.sharding.units))
             self._is_running, others = True, access.num_calls
             try:
                 with self._statistics.mini_batch():
-                    loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
+                    loss: torch.Tensor = self._root(batch)(lambda: self._forward(batch))
                     with runtime.backward(), runtime.sharding.units.one_backward():
                         self._backward(batch)
             except BaseException:
@@ -147,6 +158,8 @@ class ByLayerPipeline(OfWidth):
             finally:
                 self._is_running, access.num_calls = False, others
                 self._drop(batch)
+        if self.epochs is not None:
+            self.epochs.stepped()
         return loss
 
     @torch.no_grad()
@@ -154,25 +167,33 @@ class ByLayerPipeline(OfWidth):
         """Run forward of a batch, and return its loss. Arguments and errors are those of `step`."""
         self.require_current()
         self._runtime.require_open()
-        batch = self._batch(inputs, target)
+        batch = self._batch(split(inputs, target, num=self._num), FrozenBlocks())
         with self._runtime.modules.turn.taken():
             try:
-                loss: torch.Tensor = self._outermost(lambda: self._forward(batch))
+                loss: torch.Tensor = self._root(batch)(lambda: self._forward(batch))
             finally:
                 self._drop(batch)
         return loss
 
-    def _batch(self, inputs: Any, target: Any) -> _Batch:
-        return _Batch(split(inputs, target, num=self._num), [[] for _ in self._items])
+    def _batch(self, parts: Sequence[MicroBatch], frozen: FrozenBlocks) -> _Batch:
+        return _Batch(parts, [{} for _ in self._items], frozen)
+
+    def _root(self, batch: _Batch) -> _Outermost:
+        start = batch.frozen.start
+        if start not in self._outermost:
+            self._outermost[start] = _Outermost()
+            self._runtime.hooks.fit_outermost(self._outermost[start], name="pipeline")
+        return self._outermost[start]
 
     def _drop(self, batch: _Batch) -> None:
         """Free what an interrupted step has left."""
-        for output in (output for row in batch.outputs for output in row):
+        for output in (output for row in batch.outputs for output in row.values()):
             output.drop()
 
     # Forward.
 
     def _forward(self, batch: _Batch) -> torch.Tensor:
+        self._read_cached(batch)
         form = self._form(batch.parts[0])
         streams = self._random.begin(form, len(batch.parts))
         is_known = self._agree("random numbers are known", holds=streams is not None)
@@ -188,20 +209,33 @@ class ByLayerPipeline(OfWidth):
                     "ones have drawn other numbers than in a plain loop; no gradient was computed. Call pipe.step() "
                     "again: from now on, forward runs in the order of a plain loop for batches like this one"
                 )
-        losses = [output.tensor for output in batch.outputs[-1]]
+        losses = [output.tensor for output in batch.outputs[-1].values()]
         loss = losses[0].clone()
         for each in losses[1:]:
             loss += each
         return loss
 
+    def _read_cached(self, batch: _Batch) -> None:
+        """Have what the cache has, before anything takes its place there."""
+        modules, device = self._runtime.modules, self._runtime.device
+        for number in range(len(batch.parts)):
+            if depth := batch.frozen.depth(number):
+                name, value = self._items[depth - 1].name, batch.frozen.read(number, device)
+                output = BlockOutput(value, modules.parked, name=name, calls=Counter())
+                del value
+                batch.outputs[depth - 1][number] = output
+                output.park()
+
     def _forward_by_layer(self, batch: _Batch, streams: Streams) -> None:
-        for at, (item, row) in enumerate(zip(self._items, batch.outputs, strict=True)):
+        for at, item in enumerate(self._items[batch.frozen.start :], start=batch.frozen.start):
             with self._runtime.sharding.units.held(item.unit):
                 for number in range(len(batch.parts)):
+                    if at < batch.frozen.depth(number):
+                        continue
                     with streams.of(number):
                         self._call(batch, at, number)
                     if at < len(self._items) - 1:
-                        row[-1].park()
+                        batch.outputs[at][number].park()
 
     def _forward_in_turn(self, batch: _Batch) -> None:
         """Run one micro-batch after the other. All ranks bring together what they run, also if one has fewer."""
@@ -209,9 +243,9 @@ class ByLayerPipeline(OfWidth):
         foreign = foreign_states()
         while not self._agree(f"micro-batch {number} is not there", holds=number >= num):
             states += [states_of(self._random.generators)] if number < num else []
-            for at, item in enumerate(self._items):
+            for at, item in enumerate(self._items[batch.frozen.start :], start=batch.frozen.start):
                 with self._runtime.sharding.units.held(item.unit):
-                    if number < num:
+                    if number < num and at >= batch.frozen.depth(number):
                         self._call(batch, at, number)
             number += 1
         if batch.parts[-1].form == batch.parts[0].form:
@@ -240,10 +274,14 @@ class ByLayerPipeline(OfWidth):
         policy, modules = policy_of(self._checkpoint, number, len(batch.parts)), self._runtime.modules
         # Backward comes to this call alone, whatever other micro-batches have read: it is over when gradients land.
         modules.access.num_calls = Counter()
-        with self._statistics.micro_batch(number):
-            result = self._run(at, policy, arguments, number=at * self._num + number)
-        output = BlockOutput(result, modules.parked, name=self._items[at].name, calls=modules.access.num_calls)
-        batch.outputs[at].append(output)
+        name, frozen = self._items[at].name, batch.frozen
+        with self._statistics.micro_batch(number), frozen.running(at, arguments):
+            if at < frozen.num:
+                result = self._run_once(at, arguments)
+            else:
+                result = self._run(at, policy, arguments, number=at * self._num + number)
+        frozen.returned(at, number, result, name=name)
+        batch.outputs[at][number] = BlockOutput(result, modules.parked, name=name, calls=modules.access.num_calls)
         if given is not None:
             given.end_call()
 
@@ -259,24 +297,31 @@ class ByLayerPipeline(OfWidth):
         try:
             if is_recomputed and again.module is on_copies:
                 return on_copies(*arguments)
-            given = Given(arguments)
-            result = item.module(*arguments)
-            on_copies.writes = given.is_written(item.name) or bool(on_copies.writes)
-            return result
+            return self._run_once(at, arguments)
         finally:
             regions.leave()
+
+    def _run_once(self, at: int, arguments: tuple[Any, ...]) -> Any:
+        """Call a block that is not recomputed."""
+        item, on_copies = self._items[at], self._on_copies[at]
+        given = Given(arguments)
+        result = item.module(*arguments)
+        on_copies.writes = given.is_written(item.name) or bool(on_copies.writes)
+        return result
 
     def _backward(self, batch: _Batch) -> None:
         """Run the backward of each block for all micro-batches, the last one first."""
         access, scaler = self._runtime.modules.access, self._runtime.scaler
-        for output in batch.outputs[-1]:
+        for output in batch.outputs[-1].values():
             output.begin_backward(1.0 if scaler is None else scaler.scale)
         for at in reversed(range(len(self._items))):
-            if any(output.has_gradients for output in batch.outputs[at]):
+            if any(output.has_gradients for output in batch.outputs[at].values()):
                 # Before it is known whether the unit is recomputed: that may differ between ranks.
                 self._runtime.sharding.units.announce_module(self._items[at].unit)
             for number in reversed(range(len(batch.parts))):
-                output, given = batch.outputs[at].pop(), batch.outputs[at - 1][number] if at else None
+                output, given = batch.outputs[at].pop(number, None), batch.outputs[at - 1].get(number) if at else None
+                if output is None:
+                    continue
                 access.num_calls = output.calls
                 output.backward(given)
                 if given is not None:

@@ -11,6 +11,8 @@ from torch import nn
 
 from chunkmem.errors import ConfigError, LayoutError
 from chunkmem.pipeline.checkpoints import CHECKPOINTS
+from chunkmem.pipeline.epochs import Epochs
+from chunkmem.pipeline.frozen import Cache
 from chunkmem.sizes import shown
 
 
@@ -32,6 +34,10 @@ class PipelineOptions:
     schedule: str
     stages_per_rank: int | None
     deferred_batch_norm: bool
+    epochs: Epochs | None = None
+    """What is frozen when one is over."""
+    cache: Cache | None = None
+    """Of what frozen blocks return."""
 
     def __post_init__(self) -> None:
         named = {f"block {at}": block for at, block in enumerate(self.blocks)}

@@ -45,6 +45,7 @@ def staged_pipeline(runtime: Runtime, options: PipelineOptions) -> StagedPipelin
     """
     ranks = runtime.ranks.stages
     assert ranks is not None
+    _require_no_cache(options)
     blocks, first, last = options.blocks, options.first, options.last
     options, per_rank, reason = with_schedule(
         runtime, options, num_ranks=ranks.size, num_shards=runtime.ranks.shard.size
@@ -83,6 +84,17 @@ def with_schedule(
         reason = choice.reason
     name, per_rank = check_schedule(options.schedule, options.stages_per_rank)
     return replace(options, schedule=name), per_rank, reason
+
+
+def _require_no_cache(options: PipelineOptions) -> None:
+    """Raise a ConfigError for what is for one stage."""
+    if options.cache is not None:
+        raise ConfigError("manager.pipeline(cache=) over stages is not available in this version: leave it out")
+    if options.epochs is not None and options.epochs.is_adaptive:
+        raise ConfigError(
+            "manager.pipeline(freeze=) over stages takes no adaptive schedule in this version: each rank has the "
+            "gradients of its own stage; take FreezeSchedule(adaptive=False)"
+        )
 
 
 class StagedPipeline(OfWidth):
@@ -144,7 +156,7 @@ class StagedPipeline(OfWidth):
             module.regions = runtime.modules.regions
             module.hold = self._held.hold
 
-    def step(self, inputs: Any, target: Any = None) -> torch.Tensor:
+    def step(self, inputs: Any, target: Any = None, *, ids: Any = None) -> torch.Tensor:
         """Run forward and backward for a batch; return its loss, the same on all ranks of a pipeline, detached.
 
         All ranks of a pipeline are given the same batch: the first stage uses `inputs`, the last one `target`.
@@ -152,6 +164,7 @@ class StagedPipeline(OfWidth):
         Args:
             inputs: a tensor, or tuples, lists and dicts of tensors, split into micro-batches along dimension 0.
             target: likewise.
+            ids: of samples, for a cache; over stages there is none.
 
         Raises:
             StateError: the batch cannot be split, or shapes between stages depend on values.
@@ -169,7 +182,10 @@ class StagedPipeline(OfWidth):
             if self._runtime.scaler is not None:  # also on a rank whose stages are frozen, and have no backward
                 self._runtime.scaler.is_used = True
             self._ties.end()
-            return self._loss(step)
+            loss = self._loss(step)
+        if self.epochs is not None:
+            self.epochs.stepped()
+        return loss
 
     def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """Run forward for a batch; return its loss. Arguments and errors are those of `step`."""

@@ -1,4 +1,4 @@
-"""What pipelines have in common: they can be divided into another number of stages, and are over then."""
+"""What pipelines have in common: they freeze, can be divided into another number of stages, and are over then."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from typing import Any, Protocol
 import torch
 
 from chunkmem.errors import StateError
+from chunkmem.pipeline.epochs import Epochs, FreezeReport
 
 
 class Pipeline(Protocol):
     """What `ChunkManager.pipeline` returns."""
 
-    def step(self, inputs: Any, target: Any = None) -> torch.Tensor:
+    def step(self, inputs: Any, target: Any = None, *, ids: Any = None) -> torch.Tensor:
         """Run forward and backward of a batch; return its loss."""
         ...
 
     def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """Run forward of a batch; return its loss."""
+        ...
+
+    def end_epoch(self) -> FreezeReport:
+        """Freeze what a schedule says."""
         ...
 
     def repartition(self, stages: int) -> Pipeline:
@@ -31,7 +36,23 @@ class OfWidth:
 
     divide: Callable[[int], tuple[Pipeline, str]] | None = None
     """Makes a pipeline of another number of stages in place of this one; with a word on both."""
+    epochs: Epochs | None = None
+    """What is frozen when one is over; None: there is no schedule."""
     _over = ""
+
+    def end_epoch(self) -> FreezeReport:
+        """Freeze what the schedule says (`manager.pipeline(freeze=)`), between two steps; return what that gave back.
+
+        All ranks call it.
+
+        Raises:
+            StateError: the pipeline has no schedule; or what `FreezeSchedule.step` and `ChunkManager.freeze` raise.
+            ConfigError: as `freeze`.
+        """
+        self.require_current()
+        if self.epochs is None:
+            raise StateError("pipe.end_epoch() freezes what a schedule says: give manager.pipeline() freeze=")
+        return self.epochs.end()
 
     def repartition(self, stages: int) -> Pipeline:
         """Divide the same ranks into another number of stages, between steps, without a file; return the new pipeline.
