@@ -319,9 +319,9 @@ class ByLayerPipeline(OfWidth):
                 # Before it is known whether the unit is recomputed: that may differ between ranks.
                 self._runtime.sharding.units.announce_module(self._items[at].unit)
             for number in reversed(range(len(batch.parts))):
-                output, given = batch.outputs[at].pop(number, None), batch.outputs[at - 1].get(number) if at else None
-                if output is None:
+                if number not in batch.outputs[at]:
                     continue
+                output, given = batch.outputs[at].pop(number), batch.outputs[at - 1].get(number) if at else None
                 access.num_calls = output.calls
                 output.backward(given)
                 if given is not None:
