@@ -133,7 +133,7 @@ class Runtime:
         self.registry = self.modules.registry
         self.links = Links(self.sharding.shards, compute)
         log_nbytes = 0 if blocking else shadow_nbytes(opts, compute, self.tiers.caps)
-        speeds = partial(machine_for, self.tiers, self.links, machine, shadow_nbytes=log_nbytes)
+        speeds = self.speeds = partial(machine_for, self.tiers, self.links, machine, shadow_nbytes=log_nbytes)
         self.controller = make_controller(config, self.memory, self.sharding, self.modules, self.tiers, lanes, speeds)
         if self.ranks.size == 1:  # else the ranks have to agree on what they learn from
             self.memory.pager.on_failure = self.controller.access_failed

@@ -30,6 +30,7 @@ from chunkmem.optim.ema import EMA
 from chunkmem.optim.saved import StatefulOptimizer
 from chunkmem.pipeline.build import make_pipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline
+from chunkmem.pipeline.elastic import ElasticPipeline
 from chunkmem.pipeline.epochs import Epochs
 from chunkmem.pipeline.options import PipelineOptions, blocks_of
 from chunkmem.pipeline.staged import StagedPipeline
@@ -114,7 +115,8 @@ class ChunkManager(ModelBuilding, Reporting):
         deferred_batch_norm: bool = False,
         freeze: FreezeSchedule | None = None,
         cache: FrozenCache | None = None,
-    ) -> ByLayerPipeline | StagedPipeline:
+        width: str | None = None,
+    ) -> ByLayerPipeline | StagedPipeline | ElasticPipeline:
         """Return what trains blocks by micro-batches: `loss = pipe.step(x, y)`.
 
         In one process, and on ranks without stages, one block runs after the other, each for all micro-batches: what
@@ -135,6 +137,8 @@ class ChunkManager(ModelBuilding, Reporting):
                 once; each micro-batch is normalised by its own all the same.
             freeze: says what `pipe.end_epoch()` freezes; an adaptive one looks at gradients in a few steps of an epoch.
             cache: keeps what frozen blocks return, from the first block on, by `pipe.step(x, y, ids=ids)`.
+            width: "auto": `pipe.resize()` divides the ranks of the mesh into the number of stages that is predicted to
+                be fastest, when layers were frozen; the pipeline stays the same object. None: `repartition` does.
 
         Raises:
             ConfigError: an option has no such value, or differs between ranks.
@@ -155,7 +159,10 @@ class ChunkManager(ModelBuilding, Reporting):
             deferred_batch_norm=deferred_batch_norm,
             epochs=None if freeze is None else Epochs(self, freeze),
             cache=cache,
+            width=width,
         )
+        if options.width is not None:
+            return ElasticPipeline(self.runtime, options, adopt=self._adopt)
         return make_pipeline(self.runtime, options, adopt=self._adopt)
 
     def _adopt(self, runtime: Runtime) -> None:

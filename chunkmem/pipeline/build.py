@@ -41,7 +41,8 @@ def make_pipeline(
 def _made(runtime: Runtime, options: PipelineOptions) -> ByLayerPipeline | StagedPipeline:
     if runtime.ranks.stages is not None:
         return staged_pipeline(runtime, options)
-    if options.schedule not in ("auto", "by-layer") or options.stages_per_rank is not None:
+    is_asked = options.schedule not in ("auto", "by-layer") or options.stages_per_rank is not None
+    if is_asked and options.width is None:  # else it is for when there are stages
         raise ConfigError(
             f"schedule {shown(options.schedule)} is for stages over ranks: make the manager with a mesh that has a "
             'dimension "stage", or leave out schedule and stages_per_rank'

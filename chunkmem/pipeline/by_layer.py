@@ -12,8 +12,10 @@ blocks share gets those of the later block first.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +150,7 @@ class ByLayerPipeline(OfWidth):
                 batch = self._batch(parts, self._prefix.begin(parts, ids, units=runtime.sharding.units))
             self._is_running, others = True, access.num_calls
             try:
-                with self._statistics.mini_batch():
+                with self._statistics.mini_batch(), self.timed(batch.parts):
                     loss: torch.Tensor = self._root(batch)(lambda: self._forward(batch))
                     with runtime.backward(), runtime.sharding.units.one_backward():
                         self._backward(batch)
@@ -275,15 +277,25 @@ class ByLayerPipeline(OfWidth):
         # Backward comes to this call alone, whatever other micro-batches have read: it is over when gradients land.
         modules.access.num_calls = Counter()
         name, frozen = self._items[at].name, batch.frozen
-        with self._statistics.micro_batch(number), frozen.running(at, arguments):
+        with self._statistics.micro_batch(number), frozen.running(at, arguments), self._timed_call(at):
             if at < frozen.num:
                 result = self._run_once(at, arguments)
             else:
                 result = self._run(at, policy, arguments, number=at * self._num + number)
         frozen.returned(at, number, result, name=name)
+        if self.times is not None:
+            self.times.returned(self._items[at].module, result)
         batch.outputs[at][number] = BlockOutput(result, modules.parked, name=name, calls=modules.access.num_calls)
         if given is not None:
             given.end_call()
+
+    def _timed_as(self, at: int) -> nn.Module | None:
+        """Return the module that an item's times count to; None: the loss alone."""
+        module = self._items[at].module
+        return module.module if isinstance(module, LossItem) else module
+
+    def _timed_call(self, at: int) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.times is None else self.times.forward(self._timed_as(at))
 
     def _first_value(self, part: MicroBatch) -> Any:
         return cast_floats(part.inputs, self._runtime.dtype) if self._runtime.is_lowered else part.inputs
@@ -323,6 +335,7 @@ class ByLayerPipeline(OfWidth):
                     continue
                 output, given = batch.outputs[at].pop(number), batch.outputs[at - 1].get(number) if at else None
                 access.num_calls = output.calls
-                output.backward(given)
+                with contextlib.nullcontext() if self.times is None else self.times.backward([self._timed_as(at)]):
+                    output.backward(given)
                 if given is not None:
                     given.park_gradients()

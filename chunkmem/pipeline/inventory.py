@@ -102,8 +102,12 @@ class Contents:
         """Put together what each rank has."""
         self.masters = frozenset().union(*(each.masters for each in inventories))
         """Parameters with master weights."""
-        self.dtypes = {param: dtype for each in inventories for param, dtype in each.dtypes.items()}
-        """By parameter: of its weights, those of its master weights if there are any."""
+        self.dtypes = {
+            (rank, param): dtype for rank, each in enumerate(inventories) for param, dtype in each.dtypes.items()
+        }
+        """By rank and parameter: of its weights, those of its master weights if there are any."""
+        self.masters_of = tuple(each.masters for each in inventories)
+        """By rank: of a tied weight that is frozen, one stage may have master weights and the other one none."""
         self.states = {param: roles for each in inventories for param, roles in each.states.items()}
         """By parameter, the optimizer states that it has."""
         self._shaped = {

@@ -23,6 +23,7 @@ class MicroBatch:
     """Its mean loss divided by this adds up, over all parts, to the mean over the batch."""
     form: tuple[object, ...]
     """Shapes and dtypes of its tensors, and what else it is."""
+    num_samples: int
 
 
 def split(inputs: Any, target: Any, *, num: int) -> list[MicroBatch]:
@@ -64,7 +65,7 @@ def _parts(leaves: list[Any], spec: Any, *, num_samples: int, longest: int) -> I
         ]
         form = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in part)
         inputs, target = tree_unflatten(part, spec)
-        yield MicroBatch(inputs, target, num_samples / length, form)
+        yield MicroBatch(inputs, target, num_samples / length, form, length)
 
 
 def _named(path: Any) -> str:

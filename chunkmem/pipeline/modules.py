@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import nn
 
 from chunkmem.errors import LayoutError
 from chunkmem.nn.regions import RegionActivations
+from chunkmem.pipeline.block_times import BlockTimes
 
 
 class StageModule(nn.Module):
@@ -21,6 +24,8 @@ class StageModule(nn.Module):
         """Manage what calls save; None: nobody does."""
         self.hold: Callable[[nn.Module], None] | None = None
         """Called with this stage before its modules are."""
+        self.times: BlockTimes | None = None
+        """Of its modules; None: nobody asks for them."""
 
     def forward(self, value: Any, *, policy: str = "auto") -> Any:
         """Return what the last module returns; `policy` is for what each of them saves, as in `activations.policy`."""
@@ -28,28 +33,40 @@ class StageModule(nn.Module):
             self.hold(self)
         for number, block in enumerate(self.blocks):
             args = value if isinstance(value, tuple) else (value,)
-            if self.regions is None:
-                value = block(*args)
-                continue
-            self.regions.enter(f"blocks.{number}", policy, block, args, {}, start=self.regions.now())
-            try:
-                value = block(*args)
-            finally:
-                self.regions.leave()
+            with contextlib.nullcontext() if self.times is None else self.times.forward(block):
+                value = self._call(number, args, policy)
+            if self.times is not None:
+                self.times.returned(block, value)
             del args
         return value
 
+    def _call(self, number: int, args: tuple[Any, ...], policy: str) -> Any:
+        block = self.blocks[number]
+        if self.regions is None:
+            return block(*args)
+        self.regions.enter(f"blocks.{number}", policy, block, args, {}, start=self.regions.now())
+        try:
+            return block(*args)
+        finally:
+            self.regions.leave()
+
 
 def divide(
-    blocks: Sequence[nn.Module], *, first: nn.Module | None, last: nn.Module | None, num: int
+    blocks: Sequence[nn.Module],
+    *,
+    first: nn.Module | None,
+    last: nn.Module | None,
+    num: int,
+    cut: Sequence[int] | None = None,
 ) -> list[StageModule]:
-    """Return `num` stages of consecutive blocks, as many in each as in the others, or one more.
+    """Return `num` stages of consecutive blocks.
 
     Args:
         blocks: in the order in which they are called.
         first: called before them, in the first stage.
         last: called after them, in the last stage.
         num: how many.
+        cut: the number of blocks in each; None: as many as in the others, or one more.
 
     Raises:
         LayoutError: there are fewer blocks than stages.
@@ -59,7 +76,8 @@ def divide(
             f"{len(blocks)} blocks cannot be divided into {num} stages; use fewer ranks, or smaller blocks"
         )
     ends = with_ends(blocks, first=first, last=last)
-    parts = [ends[len(blocks) * k // num : len(blocks) * (k + 1) // num] for k in range(num)]
+    cuts = [len(blocks) * k // num for k in range(num + 1)] if cut is None else [0, *accumulate(cut)]
+    parts = [ends[start:stop] for start, stop in pairwise(cuts)]
     return [StageModule([module for block in part for module in block]) for part in parts]
 
 

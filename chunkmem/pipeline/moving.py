@@ -139,7 +139,7 @@ class ChunkMover:
             phase is not Role.PARAM and phase not in self._contents.states.get(param, ())
         ):
             return
-        role = Role.MASTER if phase is Role.PARAM and param in self._contents.masters else phase
+        role = Role.MASTER if phase is Role.PARAM and param in self._contents.masters_of[source.rank] else phase
         place = self._contents.phases.index(phase) * len(self._tags) + self._tags[wanted.rank, wanted.group, param]
         tag, label = _FIRST_TAG + place % _NUM_TAGS, f"repartition: {role.value} of parameter {param}"
         with runtime_mode():
@@ -151,7 +151,7 @@ class ChunkMover:
                 self._neighbours.send([values], Message(wanted.rank, tag, label))
             else:
                 assert slot is not None
-                dtype = self._contents.dtypes[param] if phase is Role.PARAM else slot.dtype
+                dtype = self._contents.dtypes[source.rank, param] if phase is Role.PARAM else slot.dtype
                 is_direct = slot.is_cpu and slot.dtype is dtype
                 values = slot if is_direct else torch.empty(slot.numel(), dtype=dtype, device="cpu")
                 self._neighbours.receive([values], Message(source.rank, tag, label))

@@ -38,6 +38,10 @@ class PipelineOptions:
     """What is frozen when one is over."""
     cache: Cache | None = None
     """Of what frozen blocks return."""
+    width: str | None = None
+    """"auto": the number of stages is chosen between steps."""
+    cut: tuple[int, ...] | None = None
+    """The number of blocks in each stage; None: about as many in all."""
 
     def __post_init__(self) -> None:
         named = {f"block {at}": block for at, block in enumerate(self.blocks)}
@@ -52,6 +56,10 @@ class PipelineOptions:
             raise ConfigError(f"loss_fn is a {what}; it has to be a function of output and target")
         if not isinstance(self.micro_batches, int) or isinstance(self.micro_batches, bool) or self.micro_batches < 1:
             raise ConfigError(f"micro_batches is {shown(self.micro_batches)}; give a number of at least 1")
+        if self.width not in (None, "auto"):
+            raise ConfigError(
+                f'width is {shown(self.width)}; give "auto", or leave it out and call pipe.repartition(stages=)'
+            )
         if self.checkpoint not in CHECKPOINTS:
             raise ConfigError(f"checkpoint is {shown(self.checkpoint)}; give one of {', '.join(CHECKPOINTS)}")
 

@@ -45,7 +45,12 @@ MakePipeline = Callable[[Runtime, PipelineOptions], Pipeline]
 
 
 def repartition(
-    runtime: Runtime, options: PipelineOptions, num_stages: int, *, make: MakePipeline
+    runtime: Runtime,
+    options: PipelineOptions,
+    num_stages: int,
+    *,
+    cut: tuple[int, ...] | None = None,
+    make: MakePipeline,
 ) -> tuple[Pipeline, str]:
     """Do what `OfWidth.repartition` says: [Note: Repartition].
 
@@ -53,17 +58,19 @@ def repartition(
         runtime: the parts of the manager so far.
         options: what the user has asked of the pipeline.
         num_stages: ranks of a pipeline from now on.
+        cut: the number of blocks in each stage; None: about as many in all.
         make: has a manager take other parts over, and returns a pipeline over them.
 
     Returns:
         The pipeline, and what has happened in words.
     """
-    _refuse(runtime, options, num_stages)
-    options = _options_for(options, num_stages)
+    _refuse(runtime, replace(options, cut=cut), num_stages, is_same=cut == options.cut)
+    options = replace(_options_for(options, num_stages), cut=cut)
     table = ranks_by_stage(runtime.origin.mesh, num_stages)
     stage, replica, shard = (table == runtime.ranks.name(runtime.ranks.rank)).nonzero()[0].tolist()
     members = tuple(sorted(table[:, replica].flatten().tolist()))
     said = f"its {_width(runtime.ranks)} ranks (stages x shards) are {num_stages} x {table.shape[2]} now"
+    said += f", with {', '.join(map(str, cut))} blocks" if cut else ""
     ranks = Ranks(mesh=Mesh((members,)), timeout_s=runtime.config.distributed.timeout_s)
     try:
         change = _Change(runtime, ranks)
@@ -88,6 +95,8 @@ def _width(ranks: Ranks) -> str:
 
 
 def _options_for(options: PipelineOptions, num_stages: int) -> PipelineOptions:
+    if num_stages == 1 and options.width is not None:
+        return options  # the schedule is for when there are stages again
     if num_stages == 1:
         return replace(options, schedule="auto", stages_per_rank=None)
     return replace(options, schedule="auto") if options.schedule == "by-layer" else options
@@ -96,15 +105,16 @@ def _options_for(options: PipelineOptions, num_stages: int) -> PipelineOptions:
 # What is refused: nothing has been changed.
 
 
-def _refuse(runtime: Runtime, options: PipelineOptions, num_stages: int) -> None:
+def _refuse(runtime: Runtime, options: PipelineOptions, num_stages: int, *, is_same: bool) -> None:
     """Raise if it cannot be done, on all ranks alike."""
     found: ChunkmemError | None = None
     runtime.require_open()
     for ranks in (runtime.ranks.stages, runtime.ranks):
         if ranks is not None:
             ranks.agree("the number of stages that a pipeline is divided into", repr(num_stages))
+            ranks.agree("the blocks of the stages that a pipeline is divided into", repr(options.cut))
     try:
-        _require_stages(runtime, options, num_stages)
+        _require_stages(runtime, options, num_stages, is_same=is_same)
         _require_between_steps(runtime)
     except ChunkmemError as error:
         found = error
@@ -116,13 +126,13 @@ def _refuse(runtime: Runtime, options: PipelineOptions, num_stages: int) -> None
         raise StateError(f"pipe.repartition(): another rank refuses: {others}")
 
 
-def _require_stages(runtime: Runtime, options: PipelineOptions, num_stages: int) -> None:
+def _require_stages(runtime: Runtime, options: PipelineOptions, num_stages: int, *, is_same: bool) -> None:
     if not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1:
         raise ConfigError(f"pipe.repartition(): stages is {num_stages!r}; give a number of at least 1")
     if runtime.config.memory.disk is not None:
         raise ConfigError("pipe.repartition() with memory.disk is not available in this version")
     now = 1 if runtime.ranks.stages is None else runtime.ranks.stages.size
-    if num_stages == now:
+    if num_stages == now and is_same:
         raise StateError(
             f"pipe.repartition({num_stages}): there are {_width(runtime.ranks)} ranks (stages x shards) already"
         )
@@ -147,7 +157,8 @@ def _require_stages(runtime: Runtime, options: PipelineOptions, num_stages: int)
         )
     if num_stages > 1:
         _, per_rank = check_schedule(_options_for(options, num_stages).schedule, options.stages_per_rank)
-        added.check(divide(options.blocks, first=options.first, last=options.last, num=per_rank * num_stages))
+        num = per_rank * num_stages
+        added.check(divide(options.blocks, first=options.first, last=options.last, num=num, cut=options.cut))
 
 
 def _require_between_steps(runtime: Runtime) -> None:
@@ -236,7 +247,8 @@ class _Change:
         excluded = list(added.excluded)
         if num_stages > 1:
             _, per_rank, _ = with_schedule(before, options, num_ranks=num_stages, num_shards=num_shards)
-            stages = divide(options.blocks, first=options.first, last=options.last, num=per_rank * num_stages)
+            num, cut = per_rank * num_stages, options.cut
+            stages = divide(options.blocks, first=options.first, last=options.last, num=num, cut=cut)
             roots = [module for number, module in enumerate(stages) if number % num_stages == stage]
             inside = {module for root in roots for module in root.modules()}
             excluded = [module for module in excluded if module in inside]

@@ -26,6 +26,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.errors import StateError
 from chunkmem.nn.parked import Parked, ParkedTensors
+from chunkmem.pipeline.block_times import BlockTimes
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.forms import BorderForm, TensorForm
 from chunkmem.pipeline.micro_batches import MicroBatch
@@ -91,6 +92,7 @@ class Stage(_PipelineStageBase):
         self._parking = parking
         self._clock = clock
         self._log = log
+        self._module = module
         self._step: StageStep | None = None
         self._received: dict[int, Parked] = {}
         """By micro-batch: what the stage before sends."""
@@ -103,9 +105,9 @@ class Stage(_PipelineStageBase):
         self._outgoing: dict[int, Parked] = {}
         """What is about to be sent, from forward or backward to the call that sends it."""
 
-    def begin(self, step: StageStep) -> None:
-        """A step begins."""
-        self._step = step
+    def begin(self, step: StageStep, *, times: BlockTimes | None = None) -> None:
+        """A step begins, whose blocks are timed by `times`."""
+        self._step, self._module.times = step, times
 
     # What schedules call: sends and receives.
 
@@ -167,7 +169,8 @@ class Stage(_PipelineStageBase):
             self._outgoing[fwd_chunk_id] = self._park(sent, step=0, what="output")
             return None
         given = (output,) if part.target is None else (output, part.target)
-        loss = self._step.loss_fn(*given)
+        with self._block_times(None):
+            loss = self._step.loss_fn(*given)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise StateError(f"loss_fn returned {what}; it has to return the mean loss of its samples as one number")
@@ -196,7 +199,11 @@ class Stage(_PipelineStageBase):
         del gradients
         if begun:
             self._step.hold(self.submod)
-            with self._timed(StageWork.BACKWARD, bwd_chunk_id), self._step.around_backward():
+            with (
+                self._timed(StageWork.BACKWARD, bwd_chunk_id),
+                self._block_times(list(self._module.blocks)),
+                self._step.around_backward(),
+            ):
                 torch.autograd.backward([edge for edge, _ in begun], [grad for _, grad in begun])
         del begun
         if received is not None:
@@ -265,6 +272,13 @@ class Stage(_PipelineStageBase):
         started = self._clock.timestamp()
         yield
         log.stage_calls.append((work, self.stage_index, part, Interval(started, self._clock.timestamp())))
+
+    def _block_times(self, modules: list[torch.nn.Module] | None) -> AbstractContextManager[None]:
+        """Time the backward of modules, or the loss."""
+        times = self._module.times
+        if times is None:
+            return contextlib.nullcontext()
+        return times.forward(None) if modules is None else times.backward(modules)
 
     def _park(self, tensors: list[torch.Tensor], *, step: int, what: str) -> Parked:
         """Return a chunk of tensors, of which the caller keeps none; in evaluations the tensors as they are.

@@ -53,7 +53,7 @@ def staged_pipeline(runtime: Runtime, options: PipelineOptions) -> StagedPipelin
     name = options.schedule
     what = f"{name} of {len(blocks)} blocks, {per_rank} stages a rank, {options.micro_batches}, {options.checkpoint}"
     ranks.agree("the pipeline", what)
-    modules = divide(blocks, first=first, last=last, num=per_rank * ranks.size)
+    modules = divide(blocks, first=first, last=last, num=per_rank * ranks.size, cut=options.cut)
     runtime.built.check_stages(modules)
     forms = BorderForms(modules, dtype=runtime.dtype)
     runtime.built.add_stages(dict(enumerate(modules)))
@@ -173,7 +173,7 @@ class StagedPipeline(OfWidth):
             RankError: a rank is missing, or has raised something.
         """
         step, schedule = self._prepare(inputs, target)
-        with self._running(), self._statistics.mini_batch():
+        with self._running(), self._statistics.mini_batch(), self.timed(step.parts):
             # What is received for the first call is part of the step.
             self._runtime.entry_points.begin_root(self.stages[0].submod)
             self._held.begin([stage.submod for stage in self.stages])
@@ -216,7 +216,7 @@ class StagedPipeline(OfWidth):
         if num not in self._schedules:
             self._schedules[num] = self._make_schedule(num)
         for stage in self.stages:
-            stage.begin(step)
+            stage.begin(step, times=self.times)
         return step, self._schedules[num]
 
     def _make_schedule(self, num: int) -> Schedule:

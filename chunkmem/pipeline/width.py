@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from chunkmem.errors import StateError
 from chunkmem.pipeline.epochs import Epochs, FreezeReport
+from chunkmem.pipeline.block_times import BlockTimes
+from chunkmem.pipeline.micro_batches import MicroBatch
 
 
 class Pipeline(Protocol):
@@ -34,10 +37,12 @@ class Pipeline(Protocol):
 class OfWidth:
     """A pipeline over so many stages and ranks."""
 
-    divide: Callable[[int], tuple[Pipeline, str]] | None = None
+    divide: Callable[..., tuple[Pipeline, str]] | None = None
     """Makes a pipeline of another number of stages in place of this one; with a word on both."""
     epochs: Epochs | None = None
     """What is frozen when one is over; None: there is no schedule."""
+    times: BlockTimes | None = None
+    """Of its blocks; None: nobody asks for them."""
     _over = ""
 
     def end_epoch(self) -> FreezeReport:
@@ -77,11 +82,25 @@ class OfWidth:
             CapacityError: there is no room for what a rank has meanwhile; likewise.
             RankError: a rank is missing, or has raised something. Training is over: continue from a checkpoint.
         """
+        return self.divided(stages)
+
+    def divided(self, stages: int, *, cut: tuple[int, ...] | None = None) -> Pipeline:
+        """Do what `repartition` does, into stages of so many blocks each; None: about as many in all."""
         self.require_current()
         if self.divide is None:
             raise StateError("this pipeline was not made by manager.pipeline(), and cannot be divided again")
-        pipeline, self._over = self.divide(stages)
+        pipeline, self._over = self.divide(stages, cut=cut)
         return pipeline
+
+    @contextlib.contextmanager
+    def timed(self, parts: Sequence[MicroBatch]) -> Iterator[None]:
+        """Surround a step over these micro-batches; one that raises does not count."""
+        if self.times is None:
+            yield
+            return
+        self.times.begin(num_samples=sum(part.num_samples for part in parts), num_parts=len(parts))
+        yield
+        self.times.end()
 
     def require_current(self) -> None:
         """Raise a `StateError` if the model was divided into another number of stages."""

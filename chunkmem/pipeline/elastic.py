@@ -1,0 +1,180 @@
+"""A pipeline whose number of stages is chosen between steps: it stays the same object.
+
+[Note: Elastic pipeline] `resize()` asks all ranks how long blocks have computed, has one of them decide
+(`chunkmem.plan.pipeline_width`), and divides the same ranks again (`chunkmem.pipeline.repartition`) if that pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from chunkmem.assembly import Runtime
+from chunkmem.errors import CapacityError, ConfigError, LayoutError, StateError
+from chunkmem.pipeline.block_times import BlockTimes
+from chunkmem.pipeline.build import make_pipeline
+from chunkmem.pipeline.by_layer import ByLayerPipeline
+from chunkmem.pipeline.epochs import FreezeReport
+from chunkmem.pipeline.modules import with_ends
+from chunkmem.pipeline.options import PipelineOptions
+from chunkmem.pipeline.staged import StagedPipeline
+from chunkmem.pipeline.width_costs import WidthCosts
+from chunkmem.plan.pipeline_width import Division, WidthChoice
+
+
+class ElasticPipeline:
+    """What `ChunkManager.pipeline(width="auto")` returns; see [Note: Elastic pipeline]."""
+
+    def __init__(self, runtime: Runtime, options: PipelineOptions, *, adopt: Callable[[Runtime], None]) -> None:
+        """Make the first pipeline; for arguments and errors see `make_pipeline`.
+
+        Raises:
+            ConfigError: these ranks cannot be divided again.
+        """
+        if runtime.config.memory.disk is not None:
+            raise ConfigError('width="auto" with memory.disk is not available in this version; leave out one of them')
+        if options.cache is not None:
+            raise ConfigError('width="auto" with cache= is not available in this version; leave out one of them')
+        if runtime.origin.mesh is None:
+            raise ConfigError(
+                'width="auto" divides the ranks of a mesh: make the manager with ChunkManager(config, mesh=...), whose '
+                'dimensions are "stage" and "shard"'
+            )
+
+        if not options.blocks:
+            raise LayoutError('manager.pipeline(width="auto") was given no block: stages are cut between blocks')
+
+        def adopt_here(after: Runtime) -> None:
+            self._runtime = after
+            adopt(after)
+
+        self._runtime = runtime
+        self._options = options
+        chain = with_ends(options.blocks, first=options.first, last=options.last)
+        self._times = BlockTimes(chain, runtime.memory.store.clock)
+        self._costs = WidthCosts(options, self._times)
+        self._cut: tuple[int, ...] | None = options.cut
+        self.reason = ""
+        """Why the last `resize()` did what it did."""
+        self._pipeline: ByLayerPipeline | StagedPipeline
+        self._use(make_pipeline(runtime, options, adopt=adopt_here))
+
+    def _use(self, pipeline: Any) -> None:
+        pipeline.times = self._times
+        self._pipeline = pipeline
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks of each pipeline, which have different stages."""
+        stages = self._runtime.ranks.stages
+        return 1 if stages is None else stages.size
+
+    @property
+    def width(self) -> int:
+        """Data-parallel ranks of each stage: a global batch has so many parts."""
+        return self._runtime.ranks.size
+
+    @property
+    def place(self) -> int:
+        """Which part of a global batch this rank is given: a number below `width`, the same on all its stages."""
+        return self._runtime.ranks.rank
+
+    @property
+    def schedule(self) -> str:
+        """What runs the stages now."""
+        return self._pipeline.schedule if isinstance(self._pipeline, StagedPipeline) else "by-layer"
+
+    def share(self, *values: Any) -> Any:
+        """Return this rank's part of a global batch, one of `width` parts along dimension 0; memory is shared.
+
+        Args:
+            values: tensors, or tuples, lists and dicts of them, with as many samples each.
+
+        Returns:
+            The part of the one value, or a tuple of those of several: `pipe.step(*pipe.share(x, y))`.
+
+        Raises:
+            StateError: the samples cannot be divided by `width`.
+        """
+        width, place = self.width, self.place
+
+        def part(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+                return leaf
+            if leaf.shape[0] % width:
+                raise StateError(
+                    f"pipe.share(): {leaf.shape[0]} samples cannot be divided by {width} data-parallel ranks; give a "
+                    "global batch that all widths divide, and drop the last batch of an epoch if it is smaller"
+                )
+            length = leaf.shape[0] // width
+            return leaf.narrow(0, place * length, length)
+
+        parts = tree_map(part, values)
+        return parts[0] if len(values) == 1 else parts
+
+    def step(self, inputs: Any, target: Any = None, **options: Any) -> torch.Tensor:
+        """Run forward and backward of this rank's part of a batch; see `step` of the pipeline of this width."""
+        return self._pipeline.step(inputs, target, **options)
+
+    def evaluate(self, inputs: Any, target: Any = None, **options: Any) -> torch.Tensor:
+        """Run forward of this rank's part of a batch; see `evaluate` of the pipeline of this width."""
+        return self._pipeline.evaluate(inputs, target, **options)
+
+    def resize(self) -> bool:
+        """Divide the ranks into the number of stages that is predicted to be fastest; tell whether that changed it.
+
+        All ranks call it between two steps, after `optimizer.zero_grad()`: when something was frozen, or after each
+        epoch. From then on `width` and `place` are others, and so is the part of the data of this rank: `share` gives
+        it. Stages may also stay as many, and be cut elsewhere. It is done where a step is predicted to be more than 5 %
+        faster, from the times of the last steps; `reason` says what was compared.
+
+        Raises:
+            StateError: gradients wait for their step, or somebody keeps memory of parameters; nothing has been changed.
+            ConfigError: there is an option that `repartition` refuses; likewise.
+            RankError: a rank is missing, or has raised something. Training is over: continue from a checkpoint.
+        """
+        runtime = self._runtime
+        runtime.require_open()
+        choice = self._costs.choose(runtime, self._cut)
+        if isinstance(choice, str):
+            self.reason = choice
+            return False
+        self.reason = choice.reason
+        return choice.best is not choice.now and self._change(choice)
+
+    def _change(self, choice: WidthChoice) -> bool:
+        try:
+            self._divide(choice.best)
+        except CapacityError as error:
+            if self._runtime.is_closed:
+                raise
+            self.reason = f"{choice.now} stays: {choice.best} has no room while chunks move: {error}"
+            return False
+        return True
+
+    def _divide(self, division: Division) -> None:
+        cut = division.num_blocks if division.num_ranks > 1 else None
+        self._use(self._pipeline.divided(division.num_ranks, cut=cut))
+        self._cut = cut
+
+    def end_epoch(self) -> FreezeReport:
+        """Freeze what the schedule says (`manager.pipeline(freeze=)`), and `resize()`; return what freezing gave back.
+
+        All ranks call it between two steps. Raises what `end_epoch` of other pipelines and `resize` do.
+        """
+        report = self._pipeline.end_epoch()
+        self.resize()
+        return report
+
+    def repartition(self, stages: int) -> ElasticPipeline:
+        """Divide the ranks into so many stages, whatever is predicted; return this pipeline.
+
+        For arguments and errors see `repartition` of other pipelines.
+        """
+        self._use(self._pipeline.repartition(stages))
+        self._cut = None
+        self.reason = f"{stages} stages were asked for"
+        return self

@@ -1,0 +1,214 @@
+"""A pipeline whose number of stages changes while its layers are frozen, and the same runs by checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import chunkmem
+from chunkmem.pipeline.block_times import BlockTimes, SampleCost
+from chunkmem.pipeline.width_costs import WidthCosts
+from tests.helpers.staged_training import Net, StagedTask, loss_of
+
+NUM_STEPS = 3
+"""In each phase."""
+FAST_BPS = 1e12
+MIDDLE_BPS = 1e6
+SLOW_BPS = 3e5
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """A run in phases: some steps, then something is frozen, and the number of stages is chosen."""
+
+    sizes: tuple[int, int]
+    """Stages and data-parallel ranks at the beginning."""
+    frozen: tuple[tuple[int, ...], ...]
+    """By phase but the first: the blocks that are frozen when it begins."""
+    precision: str = "fp32"
+    model: str = "plain"
+    schedule: str = "1f1b"
+    speeds: tuple[float, ...] = (FAST_BPS,)
+    """By change: bytes a second between ranks."""
+    batch: int = 16
+    """Samples of a global batch."""
+
+    def batches(self, phase: int) -> list[tuple[Tensor, Tensor]]:
+        task = StagedTask(batch=self.batch, steps=NUM_STEPS * (1 + len(self.frozen)))
+        return list(task.batches())[NUM_STEPS * phase :][:NUM_STEPS]
+
+
+@dataclass
+class Ended:
+    """What one rank ends with."""
+
+    shapes: list[tuple[int, int]]
+    """By phase: stages and width."""
+    losses: list[float]
+    weights: dict[str, Tensor]
+    states: dict[int, Any]
+    reasons: list[str]
+
+
+class Run:
+    """A model as an elastic pipeline, on one rank."""
+
+    def __init__(self, run: Elastic, sizes: tuple[int, int], *, timeout_s: float = 60.0) -> None:
+        torch.set_num_threads(1)
+        task = StagedTask(precision=run.precision, timeout_s=timeout_s)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("stage", "shard"))
+        self.run = run
+        self.manager = chunkmem.ChunkManager(task.make_config(), mesh=mesh)
+        torch.manual_seed(0)
+        with self.manager.init():
+            self.model = Net(run.model)
+        self.pipe: Any = self.manager.pipeline(
+            self.model.blocks,
+            first=self.model.words,
+            last=self.model.head,
+            loss_fn=loss_of,
+            micro_batches=4,
+            checkpoint="never",
+            schedule=run.schedule,
+            width="auto",
+        )
+        self.optimizer = chunkmem.AdamW(self.model.parameters(), manager=self.manager, lr=1e-2)
+        self.losses: list[float] = []
+
+    def steps(self, phase: int) -> None:
+        for x, y in self.run.batches(phase):
+            self.losses.append(self.pipe.step(*self.pipe.share(x, y)).item())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def freeze(self, phase: int) -> None:
+        blocks = [self.model.blocks[at] for at in self.run.frozen[phase - 1]]
+        first = [self.model.words] if 0 in self.run.frozen[phase - 1] else []
+        self.manager.freeze([*first, *blocks])
+
+    def ended(self, shapes: list[tuple[int, int]], reasons: list[str]) -> Ended:
+        weights = {key: value.clone() for key, value in self.manager.state_dict().items()}
+        return Ended(shapes, self.losses, weights, self.optimizer.state_dict()["state"], reasons)
+
+
+@contextlib.contextmanager
+def fixed(speed_Bps: float) -> Iterator[None]:
+    """Have blocks take 1 ms a sample forward, and 2 backward where they are trained, and exchanges a known time."""
+
+    def per_sample(self: BlockTimes) -> Mapping[int, SampleCost]:
+        found = usual(self)
+        return {at: SampleCost(1e-3, 1e-3 * self.kinds()[at], each.output_nbytes) for at, each in found.items()}
+
+    usual = BlockTimes.per_sample
+    with patch.object(BlockTimes, "per_sample", per_sample), patch.object(WidthCosts, "_speed", lambda *_: speed_Bps):
+        yield
+
+
+def elastic(rank: int, run: Elastic) -> Ended:
+    """Train, freeze and resize."""
+    one = Run(run, run.sizes)
+    with one.manager:
+        shapes, reasons = [run.sizes], []
+        one.steps(0)
+        for phase in range(1, 1 + len(run.frozen)):
+            one.freeze(phase)
+            params = list(one.model.parameters())
+            with fixed(run.speeds[(phase - 1) % len(run.speeds)]):
+                is_changed = one.pipe.resize()
+            assert all(mine is other for mine, other in zip(params, one.model.parameters(), strict=True))
+            shapes.append((one.pipe.num_stages, one.pipe.width))
+            assert is_changed or shapes[-1] == shapes[-2]
+            reasons.append(one.pipe.reason)
+            one.steps(phase)
+        return one.ended(shapes, reasons)
+
+
+def by_checkpoints(rank: int, run: Elastic, shapes: list[tuple[int, int]], folder: str) -> Ended:
+    """Do the same by a checkpoint before each change, which another run continues from at the width that is next."""
+    losses: list[float] = []
+    for phase, sizes in enumerate(shapes):
+        one = Run(run, sizes)
+        with one.manager:
+            if phase:
+                one.manager.load(f"{folder}/{phase}", one.optimizer)
+                for earlier in range(1, phase + 1):
+                    one.freeze(earlier)
+            one.losses = losses
+            one.steps(phase)
+            if phase + 1 == len(shapes):
+                return one.ended(shapes, [])
+            one.manager.save(f"{folder}/{phase + 1}", one.optimizer)
+    raise AssertionError("a run has a phase")
+
+
+def different(found: list[Ended], expected: list[Ended]) -> list[str]:
+    """The names of what differs in a bit."""
+    names = []
+    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+        names += [f"rank {rank}: losses {one.losses} {other.losses}"] * (one.losses != other.losses)
+        names += [
+            f"rank {rank}: {key}" for key, value in other.weights.items() if not torch.equal(one.weights[key], value)
+        ]
+        names += [f"rank {rank}: state {index}" for index in one.states.keys() ^ other.states.keys()]
+        for index in one.states.keys() & other.states.keys():
+            mine, theirs = one.states[index], other.states[index]
+            names += [f"rank {rank}: {key} of {index}" for key in theirs if not torch.equal(mine[key], theirs[key])]
+    return names
+
+
+def killed(rank: int, run: Elastic, folder: str, point: str, bad: int) -> str:
+    """Save, then lose a rank while the ranks are divided again; return what this one says."""
+    from chunkmem.pipeline import repartition
+    from chunkmem.pipeline.moving import ChunkMover
+
+    def die_at(owner: Any, name: str, call: int) -> Callable[..., Any]:
+        usual, calls = getattr(owner, name), []
+
+        def dying(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            if rank == bad and len(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return usual(*args, **options)
+
+        return dying
+
+    owner, name, call = {
+        "before": (repartition, "_refuse", 1),
+        "undone": (repartition._Change, "pack", 1),
+        "moving": (ChunkMover, "_move", 7),
+        "at the end": (ChunkMover, "_begin_remote", 1),
+    }[point]
+    one = Run(run, run.sizes, timeout_s=20.0)
+    with one.manager, patch.object(owner, name, die_at(owner, name, call)):
+        one.steps(0)
+        one.manager.save(f"{folder}/saved", one.optimizer, extra={"losses": one.losses})
+        one.freeze(1)
+        try:
+            with fixed(FAST_BPS):
+                one.pipe.resize()
+            one.steps(1)
+        except chunkmem.RankError as error:
+            return str(error)
+    return "nothing"
+
+
+def taken_up(rank: int, run: Elastic, folder: str) -> Ended:
+    """Continue from the checkpoint of a run that was killed."""
+    one = Run(run, run.sizes)
+    with one.manager:
+        one.losses = one.manager.load(f"{folder}/saved", one.optimizer)["losses"]
+        one.freeze(1)
+        shapes = [run.sizes]
+        one.pipe.repartition(stages=1)
+        shapes.append((one.pipe.num_stages, one.pipe.width))
+        one.steps(1)
+        return one.ended(shapes, [])
