@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from chunkmem.errors import StateError
-from chunkmem.pipeline.epochs import Epochs, FreezeReport
 from chunkmem.pipeline.block_times import BlockTimes
+from chunkmem.pipeline.epochs import Epochs, FreezeReport
 from chunkmem.pipeline.micro_batches import MicroBatch
 
 
