@@ -1,4 +1,5 @@
-// The arithmetic of every back end, element by element.
+// The arithmetic of every back end, element by element, or on the CPU a vector of elements at a time: F is float or
+// Floats, U uint32_t or Words (cpu/lanes.h).
 //
 // [Note: The same bits] Each line is one IEEE operation in an order that never changes: a fused multiply-add is written
 // as one, and nothing else may become one (-ffp-contract=off, nvcc --fmad=false; division and square root exactly
@@ -11,6 +12,10 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+
+#if defined(CHUNKMEM_LEVEL)
+#include "cpu/lanes.h"  // before the templates, which otherwise would not find what is made for vectors
+#endif
 
 #if defined(__CUDACC__)
 #define CHUNKMEM_INLINE static __host__ __device__ __forceinline__
@@ -35,6 +40,23 @@ struct AdamScalars {
   bool from_exp_avg;
 };
 
+CHUNKMEM_INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+CHUNKMEM_INLINE float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// `b` where they do not compare.
+CHUNKMEM_INLINE float lesser(float a, float b) { return a < b ? a : b; }
+CHUNKMEM_INLINE uint32_t lesser(uint32_t a, uint32_t b) { return a < b ? a : b; }
+CHUNKMEM_INLINE uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
 CHUNKMEM_INLINE float fused_multiply_add(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
   return __fmaf_rn(a, b, c);
@@ -51,35 +73,23 @@ CHUNKMEM_INLINE float square_root(float x) {
 #endif
 }
 
-template <bool kTail>
-CHUNKMEM_INLINE void adam_update(float grad, float& param, float& exp_avg, float& exp_avg_sq, const AdamScalars& s) {
-  float g = grad * s.grad_scale;
-  const float regularized = fused_multiply_add(param, s.l2, g);
+template <bool kTail, typename F>
+CHUNKMEM_INLINE void adam_update(F grad, F& param, F& exp_avg, F& exp_avg_sq, const AdamScalars& s) {
+  F g = grad * s.grad_scale;
+  const F regularized = fused_multiply_add(param, s.l2, g);
   g = s.has_l2 ? regularized : g;
-  const float decayed = param * s.decay;
-  const float m = fused_multiply_add(s.lerp, g - exp_avg, s.from_exp_avg ? exp_avg : g);
-  const float weighted = s.grad_sq_weight * g;
-  const float v = kTail ? fused_multiply_add(exp_avg_sq, s.beta2, weighted * g)
-                        : fused_multiply_add(weighted, g, exp_avg_sq * s.beta2);
-  const float denominator = square_root(v) / s.bias_correction2_sqrt + s.eps;
+  const F decayed = param * s.decay;
+  const F m = fused_multiply_add(s.lerp, g - exp_avg, s.from_exp_avg ? exp_avg : g);
+  const F weighted = s.grad_sq_weight * g;
+  const F v = kTail ? fused_multiply_add(exp_avg_sq, s.beta2, weighted * g)
+                    : fused_multiply_add(weighted, g, exp_avg_sq * s.beta2);
+  const F denominator = square_root(v) / s.bias_correction2_sqrt + s.eps;
   param = decayed + s.neg_step_size * m / denominator;
   exp_avg = m;
   exp_avg_sq = v;
 }
 
 // Conversions, in integers: the same everywhere, and every compiler makes vectors of them.
-
-CHUNKMEM_INLINE uint32_t bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-CHUNKMEM_INLINE float float_of(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-}
 
 CHUNKMEM_INLINE float from_bfloat16(uint16_t x) { return float_of(uint32_t(x) << 16); }
 
@@ -91,13 +101,15 @@ CHUNKMEM_INLINE float from_half(uint16_t x) {
   return float_of(unsigned_bits | (uint32_t(x & 0x8000u) << 16));
 }
 
-// To nearest even.
-CHUNKMEM_INLINE uint16_t to_bfloat16(float x) {
-  const uint32_t bits = bits_of(x);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  const uint32_t rounded = magnitude < 0x7f800000u ? bits + 0x7fffu + ((bits >> 16) & 1u) : bits;
-  return uint16_t((magnitude > 0x7f800000u ? 0x7fc00000u : rounded) >> 16);
+// To nearest even: the upper half of the result. Rounding leaves an infinity what it is.
+template <typename F>
+CHUNKMEM_INLINE auto nearest_bfloat16(F x) {
+  const auto bits = bits_of(x);
+  const auto rounded = bits + (((bits >> 16) & 1u) + 0x7fffu);
+  return x != x ? (bits & 0u) + 0x7fc00000u : rounded;
 }
+
+CHUNKMEM_INLINE uint16_t to_bfloat16(float x) { return uint16_t(nearest_bfloat16(x) >> 16); }
 
 CHUNKMEM_INLINE uint16_t to_half(float x) {
   const uint32_t bits = bits_of(x);

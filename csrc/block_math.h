@@ -51,28 +51,25 @@ CHUNKMEM_INLINE Scale make_scale(uint32_t max_bits) {
   return scale;
 }
 
-// `dither`: kNearest, or from random bits.
-template <bool kSigned>
-CHUNKMEM_INLINE uint8_t encode(float x, const Scale& scale, uint32_t dither) {
-  const uint32_t bits = bits_of(x), magnitude = bits & 0x7fffffffu;
+// `dither`: kNearest, or from random bits. A code of 8 bits, the others are 0.
+template <bool kSigned, typename F, typename U>
+CHUNKMEM_INLINE U encode(F x, const Scale& scale, U dither) {
+  const U bits = bits_of(x), magnitude = bits & 0x7fffffffu;
   const float c = float_of(Codes<kSigned>::offset << kCodeShift);
-  const float ratio = float_of(magnitude) * scale.shrink * scale.inverse;
-  const float r = ratio < 1.0f - 0x1p-22f ? ratio : 1.0f;  // the largest element is off by its inverse
-  const uint32_t t = bits_of(fused_multiply_add(r, 1.0f - c, c));
-  const uint32_t code = ((t + dither) >> kCodeShift) - Codes<kSigned>::offset;
-  if (kSigned) {
-    return uint8_t(code | ((bits >> 24) & 0x80u));
-  }
-  return uint8_t(code == 0u && magnitude != 0u ? 1u : code);
+  // The largest element may be off by its inverse; what is that close to 1 has the top code anyway.
+  const F r = lesser(float_of(magnitude) * scale.shrink * scale.inverse, 1.0f);
+  const U t = bits_of(fused_multiply_add(r, 1.0f - c, c));
+  const U code = (t - (Codes<kSigned>::offset << kCodeShift) + dither) >> kCodeShift;
+  return kSigned ? code | ((bits >> 24) & 0x80u) : greater(code, lesser(magnitude, 1u));
 }
 
-template <bool kSigned>
-CHUNKMEM_INLINE float decode(uint8_t code, float scale) {
-  const uint32_t magnitude = kSigned ? code & 0x7fu : code;
+template <bool kSigned, typename U>
+CHUNKMEM_INLINE auto decode(U code, float scale) {
+  const U magnitude = kSigned ? code & 0x7fu : code;
   const float c = float_of(Codes<kSigned>::offset << kCodeShift);
-  const float t = float_of((magnitude + Codes<kSigned>::offset) << kCodeShift);
-  const float x = (t - c) * (1.0f / (1.0f - c)) * scale;  // of the top code exactly 1, times the scale
-  return kSigned ? float_of(bits_of(x) ^ (uint32_t(code & 0x80u) << 24)) : x;
+  const auto t = float_of((magnitude + Codes<kSigned>::offset) << kCodeShift);
+  const auto x = (t - c) * (1.0f / (1.0f - c)) * scale;  // of the top code exactly 1, times the scale
+  return kSigned ? float_of(bits_of(x) ^ ((code & 0x80u) << 24)) : x;
 }
 
 // 64 bits for a block of elements, from the key of a tensor's update.
@@ -84,23 +81,31 @@ CHUNKMEM_INLINE uint64_t block_key(uint64_t key, uint64_t block) {
 }
 
 // 32 bits for an element of a block.
-CHUNKMEM_INLINE uint32_t random_bits(uint64_t key, uint32_t index) {
-  uint32_t x = index + uint32_t(key);
+template <typename U>
+CHUNKMEM_INLINE U random_bits(uint64_t key, U index) {
+  U x = index + uint32_t(key);
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ uint32_t(key >> 32) ^ (x >> 15)) * 0x846ca68bu;
   return x ^ (x >> 16);
 }
 
-// 15 random bits for the 19 that are cut off. What is up to 7 units in the last place off a code goes to that one, as
-// everything does that was decoded.
-CHUNKMEM_INLINE uint32_t code_dither(uint32_t random) { return ((random & 0x7fffu) << (kCodeShift - 15)) + 8u; }
+// 15 random bits, of the lower half for m and of the upper for v, for the 19 that are cut off. What is up to 7 units in
+// the last place off a code goes to that one, as everything does that was decoded.
+template <bool kSigned, typename U>
+CHUNKMEM_INLINE U code_dither(U random) {
+  constexpr int kUp = kCodeShift - 15;
+  return ((kSigned ? random << kUp : random >> (16 - kUp)) & (0x7fffu << kUp)) + 8u;
+}
 
-// Rounds stochastically by 16 random bits.
+// Rounds stochastically by 16 random bits: the upper half of the result.
+template <typename F, typename U>
+CHUNKMEM_INLINE U stochastic_bfloat16(F x, U random) {
+  const U rounded = bits_of(x) + (random & 0xffffu);
+  return x != x ? (rounded & 0u) + 0x7fc00000u : rounded;
+}
+
 CHUNKMEM_INLINE uint16_t to_bfloat16(float x, uint32_t random) {
-  const uint32_t bits = bits_of(x);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  const uint32_t rounded = magnitude < 0x7f800000u ? bits + (random & 0xffffu) : bits;
-  return uint16_t((magnitude > 0x7f800000u ? 0x7fc00000u : rounded) >> 16);
+  return uint16_t(stochastic_bfloat16(x, random) >> 16);
 }
 
 }  // namespace chunkmem

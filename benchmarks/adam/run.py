@@ -25,18 +25,41 @@ if not __package__:  # Run as a file: find the other modules where `python -m` f
 
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
 from benchmarks.stats import median_interval, paired_ratios
+from chunkmem.optim.blocks import BlockUpdate, adamw_blocks
+from chunkmem.optim.codes import BLOCK, SIGNED, UNSIGNED
 from chunkmem.optim.kernels import Kernels, load_kernels
 from chunkmem.optim.segments import HyperParameters, Outputs, Pass, Segments
 
 HERE = Path(__file__).parent
 HYPER = HyperParameters([1e-4], [0.9], [0.95], [1e-8], [0.1], [10])
 MAX_NORM = 1.0
-NBYTES_PER_PARAM = 28
-"""Both ways: reads p, m, v and the gradient, writes p, m, v and in the second case the output."""
 TORCH_FP32, TORCH_FP32_AGAIN, OURS_FP32 = "torch, fp32", "torch, fp32, again", "chunkmem, fp32"
 TORCH_BF16, OURS_BF16 = "torch, bf16 and clipping", "chunkmem, bf16 and clipping"
 INTO_FP32, INTO_BF16 = "chunkmem, fp32, into", "chunkmem, bf16 without the norm, into"
 OURS_BF16_ONLY, OURS_NORM, COPY = "chunkmem, bf16 without the norm", "chunkmem, norm of bf16", "copy past the caches"
+EIGHT_BIT, EIGHT_BIT_AGAIN = "chunkmem, states in 8 bits", "chunkmem, states in 8 bits, again"
+EIGHT_BIT_ALONE = "chunkmem, states in 8 bits, no masters"
+COPY_EIGHT_BIT, COPY_ALONE = "copy of as many bytes as states in 8 bits", "copy of as many bytes as without masters"
+STATE_NBYTES = 1 + 4 / BLOCK
+"""A code, and the part of a scale."""
+NBYTES = {
+    TORCH_FP32: 28,
+    TORCH_FP32_AGAIN: 28,
+    OURS_FP32: 28,
+    TORCH_BF16: 58,
+    OURS_BF16: 30,
+    OURS_BF16_ONLY: 28,
+    INTO_FP32: 28,
+    INTO_BF16: 28,
+    OURS_NORM: 2,
+    COPY: 28,
+    EIGHT_BIT: 12 + 4 * STATE_NBYTES,
+    EIGHT_BIT_AGAIN: 12 + 4 * STATE_NBYTES,
+    EIGHT_BIT_ALONE: 6 + 4 * STATE_NBYTES,
+    COPY_EIGHT_BIT: 12 + 4 * STATE_NBYTES,
+    COPY_ALONE: 6 + 4 * STATE_NBYTES,
+}
+"""What is read and written, for a parameter: of an update p, m, v and the gradient, then p, m, v and the output."""
 RATIOS = (
     (TORCH_FP32_AGAIN, TORCH_FP32, "A/A"),
     (OURS_FP32, TORCH_FP32, "≤ 1.00"),
@@ -45,8 +68,11 @@ RATIOS = (
     (OURS_BF16_ONLY, COPY, "≤ 1.15"),
     (INTO_FP32, OURS_FP32, "≤ 1.15"),
     (INTO_BF16, OURS_BF16_ONLY, "≤ 1.15"),
+    (EIGHT_BIT_AGAIN, EIGHT_BIT, "A/A"),
+    (EIGHT_BIT, COPY_EIGHT_BIT, "≤ 1.11"),
+    (EIGHT_BIT_ALONE, COPY_ALONE, "≤ 1.11"),
 )
-"""What is divided by what, and the aim."""
+"""What is divided by what, and the aim. 1.11 is 0.9 times the bytes a second of the copy."""
 
 
 class Bench:
@@ -63,7 +89,8 @@ class Bench:
         self.out = torch.empty(numel, dtype=torch.bfloat16)
         # Touched, so that their pages exist; as are those below.
         self.outputs = [torch.ones(numel) for _ in range(3)]
-        self.copied = [torch.ones(NBYTES_PER_PARAM // 2 * numel, dtype=torch.uint8) for _ in range(2)]
+        self.copied = [torch.ones(NBYTES[COPY] // 2 * numel, dtype=torch.uint8) for _ in range(2)]
+        self.codes = [torch.zeros(codes.numel_of(numel), dtype=torch.uint8) for codes in (SIGNED, UNSIGNED)]
         self.pool = ThreadPoolExecutor(torch.get_num_threads())
         self.copy_past_caches = load_copy()
 
@@ -78,7 +105,12 @@ class Bench:
             INTO_FP32: lambda: self.into(self.grad),
             INTO_BF16: lambda: self.into(self.grad_bf16, self.out),
             OURS_NORM: lambda: self.kernels.norm_and_finite([self.grad_bf16]),
-            COPY: self.copy,
+            COPY: lambda: self.copy(NBYTES[COPY]),
+            EIGHT_BIT: lambda: self.eight_bit(self.param, self.out),
+            EIGHT_BIT_AGAIN: lambda: self.eight_bit(self.param, self.out),
+            EIGHT_BIT_ALONE: lambda: self.eight_bit(self.out),
+            COPY_EIGHT_BIT: lambda: self.copy(NBYTES[COPY_EIGHT_BIT]),
+            COPY_ALONE: lambda: self.copy(NBYTES[COPY_ALONE]),
         }
 
     def segments(self, grad: torch.Tensor, *outs: torch.Tensor) -> Segments:
@@ -115,15 +147,21 @@ class Bench:
     def into(self, grad: torch.Tensor, *outs: torch.Tensor) -> None:
         self.kernels.adamw_into(self.segments(grad, *outs), Outputs(*([output] for output in self.outputs)), HYPER)
 
+    def eight_bit(self, weights: torch.Tensor, *outs: torch.Tensor) -> None:
+        """Update weights in fp32, also rounded to `outs`, or in bf16; bf16 gradients, stochastic rounding, in place."""
+        exp_avgs, exp_avg_sqs = ([codes] for codes in self.codes)
+        segments = Segments([weights], [self.grad_bf16], exp_avgs, exp_avg_sqs, list(outs))
+        adamw_blocks(self.kernels, BlockUpdate(segments, Outputs([weights], exp_avgs, exp_avg_sqs), [1]), HYPER, Pass())
+
     def results(self, name: str) -> list[torch.Tensor]:
         """Return the parameters and states that one run of a variant makes."""
         self.variants()[name]()
         return self.outputs if name in (INTO_FP32, INTO_BF16) else [self.param, *self.states]
 
-    def copy(self) -> None:
+    def copy(self, nbytes_per_param: float) -> None:
         """Copy as many bytes as an update reads and writes."""
         source, target = (tensor.data_ptr() for tensor in self.copied)
-        nbytes = self.copied[0].numel()
+        nbytes = int(nbytes_per_param / 2 * self.param.numel())
         share = -(-nbytes // torch.get_num_threads())
         bounds = [(begin, min(share, nbytes - begin)) for begin in range(0, nbytes, share)]
         list(self.pool.map(lambda b: self.copy_past_caches(target + b[0], source + b[0], b[1]), bounds))
@@ -201,12 +239,14 @@ def table(results: Mapping[str, Any]) -> str:
         f"{len(times_s[COPY])} turns. Load average before and after: "
         f"{', '.join(f'{load:.1f}' for load in results['load_average_1min'])}.",
         "",
-        "| | ns a parameter, median | fastest – slowest |",
-        "|---|---|---|",
+        "| | ns a parameter, median | fastest – slowest | bytes a parameter | GB/s |",
+        "|---|---|---|---|---|",
     ]
     for name, times in times_s.items():
         low, middle, high = (1e9 * f(times) / results["numel"] for f in (min, statistics.median, max))
-        lines.append(f"| {name} | {middle:.3f} | {low:.3f} – {high:.3f} |")
+        lines.append(
+            f"| {name} | {middle:.3f} | {low:.3f} – {high:.3f} | {NBYTES[name]:.4g} | {NBYTES[name] / middle:.1f} |"
+        )
     lines += ["", "| ratio of times, in each turn | median | 95 % interval | aim |", "|---|---|---|---|"]
     for name, base, aim in RATIOS:
         if not {name, base} <= times_s.keys():  # an earlier run, before there was this pair

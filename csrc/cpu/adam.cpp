@@ -14,9 +14,6 @@
 namespace chunkmem {
 namespace {
 
-// An output of this size does not stay in a cache until it is read.
-constexpr int64_t kPastCachesNumel = 1 << 20;
-
 // The first tile of a tensor is shorter by as many elements as its rounded output, or if it has none its parameter,
 // lies behind a boundary of 32 elements: the others then begin on lines of the cache.
 int64_t skew_of(const Segment& segment) {

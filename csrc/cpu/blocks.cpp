@@ -7,45 +7,48 @@
 #include "choose.h"
 #include "threads.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace chunkmem {
 namespace {
 
-int64_t itemsize_of(ScalarType type) { return type == ScalarType::Float ? 4 : 2; }
-
-const void* behind(const void* begin, int64_t nbytes) { return static_cast<const char*>(begin) + nbytes; }
-void* behind(void* begin, int64_t nbytes) { return static_cast<char*>(begin) + nbytes; }
-
-BlockTile make_tile(const BlockCall& call, const BlockSegment& s, int64_t index) {
-  const int64_t begin = index * kCodeBlock, numel = std::min(kCodeBlock, s.numel - begin);
-  const int64_t param_at = begin * itemsize_of(call.param_type), state_at = begin * (call.has_codes ? 1 : 4);
-  const int64_t scale_at = scales_begin(s.numel) + 4 * index;
-  const auto scale = [&](auto* states) -> decltype(states) {
-    return call.has_codes ? behind(states, scale_at) : nullptr;
+BlockRun make_run(const BlockCall& call, const BlockSegment& s, int64_t first, int64_t last, bool past_caches) {
+  const int64_t scales_at = scales_begin(s.numel);
+  const auto read_scales = [&](const void* states) {
+    return call.has_codes ? reinterpret_cast<const float*>(static_cast<const char*>(states) + scales_at) : nullptr;
   };
-  return {behind(s.param, param_at),
-          behind(s.grad, begin * itemsize_of(call.grad_type)),
-          behind(s.exp_avg, state_at),
-          behind(s.exp_avg_sq, state_at),
-          static_cast<const float*>(scale(s.exp_avg)),
-          static_cast<const float*>(scale(s.exp_avg_sq)),
-          behind(s.out_param, param_at),
-          behind(s.out_exp_avg, state_at),
-          behind(s.out_exp_avg_sq, state_at),
-          static_cast<float*>(scale(s.out_exp_avg)),
-          static_cast<float*>(scale(s.out_exp_avg_sq)),
-          s.lowp_out ? s.lowp_out + begin : nullptr,
-          numel,
-          std::clamp<int64_t>(s.num_main - begin, 0, numel),
-          block_key(s.key, uint64_t(index)),
+  const auto written_scales = [&](void* states) {
+    return call.has_codes ? reinterpret_cast<float*>(static_cast<char*>(states) + scales_at) : nullptr;
+  };
+  return {s.param,
+          s.grad,
+          s.exp_avg,
+          s.exp_avg_sq,
+          read_scales(s.exp_avg),
+          read_scales(s.exp_avg_sq),
+          s.out_param,
+          s.out_exp_avg,
+          s.out_exp_avg_sq,
+          written_scales(s.out_exp_avg),
+          written_scales(s.out_exp_avg_sq),
+          s.lowp_out,
+          s.numel,
+          s.num_main,
+          first,
+          last,
+          s.key,
           dtype_of(call.param_type),
           dtype_of(call.grad_type),
           dtype_of(call.out_type),
+          past_caches,
           &s.scalars};
 }
 
 // The bytes between codes and scales: always the same, although nobody reads them.
 void clear_gap(void* states, int64_t numel) {
-  std::memset(behind(states, numel), 0, size_t(scales_begin(numel) - numel));
+  std::memset(static_cast<char*>(states) + numel, 0, size_t(scales_begin(numel) - numel));
 }
 
 void run_blocks(const BlockCall& call, int64_t num_threads, const Level& level) {
@@ -58,12 +61,17 @@ void run_blocks(const BlockCall& call, int64_t num_threads, const Level& level) 
       clear_gap(segment.out_exp_avg_sq, segment.numel);
     }
   }
+  const bool past_caches = total * kCodeBlock >= kPastCachesNumel;
   for_pieces(total, kGrain / kCodeBlock, num_threads, [&](int64_t begin, int64_t end) {
     size_t at = size_t(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
-    for (int64_t index = begin; index < end; ++index) {
-      while (ends[at] <= index) ++at;
-      level.adam_block(make_tile(call, call.segments[at], index - (at ? ends[at - 1] : 0)));
+    for (int64_t next; begin < end; begin = next, ++at) {
+      const int64_t before = at ? ends[at - 1] : 0;
+      next = std::min(end, ends[at]);
+      level.adam_blocks(make_run(call, call.segments[at], begin - before, next - before, past_caches));
     }
+#if defined(__SSE2__)
+    if (past_caches) _mm_sfence();
+#endif
   });
 }
 

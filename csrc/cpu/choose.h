@@ -8,6 +8,9 @@ namespace chunkmem {
 // Elements a thread takes at least: below that, waking another one takes longer.
 constexpr int64_t kGrain = 1 << 14;
 
+// An output of this size does not stay in a cache until it is read.
+constexpr int64_t kPastCachesNumel = 1 << 20;
+
 inline int64_t best_level() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&

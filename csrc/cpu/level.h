@@ -32,33 +32,36 @@ struct AdamTile {
   const AdamScalars* scalars;
 };
 
-// One block of a tensor whose states are in 8 bits or whose weights are rounded stochastically: at most kCodeBlock
-// elements. What is written may be the same memory as what is read.
-struct BlockTile {
-  const void* param;
+// Blocks of kCodeBlock elements, one after the other, of a tensor whose states are in 8 bits or whose weights are rounded
+// stochastically. What is written may be the same memory as what is read.
+struct BlockRun {
+  const void* param;  // this and all that follow: of the whole tensor
   const void* grad;
-  const void* exp_avg;  // codes, or fp32 where there is no scale
+  const void* exp_avg;  // codes, or fp32 where there are no scales
   const void* exp_avg_sq;
-  const float* exp_avg_scale;  // of the block; null: states are in fp32
-  const float* exp_avg_sq_scale;
+  const float* exp_avg_scales;  // one a block; null: states are in fp32
+  const float* exp_avg_sq_scales;
   void* out_param;
   void* out_exp_avg;
   void* out_exp_avg_sq;
-  float* out_exp_avg_scale;
-  float* out_exp_avg_sq_scale;
+  float* out_exp_avg_scales;
+  float* out_exp_avg_sq_scales;
   uint16_t* lowp_out;  // null if there is none
   int64_t numel;
   int64_t num_main;
-  uint64_t key;  // of the block: for random bits
+  int64_t first;  // blocks [first, last) are updated
+  int64_t last;
+  uint64_t key;  // of random bits
   Dtype param_type;
   Dtype grad_type;
   Dtype out_type;
+  bool past_caches;  // writes `lowp_out`, which is not read again soon
   const AdamScalars* scalars;
 };
 
 struct Level {
   void (*adam)(const AdamTile& tile);
-  void (*adam_block)(const BlockTile& tile);
+  void (*adam_blocks)(const BlockRun& run);
   // Of exactly kNormBlock elements.
   double (*sum_squares)(const void* block, Dtype dtype, float unscale);
 };

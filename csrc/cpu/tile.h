@@ -14,6 +14,8 @@ namespace {
 // such stores go, and what comes next would wait instead of being computed meanwhile.
 constexpr int64_t kPart = 64;
 
+int64_t nbytes_of(Dtype dtype) { return dtype == Dtype::kFloat ? 4 : 2; }
+
 void to_float(const void* from, Dtype dtype, float* __restrict to, int64_t n) {
   const auto* bits = static_cast<const uint16_t*>(from);
   if (dtype == Dtype::kBFloat16) {
@@ -242,6 +244,6 @@ double sum_squares(const void* block, Dtype dtype, float unscale) {
 
 }  // namespace
 
-extern const Level CHUNKMEM_LEVEL{adam, adam_block, sum_squares};
+extern const Level CHUNKMEM_LEVEL{adam, adam_blocks, sum_squares};
 
 }  // namespace chunkmem

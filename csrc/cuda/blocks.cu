@@ -43,7 +43,7 @@ __device__ void load_states(const void* from, bool has_codes, int64_t numel, int
   for (int j = 0; j < kEach; ++j) {
     const int64_t i = index * kCodeBlock + int64_t(threadIdx.x % kLanes) + j * kLanes;
     if (i >= numel) continue;
-    to[j] = has_codes ? decode<kSigned>(static_cast<const uint8_t*>(from)[i], scale)
+    to[j] = has_codes ? decode<kSigned>(uint32_t(static_cast<const uint8_t*>(from)[i]), scale)
                       : static_cast<const float*>(from)[i];
   }
 }
@@ -65,7 +65,7 @@ __device__ void store_states(const float* from, uint64_t key, bool has_codes, in
     if (i >= numel) continue;
     const uint32_t random = random_bits(key, uint32_t(in_block));
     if (has_codes) {
-      static_cast<uint8_t*>(to)[i] = encode<kSigned>(from[j], scale, code_dither(kSigned ? random : random >> 16));
+      static_cast<uint8_t*>(to)[i] = uint8_t(encode<kSigned>(from[j], scale, code_dither<kSigned>(random)));
     } else {
       static_cast<float*>(to)[i] = from[j];
     }

@@ -230,6 +230,41 @@ def test_every_instruction_set_has_the_same_bits(native: Kernels, param: torch.d
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), level
 
 
+@spread(
+    dtypes=[
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float16, torch.float16),
+        (torch.float32, torch.float32, None),
+        (torch.bfloat16, torch.bfloat16, None),
+        (torch.bfloat16, torch.float32, None),
+    ],
+    beta1=[0.9, 0.4],
+    decoupled=[True, False],
+)
+def test_updates_larger_than_caches_have_the_same_bits(
+    native: Kernels, dtypes: tuple[torch.dtype, ...], beta1: float, decoupled: bool
+) -> None:
+    """Rounded weights are then stored past the caches, where they begin on a line; the second ones do not."""
+    param, grad, out = dtypes
+    update = make((1 << 20) + 300, 700, param=param, grad=grad, out=out, has_codes=True)
+    found = []
+    for level in levels():
+
+        def run(u: BlockUpdate, level: int = level) -> None:
+            lists = (u.outputs.params, u.outputs.exp_avgs, u.outputs.exp_avg_sqs)
+            given = arguments(u.segments, replace(HYPER, beta1=[beta1]), Pass(decoupled=decoupled))
+            torch.ops.chunkmem._adamw_blocks_at(*given, *lists, u.keys, 2, level)
+
+        copy = into(update, in_place=True)
+        if out is not None:
+            lowp = [copy.segments.lowp_outs[0], torch.zeros(701, dtype=out)[1:]]
+            copy = replace(copy, segments=replace(copy.segments, lowp_outs=lowp))
+        found.append(result(copy, run))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
+    assert not torch.equal(found[0][0], result(update, lambda u: None)[0])
+
+
 def test_edges_have_the_bits_of_the_reference(native: Kernels) -> None:
     """Gradients and weights that are denormal, huge or no numbers; each in a block of its own."""
     update = make(*[300] * len(EDGES), param=torch.float32, grad=torch.float32, out=torch.bfloat16, has_codes=True)
