@@ -202,6 +202,11 @@ class EntryPoints:
         """A user discards gradients; over ranks, those that wait for their step are given up on all or on none."""
         self._has_given_up = self._has_given_up or self._modules.gradients.any_landed(params)
 
+    @property
+    def knows_exchanges(self) -> bool:
+        """Over ranks, the way in which steps exchange has been chosen."""
+        return self._trial is not None and self._trial.is_over
+
     def forget_steps(self) -> None:
         """There is more to train than was recorded, and to exchange: begin again."""
         self._controller.forget()

@@ -24,11 +24,10 @@ from torch import nn
 
 from chunkmem.assembly import Runtime
 from chunkmem.errors import CapacityError, ConfigError, StateError
+from chunkmem.freezing.next_step import expect_step
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gather import parameters_in
 from chunkmem.sizes import format_nbytes
-from chunkmem.trace.frozen import without_training
-from chunkmem.trace.model import Trace
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,7 @@ def freeze(runtime: Runtime, what: object, *, prefix: int | None, keep_states: b
     with runtime.together("manager.freeze()"):  # what is refused on one rank is told to the others
         _require_between_steps(runtime, "freeze")
         _agree(runtime, params, f"frozen, keep_states={keep_states}")
+        runtime.controller.settle()
         managed = [found for param in params if (found := runtime.registry.lookup(param)) is not None]
         for param in params:
             param.requires_grad_(False)
@@ -62,7 +62,7 @@ def freeze(runtime: Runtime, what: object, *, prefix: int | None, keep_states: b
             freed_nbytes = sum(runtime.updater.give_up(group) for group in sorted(groups))
             for each in managed:
                 runtime.updater.round_master(each)
-            _expect_fewer(runtime, managed, groups)
+        expect_step(runtime)
     return FreezeReport(sum(param.numel() for param in params), freed_nbytes)
 
 
@@ -73,6 +73,7 @@ def unfreeze(runtime: Runtime, what: object) -> FreezeReport:
     with runtime.together("manager.unfreeze()"):
         _require_between_steps(runtime, "unfreeze")
         _agree(runtime, params, "unfrozen")
+        runtime.controller.settle()
         for param in params:
             param.requires_grad_(True)
         managed = [found for param in params if (found := runtime.registry.lookup(param)) is not None]
@@ -86,8 +87,7 @@ def unfreeze(runtime: Runtime, what: object) -> FreezeReport:
             for group in _frozen_groups(runtime, {each.group for each in managed}):
                 runtime.updater.give_up(group)
             raise
-        if runtime.is_shared:
-            runtime.forget_plans()
+        expect_step(runtime)
     return FreezeReport(sum(param.numel() for param in params))
 
 
@@ -154,15 +154,3 @@ def _frozen_groups(runtime: Runtime, groups: Collection[int]) -> set[int]:
         for group, members in by_group.items()
         if not any(managed.requires_grad for managed in members) and group in runtime.updater.claims
     }
-
-
-def _expect_fewer(runtime: Runtime, managed: Sequence[ManagedParameter], groups: Collection[int]) -> None:
-    names = {each.name for each in managed}
-
-    def edit(trace: Trace) -> Trace:
-        return without_training(trace, params=names, groups=groups)
-
-    if runtime.is_shared:  # they agree on what they exchange by a step that is recorded
-        runtime.forget_plans()
-    else:
-        runtime.controller.trains_fewer(edit)

@@ -29,6 +29,10 @@ class Reduction:
         self._under_way: list[tuple[list[Chunk], Callable[[], None]]] = []
         """Chunks that are being reduced, and what waits for that."""
 
+    def is_trained(self, group: int) -> bool:
+        """Tell whether a group has gradients at all; the same on all ranks, which agree on what is frozen."""
+        return any(managed.requires_grad for managed in self._gradients.members[group])
+
     def reduce(self, params: Sequence[ManagedParameter]) -> None:
         """Let the owners have the means over ranks; a rank without a gradient counts as one of zeros.
 

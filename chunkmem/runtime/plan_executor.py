@@ -134,7 +134,7 @@ class PlanExecutor(PlanActions):
 
     def update_order(self, groups: Sequence[int]) -> Sequence[int]:
         """Return the groups in the order in which the plan updates them; none, if it does not update all of them."""
-        if not (self._on_plan and self.left_out.is_possible):
+        if not self._on_plan:
             return ()
         moments = {group: self._update_moment(group) for group in groups}
         known = {group: at for group, at in moments.items() if at is not None}

@@ -12,17 +12,21 @@ Then, too, a reduction is waited for when the next one begins, or backward is ov
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from chunkmem.errors import CapacityError, RankError
 from chunkmem.shard.shards import ShardStore
 
 Groups = tuple[int, ...]
+Schedule = tuple[tuple[str, Groups], ...]
+"""What is exchanged, in its order: "gather" or "reduce", and which groups."""
 
 
 class Reduces(Protocol):
     """Gives owners the means of gradients."""
+
+    def is_trained(self, group: int) -> bool: ...
 
     def reduce_groups(self, groups: Groups) -> None: ...
 
@@ -57,6 +61,43 @@ class PrefetchSchedule:
         """Nothing was exchanged in the step before: no rank had a batch."""
         self._is_alike = False
         """This step has been like the one before so far."""
+        self._of_others: dict[bytes, tuple[list[tuple[str, Groups]], bool]] = {}
+        """By what was trained: the exchanges of such a step, and whether there was room for two units."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the last step has exchanged."""
+        return tuple(self._schedule)
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Gathers are begun ahead, and reductions are waited for when the next one begins."""
+        return self.is_wanted and self.has_room
+
+    def schedule_of(self, trained: bytes) -> Schedule | None:
+        """Return what was exchanged in steps that trained something else; None: there were none."""
+        found = self._of_others.get(trained)
+        return None if found is None else tuple(found[0])
+
+    def switch(self, before: bytes, after: bytes, schedule: Schedule | None) -> None:
+        """Other parameters are trained from the next step on; all ranks call it alike.
+
+        Args:
+            before: what was trained.
+            after: what is.
+            schedule: of such steps; None: that of the last one that there was.
+        """
+        self._drop()
+        self._of_others[before] = self._schedule, self.has_room
+        if schedule is None:
+            self._schedule, self.has_room = self._of_others[after]
+        else:
+            self._schedule = list(schedule)
+        self._is_alike = True
+
+    def forget(self) -> None:
+        """Forget what was exchanged while others were trained."""
+        self._of_others = {}
 
     def gather(self, groups: Groups, *, reader: object, is_part: bool, can: bool = True) -> bool:
         """Bring groups, which the caller holds, together from their owners, if all ranks can; `is_part` of a step.
@@ -77,10 +118,14 @@ class PrefetchSchedule:
             self._done("gather", groups, f"{reader}, gathering ahead")
         return True
 
-    def reduce(self, groups: Groups) -> None:
-        """Give owners the means of gradients. Raises what `gather` does."""
+    def reduce(self, found: Iterable[int]) -> None:
+        """Give owners the means of gradients of groups, those of which nothing is trained left out. Raises what
+        `gather` does."""
+        groups = tuple(sorted(group for group in found if self._reduction.is_trained(group)))
+        if not groups:
+            return
         self.settle()
-        if self.is_wanted and self.has_room:
+        if self.is_overlapped:
             self._reduction.begin(groups)
         else:
             self._reduction.reduce_groups(groups)
@@ -141,7 +186,7 @@ class PrefetchSchedule:
         self._log.append((what, groups))
         at = len(self._log)
         self._is_alike = self._is_alike and at < len(self._schedule) and self._log[-1] == self._schedule[at - 1]
-        if self._is_alike and self.is_wanted and self.has_room and self._ahead is None:
+        if self._is_alike and self.is_overlapped and self._ahead is None:
             following = next((wanted for what, wanted in self._schedule[at:] if what == "gather"), None)
             if following is not None:
                 self._begin_ahead(following, reader)

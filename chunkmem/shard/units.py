@@ -344,7 +344,7 @@ class Units:
         if ready:
             self._reduced |= ready
             assert self.prefetch is not None
-            self.prefetch.reduce(tuple(sorted(ready)))
+            self.prefetch.reduce(ready)
 
     def _gather(self, unit: Unit, reader: object) -> None:
         assert self.prefetch is not None

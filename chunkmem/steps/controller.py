@@ -25,7 +25,6 @@ from chunkmem.steps.cached_plan import CachedPlan
 from chunkmem.steps.factory import CachedPlanFactory
 from chunkmem.steps.iteration_end import IterationEnd
 from chunkmem.steps.known import KnownSteps
-from chunkmem.steps.plan_cache import Key
 from chunkmem.steps.plan_log import LOG
 from chunkmem.steps.region_choice import RegionChoices
 from chunkmem.steps.timelines import LastTimelines
@@ -97,15 +96,14 @@ class StepController(KnownSteps):
                 the first ones are not those of the others.
         """
         maker = CachedPlanFactory(pager, tiers, lanes, machine=machine, options=options)
-        super().__init__(pager, maker, layout=layout, is_lone=is_lone)
+        choices = RegionChoices(maker.machine, options)
+        super().__init__(pager, maker, layout=layout, trainable=trainable, choices=choices, is_lone=is_lone)
         self._tiers = tiers
         self._lanes = lanes
         self._make_watch = watch
         self.may_record = is_lone
         """Training steps are like those to come."""
-        self._trainable = trainable
         self._regions = regions
-        self._choices = RegionChoices(maker.machine, options)
         self._iteration_end = IterationEnd(pending=self._pending, num_backwards=num_backwards, is_lone=is_lone)
         self.timelines = LastTimelines(tiers, pager.store)
 
@@ -140,9 +138,8 @@ class StepController(KnownSteps):
     @property
     def is_between_steps(self) -> bool:
         """A step or an evaluation was the last thing, and a parameter that is used begins the next one."""
-        return self._is_lone and (
-            self.now.mode is Mode.EVAL or (self.now.mode is Mode.TRAIN and not self.now.is_running)
-        )
+        is_over = self.now.mode is Mode.TRAIN and not self.now.is_running
+        return self._is_lone and (self.now.mode is Mode.EVAL or is_over or self.now.is_settled)
 
     def begin_root(
         self,
@@ -210,9 +207,12 @@ class StepController(KnownSteps):
         """An access has raised an error: if a step runs, it is not like others."""
         self.now.is_excused = self.now.is_excused or self.now.is_running
 
-    def trains_fewer(self, edit: Callable[[Trace], Trace]) -> None:
-        """Parameters were frozen: `edit` returns the trace of the next step, from that of the last one."""
-        self.expect_fewer_trained(self._trainable(), edit)
+    def settle(self) -> None:
+        """Chunks are about to change between two steps: learn from the last one now, and not from what happens then."""
+        is_over = self._iteration_end.is_over and not self.now.is_running
+        if self.now.mode is Mode.EVAL or (self.now.mode is Mode.TRAIN and is_over):
+            self._end_iteration()
+            self.now.is_settled = True
 
     def note_compiled(self) -> None:
         """torch's compiler begins: what it takes is no part of computing. Several ranks have to agree on that."""
@@ -222,7 +222,7 @@ class StepController(KnownSteps):
     def forget(self) -> None:
         """There is more to manage than was recorded: record again."""
         self._aside, self._is_first_of_two = None, False
-        self.now.recorder = None
+        self.now.recorder, self.trained = None, b""
         self._stop_watch()
         for kinds in self.kinds.values():
             kinds.forget()
@@ -241,15 +241,15 @@ class StepController(KnownSteps):
             self._pager.policy = policy.policy if isinstance(policy, BetweenSteps) else policy
 
     def _begin_iteration(self, mode: Mode, root: int) -> None:
-        kinds, is_lone = self.kinds[mode], self._is_lone
-        self.now.key = key = Key(root, self._trainable() if mode is Mode.TRAIN else b"") if is_lone else Key()
+        kinds = self.kinds[mode]
+        self.now.key = key = self.key_of(root, mode)
         is_recorded = (self.may_record or mode is Mode.EVAL) and kinds.wants_record(key)
         entry = None if is_recorded else kinds.choose(key)
         for other in self.kinds.values():
             other.stop(besides=entry)
         has_alternative = mode is Mode.TRAIN and self._aside is not None
         plan_executor = None if entry is None else entry.prepare(has_alternative=has_alternative)
-        self.now.mode, self.now.is_running, self.now.has_compiled = mode, True, False
+        self.now.mode, self.now.is_running, self.now.has_compiled, self.now.is_settled = mode, True, False, False
         self._iteration_end.begin()
         self.timelines.begin()
         if mode is Mode.TRAIN:

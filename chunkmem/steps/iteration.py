@@ -21,6 +21,8 @@ class Iteration:
     """None before the first one, and after one that has been learnt from."""
     key: Key = field(default_factory=Key)
     is_running: bool = False
+    is_settled: bool = False
+    """It is over, and has been learnt from."""
     is_prelude: bool = False
     """Parameters have been used outside of models, and no model has been called yet."""
     recorder: Recorder | None = None

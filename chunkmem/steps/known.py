@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from math import inf
 
@@ -15,6 +14,7 @@ from chunkmem.steps.cached_plan import CachedPlan, check_adoptable
 from chunkmem.steps.factory import CachedPlanFactory
 from chunkmem.steps.iteration import Iteration
 from chunkmem.steps.plan_cache import Key, PlanCache
+from chunkmem.steps.region_choice import RegionChoices
 from chunkmem.trace.ahead import overlapped
 from chunkmem.trace.model import Mode, Trace
 
@@ -22,11 +22,22 @@ from chunkmem.trace.model import Mode, Trace
 class KnownSteps:
     """Traces and plans by kind of step."""
 
-    def __init__(self, pager: Pager, maker: CachedPlanFactory, *, layout: Callable[[], str], is_lone: bool) -> None:
-        """Begin with nothing known; the arguments are those of `StepController`, and what makes cached plans."""
+    def __init__(
+        self,
+        pager: Pager,
+        maker: CachedPlanFactory,
+        *,
+        layout: Callable[[], str],
+        trainable: Callable[[], bytes],
+        choices: RegionChoices,
+        is_lone: bool,
+    ) -> None:
+        """Begin with nothing known; the arguments are those of `StepController`, and what makes plans and choices."""
         self._pager = pager
         self._maker = maker
         self._layout = layout
+        self._trainable = trainable
+        self._choices = choices
         self._is_lone = is_lone
         self._is_first_of_two = False
         """What was just recorded is put aside for `compare`."""
@@ -34,6 +45,8 @@ class KnownSteps:
         self.kinds = {mode: PlanCache(mode, partial(maker.make, mode), is_lone=is_lone) for mode in Mode}
         """Of training steps, and of evaluations."""
         self.now = Iteration()
+        self.trained = b""
+        """Over ranks: which parameters they have last agreed on to train, as `Key.trainable`; empty: they have not."""
 
     # What a user asks for.
 
@@ -88,20 +101,60 @@ class KnownSteps:
                 "model with the same default_chunk_size, or train one step to record a trace"
             )
 
-    def expect_fewer_trained(self, trainable: bytes, edit: Callable[[Trace], Trace]) -> None:
-        """Fewer parameters are trained from the next step on: have a plan for it, from the trace of the last one.
+    def key_of(self, root: int, mode: Mode) -> Key:
+        """Return the key of an iteration that begins with a model.
 
-        With regions it is recorded, as what frozen blocks save cannot be told before.
+        Over ranks steps are of one kind, until all of them agree to train something else: see `freeze`.
+        """
+        if self._is_lone:
+            return Key(root, self._trainable() if mode is Mode.TRAIN else b"")
+        if mode is Mode.EVAL:
+            return Key()
+        self.trained = self.trained or self._trainable()
+        return Key(0, self.trained)
+
+    def key_now(self) -> Key:
+        """Other parameters are trained from now on; return the key of such steps that begin as the last one did."""
+        cache, trainable = self.kinds[Mode.TRAIN], self._trainable()
+        self.trained = b"" if self._is_lone else trainable
+        return Key(0 if cache.last is None else cache.key_of(cache.last).root, trainable)
+
+    def source_of(self, key: Key, is_current: Callable[[Trace], bool]) -> tuple[Key, Trace] | None:
+        """Return the steps that those with a key are most like, and their trace; the same key if they are known.
 
         Args:
-            trainable: which parameters require gradients now.
-            edit: returns the trace of such a step, from one of the last kind.
+            key: of steps.
+            is_current: tells whether a trace of them has the chunks that there are now; what is outdated is forgotten.
         """
         cache = self.kinds[Mode.TRAIN]
-        entry = cache.last
-        if entry is not None and entry.trace is not None and not entry.trace.regions:
-            key = replace(cache.key_of(entry), trainable=trainable) if self._is_lone else Key()
-            cache.expect(key, edit(entry.trace))
+        entry = cache.of(key)
+        if entry is not None and entry.trace is not None and is_current(entry.trace):
+            return key, entry.trace
+        if entry is not None:
+            self.drop(key)
+        above = cache.least_above(key)
+        if above is None and cache.last is not None and not cache.key_of(cache.last).trainable:
+            above = cache.last  # of any key, from an earlier run
+        return None if above is None or above.trace is None else (cache.key_of(above), above.trace)
+
+    def drop(self, key: Key) -> None:
+        """Forget what training steps with a key do."""
+        cache = self.kinds[Mode.TRAIN]
+        if self.now.entry is cache.of(key):
+            self.now.entry = None  # nothing is to be learnt for it
+        cache.drop(key)
+
+    def expect(self, key: Key, trace: Trace, source: Key) -> None:
+        """Steps with a key come next, and are new: have a plan for them.
+
+        Args:
+            key: of the steps.
+            trace: that was made for them.
+            source: of the steps that it was made from; they recompute the same regions.
+        """
+        if (kept := self._choices.kept(source)) is not None:
+            self._choices.keep(key, kept)
+        self.kinds[Mode.TRAIN].expect(key, trace)
 
     def adopt_plan(self, plan: Plan) -> None:
         """Use a plan of an earlier run. Its trace has to be there: adopt or record that first.
@@ -149,5 +202,5 @@ class KnownSteps:
         """Forget one of the two."""
         aside, self._aside = self._aside, None
         if first and aside is not None:
-            self.kinds[Mode.TRAIN].take(aside)
+            self.kinds[Mode.TRAIN].take(self.now.key, aside)
             self.now.entry = None

@@ -52,6 +52,12 @@ class Key:
     """Which parameters require gradients."""
 
 
+def _is_above(other: Key, key: Key) -> bool:
+    """Tell whether steps of the same model train at least what steps with `key` do."""
+    is_same = other.root == key.root and len(other.trainable) == len(key.trainable)
+    return is_same and all(more >= less for more, less in zip(other.trainable, key.trainable, strict=True))
+
+
 @dataclass(slots=True)
 class _Patience:
     """So many times before something is done about it, then twice as many."""
@@ -77,7 +83,8 @@ class PlanCache:
         Args:
             mode: training or evaluation.
             make_entry: makes an empty one.
-            is_lone: there is one rank. Else all steps are of one kind, as the ranks exchange the same in each.
+            is_lone: there is one rank. Else all steps with a key are of one kind, as the ranks exchange the same in
+                each.
         """
         self._mode = mode
         self._make_entry = make_entry
@@ -146,20 +153,33 @@ class PlanCache:
         entry.adopt(trace)
         self._of[entry], self._before = None, (entry,)
 
-    def take(self, trace: Trace) -> None:
+    def take(self, key: Key, trace: Trace) -> None:
         """Switch to a trace of another way to step, which was recorded in this run."""
         self.forget()
-        self._add(Key(), trace)
+        self._add(key, trace)
 
     def key_of(self, entry: CachedPlan) -> Key:
         """Return the key of an entry, an empty one if it is of any key."""
         return self._of[entry] or Key()
 
+    def of(self, key: Key) -> CachedPlan | None:
+        """Return what was used last for steps with this key."""
+        found = [entry for entry, other in self._of.items() if other == key]
+        return found[-1] if found else None
+
+    def least_above(self, key: Key) -> CachedPlan | None:
+        """Return one in which all that is trained in steps with this key is, and as little else as there is."""
+        above = [
+            (sum(other.trainable), number, entry)
+            for number, (entry, other) in enumerate(reversed(self._of.items()))
+            if other is not None and entry.trace is not None and _is_above(other, key)
+        ]
+        return min(above)[2] if above else None
+
     def expect(self, key: Key, trace: Trace) -> None:
-        """Steps with this key come next: a plan for `trace` is for them, unless something is known of them."""
-        if not any(self._known(key)):
-            self._add(key, trace)
-            self._expected.add(self._before[-1])
+        """Steps with this key come next: a plan for `trace` is for them."""
+        self._add(key, trace)
+        self._expected.add(self._before[-1])
 
     # Before a step.
 
@@ -190,7 +210,7 @@ class PlanCache:
         if any(self._known(key)):
             return False
         self.why_recorded = "it begins with another model, or other parameters are trainable"
-        if len(self._of) < _NUM_AT_ONCE:
+        if len(self._of) < _NUM_AT_ONCE or not self._is_lone:
             return True
         if key not in self._came_once:
             self._came_once.append(key)
@@ -243,10 +263,12 @@ class PlanCache:
 
     def _add(self, key: Key, trace: Trace) -> None:
         self._tries, self._is_narrowing = 0, False
+        if not self._is_lone:  # the ranks exchange the same in each step of a kind
+            self.drop(key)
         entry = self._make_entry()
         entry.take(trace)
         self._of[entry] = key
-        while len(self._of) > (_MAX_KINDS if self._is_lone else 1):
+        while len(self._of) > _MAX_KINDS:
             self._let_go(next(iter(self._of)))
         self.used(entry)
 

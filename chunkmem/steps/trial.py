@@ -47,11 +47,14 @@ class AheadTrial:
         self._controller = controller
         self._ranks = ranks
         self._measure = measure
+        self.is_over = False
+        """The way to exchange has been chosen."""
         self.restart()
 
     def restart(self) -> None:
         """Begin again before the first step: there is more to exchange."""
-        self._prefetch.is_wanted = self._controller.may_record = False
+        self._prefetch.is_wanted = self._controller.may_record = self.is_over = False
+        self._prefetch.forget()
         self._states: Iterator[Callable[[], None]] = iter(
             (self._learned, self._chosen, self._recorded, self._recorded_ahead, self._followed)
         )
@@ -99,6 +102,7 @@ class AheadTrial:
         """The next step follows the plan that is made from it."""
 
     def _followed(self) -> None:
+        self.is_over = True
         if not self._prefetch.is_wanted:
             return
         # A rank that does not know, as it had no batch, agrees with the others.

@@ -7,70 +7,159 @@ are frozen are not updated, and have neither gradients, nor master weights, nor 
     before   hold 3, land 3, release   hold 2, land 2, release   hold 1, land 1, release   update 1, 2, 3
     after    hold 3, land 3, release                                                       update 3
 
+A region that backward does not come to any more saves nothing. Over ranks, what was gathered for modules that are not
+entered is not, see `chunkmem.trace.frozen_exchanges`.
+
 What a step leaves out of its plan does no harm, so what cannot be told for certain stays: with several micro-batches,
-the backwards of all but the last one.
+the backwards of all but the last one; what a frozen block between trained ones saves, which may be less. Two things are
+not said of a step, which has to be recorded then (`is_certain`):
+
+    over ranks, frozen parameters between trained ones     when their modules are done with is seen in a recorded step
+    the first trained block is recomputed                  from a copy of its inputs, now that these have no gradients
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 
-from chunkmem.trace.model import Kind, Moment, Trace
+from chunkmem.trace.frozen_exchanges import Exchanges, Step, is_landing, with_exchanges
+from chunkmem.trace.model import Kind, Moment, Moments, Region, Trace
 from chunkmem.types import ChunkId, Role
 
-_LANDINGS = (Kind.CREATE, Kind.WRITE)
+
+@dataclass(frozen=True)
+class Fewer:
+    """A step in which fewer parameters are trained."""
+
+    trace: Trace
+    exchanges: Exchanges | None
+    """Over ranks."""
+    is_certain: bool
+    """It is all in the trace."""
 
 
-def without_training(trace: Trace, *, params: Collection[str], groups: Collection[int]) -> Trace:
-    """Return the trace of the same step if some parameters were frozen; see [Note: Frozen parameters].
+def without_training(
+    trace: Trace,
+    *,
+    params: Collection[str],
+    groups: Collection[int],
+    emptied: Collection[ChunkId],
+    exchanges: Exchanges | None = None,
+) -> Fewer:
+    """Return the same step if some parameters were frozen; see [Note: Frozen parameters].
 
     Args:
-        trace: of the step, without regions: whether frozen blocks save activations cannot be told from it.
+        trace: of the step.
         params: names of the parameters that are frozen.
         groups: those of which all parameters are.
+        emptied: chunks of master weights and optimizer states that have been given back.
+        exchanges: of the step, over ranks.
     """
     labels = {f"{name} gradient" for name in params}
     gone = {ChunkId(Role.GRAD, group) for group in groups}
 
     def is_left(moment: Moment) -> bool:
-        if moment.chunk in gone:
-            return False
         if moment.kind is Kind.UPDATE:
             return moment.chunk.group not in groups
-        return moment.chunk.role is not Role.GRAD or moment.kind not in _LANDINGS or moment.label not in labels
+        return moment.chunk not in gone and not (is_landing(moment) and moment.label in labels)
 
-    left = [moment for moment in trace.moments if is_left(moment)]
-    left = _without_tail(left)
-    sizes = {
-        key: nbytes
-        for key, nbytes in trace.chunk_nbytes.items()
-        if key.group not in groups or not (key.role in (Role.GRAD, Role.MASTER) or key.role.is_state)
-    }
-    return replace(trace, moments=tuple(_begun(left)), chunk_nbytes=sizes)
+    step = Step(
+        [(at, moment) for at, moment in enumerate(trace.moments) if is_left(moment)],
+        cut=1 + max((at for at, m in enumerate(trace.moments) if is_landing(m) and is_left(m)), default=-1),
+    )
+    after = exchanges
+    if step.cut:
+        regions = _regions_without_backward(trace, step)
+        step.moments = _without_tail(step)
+        if exchanges is not None:
+            step.moments, after = with_exchanges(trace, step, exchanges, gone=groups)
+        step.moments = [(at, moment) for at, moment in step.moments if at not in regions]
+    used = {moment.chunk for _, moment in step.moments}
+    lost = gone | set(emptied) | {key for key in trace.chunk_nbytes if key.role is Role.ACTIVATION and key not in used}
+    sizes = {key: nbytes for key, nbytes in trace.chunk_nbytes.items() if key not in lost}
+    gone_early = any(at < step.cut and is_landing(m) and not is_left(m) for at, m in enumerate(trace.moments))
+    is_certain = not _recomputes_first(trace, step) and not (exchanges is not None and gone_early)
+    return Fewer(_renumbered(trace, step, sizes=sizes), after, is_certain)
 
 
-def _without_tail(moments: list[Moment]) -> list[Moment]:
+def _without_tail(step: Step) -> list[tuple[int, Moment]]:
     """Leave out the modules that are entered after the last gradient has landed, until the first update."""
-    landed = [at for at, moment in enumerate(moments) if moment.chunk.role is Role.GRAD and moment.kind in _LANDINGS]
-    if not landed:
-        return moments
-    after = landed[-1] + 1
-    stop = next((at for at in range(after, len(moments)) if moments[at].kind is Kind.UPDATE), len(moments))
-    kept, entered = moments[:after], set[ChunkId]()
-    for moment in moments[after:stop]:
-        if moment.kind is Kind.HOLD:
+    kept, entered = [], set[ChunkId]()
+    stop = next((at for at, m in step.moments if at >= step.cut and m.kind is Kind.UPDATE), None)
+    for at, moment in step.moments:
+        if at < step.cut or (stop is not None and at >= stop) or moment.chunk.role is Role.GRAD:
+            kept.append((at, moment))
+        elif moment.kind is Kind.HOLD:
             entered.add(moment.chunk)
         elif moment.chunk not in entered:
-            kept.append(moment)
+            kept.append((at, moment))
         elif moment.kind is Kind.RELEASE:
             entered.remove(moment.chunk)
-    return [*kept, *moments[stop:]]
+    return kept
 
 
-def _begun(moments: list[Moment]) -> list[Moment]:
+def _regions_without_backward(trace: Trace, step: Step) -> set[int]:
+    """Return the moments of chunks that hold what regions save which backward does not come to any more."""
+    trained = [moment.label for _, moment in step.moments if is_landing(moment)]
+    found, lives = set[int](), dict[ChunkId, list[int]]()
+    for at, moment in enumerate(trace.moments):
+        if moment.chunk.role is not Role.ACTIVATION:
+            continue
+        if moment.kind is Kind.CREATE:
+            lives[moment.chunk] = []
+        life = lives.setdefault(moment.chunk, [])
+        life.append(at)
+        region = trace.moments[life[0]].label.removesuffix(" forward").removesuffix(" backward")
+        is_trained = any(label.startswith(f"{region}.") for label in trained)
+        if moment.kind is Kind.CONSUME and at >= step.cut and not is_trained:
+            found.update(life)
+    return found
+
+
+def _recomputes_first(trace: Trace, step: Step) -> bool:
+    """Tell whether what backward comes to last is recomputed, and backward has come to more than that before."""
+    is_recomputed = any(_is_recomputed(moment) for _, moment in step.moments)
+    return is_recomputed and any(is_landing(moment) for moment in trace.moments[step.cut :])
+
+
+def _is_recomputed(moment: Moment) -> bool:
+    is_made = moment.chunk.role is Role.ACTIVATION and moment.kind is Kind.CREATE
+    return is_made and moment.label.endswith(" backward")
+
+
+def _renumbered(trace: Trace, step: Step, *, sizes: Mapping[ChunkId, int]) -> Trace:
+    """Return a trace of the moments that are left, its regions where these are now."""
+    befores = sorted(at for at, _ in step.moments)
+
+    def span(moments: Moments) -> Moments:
+        return bisect_left(befores, moments[0]), bisect_left(befores, moments[1])
+
+    moments = tuple(_begun(moment for _, moment in step.moments))
+    left = {moment.chunk for moment in moments}
+    regions = tuple(
+        replace(
+            region,
+            forward=span(region.forward),
+            backward=span(region.backward),
+            recomputed=None if region.recomputed is None else span(region.recomputed),
+        )
+        for region in trace.regions
+        if not _is_unread(region, step, left)
+    )
+    return replace(trace, moments=moments, chunk_nbytes=sizes, regions=regions)
+
+
+def _is_unread(region: Region, step: Step, left: AbstractSet[ChunkId]) -> bool:
+    """Tell whether backward does not come to a region any more."""
+    return region.backward[0] >= step.cut and left.isdisjoint({region.chunk, region.inputs})
+
+
+def _begun(moments: Iterable[Moment]) -> Iterator[Moment]:
     """Have the first landing that is left in a chunk begin its content."""
-    found, begun = [], set[ChunkId]()
+    begun = set[ChunkId]()
     for moment in moments:
         if moment.kind is Kind.CONSUME:
             begun.discard(moment.chunk)
@@ -79,5 +168,4 @@ def _begun(moments: list[Moment]) -> list[Moment]:
         elif moment.kind is Kind.WRITE and moment.chunk.role is Role.GRAD and moment.chunk not in begun:
             moment = replace(moment, kind=Kind.CREATE)
             begun.add(moment.chunk)
-        found.append(moment)
-    return found
+        yield moment

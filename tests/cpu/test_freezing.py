@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.trace.model import Trace
+from chunkmem.types import Role
 from tests.helpers.audit import audit
 from tests.helpers.low_precision import LowPlain
 from tests.helpers.spread import spread
@@ -264,6 +266,13 @@ def test_with_any_optimizer(kind: type[torch.optim.Optimizer], keep_states: bool
         assert_equal(run(manager), run(None))
 
 
+def moments_of(trace: Trace) -> Any:
+    """In their order until the updates begin, whose order a plan decides."""
+    moments = [(moment.kind, moment.chunk) for moment in trace.moments]
+    first = next((at for at, (kind, _) in enumerate(moments) if kind.value == "update"), len(moments))
+    return moments[:first], set(moments[first:])
+
+
 def test_the_trace_that_is_made_is_the_one_that_is_recorded() -> None:
     """But for the order of updates, which a plan decides."""
     found = []
@@ -278,12 +287,70 @@ def test_the_trace_that_is_made_is_the_one_that_is_recorded() -> None:
             else:
                 manager.freeze(modules)
                 training.steps(1)
-            trace = manager.trace
-            assert trace is not None
-            moments = [(moment.kind, moment.chunk) for moment in trace.moments]
-            first = next(at for at, (kind, _) in enumerate(moments) if kind.value == "update")
-            found.append((moments[:first], set(moments[first:])))
+            assert manager.trace is not None
+            found.append(moments_of(manager.trace))
     assert found[0] == found[1]
+
+
+def recorded_again(manager: chunkmem.ChunkManager) -> None:
+    """Have the next step be recorded."""
+    controller = manager.runtime.controller
+    controller.drop(controller.now.key)
+
+
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute", "auto"])
+def test_with_managed_activations_the_next_step_follows_a_plan_too(policy: str) -> None:
+    """But for one whose first trained block is recomputed: that is recorded. What is frozen saves nothing."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, activations={"policy": policy})) as manager:
+        training = trained(manager, 6)
+        before = manager.trace
+        assert before is not None
+        manager.freeze([training.model.inner, *training.model.blocks[:3]])
+        training.steps(1)
+        timeline = manager.timeline()
+        assert timeline is not None
+        assert (manager.runtime.controller.now.entry is None) is (policy == "recompute")
+        assert timeline.plan_misses == 0
+        training.steps(1)
+        made = manager.trace
+        assert made is not None
+        recorded_again(manager)
+        training.steps(2)
+        recorded = manager.trace
+        assert recorded is not None
+        assert moments_of(made) == moments_of(recorded)
+        assert made.chunk_nbytes == recorded.chunk_nbytes
+        spans = [(each.name, each.number, each.forward, each.backward) for each in made.regions]
+        assert spans == [(each.name, each.number, each.forward, each.backward) for each in recorded.regions]
+        saved = {moment.chunk for moment in before.moments if moment.chunk.role is Role.ACTIVATION}
+        assert len({m.chunk for m in made.moments if m.chunk.role is Role.ACTIVATION}) == len(saved) // 2
+        manager.unfreeze(training.model)
+        training.steps(1)
+        assert manager.timeline().plan_misses == 0  # type: ignore[union-attr]
+        assert manager.trace.digest == before.digest
+
+
+def test_a_plan_is_used_again_once_the_same_is_trained_again() -> None:
+    """Also one for something between: that of what was trained before is edited."""
+    with chunkmem.ChunkManager(config(20 << 10)) as manager:
+        training = trained(manager)
+        model, plans = training.model, []
+        for what, modules in (
+            ("freeze", [model.inner, *model.blocks[:4]]),
+            ("unfreeze", model.blocks[2:4]),
+            ("unfreeze", [model]),
+            ("freeze", [model.inner, *model.blocks[:2]]),
+        ):
+            getattr(manager, what)(modules)
+            training.steps(1)
+            timeline = manager.timeline()
+            assert timeline is not None
+            assert timeline.plan_misses == 0
+            assert manager.plan is not None
+            assert manager.trace is not None
+            plans.append(moments_of(manager.trace))
+        assert plans[1] == plans[3]
+        assert len(plans[0][0]) < len(plans[1][0]) < len(plans[2][0])
 
 
 def test_what_is_frozen_is_copied_up_and_never_down() -> None:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 import chunkmem
+from tests.cpu.test_freezing import moments_of, recorded_again
 from tests.helpers.audit import audit
 from tests.helpers.ranks import RankFailure, Team
+from tests.helpers.spread import spread
 from tests.helpers.twins import AMPLE_NBYTES, SEED, Blocks, config, copied, features
 
 NUM_STEPS = 5
@@ -86,6 +88,81 @@ def test_the_numbers_are_those_without_the_manager(precision: str, device_nbytes
     if precision == "fp32":
         assert all(found.freed_nbytes > 0 for found in ours)
         assert sum(found.freed_nbytes for found in ours) >= 8 * frozen_numel - 2 * 2 * 1024
+
+
+@dataclass
+class Followed:
+    """What steps after `freeze` and `unfreeze` have done on one rank."""
+
+    misses: list[int]
+    have_plans: list[bool]
+    made: Any
+    recorded: Any
+    digests: list[str]
+    exchanged: list[Any]
+
+
+def follow(rank: int, device_nbytes: int, policy: str | None, every_second: bool) -> Followed:
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    keys = {} if policy is None else {"activations": {"policy": policy}}
+    found = Followed([], [], None, None, [], [])
+    with chunkmem.ChunkManager(config(device_nbytes, **keys)) as manager:
+        with manager.init():
+            model = Blocks(num_blocks=6)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        prefetch = manager.runtime.sharding.units.prefetch
+        assert prefetch is not None
+
+        def step(num: int = 1) -> None:
+            for _ in range(num):
+                model(features(rank)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                audit(manager)
+
+        def look() -> Any:
+            timeline, trace = manager.timeline(), manager.trace
+            assert timeline is not None
+            assert trace is not None
+            found.misses.append(timeline.plan_misses)
+            found.have_plans.append(manager.plan is not None and manager.plan.trace_digest == trace.digest)
+            found.digests.append(trace.digest)
+            found.exchanged.append(prefetch.schedule)
+            return moments_of(trace)
+
+        step(8)
+        look()
+        manager.freeze(model.blocks[1::2] if every_second else [model.inner, *model.blocks[:4]])
+        expected = prefetch.schedule
+        step()
+        if every_second:
+            step()
+        found.made = look()
+        assert prefetch.schedule == expected
+        recorded_again(manager)
+        step(2)
+        found.recorded = look()
+        manager.unfreeze(model)
+        step()
+        look()
+    return found
+
+
+@spread(policy=(None, "keep", "offload", "auto"), device_nbytes=(24 << 10, AMPLE_NBYTES), every_second=(False, True))
+def test_the_next_step_follows_a_plan_on_all_ranks(
+    policy: str | None, device_nbytes: int, every_second: bool, team: Team
+) -> None:
+    """Frozen blocks in front are in the trace that is made; others are recorded, once."""
+    for found in team.run(follow, device_nbytes, policy, every_second):
+        assert found.misses == [0, 0, 0, 0]
+        assert all(found.have_plans)
+        assert found.made == found.recorded
+        assert found.digests[0] == found.digests[3] != found.digests[1]
+        reduced = [[group for what, groups in each if what == "reduce" for group in groups] for each in found.exchanged]
+        assert len(set(reduced[1])) < len(set(reduced[0]))
+        if not every_second:
+            assert len(found.exchanged[1]) < len(found.exchanged[0])
 
 
 def freeze_something_else(rank: int) -> str:
