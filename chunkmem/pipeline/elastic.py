@@ -148,10 +148,10 @@ class ElasticPipeline:
     def _change(self, choice: WidthChoice) -> bool:
         try:
             self._divide(choice.best)
-        except CapacityError as error:
+        except (CapacityError, LayoutError) as error:  # on all ranks, before or after something was changed
             if self._runtime.is_closed:
                 raise
-            self.reason = f"{choice.now} stays: {choice.best} has no room while chunks move: {error}"
+            self.reason = f"{choice.now} stays, as {choice.best} is not possible: {error}"
             return False
         return True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
@@ -21,6 +20,7 @@ from chunkmem.pipeline.staged import with_schedule
 from chunkmem.plan.balance import Block
 from chunkmem.plan.pipeline_schedule import Schedule
 from chunkmem.plan.pipeline_width import Division, WidthChoice, WidthMachine, WidthTask, choose_width
+from chunkmem.runtime.device import runtime_mode
 from chunkmem.types import Tier
 
 _BYTES_A_PARAMETER = 16
@@ -124,11 +124,11 @@ class WidthCosts:
 
     def _speed(self, runtime: Runtime) -> float:
         """Return how fast these ranks exchange, measured once."""
-        if self._exchange_Bps == inf:
+        if self._exchange_Bps == inf and _num_ranks(runtime.ranks) > 1:
             largest = max(_block(at, modules, runtime)[0].weight_nbytes for at, modules in enumerate(self._chain))
             nbytes = min(_LARGEST_NBYTES, max(1, largest))
             ranks = runtime.ranks if runtime.ranks.stages is None else runtime.ranks.stages
-            own = [_broadcast_s(ranks, nbytes) for _ in range(_NUM_TRIALS)]
+            own = [_broadcast_s(runtime, ranks, nbytes) for _ in range(_NUM_TRIALS)]
             (seconds,) = _max_over(runtime.ranks, [min(own)])
             self._exchange_Bps = nbytes / max(seconds, 1e-9)
         return self._exchange_Bps
@@ -146,12 +146,14 @@ def _max_over(ranks: Ranks, values: list[float]) -> tuple[float, ...]:
     return found if ranks.stages is None else ranks.stages.max_over(found, label=label)
 
 
-def _broadcast_s(ranks: Ranks, nbytes: int) -> float:
-    sent = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-    ranks.barrier(label="resize: measuring exchanges")
-    started_s = time.perf_counter()
-    ranks.broadcast_tensors([sent], label="resize: measuring exchanges")
-    return time.perf_counter() - started_s
+def _broadcast_s(runtime: Runtime, ranks: Ranks, nbytes: int) -> float:
+    """Return how long it takes to send so many bytes to all of some ranks, the way that chunks go."""
+    label, group = "resize: measuring exchanges", ranks.group(runtime.device)
+    with runtime_mode():
+        sent = torch.zeros(nbytes, dtype=torch.uint8, device=runtime.device)
+    ranks.barrier(label=label)
+    with ranks.waiting(label):
+        return runtime.memory.compute.time_s(lambda: group.broadcast(sent, 0).wait())
 
 
 def _block(at: int, modules: list[nn.Module], runtime: Runtime) -> tuple[Block, int]:

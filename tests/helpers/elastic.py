@@ -24,14 +24,15 @@ NUM_STEPS = 3
 FAST_BPS = 1e12
 MIDDLE_BPS = 1e6
 SLOW_BPS = 3e5
+CRAWLING_BPS = 3e4
 
 
 @dataclass(frozen=True)
 class Elastic:
     """A run in phases: some steps, then something is frozen, and the number of stages is chosen."""
 
-    sizes: tuple[int, int]
-    """Stages and data-parallel ranks at the beginning."""
+    sizes: tuple[int, ...]
+    """Stages and data-parallel ranks at the beginning; or stages, replicas and ranks that share each."""
     frozen: tuple[tuple[int, ...], ...]
     """By phase but the first: the blocks that are frozen when it begins."""
     precision: str = "fp32"
@@ -51,7 +52,7 @@ class Elastic:
 class Ended:
     """What one rank ends with."""
 
-    shapes: list[tuple[int, int]]
+    shapes: list[tuple[int, ...]]
     """By phase: stages and width."""
     losses: list[float]
     weights: dict[str, Tensor]
@@ -62,10 +63,11 @@ class Ended:
 class Run:
     """A model as an elastic pipeline, on one rank."""
 
-    def __init__(self, run: Elastic, sizes: tuple[int, int], *, timeout_s: float = 60.0) -> None:
+    def __init__(self, run: Elastic, sizes: tuple[int, ...], *, timeout_s: float = 60.0, freeze: bool = False) -> None:
         torch.set_num_threads(1)
         task = StagedTask(precision=run.precision, timeout_s=timeout_s)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("stage", "shard"))
+        names = ("stage", "replicate", "shard") if len(sizes) > 2 else ("stage", "shard")
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         self.run = run
         self.manager = chunkmem.ChunkManager(task.make_config(), mesh=mesh)
         torch.manual_seed(0)
@@ -80,6 +82,7 @@ class Run:
             checkpoint="never",
             schedule=run.schedule,
             width="auto",
+            freeze=chunkmem.FreezeSchedule(self.model.blocks, alpha=0.5, first=self.model.words) if freeze else None,
         )
         self.optimizer = chunkmem.AdamW(self.model.parameters(), manager=self.manager, lr=1e-2)
         self.losses: list[float] = []
@@ -95,7 +98,7 @@ class Run:
         first = [self.model.words] if 0 in self.run.frozen[phase - 1] else []
         self.manager.freeze([*first, *blocks])
 
-    def ended(self, shapes: list[tuple[int, int]], reasons: list[str]) -> Ended:
+    def ended(self, shapes: list[tuple[int, ...]], reasons: list[str]) -> Ended:
         weights = {key: value.clone() for key, value in self.manager.state_dict().items()}
         return Ended(shapes, self.losses, weights, self.optimizer.state_dict()["state"], reasons)
 
@@ -117,7 +120,8 @@ def elastic(rank: int, run: Elastic) -> Ended:
     """Train, freeze and resize."""
     one = Run(run, run.sizes)
     with one.manager:
-        shapes, reasons = [run.sizes], []
+        shapes: list[tuple[int, ...]] = [run.sizes]
+        reasons: list[str] = []
         one.steps(0)
         for phase in range(1, 1 + len(run.frozen)):
             one.freeze(phase)
@@ -132,7 +136,7 @@ def elastic(rank: int, run: Elastic) -> Ended:
         return one.ended(shapes, reasons)
 
 
-def by_checkpoints(rank: int, run: Elastic, shapes: list[tuple[int, int]], folder: str) -> Ended:
+def by_checkpoints(rank: int, run: Elastic, shapes: list[tuple[int, ...]], folder: str) -> Ended:
     """Do the same by a checkpoint before each change, which another run continues from at the width that is next."""
     losses: list[float] = []
     for phase, sizes in enumerate(shapes):
