@@ -91,6 +91,7 @@ def test_stages_are_cut_again_where_exchanges_are_slow(pair: Team, precision: st
     found = pair.run(elastic, run)
     assert [each.shapes for each in found] == [[(2, 1), (2, 1)]] * 2
     assert found[0].reasons[0].startswith("2 x 1 of 3, 1 blocks, a step of")
+    assert [each.num_modules for each in found] == [1 + 3, 1 + 1]
     assert different(found, pair.run(by_checkpoints, run, found[0].shapes, str(tmp_path))) == []
 
 
@@ -284,7 +285,7 @@ def there_and_back(rank: int, run: Elastic) -> Ended:
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_an_epoch_ends_and_stages_come_back(pair: Team, precision: str) -> None:
     """Where exchanges are slow, the stages that were given up come back when all blocks are trained again."""
-    run = Elastic((2, 1), ((), (), ()), precision)
+    run = Elastic((2, 1), ((), (), ()), precision, schedule="auto")
     found = pair.run(go_and_return, run)
     assert [each.shapes for each in found] == [[(1, 2), (1, 2), (2, 1)]] * 2
     assert found[0].reasons[2].startswith("2 x 1, a step of")

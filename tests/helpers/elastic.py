@@ -58,6 +58,8 @@ class Ended:
     weights: dict[str, Tensor]
     states: dict[int, Any]
     reasons: list[str]
+    num_modules: int = 0
+    """In the stages of this rank, if there are any."""
 
 
 class Run:
@@ -132,8 +134,13 @@ def elastic(rank: int, run: Elastic) -> Ended:
             shapes.append((one.pipe.num_stages, one.pipe.width))
             assert is_changed or shapes[-1] == shapes[-2]
             reasons.append(one.pipe.reason)
+            with fixed(run.speeds[(phase - 1) % len(run.speeds)]):
+                assert not one.pipe.resize(), f"{reasons[-1]}, and then {one.pipe.reason}"
             one.steps(phase)
-        return one.ended(shapes, reasons)
+        ended = one.ended(shapes, reasons)
+        if one.pipe.num_stages > 1:
+            ended.num_modules = sum(len(stage.submod.blocks) for stage in one.pipe._pipeline.stages)
+        return ended
 
 
 def by_checkpoints(rank: int, run: Elastic, shapes: list[tuple[int, ...]], folder: str) -> Ended:
