@@ -116,9 +116,14 @@ def test_a_gain_of_five_percent_is_needed() -> None:
     assert choice.best.num_blocks == (6, 2)
     assert choice.best.step_s < choice.now.step_s / 1.05
     assert choice.reason.startswith("2 x 1 of 6, 2 blocks, a step of")
-    blocks = [replace(block, forward_s=1.01 if at < 4 else 1.0) for at, block in enumerate(task().blocks)]
-    near = replace(task(schedules=only), blocks=blocks)
-    assert choose_width(near, Division(2, 1, (4, 4)), pair).best.num_blocks == (4, 4)
+    # Stages of 12.4 and 11.6 s could be of 12 s each.
+    seconds = [3, 3, 3, 3, 0.4, 3, 3, 3, 2.6]
+    blocks = [Block(str(at), each / 3, 2 * each / 3, MIB, weight_nbytes=MIB) for at, each in enumerate(seconds)]
+    near = replace(task(num=9, schedules=only), blocks=blocks)
+    choice = choose_width(near, Division(2, 1, (5, 4)), pair)
+    assert choice.best is choice.now
+    assert choice.reason.startswith("2 x 1 of 5, 4 blocks stays, a step of 15.1 s")
+    assert "2 x 1 of 4, 5 blocks would take 15 s" in choice.reason
 
 
 def test_several_stages_a_rank() -> None:
