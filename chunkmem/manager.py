@@ -116,6 +116,7 @@ class ChunkManager(ModelBuilding, Reporting):
         freeze: FreezeSchedule | None = None,
         cache: FrozenCache | None = None,
         width: str | None = None,
+        versions: str | None = None,
     ) -> ByLayerPipeline | StagedPipeline | ElasticPipeline:
         """Return what trains blocks by micro-batches: `loss = pipe.step(x, y)`.
 
@@ -131,7 +132,8 @@ class ChunkManager(ModelBuilding, Reporting):
             micro_batches: parts that a batch is split into; fewer if it has fewer samples.
             checkpoint: the calls of blocks that are recomputed in backward: "always"; "except_last", not those of the
                 last micro-batch; "never"; "auto" has the planner choose. What is not recomputed is kept or offloaded.
-            schedule: over stages "gpipe", "1f1b", "interleaved" or "looped-bfs"; else "by-layer". "auto" chooses.
+            schedule: over stages "gpipe", "1f1b", "interleaved", "looped-bfs" or "async-1f1b", whose `step` updates
+                weights, too; else "by-layer". "auto" chooses.
             stages_per_rank: with several, stage k is on rank k modulo the number of ranks.
             deferred_batch_norm: have the running statistics of `BatchNorm` layers be those of the whole batch, counted
                 once; each micro-batch is normalised by its own all the same.
@@ -139,6 +141,8 @@ class ChunkManager(ModelBuilding, Reporting):
             cache: keeps what frozen blocks return, from the first block on, by `pipe.step(x, y, ids=ids)`.
             width: "auto": `pipe.resize()` divides the ranks of the mesh into the number of stages that is predicted to
                 be fastest, when layers were frozen; the pipeline stays the same object. None: `repartition` does.
+            versions: of "async-1f1b", which weights the backward of a batch runs on when updates came since its
+                forward: "stash", those of its forward, which are kept on HOST.
 
         Raises:
             ConfigError: an option has no such value, or differs between ranks.
@@ -160,6 +164,7 @@ class ChunkManager(ModelBuilding, Reporting):
             epochs=None if freeze is None else Epochs(self, freeze),
             cache=cache,
             width=width,
+            versions=versions,
         )
         if options.width is not None:
             return ElasticPipeline(self.runtime, options, adopt=self._adopt)

@@ -9,9 +9,10 @@ from torch import nn
 
 from chunkmem.assembly import Runtime
 from chunkmem.errors import ConfigError, LayoutError
+from chunkmem.pipeline.asynchronous import AsynchronousPipeline
 from chunkmem.pipeline.by_layer import ByLayerPipeline, Item, LossItem
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
-from chunkmem.pipeline.options import PipelineOptions
+from chunkmem.pipeline.options import ASYNCHRONOUS, PipelineOptions
 from chunkmem.pipeline.repartition import repartition
 from chunkmem.pipeline.staged import StagedPipeline, staged_pipeline
 from chunkmem.sizes import shown
@@ -40,7 +41,8 @@ def make_pipeline(
 
 def _made(runtime: Runtime, options: PipelineOptions) -> ByLayerPipeline | StagedPipeline:
     if runtime.ranks.stages is not None:
-        return staged_pipeline(runtime, options)
+        is_asynchronous = options.schedule == ASYNCHRONOUS
+        return staged_pipeline(runtime, options, make=AsynchronousPipeline if is_asynchronous else StagedPipeline)
     is_asked = options.schedule not in ("auto", "by-layer") or options.stages_per_rank is not None
     if is_asked and options.width is None:  # else it is for when there are stages
         raise ConfigError(

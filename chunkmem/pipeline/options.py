@@ -15,6 +15,11 @@ from chunkmem.pipeline.epochs import Epochs
 from chunkmem.pipeline.frozen import Cache
 from chunkmem.sizes import shown
 
+ASYNCHRONOUS = "async-1f1b"
+"""The schedule whose stages update their weights while other batches are under way."""
+VERSIONS = ("stash",)
+"""Which weights its stages run backward on."""
+
 
 @dataclass(frozen=True)
 class PipelineOptions:
@@ -42,6 +47,8 @@ class PipelineOptions:
     """"auto": the number of stages is chosen between steps."""
     cut: tuple[int, ...] | None = None
     """The number of blocks in each stage; None: about as many in all."""
+    versions: str | None = None
+    """Which weights backward runs on where updates come between it and its forward."""
 
     def __post_init__(self) -> None:
         named = {f"block {at}": block for at, block in enumerate(self.blocks)}
@@ -62,6 +69,34 @@ class PipelineOptions:
             )
         if self.checkpoint not in CHECKPOINTS:
             raise ConfigError(f"checkpoint is {shown(self.checkpoint)}; give one of {', '.join(CHECKPOINTS)}")
+        self._check_versions()
+
+    def _check_versions(self) -> None:
+        if self.versions is not None and self.versions not in VERSIONS:
+            raise ConfigError(f"versions is {shown(self.versions)}; give one of {', '.join(VERSIONS)}")
+        if self.schedule != ASYNCHRONOUS:
+            if self.versions is not None:
+                raise ConfigError(
+                    f"versions={shown(self.versions)} is for schedule={ASYNCHRONOUS!r}; {shown(self.schedule)} "
+                    "updates no weights that a backward needs"
+                )
+            return
+        if self.versions is None:
+            raise ConfigError(
+                f"schedule={ASYNCHRONOUS!r} updates weights between forward and backward of a batch: say by versions= "
+                f"which of them backward runs on, one of {', '.join(VERSIONS)}"
+            )
+        if self.checkpoint not in ("auto", "never"):
+            raise ConfigError(
+                f"checkpoint={self.checkpoint!r} with schedule={ASYNCHRONOUS!r}: what stages save is kept over "
+                'updates; give "auto" or "never"'
+            )
+        others: dict[str, object] = {"deferred_batch_norm": self.deferred_batch_norm, "width": self.width}
+        others |= {"freeze": self.epochs, "cache": self.cache}
+        for name in (name for name, value in others.items() if value):
+            raise ConfigError(
+                f'{name} with schedule={ASYNCHRONOUS!r}: batches overlap; leave it out, or use schedule="1f1b"'
+            )
 
 
 def blocks_of(given: Iterable[nn.Module]) -> tuple[nn.Module, ...]:

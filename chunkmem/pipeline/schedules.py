@@ -15,9 +15,10 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from chunkmem.errors import ConfigError
+from chunkmem.pipeline.options import ASYNCHRONOUS
 from chunkmem.pipeline.stage import Stage
 
-ONE_STAGE = ("gpipe", "1f1b")
+ONE_STAGE = ("gpipe", "1f1b", ASYNCHRONOUS)
 """Schedules of one stage for each rank."""
 SCHEDULES = MappingProxyType(
     {
@@ -49,7 +50,7 @@ def check_schedule(schedule: str, stages_per_rank: int | None) -> tuple[str, int
     """Return the name of a schedule, and how many stages each rank has.
 
     Args:
-        schedule: one of `SCHEDULES`, or "auto".
+        schedule: one of `SCHEDULES`, `ASYNCHRONOUS`, or "auto".
         stages_per_rank: None: one, or two where the schedule is for several.
 
     Raises:
@@ -59,9 +60,10 @@ def check_schedule(schedule: str, stages_per_rank: int | None) -> tuple[str, int
         schedule = "1f1b" if stages_per_rank in (None, 1) else "looped-bfs"
     if schedule == "by-layer":
         raise ConfigError('schedule "by-layer" is for one stage; over the ranks of a mesh with stages, take "1f1b"')
-    if schedule not in SCHEDULES:
+    if schedule not in (*SCHEDULES, ASYNCHRONOUS):
+        names = ", ".join((*SCHEDULES, ASYNCHRONOUS))
         raise ConfigError(
-            f"schedule {schedule!r} is not available; take one of {', '.join(SCHEDULES)}. Zero-bubble schedules are "
+            f"schedule {schedule!r} is not available; take one of {names}. Zero-bubble schedules are "
             "not: the gradients of weights, which they compute apart, would be held outside of chunks and of every cap"
         )
     num = (1 if schedule in ONE_STAGE else 2) if stages_per_rank is None else stages_per_rank

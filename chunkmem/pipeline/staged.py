@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,9 @@ from chunkmem.pipeline.ties import TiedParameters
 from chunkmem.pipeline.width import OfWidth
 
 
-def staged_pipeline(runtime: Runtime, options: PipelineOptions) -> StagedPipeline:
+def staged_pipeline(
+    runtime: Runtime, options: PipelineOptions, *, make: Callable[..., StagedPipeline]
+) -> StagedPipeline:
     """Divide a model into stages over ranks, pack those of this rank, and return what runs them.
 
     Every rank calls it with the same options, and without another model in between.
@@ -36,6 +38,7 @@ def staged_pipeline(runtime: Runtime, options: PipelineOptions) -> StagedPipelin
     Args:
         runtime: of the manager that the model was built with.
         options: see `ChunkManager.pipeline`; for `schedule` and `stages_per_rank` see `check_schedule`.
+        make: a class of pipelines.
 
     Raises:
         ConfigError: an option is not for stages, or differs between ranks.
@@ -52,12 +55,13 @@ def staged_pipeline(runtime: Runtime, options: PipelineOptions) -> StagedPipelin
     )
     name = options.schedule
     what = f"{name} of {len(blocks)} blocks, {per_rank} stages a rank, {options.micro_batches}, {options.checkpoint}"
+    what += "" if options.versions is None else f", {options.versions}"
     ranks.agree("the pipeline", what)
     modules = divide(blocks, first=first, last=last, num=per_rank * ranks.size, cut=options.cut)
     runtime.built.check_stages(modules)
     forms = BorderForms(modules, dtype=runtime.dtype)
     runtime.built.add_stages(dict(enumerate(modules)))
-    return StagedPipeline(runtime, modules, forms, options, reason=reason)
+    return make(runtime, modules, forms, options, reason=reason)
 
 
 def with_schedule(
@@ -100,6 +104,9 @@ def _require_no_cache(options: PipelineOptions) -> None:
 class StagedPipeline(OfWidth):
     """Runs the stages of this rank, together with the ranks that have the others."""
 
+    make_stage: type[Stage] = Stage
+    """Of its stages."""
+
     def __init__(
         self,
         runtime: Runtime,
@@ -132,7 +139,7 @@ class StagedPipeline(OfWidth):
         self._neighbours = Neighbours(self._ranks, runtime.device, waiting=runtime.memory.pager.waiting)
         self._num_stages = len(modules)
         self.stages = [
-            Stage(
+            self.make_stage(
                 module,
                 index,
                 self._num_stages,
@@ -155,6 +162,10 @@ class StagedPipeline(OfWidth):
         for module in modules:
             module.regions = runtime.modules.regions
             module.hold = self._held.hold
+        self._set_up(runtime, modules)
+
+    def _set_up(self, runtime: Runtime, modules: Sequence[StageModule]) -> None:
+        """What a kind of pipelines has in addition."""
 
     def step(self, inputs: Any, target: Any = None, *, ids: Any = None) -> torch.Tensor:
         """Run forward and backward for a batch; return its loss, the same on all ranks of a pipeline, detached.
@@ -201,7 +212,7 @@ class StagedPipeline(OfWidth):
         with self._runtime.ranks.telling():
             parts = split(inputs, target, num=self._options.micro_batches)
         with self._naming_stages():
-            self._ranks.agree("the batch of the pipeline", _digest(parts))
+            self._ranks.agree("the batch of the pipeline", digest_of(parts))
         num = len(parts)
         step = StageStep(
             parts,
@@ -285,7 +296,7 @@ class StagedPipeline(OfWidth):
         return f" ({'; '.join(found)})" if found else ""
 
 
-def _digest(parts: Sequence[MicroBatch]) -> str:
+def digest_of(parts: Sequence[MicroBatch]) -> str:
     """Return what tells batches apart: shapes, and sums of what is in RAM."""
     found: list[object] = []
     for part in parts:

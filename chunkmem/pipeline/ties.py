@@ -56,6 +56,8 @@ class TiedParameters:
             managed = registry.find(param) if ranks.rank in found else None
             if managed is not None:
                 self._ties.append(Tie(managed, found, number))
+        self.are_there = bool(shared)
+        """On whichever ranks."""
         registry.counted_elsewhere.update(tie.managed for tie in self._ties if tie.ranks[0] != ranks.rank)
 
     def begin(self) -> None:

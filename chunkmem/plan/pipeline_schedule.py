@@ -177,8 +177,16 @@ def simulate_pipeline(
         ConfigError: the schedule cannot have so many stages, devices or micro-batches.
     """
     planned = orders(schedule, num_devices=num_devices, num_stages=len(stages), num_micro_batches=num_micro_batches)
+    calls = timed_calls(planned, stages, num_kept=num_kept)
+    return PipelineStep(schedule, num_devices, len(stages), num_micro_batches, calls)
+
+
+def timed_calls(
+    planned: Sequence[Order], stages: Sequence[StageTimes], *, num_kept: int | None = None
+) -> tuple[StageCall, ...]:
+    """Return when each call of some orders, one for each device, runs; see `simulate_pipeline`."""
     devices = [_Device(order, num_kept) for order in planned]
-    network = _Network(stages, num_devices)
+    network = _Network(stages, len(planned))
     calls: list[list[StageCall]] = [[] for _ in devices]
     is_going = True
     while is_going:
@@ -187,10 +195,8 @@ def simulate_pipeline(
             while (call := device.next_call(stages, network)) is not None:
                 made.append(call)
                 is_going = True
-    assert all(device.is_done for device in devices), f"{schedule.value}: devices wait for each other"
-    return PipelineStep(
-        schedule, num_devices, len(stages), num_micro_batches, tuple(call for made in calls for call in made)
-    )
+    assert all(device.is_done for device in devices), "devices wait for each other"
+    return tuple(call for made in calls for call in made)
 
 
 class _Network:

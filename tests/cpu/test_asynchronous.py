@@ -1,0 +1,171 @@
+"""Asynchronous pipelines: stages train as a serial simulation with delayed weights does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import chunkmem
+from chunkmem.pipeline.asynchronous import AsynchronousPipeline
+from tests.helpers.asynchronous_training import AsynchronousOutcome, AsynchronousTask, stashed, train
+from tests.helpers.ranks import Team
+from tests.helpers.spread import spread
+from tests.helpers.staged_training import Net, loss_of
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Team]:
+    with Team(2) as team:
+        yield team
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Team]:
+    with Team(3) as team:
+        yield team
+
+
+def different(plain: AsynchronousOutcome, outcomes: list[AsynchronousOutcome]) -> list[str]:
+    """The names of what differs in a bit from one process."""
+    found = [
+        f"rank {rank}: {key}"
+        for rank, outcome in enumerate(outcomes)
+        for key, value in plain.weights.items()
+        if not torch.equal(value, outcome.weights[key])
+    ]
+    return found + [f"rank {rank}: losses" for rank, each in enumerate(outcomes) if each.losses != plain.losses]
+
+
+@spread(optimizer=("adamw", "sgd"), micro_batches=(2, 1, 4), flush_after=((), (2,)))
+def test_stashed_weights_have_the_bits_of_a_simulation(
+    pair: Team, optimizer: str, micro_batches: int, flush_after: tuple[int, ...]
+) -> None:
+    task = AsynchronousTask(optimizer=optimizer, micro_batches=micro_batches, flush_after=flush_after)
+    plain = stashed(task)
+    assert different(plain, pair.run(train, task)) == []
+    no_delay = stashed(replace(task, flush_after=tuple(range(task.steps))))
+    assert any(not torch.equal(value, no_delay.weights[key]) for key, value in plain.weights.items())
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        AsynchronousTask(stages=3),
+        pytest.param(AsynchronousTask(stages=3, optimizer="sgd", flush_after=(0, 3)), marks=pytest.mark.full),
+        pytest.param(AsynchronousTask(stages=3, steps=1), marks=pytest.mark.full),
+    ],
+    ids=["three stages", "drained early", "one batch"],
+)
+def test_three_stages(three: Team, task: AsynchronousTask) -> None:
+    assert different(stashed(task), three.run(train, task)) == []
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(AsynchronousTask(model="frozen"), marks=pytest.mark.full),
+        AsynchronousTask(model="pairs", batch=5),
+        pytest.param(AsynchronousTask(model="in place", checkpoint="never"), marks=pytest.mark.full),
+    ],
+    ids=["a frozen stage", "tuples and a shorter last micro-batch", "in-place operations on inputs"],
+)
+def test_other_models(pair: Team, task: AsynchronousTask) -> None:
+    assert different(stashed(task), pair.run(train, task)) == []
+
+
+def test_a_norm_is_that_of_all_stages(pair: Team) -> None:
+    task = AsynchronousTask(clip=0.05)
+    plain = stashed(task)
+    for outcome in pair.run(train, task):
+        for key, value in plain.weights.items():
+            assert torch.allclose(value, outcome.weights[key], atol=1e-5), key
+
+
+def test_host_has_a_version_for_each_update_of_the_delay(three: Team) -> None:
+    """And DEVICE none: the smallest cap that was needed does, with the same bits."""
+    task = AsynchronousTask(stages=3)
+    outcomes = three.run(train, task)
+    for rank, outcome in enumerate(outcomes):
+        delay = 2 - rank
+        found = outcome.host.get("stash", (0, 0))
+        assert found == (delay * outcome.param_nbytes, delay * outcome.param_nbytes)
+        assert "stash" not in outcome.device_roles
+    tight = replace(task, device_nbytes=max(outcome.required_nbytes for outcome in outcomes))
+    assert different(stashed(tight), three.run(train, tight)) == []
+
+
+def refuse(rank: int, options: dict[str, object]) -> str:
+    """Return the error of `manager.pipeline()` with these options."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    with chunkmem.ChunkManager(AsynchronousTask().make_config(), mesh=mesh) as manager:
+        with manager.init():
+            model = Net(str(options.get("model", "plain")))
+        given = {"schedule": "async-1f1b", "versions": "stash", **options}
+        given.pop("model", None)
+        with pytest.raises(chunkmem.ChunkmemError) as raised:
+            manager.pipeline(
+                model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=2, **given
+            )
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"versions": None}, "updates weights between forward and backward of a batch: say by versions="),
+        ({"versions": "stale"}, "versions is 'stale'; give one of stash"),
+        ({"schedule": "1f1b"}, 'versions="stash" is for schedule='),
+        ({"checkpoint": "always"}, "checkpoint='always' with schedule='async-1f1b'"),
+        ({"deferred_batch_norm": True}, "deferred_batch_norm with schedule="),
+        ({"stages_per_rank": 2}, "stages_per_rank is 2"),
+        ({"model": "tied"}, "has stages that share a parameter"),
+    ],
+)
+def test_what_is_refused(pair: Team, options: dict[str, object], said: str) -> None:
+    for error in pair.run(refuse, options):
+        assert said.replace('"', "'") in error.replace('"', "'")
+
+
+def misuse(rank: int) -> None:
+    """Everything that needs a drained pipeline, or the same batch, says so."""
+
+    def watch(pipe: AsynchronousPipeline, manager: chunkmem.ChunkManager, step: int) -> None:
+        x, y = next(AsynchronousTask().batches())
+        if step == 1:
+            with pytest.raises(
+                chunkmem.StateError, match=r"pipe.evaluate\(\) with 1 batches under way; call pipe.flush"
+            ):
+                pipe.evaluate(x, y)
+            with pytest.raises(chunkmem.ConfigError, match="keeps its stages"):
+                pipe.repartition(1)
+        if step == 2:
+            pipe.flush()
+            assert pipe.flush() == []
+            assert torch.isfinite(pipe.evaluate(x, y))
+
+    train(rank, AsynchronousTask(), watch)
+
+
+def test_what_needs_a_drained_pipeline_says_so(pair: Team) -> None:
+    pair.run(misuse)
+
+
+def differ(rank: int) -> str:
+    def watch(pipe: AsynchronousPipeline, manager: chunkmem.ChunkManager, step: int) -> None:
+        if step == 1:
+            x, y = next(AsynchronousTask().batches())
+            for _ in range(3):
+                pipe.step(x + rank, y)
+
+    with pytest.raises(chunkmem.ChunkmemError) as raised:
+        train(rank, AsynchronousTask(), watch)
+    return str(raised.value)
+
+
+def test_another_batch_on_another_rank_is_an_error(pair: Team) -> None:
+    said = pair.run(differ)
+    assert all("stage 1 was given another batch than stage 0" in error for error in said)

@@ -1,0 +1,174 @@
+"""A small model trained as an asynchronous pipeline, and a serial simulation of it in plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import chunkmem
+from chunkmem.pipeline.asynchronous import AsynchronousPipeline
+from tests.helpers.shared_training import WORDS
+from tests.helpers.staged_training import Net, loss_of
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1}),
+    "adam": ("Adam", {"lr": 1e-2, "weight_decay": 0.01}),
+    "adam without decay": ("Adam", {"lr": 1e-2}),
+    "sgd": ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    "sgd with decay": ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+}
+
+
+@dataclass(frozen=True)
+class AsynchronousTask:
+    """What all ranks do."""
+
+    versions: str = "stash"
+    stages: int = 2
+    optimizer: str = "adamw"
+    model: str = "plain"
+    checkpoint: str = "auto"
+    micro_batches: int = 2
+    batch: int = 4
+    steps: int = 7
+    flush_after: tuple[int, ...] = ()
+    """Steps after which the pipeline is drained; it is after the last one."""
+    scheduled: bool = True
+    precision: str = "fp32"
+    clip: float = 0.0
+    device_nbytes: int = 4 << 20
+
+    def make_config(self) -> chunkmem.Config:
+        memory = {"device": self.device_nbytes, "host": 8 << 20}
+        base = {"default_chunk_size": 1600, "memory": memory, "distributed": {"timeout_s": 60.0}}
+        low = {} if self.precision == "fp32" else {"precision": self.precision}
+        return chunkmem.Config.from_dict({**base, **low, "gradient_clipping": self.clip})
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        draw = torch.Generator().manual_seed(7)
+        for _ in range(self.steps):
+            x, y = (torch.randint(0, WORDS, (self.batch, 5), generator=draw) for _ in range(2))
+            yield x, y
+
+    def make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) if self.scheduled else None
+
+
+@dataclass
+class AsynchronousOutcome:
+    """What one rank, or one process, ends with."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    host: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Bytes by role on HOST, now and at the peak, before the pipeline drains at the end."""
+    param_nbytes: int = 0
+    """Of the chunks of this rank's weights."""
+    required_nbytes: int = 0
+    device_roles: tuple[str, ...] = ()
+
+
+Watch = Callable[[AsynchronousPipeline, chunkmem.ChunkManager, int], None]
+
+
+def train(rank: int, task: AsynchronousTask, watch: Watch | None = None) -> AsynchronousOutcome:
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (task.stages,), mesh_dim_names=("stage",))
+    with chunkmem.ChunkManager(task.make_config(), mesh=mesh) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net(task.model)
+        pipe = manager.pipeline(
+            model.blocks,
+            first=model.words,
+            last=model.head,
+            loss_fn=loss_of,
+            micro_batches=task.micro_batches,
+            checkpoint=task.checkpoint,
+            schedule="async-1f1b",
+            versions=task.versions,
+        )
+        assert isinstance(pipe, AsynchronousPipeline)
+        name, options = OPTIMIZERS[task.optimizer]
+        optimizer = getattr(chunkmem, name)(model.parameters(), manager=manager, **options)
+        scheduler = task.make_scheduler(optimizer)
+        losses: list[float] = []
+        for step, (x, y) in enumerate(task.batches()):
+            losses.append(pipe.step(x, y, optimizer=optimizer, scheduler=scheduler).item())
+            if watch is not None:
+                watch(pipe, manager, step)
+            if step in task.flush_after:
+                losses += [loss.item() for loss in pipe.flush()]
+        memory = manager.memory()
+        losses += [loss.item() for loss in pipe.flush()]
+        weights = {key: value.clone() for key, value in manager.state_dict().items()}
+        chunks = manager.runtime.modules.access.chunks.values()
+        return AsynchronousOutcome(
+            [loss for loss in losses if not math.isnan(loss)],
+            weights,
+            dict(memory.host.by_role),
+            sum(chunk.nbytes for chunk in chunks),
+            memory.device.required_nbytes,
+            tuple(memory.device.by_role),
+        )
+
+
+class Stages(nn.Module):
+    """A model cut into as many stages as a pipeline has."""
+
+    def __init__(self, model: Net, num: int) -> None:
+        super().__init__()
+        blocks = [[block] for block in model.blocks]
+        blocks[0].insert(0, model.words)
+        blocks[-1].append(model.head)
+        count = len(blocks)
+        parts = [blocks[count * k // num : count * (k + 1) // num] for k in range(num)]
+        self.stages = nn.ModuleList(nn.Sequential(*(m for block in part for m in block)) for part in parts)
+
+    def params_of(self, stage: int) -> list[nn.Parameter]:
+        return list(self.stages[stage].parameters())
+
+
+def stashed(task: AsynchronousTask) -> AsynchronousOutcome:
+    """One process: the gradient of a batch is that at weights from as many updates ago as each stage has a delay."""
+    torch.manual_seed(0)
+    model = Net(task.model)
+    stages = Stages(model, task.stages)
+    name, options = OPTIMIZERS[task.optimizer]
+    fused = {"fused": True} if "Adam" in name else {}
+    optimizer = getattr(torch.optim, name)(model.parameters(), **options, **fused)
+    scheduler = task.make_scheduler(optimizer)
+    now = [param.detach().clone() for param in model.parameters()]
+    history = [[p.detach().clone() for p in model.parameters()]]
+    losses = []
+    for step, (x, y) in enumerate(task.batches()):
+        index = {id(param): place for place, param in enumerate(model.parameters())}
+        for stage in range(task.stages):
+            delay = task.stages - 1 - stage
+            old = history[max(0, len(history) - 1 - delay)]
+            for param in stages.params_of(stage):
+                param.data.copy_(old[index[id(param)]])
+        pairs = zip(x.chunk(task.micro_batches), y.chunk(task.micro_batches), strict=True)
+        parts = [loss_of(model(a), b) / (len(x) / len(a)) for a, b in pairs]
+        losses.append(float(sum(part.detach() for part in parts)))
+        for part in parts:
+            part.backward()
+        for param, value in zip(model.parameters(), now, strict=True):
+            param.data.copy_(value)
+        if task.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), task.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        now = [param.detach().clone() for param in model.parameters()]
+        history.append(now)
+        if step in task.flush_after:
+            history = [now]
+    return AsynchronousOutcome(losses, {key: value.detach() for key, value in model.state_dict().items()})
