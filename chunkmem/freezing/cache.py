@@ -202,7 +202,8 @@ class FrozenCache:
         found = False
         tensors = [*module.parameters(), *module.buffers()]
         for tensor in tensors:
-            if (managed := self._runtime.registry.find(tensor)) is not None and not self._runtime.owns(managed):
+            managed = self._runtime.registry.find(tensor)
+            if tensor.is_meta or (managed is not None and not self._runtime.owns(managed)):
                 continue  # the rank that has its values looks at them
             tag, before = self._tag(tensor), self._digests.get(id(tensor))
             if before is not None and before[0] == tag:

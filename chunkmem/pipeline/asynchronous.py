@@ -122,7 +122,7 @@ class AsynchronousPipeline(StagedPipeline):
         Args:
             inputs: a tensor, or tuples, lists and dicts of tensors, split into micro-batches along dimension 0.
             target: likewise.
-            ids: of samples, for a cache; over stages there is none.
+            ids: of samples, for a cache, which there is none of.
             optimizer: of chunkmem, over the model; its `step()` and `zero_grad()` are called here, once a batch. Later
                 calls may leave it out.
             scheduler: a learning rate scheduler of torch's, whose `step()` is called after each update.

@@ -50,6 +50,8 @@ class Cache(Protocol):
 
     def keep(self, samples: Any, value: Any) -> None: ...
 
+    def __len__(self) -> int: ...
+
 
 class FrozenBlocks:
     """The frozen blocks that a step begins with, and what a cache has of its micro-batches."""
@@ -116,7 +118,7 @@ class FrozenPrefix:
             StateError: a frozen block cannot be cached, or a sample is not what it was.
         """
         each = [] if self._cache is None else split_ids(ids, parts)
-        num = self._num_frozen(parts)
+        num = num_frozen(self._blocks, parts)
         if self._cache is None or not num:
             return FrozenBlocks(num)
 
@@ -133,17 +135,18 @@ class FrozenPrefix:
             start = num if units.agree("pipe.step(): the cache has all samples", holds=start == num) else 0
         return FrozenBlocks(num, cache=self._cache, samples=samples, start=start)
 
-    def _num_frozen(self, parts: Sequence[MicroBatch]) -> int:
-        """Return how many blocks are frozen up to the last one that has parameters."""
-        if any(tensor.requires_grad for part in parts for tensor in tensors_in(part.inputs)):
-            return 0
-        num = 0
-        for at, block in enumerate(self._blocks, start=1):
-            trained = [param.requires_grad for param in block.parameters()]
-            if any(trained):
-                break
-            num = at if trained else num
-        return num
+
+def num_frozen(blocks: Sequence[nn.Module], parts: Sequence[MicroBatch]) -> int:
+    """Return how many blocks are frozen, from the first on, up to the last of them that has parameters."""
+    if any(tensor.requires_grad for part in parts for tensor in tensors_in(part.inputs)):
+        return 0
+    num = 0
+    for at, block in enumerate(blocks, start=1):
+        trained = [param.requires_grad for param in block.parameters()]
+        if any(trained):
+            break
+        num = at if trained else num
+    return num
 
 
 def split_ids(ids: Any, parts: Sequence[MicroBatch]) -> list[list[Hashable]]:

@@ -12,6 +12,7 @@ from torch import nn
 from chunkmem.errors import LayoutError
 from chunkmem.nn.regions import RegionActivations
 from chunkmem.pipeline.block_times import BlockTimes
+from chunkmem.pipeline.frozen_stages import FrozenPart
 
 
 class StageModule(nn.Module):
@@ -26,24 +27,34 @@ class StageModule(nn.Module):
         """Called with this stage before its modules are."""
         self.times: BlockTimes | None = None
         """Of its modules; None: nobody asks for them."""
+        self.frozen = FrozenPart()
+        """Of the micro-batch that it is called with."""
 
     def forward(self, value: Any, *, policy: str = "auto") -> Any:
         """Return what the last module returns; `policy` is for what each of them saves, as in `activations.policy`."""
         if self.hold is not None:
             self.hold(self)
+        frozen, self.frozen = self.frozen, FrozenPart()
         for number, block in enumerate(self.blocks):
+            if number < frozen.start:
+                continue
+            if number == frozen.num and frozen.keep is not None:
+                frozen.keep(value)
             args = value if isinstance(value, tuple) else (value,)
             with contextlib.nullcontext() if self.times is None else self.times.forward(block):
-                value = self._call(number, args, policy)
+                value = self._call(number, args, policy, frozen)
             if self.times is not None:
                 self.times.returned(block, value)
             del args
         return value
 
-    def _call(self, number: int, args: tuple[Any, ...], policy: str) -> Any:
+    def _call(self, number: int, args: tuple[Any, ...], policy: str, frozen: FrozenPart) -> Any:
         block = self.blocks[number]
         if self.regions is None:
             return block(*args)
+        if number < frozen.num:  # nothing is saved there
+            with frozen.running(args):
+                return block(*args)
         self.regions.enter(f"blocks.{number}", policy, block, args, {}, start=self.regions.now())
         try:
             return block(*args)

@@ -93,7 +93,7 @@ class PipelineOptions:
             )
         others: dict[str, object] = {"deferred_batch_norm": self.deferred_batch_norm, "width": self.width}
         others |= {"freeze": self.epochs, "cache": self.cache}
-        for name in (name for name, value in others.items() if value):
+        for name in (name for name, value in others.items() if value is not None and value is not False):
             raise ConfigError(
                 f'{name} with schedule={ASYNCHRONOUS!r}: batches overlap; leave it out, or use schedule="1f1b"'
             )

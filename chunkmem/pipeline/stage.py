@@ -29,6 +29,7 @@ from chunkmem.nn.parked import Parked, ParkedTensors
 from chunkmem.pipeline.block_times import BlockTimes
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.forms import BorderForm, TensorForm
+from chunkmem.pipeline.frozen_stages import FrozenStep
 from chunkmem.pipeline.micro_batches import MicroBatch
 from chunkmem.pipeline.modules import StageModule
 from chunkmem.plan.timeline import StageWork
@@ -53,6 +54,8 @@ class StageStep:
     statistics: DeferredStatistics
     hold: Callable[[torch.nn.Module], None]
     """Called before the backward of a stage; its forward does so itself."""
+    frozen: FrozenStep = field(default_factory=FrozenStep)
+    """Blocks that nothing trains."""
     losses: list[torch.Tensor] = field(default_factory=list)
     """Of micro-batches, divided; on the last stage."""
 
@@ -72,6 +75,7 @@ class Stage(_PipelineStageBase):
         log: Callable[[], StepLog | None],
         device: torch.device,
         group: Any,
+        first_block: int,
     ) -> None:
         """Make stage `index` of `num_stages`.
 
@@ -85,6 +89,7 @@ class Stage(_PipelineStageBase):
             log: of the step that runs; None: nothing is written down of it.
             device: where values go in and out.
             group: one rank of each stage, for torch's schedules.
+            first_block: number of the first block that it has, of those of all stages.
         """
         super().__init__(module, index, num_stages, device, group)
         self.args_recv_info = {0: ()}
@@ -93,7 +98,12 @@ class Stage(_PipelineStageBase):
         self._clock = clock
         self._log = log
         self._module = module
+        self._first_block = first_block
         self._step: StageStep | None = None
+        self._is_idle = False
+        """All of its blocks are frozen, and what comes out of them is in a cache."""
+        self._is_given = False
+        """So are those of all stages before."""
         self._received: dict[int, Parked] = {}
         """By micro-batch: what the stage before sends."""
         self._gradients: dict[int, Parked] = {}
@@ -108,12 +118,15 @@ class Stage(_PipelineStageBase):
     def begin(self, step: StageStep, *, times: BlockTimes | None = None) -> None:
         """A step begins, whose blocks are timed by `times`."""
         self._step, self._module.times = step, times
+        size = len(self._module.blocks)
+        self._is_idle = self._first_block + size <= step.frozen.start
+        self._is_given = step.frozen.reads(self._first_block, size)
 
     # What schedules call: sends and receives.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Begin to receive the inputs of a micro-batch."""
-        if self.is_first:
+        if self.is_first or self._is_idle or self._is_given:
             return []
         tensors = [form.empty(self.device) for form in self._inputs(fwd_chunk_id)]
         buffers = self._received[fwd_chunk_id] = self._park(tensors, step=-1, what="output")
@@ -121,14 +134,14 @@ class Stage(_PipelineStageBase):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send the outputs of a micro-batch."""
-        if self.is_last:
+        if self.is_last or self._is_idle:
             return []
         message = self._message(fwd_chunk_id, 1, is_sent=True, forward=True)
         return self._send(self._outgoing.pop(fwd_chunk_id), message)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Begin to receive the gradients of the outputs of a micro-batch."""
-        if self.is_last or not self.has_backward:
+        if self.is_last or not self.has_backward or self._is_idle:
             return []
         forms = [form for form in self._outputs(bwd_chunk_id) if form.requires_grad]
         tensors = [form.empty(self.device) for form in forms]
@@ -137,7 +150,7 @@ class Stage(_PipelineStageBase):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Send the gradients of the inputs of a micro-batch."""
-        if self.is_first or not self.has_backward:
+        if self.is_first or not self.has_backward or self._is_idle or self._is_given:
             return []
         message = self._message(bwd_chunk_id, -1, is_sent=True, forward=False)
         return self._send(self._outgoing.pop(bwd_chunk_id), message)
@@ -149,12 +162,20 @@ class Stage(_PipelineStageBase):
     ) -> torch.Tensor | None:
         """Run forward for a micro-batch; return its loss on the last stage."""
         assert self._step is not None
+        if self._is_idle:
+            return None
         part = self._step.parts[fwd_chunk_id]
-        value = part.inputs if self.is_first else self._take_inputs(fwd_chunk_id)
+        frozen = self._step.frozen.part(self._first_block, len(self.submod.blocks), fwd_chunk_id, device=self.device)
+        if self._is_given:
+            value = frozen.given
+        else:
+            value = part.inputs if self.is_first else self._take_inputs(fwd_chunk_id)
+        self.submod.frozen = frozen
+        del frozen
         with self._timed(StageWork.FORWARD, fwd_chunk_id), self._step.statistics.micro_batch(fwd_chunk_id):
             output = self.submod(value, policy=self._step.policies[fwd_chunk_id])
         del value
-        if not self.is_first:
+        if fwd_chunk_id in self._received:
             self._received.pop(fwd_chunk_id).end()
         if not self.is_last:
             tensors = self._step.borders[fwd_chunk_id][self.stage_index].flattened(output)
@@ -186,7 +207,7 @@ class Stage(_PipelineStageBase):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Run backward for a micro-batch, if the step has any."""
-        if not self.has_backward:
+        if not self.has_backward or self._is_idle:
             return
         assert self._step is not None
         assert full_backward, "schedules that split backward are refused"
@@ -208,7 +229,7 @@ class Stage(_PipelineStageBase):
         del begun
         if received is not None:
             received.end()
-        if not self.is_first:
+        if not self.is_first and not self._is_given:
             tensors = [cut.gradient(self.device) for cut in cuts if cut.form.requires_grad]
             self._outgoing[bwd_chunk_id] = self._park(tensors, step=-1, what="gradient")
 
@@ -296,7 +317,10 @@ class Stage(_PipelineStageBase):
         return self._parking.park(contiguous, name=f"stage {self.stage_index + step}", what=what, copies=True)
 
     def _send(self, parked: Parked, message: Message) -> list[dist.P2POp]:
-        return self._neighbours.send(parked.bring(), message, done=parked.end)
+        if not (tensors := parked.bring()):  # no gradients come to a frozen stage
+            parked.end()
+            return []
+        return self._neighbours.send(tensors, message, done=parked.end)
 
     def _message(self, part: int, step: int, *, is_sent: bool, forward: bool) -> Message:
         other = self.stage_index + step

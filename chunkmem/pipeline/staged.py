@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from chunkmem.assembly import Runtime
 from chunkmem.comm.neighbours import Neighbours
@@ -18,6 +20,7 @@ from chunkmem.pipeline.automatic import choose
 from chunkmem.pipeline.checkpoints import policy_of
 from chunkmem.pipeline.deferred_norm import DeferredStatistics
 from chunkmem.pipeline.forms import BorderForms
+from chunkmem.pipeline.frozen_stages import FrozenStages, FrozenStep
 from chunkmem.pipeline.held import HeldStage
 from chunkmem.pipeline.micro_batches import MicroBatch, split
 from chunkmem.pipeline.modules import StageModule, divide, with_ends
@@ -48,7 +51,7 @@ def staged_pipeline(
     """
     ranks = runtime.ranks.stages
     assert ranks is not None
-    _require_no_cache(options)
+    _require_for_stages(options)
     blocks, first, last = options.blocks, options.first, options.last
     options, per_rank, reason = with_schedule(
         runtime, options, num_ranks=ranks.size, num_shards=runtime.ranks.shard.size
@@ -90,10 +93,8 @@ def with_schedule(
     return replace(options, schedule=name), per_rank, reason
 
 
-def _require_no_cache(options: PipelineOptions) -> None:
+def _require_for_stages(options: PipelineOptions) -> None:
     """Raise a ConfigError for what is for one stage."""
-    if options.cache is not None:
-        raise ConfigError("manager.pipeline(cache=) over stages is not available in this version: leave it out")
     if options.epochs is not None and options.epochs.is_adaptive:
         raise ConfigError(
             "manager.pipeline(freeze=) over stages takes no adaptive schedule in this version: each rank has the "
@@ -149,6 +150,7 @@ class StagedPipeline(OfWidth):
                 log=lambda: runtime.controller.now.step_log,
                 device=runtime.device,
                 group=self._ranks.process_group,
+                first_block=sum(len(before.blocks) for before in modules[:index]),
             )
             for index, module in enumerate(modules)
             if index % self._ranks.size == self._ranks.rank
@@ -159,6 +161,14 @@ class StagedPipeline(OfWidth):
         )
         self._held = HeldStage(runtime)
         self._ties = TiedParameters(modules, ranks=self._ranks, registry=runtime.registry, gradients=runtime.gradients)
+        self._frozen = FrozenStages(
+            [tuple(module.blocks) for module in modules],
+            options.cache,
+            ranks=self._ranks,
+            units=runtime.sharding.units,
+        )
+        self._roots: defaultdict[int, nn.Module] = defaultdict(nn.Module)
+        """By the first block that runs: steps that begin with different ones are of different kinds."""
         for module in modules:
             module.regions = runtime.modules.regions
             module.hold = self._held.hold
@@ -175,18 +185,20 @@ class StagedPipeline(OfWidth):
         Args:
             inputs: a tensor, or tuples, lists and dicts of tensors, split into micro-batches along dimension 0.
             target: likewise.
-            ids: of samples, for a cache; over stages there is none.
+            ids: with a cache, of each sample, the same in each epoch and on all ranks of a pipeline: a list, or a 1-D
+                tensor of integers.
 
         Raises:
             StateError: the batch cannot be split, or shapes between stages depend on values.
-            ConfigError: the schedule cannot run so many micro-batches.
+                Or a frozen block, or a sample, cannot be cached: see `FrozenCache`.
+            ConfigError: the schedule cannot run so many micro-batches, or there is not one of `ids` for each sample.
             CapacityError: something does not fit; the other ranks then raise a `RankError`, and training is over.
             RankError: a rank is missing, or has raised something.
         """
-        step, schedule = self._prepare(inputs, target)
+        step, schedule = self._prepare(inputs, target, ids, is_training=True)
         with self._running(), self._statistics.mini_batch(), self.timed(step.parts):
             # What is received for the first call is part of the step.
-            self._runtime.entry_points.begin_root(self.stages[0].submod)
+            self._runtime.entry_points.begin_root(self._roots[step.frozen.start])
             self._held.begin([stage.submod for stage in self.stages])
             self._ties.begin()
             schedule.step(target=torch.arange(len(step.parts)), return_outputs=False)
@@ -200,19 +212,21 @@ class StagedPipeline(OfWidth):
 
     def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """Run forward for a batch; return its loss. Arguments and errors are those of `step`."""
-        step, schedule = self._prepare(inputs, target)
+        step, schedule = self._prepare(inputs, target, None, is_training=False)
         with torch.no_grad(), self._running():
             schedule.eval(target=torch.arange(len(step.parts)), return_outputs=False)
             return self._loss(step)
 
-    def _prepare(self, inputs: Any, target: Any) -> tuple[StageStep, Schedule]:
+    def _prepare(self, inputs: Any, target: Any, ids: Any, *, is_training: bool) -> tuple[StageStep, Schedule]:
         """Have the stages of this rank know a batch, the same on all ranks of the pipeline; return what runs it."""
         self.require_current()
         self._runtime.require_open()
         with self._runtime.ranks.telling():
             parts = split(inputs, target, num=self._options.micro_batches)
         with self._naming_stages():
-            self._ranks.agree("the batch of the pipeline", digest_of(parts))
+            self._ranks.agree("the batch of the pipeline", digest_of(parts, ids))
+            with self._runtime.ranks.telling():
+                frozen = self._frozen.begin(parts, ids) if is_training else FrozenStep()
         num = len(parts)
         step = StageStep(
             parts,
@@ -223,6 +237,7 @@ class StagedPipeline(OfWidth):
             self._in_backward,
             self._statistics,
             self._held.hold,
+            frozen,
         )
         if num not in self._schedules:
             self._schedules[num] = self._make_schedule(num)
@@ -296,9 +311,9 @@ class StagedPipeline(OfWidth):
         return f" ({'; '.join(found)})" if found else ""
 
 
-def digest_of(parts: Sequence[MicroBatch]) -> str:
-    """Return what tells batches apart: shapes, and sums of what is in RAM."""
-    found: list[object] = []
+def digest_of(parts: Sequence[MicroBatch], ids: Any = None) -> str:
+    """Return what tells batches apart: shapes, sums of what is in RAM, and ids of samples."""
+    found: list[object] = [ids.tolist() if isinstance(ids, torch.Tensor) else ids]
     for part in parts:
         found.append(part.form)
         for tensor in tensors_in((part.inputs, part.target)):

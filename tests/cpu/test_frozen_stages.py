@@ -1,0 +1,256 @@
+"""Frozen stages of a pipeline over ranks: no gradients go to them, and with a cache they have nothing to do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import chunkmem
+from chunkmem.comm.neighbours import Message, Neighbours
+from chunkmem.plan.model import Lane
+from chunkmem.plan.timeline import StageWork
+from chunkmem.types import Role
+from tests.helpers.audit import audit
+from tests.helpers.frozen_training import BATCH, NUM_SAMPLES, OPTIONS, SAMPLE_NBYTES, Net, Task, loss_of
+from tests.helpers.ranks import RankFailure, Team
+from tests.helpers.twins import assert_equal, copied, cpu_only
+
+pytestmark = cpu_only
+
+NUM_PARTS = 4
+UNCACHED = {"is_cached": False}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Team]:
+    with Team(2) as team:
+        yield team
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Team]:
+    with Team(4) as team:
+        yield team
+
+
+@dataclass
+class Step:
+    """What one rank has done in a step."""
+
+    sent: list[str] = field(default_factory=list)
+    """Messages of tensors, by what they are."""
+    calls: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """By stage: forwards and backwards."""
+    weights_nbytes: int = 0
+    """Copied to DEVICE."""
+
+
+class Run:
+    """A pipeline on one rank."""
+
+    def __init__(
+        self, manager: chunkmem.ChunkManager, *, is_cached: bool = True, schedule: str = "1f1b", per_rank: int = 1
+    ) -> None:
+        self.manager = manager
+        torch.manual_seed(0)
+        with manager.init():
+            self.model = Net()
+        host_nbytes = NUM_SAMPLES * SAMPLE_NBYTES
+        self.cache = chunkmem.FrozenCache(manager, host=host_nbytes) if is_cached else None
+        self.pipe: Any = manager.pipeline(
+            self.model.blocks,
+            first=self.model.words,
+            last=self.model.head,
+            loss_fn=loss_of,
+            micro_batches=NUM_PARTS,
+            schedule=schedule,
+            stages_per_rank=per_rank,
+            freeze=chunkmem.FreezeSchedule(self.model.blocks, alpha=0.5, first=self.model.words),
+            cache=self.cache,
+        )
+        self.optimizer = chunkmem.AdamW(self.model.parameters(), manager=manager, **OPTIONS)
+        self.losses: list[float] = []
+        self.data = Task("a growing prefix", "stages").samples(0)
+
+    def step(self, number: int) -> Step:
+        """Train with half of the samples."""
+        ids = [(number * BATCH + at) % NUM_SAMPLES for at in range(BATCH)]
+        found = Step()
+        send = Neighbours.send
+
+        def watched(self: Neighbours, tensors: Any, message: Message, **options: Any) -> Any:
+            found.sent += [message.label] * bool(tensors)
+            return send(self, tensors, message, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Neighbours, "send", watched)
+            self.losses.append(self.pipe.step(self.data[0][ids], self.data[1][ids], ids=ids).item())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        audit(self.manager)
+        timeline = self.manager.timeline()
+        if timeline is not None:
+            found.calls = Counter(
+                (each.stage, each.work.value) for each in timeline.stage_calls if each.work is not StageWork.WAIT
+            )
+            copies = (span for span in timeline.spans if span.lane is Lane.H2D and span.chunk is not None)
+            found.weights_nbytes = sum(span.nbytes for span in copies if span.chunk.role is Role.PARAM)  # type: ignore[union-attr]
+        return found
+
+    def steps(self, num: int) -> Step:
+        """Return what the last one of some steps was."""
+        return [self.step(number) for number in range(num)][-1]
+
+
+def in_stages(rank: int, work: Callable[[Run], Any], how: Mapping[str, Any], sizes: tuple[int, ...] = (2,)) -> Any:
+    """Have one rank do that with a pipeline, made as said."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("stage", "shard")[: len(sizes)])
+    config = Task("a growing prefix", "stages", device_nbytes=(16 if len(sizes) == 1 else 32) << 10).make_config()
+    with chunkmem.ChunkManager(config, mesh=mesh) as manager:
+        return work(Run(manager, **how))
+
+
+def freeze_a_stage(run: Run) -> tuple[Step, Step]:
+    """Return a step with all trained, and one with the first stage frozen."""
+    trained = run.steps(6)
+    assert run.pipe.end_epoch().num_params > 0
+    return trained, run.steps(10)
+
+
+def test_no_gradients_go_to_a_frozen_stage(pair: Team) -> None:
+    (first_before, first), (last_before, last) = pair.run(in_stages, freeze_a_stage, UNCACHED)
+    assert sorted(kind(label) for label in first_before.sent + last_before.sent) == ["gradients"] * 4 + ["outputs"] * 4
+    assert [kind(label) for label in first.sent] == ["outputs"] * 4
+    assert last.sent == []
+    assert first.calls == {(0, "forward"): 4}
+    assert last.calls == {(1, "forward"): 4, (1, "backward"): 4}
+    assert first.weights_nbytes <= first_before.weights_nbytes
+
+
+def kind(label: str) -> str:
+    return "gradients" if "gradients" in label else "outputs"
+
+
+def test_with_a_cache_a_frozen_stage_has_nothing_to_do(pair: Team) -> None:
+    (_, first), (_, last) = pair.run(in_stages, freeze_a_stage, {})
+    assert first.sent == last.sent == []
+    assert not first.calls
+    assert first.weights_nbytes == 0
+    assert last.calls == {(1, "forward"): 4, (1, "backward"): 4}
+
+
+def freeze_twice(run: Run) -> list[Any]:
+    """Freeze to the middle of the first stage, then to the middle of the second."""
+    found: list[Any] = []
+    run.steps(2)
+    for modules in ([run.model.words, run.model.blocks[0]], [*run.model.blocks[1:3]]):
+        run.manager.freeze(modules)
+        found += [run.step(number) for number in range(4)]
+    return [found, run.losses, copied(run.manager.state_dict())]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"),
+    [
+        ("1f1b", 1),
+        ("looped-bfs", 2),
+        pytest.param("gpipe", 1, marks=pytest.mark.full),
+        pytest.param("interleaved", 2, marks=pytest.mark.full),
+    ],
+)
+def test_more_blocks_begin_where_fewer_had_ended(pair: Team, schedule: str, per_rank: int) -> None:
+    how = {"schedule": schedule, "per_rank": per_rank}
+    (first, losses, weights), (last, *_) = pair.run(in_stages, freeze_twice, how)
+    (_, *expected), _ = pair.run(in_stages, freeze_twice, how | UNCACHED)
+    assert_equal([losses, weights], expected)
+    messages = [len(a.sent + b.sent) for a, b in zip(first, last, strict=True)]
+    if per_rank == 1:
+        assert messages == [8] * 4 + [4, 4, 0, 0]  # words 0 1 | 2 3 head: frozen up to 0, then up to 2
+
+
+def test_four_ranks_have_caches_of_their_own_samples(four: Team) -> None:
+    """Two pipelines share each stage: they leave blocks out together."""
+    found = four.run(in_stages, freeze_twice, {}, (2, 2))
+    expected = four.run(in_stages, freeze_twice, UNCACHED, (2, 2))
+    for (steps, *ours), (_, *theirs) in zip(found, expected, strict=True):
+        assert_equal(ours, theirs)
+        assert steps[-1].sent == []
+
+
+def refuse(run: Run) -> tuple[list[str], list[float]]:
+    """All raise, and train on."""
+    run.manager.freeze([run.model.words, run.model.blocks[:2]])
+    said = []
+    run.steps(2)
+    with pytest.raises(chunkmem.ConfigError, match="there are 3 ids for 8 samples"):
+        run.pipe.step(run.data[0][:8], run.data[1][:8], ids=[0, 1, 2])
+    with pytest.raises(chunkmem.ConfigError, match="give ids="):
+        run.pipe.step(run.data[0][:8], run.data[1][:8])
+    with pytest.raises(chunkmem.StateError) as caught:
+        run.pipe.step(run.data[0][1:9], run.data[1][:8], ids=list(range(8)))
+    said.append(str(caught.value))
+    run.model.blocks[0].append_dropout = nn.Dropout(0.5)
+    with pytest.raises(chunkmem.StateError) as caught:
+        run.pipe.step(run.data[0][:8], run.data[1][:8], ids=list(range(8)))
+    said.append(str(caught.value))
+    del run.model.blocks[0].append_dropout
+    run.steps(2)
+    return said, run.losses
+
+
+def test_a_batch_that_is_refused_is_refused_on_all_stages(pair: Team) -> None:
+    (first, losses), (last, _) = pair.run(in_stages, refuse, {})
+    assert losses[2:] != losses[:2]
+    assert "the cache of another stage refuses the batch" in first[0]
+    assert "sample 0 is not what it was the last time" in last[0]
+    assert "drops values at random" in first[1]
+    assert first[1] == last[1]
+
+
+def ask_for_other_samples(run: Run) -> None:
+    ids = list(range(8))
+    ids[0] += run.manager.runtime.ranks.stages.rank  # type: ignore[union-attr]
+    run.pipe.step(run.data[0][:8], run.data[1][:8], ids=ids)
+
+
+def test_all_stages_are_given_the_same_ids(pair: Team) -> None:
+    with pytest.raises(RankFailure, match="the batch of the pipeline differs between ranks"):
+        pair.run(in_stages, ask_for_other_samples, {})
+
+
+def load_other_weights(run: Run) -> Any:
+    """Those of the first stage alone: only its rank can notice."""
+    run.manager.freeze([run.model.words, run.model.blocks[:2]])
+    run.steps(6)
+    state = run.manager.state_dict()
+    run.manager.load_state_dict({k: v * 1.1 if k.startswith("blocks.0") else v for k, v in state.items()})
+    run.steps(4)
+    return run.losses
+
+
+def test_other_weights_of_a_frozen_stage_are_noticed(pair: Team) -> None:
+    assert_equal(pair.run(in_stages, load_other_weights, {}), pair.run(in_stages, load_other_weights, UNCACHED))
+
+
+def test_an_adaptive_schedule_is_refused(pair: Team) -> None:
+    with pytest.raises(RankFailure, match="takes no adaptive schedule"):
+        pair.run(adaptive)
+
+
+def adaptive(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    with chunkmem.ChunkManager(Task("a growing prefix", "stages").make_config(), mesh=mesh) as manager:
+        with manager.init():
+            model = Net()
+        schedule = chunkmem.FreezeSchedule(model.blocks, first=model.words, adaptive=True)
+        manager.pipeline(
+            model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=2, freeze=schedule
+        )
