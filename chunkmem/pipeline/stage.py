@@ -165,12 +165,12 @@ class Stage(_PipelineStageBase):
         if self._is_idle:
             return None
         part = self._step.parts[fwd_chunk_id]
-        frozen = self._step.frozen.part(self._first_block, len(self.submod.blocks), fwd_chunk_id, device=self.device)
+        frozen = self._step.frozen.part(self._first_block, len(self._module.blocks), fwd_chunk_id, device=self.device)
         if self._is_given:
             value = frozen.given
         else:
             value = part.inputs if self.is_first else self._take_inputs(fwd_chunk_id)
-        self.submod.frozen = frozen
+        self._module.frozen = frozen
         del frozen
         with self._timed(StageWork.FORWARD, fwd_chunk_id), self._step.statistics.micro_batch(fwd_chunk_id):
             output = self.submod(value, policy=self._step.policies[fwd_chunk_id])
