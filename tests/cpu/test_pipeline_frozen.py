@@ -326,6 +326,21 @@ def test_without_a_schedule_no_epoch_ends() -> None:
             manager.pipeline(run.model.blocks, loss_fn=loss_of, micro_batches=2, freeze=[])  # type: ignore[arg-type]
 
 
+def test_a_cache_is_refused_where_batches_overlap() -> None:
+    """Also one that is empty."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        run = Run(manager, host=HOST_NBYTES)
+        with pytest.raises(chunkmem.ConfigError, match="cache with schedule='async-1f1b': batches overlap"):
+            manager.pipeline(
+                run.model.blocks,
+                loss_fn=loss_of,
+                micro_batches=2,
+                schedule="async-1f1b",
+                versions="stash",
+                cache=run.cache,
+            )
+
+
 def test_other_weights_of_frozen_blocks_are_noticed() -> None:
     """What the cache has is of the old ones."""
     found = []
