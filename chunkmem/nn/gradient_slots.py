@@ -204,3 +204,8 @@ class GradientSlots:
     def any_landed(self, params: Iterable[ManagedParameter]) -> bool:
         """Tell whether one of `params` has a gradient."""
         return any(managed in self._landed.get(managed.group, ()) for managed in params)
+
+    def any_given(self, params: Iterable[ManagedParameter]) -> bool:
+        """Tell whether one of `params` has a gradient, here or, after a mean over ranks, with its owner."""
+        params = list(params)
+        return self.any_landed(params) or not (self.given | self.anywhere).isdisjoint(params)

@@ -250,7 +250,7 @@ class StatefulOptimizer(ChunkedOptimizer):
         """
         if self.state or any(not _is_zero(group.get("lr")) for group in self.param_groups):
             return False
-        if self._updater.gradients.any_landed(m for m in self._looked_up() if m is not None):
+        if self._updater.gradients.any_given(m for m in self._looked_up() if m is not None):
             return False
         trainable = [param for param in self._params() if param.requires_grad]
         grads = [param.grad for param in trainable if param.grad is not None]

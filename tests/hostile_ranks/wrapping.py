@@ -88,6 +88,24 @@ def clipped_by_torchs_function(user: User) -> None:
         user.update()
 
 
+@script(expect=EQUAL_BUT_FOR_ORDER)
+def a_rate_that_warms_up_from_zero_where_one_rank_owns_all_that_is_trained(user: User) -> None:
+    """After clipping, the other ranks took their step for one that only makes states: it was over gradients of zero."""
+    for param in user.model.parameters():
+        param.requires_grad_(False)
+    user.model.head.weight.requires_grad_(True)
+    opt = user.adamw([user.model.head.weight], lr=0.0)
+    _ = wrapped(user)
+    for step in range(3):
+        user.loss(step).backward()
+        if user.manager is None:
+            average_gradients(user.params)
+        user.record(clip_grad_norm_([user.model.head.weight], 0.01))
+        opt.step()
+        opt.zero_grad()
+        opt.param_groups[0]["lr"] = 1e-2 * step
+
+
 @script(expect=Refused("RankError", "clipping of gradients with multiplication of gradients by"))
 def clipped_to_another_norm_on_each_rank(user: User) -> None:
     wrapped(user)
