@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import chunkmem
@@ -18,6 +19,7 @@ from tests.helpers.late_exchange import LateExchange
 
 WIDTH = 16
 WORDS = 11
+MAX_NORM = 0.05
 
 
 class Block(nn.Module):
@@ -155,6 +157,8 @@ class Task:
     """Of the optimizer, besides the learning rate."""
     compiler: dict[str, Any] | None = None
     """Options of torch.compile for the blocks."""
+    clip: str = ""
+    """To `MAX_NORM`: by the optimizer's "method", or by torch's function below DistributedDataParallel: "torch"."""
     adversarial: int | None = None
     """Seed of copies and exchanges that are as late as they may be, over memory full of NaN; None: they are not."""
 
@@ -233,15 +237,22 @@ def train(rank: int, task: Task) -> Outcome:
         if task.compiler is not None:
             manager.compile(model, **task.compiler)
         optimizer = make_optimizer(task, model, manager)
+        called = DistributedDataParallel(model) if task.clip == "torch" else model
         losses = []
         for step in range(task.steps):
             for micro in range(task.num_micro_batches(step, rank)):
-                loss = loss_of(model, batch_of(task, step, micro, rank))
+                if task.clip == "torch":
+                    called.require_backward_grad_sync = micro == task.micro_batches - 1
+                loss = loss_of(called, batch_of(task, step, micro, rank))
                 if (step, rank) in task.without_backward:
                     continue
                 last = micro == task.micro_batches - 1 if task.says_last else None
                 manager.backward(loss, last=last)
                 losses.append(loss.item())
+            if task.clip == "torch":
+                nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            elif task.clip:
+                optimizer.clip_grad_norm_(MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
         assert manager.runtime.sharding.shards is not None
@@ -274,7 +285,7 @@ def serial(task: Task, size: int) -> tuple[list[list[float]], dict[str, Tensor],
             grads.append([param.grad for param in params])
         for param, *each in zip(params, *grads, strict=True):
             param.grad = mean_of(param, each)
-        if clip := task.config.get("gradient_clipping"):
+        if clip := (MAX_NORM if task.clip else task.config.get("gradient_clipping")):
             nn.utils.clip_grad_norm_(params, clip)
         optimizer.step()
     state = optimizer.state_dict()["state"]
