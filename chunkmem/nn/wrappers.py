@@ -90,8 +90,10 @@ class _WrapperHook:
         if self._num_ranks > 1 and (strategy := saving_strategy()) is not None:
             raise StateError(
                 f"Trainer with save_strategy={strategy!r} over {self._num_ranks} ranks: it asks the first rank alone "
-                'for weights of which each rank has some, and would wait; set save_strategy="no", and save with '
-                "manager.save(path, optimizer) on all ranks (docs/integrations.md says how)"
+                "for weights of which each rank has some, and would wait; before train(), call "
+                "chunkmem.integrations.transformers.ChunkmemCallback(manager).add_to(trainer), or set "
+                'save_strategy="no" and save with manager.save(path, optimizer) on all ranks '
+                "(docs/integrations.md says how)"
             )
         become_managed(parent, child, self._declare)
         if (gradients := self._gradients()) is not None:
@@ -103,11 +105,19 @@ class _WrapperHook:
 
 
 def saving_strategy() -> str | None:
-    """Return the `save_strategy` of the transformers Trainer further up the stack, if there is one that saves."""
+    """Return the `save_strategy` of the transformers Trainer further up the stack, if its first rank is to save alone.
+
+    A script without our callback hands over nothing of Trainer's, and this is the last call of its on all ranks before
+    one of them saves: the others may then wait in a barrier of Trainer's, where no agreement of ranks is reached.
+    """
     frame: FrameType | None = sys._getframe(1) if _TRAINER in sys.modules else None
     while frame is not None:
         if frame.f_globals.get("__name__") == _TRAINER and "self" in frame.f_locals:
-            strategy = getattr(getattr(frame.f_locals["self"], "args", None), "save_strategy", "no")
+            trainer = frame.f_locals["self"]
+            callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", ())
+            if any(getattr(callback, "gathers_checkpoints", False) for callback in callbacks):
+                return None
+            strategy = getattr(getattr(trainer, "args", None), "save_strategy", "no")
             found = str(getattr(strategy, "value", strategy))
             return None if found == "no" else found
         frame = frame.f_back
