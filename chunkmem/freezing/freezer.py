@@ -56,7 +56,10 @@ def freeze(runtime: Runtime, what: object, *, prefix: int | None, keep_states: b
             param.requires_grad_(False)
             param.grad = None  # what the last step has used: an optimizer would use it again
         freed_nbytes = 0
-        if not keep_states:
+        if keep_states:
+            runtime.updater.kept.update(managed)
+        else:
+            runtime.updater.kept.difference_update(managed)
             _forget_states(runtime, params)
             groups = _frozen_groups(runtime, {each.group for each in managed})
             freed_nbytes = sum(runtime.updater.give_up(group) for group in sorted(groups))
@@ -77,8 +80,7 @@ def unfreeze(runtime: Runtime, what: object) -> FreezeReport:
         for param in params:
             param.requires_grad_(True)
         managed = [found for param in params if (found := runtime.registry.lookup(param)) is not None]
-        optimizers = runtime.optimizers
-        new = [each for each in managed if not any(each.param in optimizer.state for optimizer in optimizers)]
+        new = [each for each in managed if not _has_states(runtime, each)]
         try:
             runtime.updater.begin_again(new)  # so that a lack of room is known now
         except CapacityError:
@@ -87,6 +89,7 @@ def unfreeze(runtime: Runtime, what: object) -> FreezeReport:
             for group in _frozen_groups(runtime, {each.group for each in managed}):
                 runtime.updater.give_up(group)
             raise
+        runtime.updater.kept.difference_update(managed)
         expect_step(runtime)
     return FreezeReport(sum(param.numel() for param in params))
 
@@ -143,8 +146,21 @@ def _forget_states(runtime: Runtime, params: Sequence[nn.Parameter]) -> None:
                 del optimizer.state[param]
 
 
+def _has_states(runtime: Runtime, managed: ManagedParameter) -> bool:
+    """Tell whether an optimizer has states of a parameter."""
+    return any(managed.param in optimizer.state for optimizer in runtime.optimizers)
+
+
+def _is_kept(runtime: Runtime, managed: ManagedParameter) -> bool:
+    """Tell whether training a parameter is to be taken up where it was."""
+    return managed.requires_grad or managed in runtime.updater.kept or _has_states(runtime, managed)
+
+
 def _frozen_groups(runtime: Runtime, groups: Collection[int]) -> set[int]:
-    """Return those of the groups that nothing trains any more, and that this rank has the states of."""
+    """Return those of the groups that nothing trains any more, and that this rank has the states of.
+
+    Where another parameter of a group was frozen with its states, or by hand, they stay with those of the whole group.
+    """
     by_group: dict[int, list[ManagedParameter]] = defaultdict(list)
     for managed in runtime.registry.parameters:
         if managed.group in groups:
@@ -152,5 +168,6 @@ def _frozen_groups(runtime: Runtime, groups: Collection[int]) -> set[int]:
     return {
         group
         for group, members in by_group.items()
-        if not any(managed.requires_grad for managed in members) and group in runtime.updater.claims
+        if group in runtime.updater.claims
+        and not any(_is_kept(runtime, managed) for managed in members)
     }

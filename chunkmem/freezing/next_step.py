@@ -63,6 +63,8 @@ def _expect(
         return of_training(trace) == {key for key in kept if _is_of_update(key.role)}
 
     found = runtime.controller.source_of(key, is_current)
+    if found is None:
+        runtime.controller.record(key)
     if found is None or found[0] == key:
         return None
     source, trace = found
@@ -82,6 +84,8 @@ def _expect(
     )
     if fewer.is_certain:
         runtime.controller.expect(key, fewer.trace, source)
+    else:
+        runtime.controller.record(key)
     return None if fewer.exchanges is None else fewer.exchanges.schedule
 
 

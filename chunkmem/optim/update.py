@@ -49,6 +49,8 @@ class GroupUpdater:
         self.ahead = make_ahead(self._intent_of, self.claims.chunks)
         self._blank: set[ManagedParameter] = set()
         """Not updated yet, with states of zero all the same."""
+        self.kept: set[ManagedParameter] = set()
+        """Frozen, with states and master weights that stay: training is taken up where it was."""
 
     def claim(self, wanted: Wanted, owner: Owner, *, forget_plans: Callable[[], None]) -> None:
         """Make `owner` the one optimizer of some parameters; see `Claims.claim`.

@@ -129,6 +129,7 @@ class KnownSteps:
         cache = self.kinds[Mode.TRAIN]
         entry = cache.of(key)
         if entry is not None and entry.trace is not None and is_current(entry.trace):
+            cache.expect_again(entry)
             return key, entry.trace
         if entry is not None:
             self.drop(key)
@@ -143,6 +144,10 @@ class KnownSteps:
         if self.now.entry is cache.of(key):
             self.now.entry = None  # nothing is to be learnt for it
         cache.drop(key)
+
+    def record(self, key: Key) -> None:
+        """The next training step with a key is to be recorded."""
+        self.kinds[Mode.TRAIN].record(key)
 
     def expect(self, key: Key, trace: Trace, source: Key) -> None:
         """Steps with a key come next, and are new: have a plan for them.

@@ -105,6 +105,8 @@ class PlanCache:
         """Followed, or recorded, in the last steps."""
         self._expected: set[CachedPlan] = set()
         """Those of steps that nobody has seen yet."""
+        self._to_record: Key | None = None
+        """Of steps that come for sure, and are not known."""
         self._followed_by: dict[tuple[CachedPlan, ...], CachedPlan] = {}
         """After one or two steps, the one that came next the last time."""
         self._tries = 0
@@ -181,6 +183,14 @@ class PlanCache:
         self._add(key, trace)
         self._expected.add(self._before[-1])
 
+    def record(self, key: Key) -> None:
+        """The next step with this key is to be recorded, unless something is known of it."""
+        self._to_record = key
+
+    def expect_again(self, entry: CachedPlan) -> None:
+        """Such a step comes next, and none came for a while: if it misses this plan, the one after it is recorded."""
+        self._expected.add(entry)
+
     # Before a step.
 
     def choose(self, key: Key) -> CachedPlan | None:
@@ -210,7 +220,7 @@ class PlanCache:
         if any(self._known(key)):
             return False
         self.why_recorded = "it begins with another model, or other parameters are trainable"
-        if len(self._of) < _NUM_AT_ONCE or not self._is_lone:
+        if len(self._of) < _NUM_AT_ONCE or not self._is_lone or key == self._to_record:
             return True
         if key not in self._came_once:
             self._came_once.append(key)
@@ -304,6 +314,7 @@ class PlanCache:
         if entry in self._expected:
             self._expected.discard(entry)
             if has_missed:  # it was expected wrongly: the next step is recorded
+                self.record(self.key_of(entry))
                 self._let_go(entry)
                 return
         self._outcomes.append(has_missed)

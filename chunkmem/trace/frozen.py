@@ -11,11 +11,11 @@ A region that backward does not come to any more saves nothing. Over ranks, what
 entered is not, see `chunkmem.trace.frozen_exchanges`.
 
 What a step leaves out of its plan does no harm, so what cannot be told for certain stays: with several micro-batches,
-the backwards of all but the last one; what a frozen block between trained ones saves, which may be less. Two things are
-not said of a step, which has to be recorded then (`is_certain`):
+the backwards of all but the last one. Two things are not said of a step, which has to be recorded then (`is_certain`):
 
-    over ranks, frozen parameters between trained ones     when their modules are done with is seen in a recorded step
-    the first trained block is recomputed                  from a copy of its inputs, now that these have no gradients
+    frozen parameters between trained ones, over      when backward is done with them, and what their blocks save, is
+    ranks or with managed activations                 seen in a recorded step
+    the first trained block is recomputed             from a copy of its inputs, now that these have no gradients
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def without_training(
     lost = gone | set(emptied) | {key for key in trace.chunk_nbytes if key.role is Role.ACTIVATION and key not in used}
     sizes = {key: nbytes for key, nbytes in trace.chunk_nbytes.items() if key not in lost}
     gone_early = any(at < step.cut and is_landing(m) and not is_left(m) for at, m in enumerate(trace.moments))
-    is_certain = not _recomputes_first(trace, step) and not (exchanges is not None and gone_early)
+    counts = exchanges is not None or any(moment.chunk.role is Role.ACTIVATION for _, moment in step.moments)
+    is_certain = not _recomputes_first(trace, step) and not (counts and gone_early)
     return Fewer(_renumbered(trace, step, sizes=sizes), after, is_certain)
 
 
