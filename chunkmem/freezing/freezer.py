@@ -168,6 +168,5 @@ def _frozen_groups(runtime: Runtime, groups: Collection[int]) -> set[int]:
     return {
         group
         for group, members in by_group.items()
-        if group in runtime.updater.claims
-        and not any(_is_kept(runtime, managed) for managed in members)
+        if group in runtime.updater.claims and not any(_is_kept(runtime, managed) for managed in members)
     }

@@ -213,6 +213,8 @@ class StepController(KnownSteps):
         if self.now.mode is Mode.EVAL or (self.now.mode is Mode.TRAIN and is_over):
             self._end_iteration()
             self.now.is_settled = True
+            for kinds in self.kinds.values():
+                kinds.stop()
 
     def note_compiled(self) -> None:
         """torch's compiler begins: what it takes is no part of computing. Several ranks have to agree on that."""

@@ -124,8 +124,21 @@ def all_but_the_head(training: Training) -> Any:
     yield from training.steps(4)
 
 
+def kept_next_to_forgotten(training: Training) -> Any:
+    """Of one block the states stay, also in chunks of which everything else is forgotten."""
+    model = training.model
+    yield from training.steps(4)
+    training.freeze([model.blocks[1]], keep_states=True)
+    training.freeze([model.inner, model.blocks[0], *model.blocks[2:], model.head])
+    training.unfreeze([model.head])
+    yield from training.steps(3)
+    training.unfreeze([model])
+    yield from training.steps(3)
+
+
 SCENES: dict[str, Callable[[Training], Any]] = {
-    scene.__name__: scene for scene in (prefix, every_second, kept, before_the_first_step, all_but_the_head)
+    scene.__name__: scene
+    for scene in (prefix, every_second, kept, kept_next_to_forgotten, before_the_first_step, all_but_the_head)
 }
 
 
@@ -183,6 +196,7 @@ def test_the_next_step_follows_a_plan() -> None:
         training = trained(manager)
         before = manager.trace
         manager.freeze([training.model.inner, *training.model.blocks[:3]])
+        assert manager.timeline().plan_misses == 0  # type: ignore[union-attr]
         training.steps(1)
         timeline = manager.timeline()
         assert timeline is not None

@@ -197,6 +197,31 @@ def freeze_on_one(rank: int) -> None:
         optimizer.step()
 
 
+def freeze_one_by_hand(rank: int) -> tuple[int, str]:
+    torch.manual_seed(SEED)
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        with manager.init():
+            model = Blocks(num_blocks=3)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(8):
+            if step == 6 and rank == 1:
+                model.blocks[1].requires_grad_(False)
+            try:
+                model(features(rank)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            except chunkmem.RankError as error:
+                return step, str(error)
+    return 8, ""
+
+
+def test_a_parameter_frozen_by_hand_on_one_rank_is_named_on_all_within_a_step(team: Team) -> None:
+    """Also while a plan is followed."""
+    for step, said in team.run(freeze_one_by_hand):
+        assert step == 6
+        assert "parameter blocks.1.0.bias (16,) is frozen on rank 1 and not on rank 0 (and 3 more)" in said
+
+
 def test_freezing_on_one_rank_alone_is_an_error_at_once(team: Team) -> None:
     with pytest.raises(RankFailure, match="freeze"):
         team.run(freeze_on_one)
