@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from chunkmem.pipeline.modules import with_ends
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.pipeline.width_costs import WidthCosts
+from chunkmem.plan.pipeline_schedule import Schedule
 from chunkmem.plan.pipeline_width import Division, WidthChoice
 
 
@@ -138,7 +140,7 @@ class ElasticPipeline:
         """
         runtime = self._runtime
         runtime.require_open()
-        choice = self._costs.choose(runtime, self._cut)
+        choice = self._costs.choose(runtime, self._now())
         if isinstance(choice, str):
             self.reason = choice
             return False
@@ -156,9 +158,26 @@ class ElasticPipeline:
         return True
 
     def _divide(self, division: Division) -> None:
-        cut = division.num_blocks if division.num_ranks > 1 else None
-        self._use(self._pipeline.divided(division.num_ranks, cut=cut))
-        self._cut = cut
+        options, self._cut = self._options, None
+        if division.num_ranks > 1:
+            self._cut = division.num_blocks
+            options = replace(
+                options,
+                cut=division.num_blocks,
+                schedule=division.schedule.value,
+                stages_per_rank=len(division.num_blocks) // division.num_ranks,
+            )
+        self._use(self._pipeline.divided(division.num_ranks, options))
+        if isinstance(self._pipeline, StagedPipeline) and self._options.schedule == "auto":
+            self._pipeline.reason = self.reason  # chosen here, so another one takes its place where it cannot run
+
+    def _now(self) -> Division:
+        pipeline, ranks, num_blocks = self._pipeline, self._runtime.ranks, len(self._options.blocks)
+        if not isinstance(pipeline, StagedPipeline) or ranks.stages is None:
+            return Division(1, ranks.shard.size, (num_blocks,))
+        num = len(pipeline.stages) * ranks.stages.size
+        even = tuple(num_blocks * (k + 1) // num - num_blocks * k // num for k in range(num))
+        return Division(ranks.stages.size, ranks.shard.size, self._cut or even, Schedule(pipeline.schedule))
 
     def end_epoch(self) -> FreezeReport:
         """Freeze what the schedule says (`manager.pipeline(freeze=)`), and `resize()`; return what freezing gave back.
@@ -174,7 +193,7 @@ class ElasticPipeline:
 
         For arguments and errors see `repartition` of other pipelines.
         """
-        self._use(self._pipeline.repartition(stages))
+        self._use(self._pipeline.divided(stages, self._options))
         self._cut = None
         self.reason = f"{stages} stages were asked for"
         return self

@@ -49,7 +49,7 @@ def repartition(
     options: PipelineOptions,
     num_stages: int,
     *,
-    cut: tuple[int, ...] | None = None,
+    changed: PipelineOptions | None = None,
     make: MakePipeline,
 ) -> tuple[Pipeline, str]:
     """Do what `OfWidth.repartition` says: [Note: Repartition].
@@ -58,19 +58,20 @@ def repartition(
         runtime: the parts of the manager so far.
         options: what the user has asked of the pipeline.
         num_stages: ranks of a pipeline from now on.
-        cut: the number of blocks in each stage; None: about as many in all.
+        changed: what is asked for from now on; None: the same, about as many blocks in each stage.
         make: has a manager take other parts over, and returns a pipeline over them.
 
     Returns:
         The pipeline, and what has happened in words.
     """
-    _refuse(runtime, replace(options, cut=cut), num_stages, is_same=cut == options.cut)
-    options = replace(_options_for(options, num_stages), cut=cut)
+    before, options = options, replace(options, cut=None) if changed is None else changed
+    _refuse(runtime, options, num_stages, is_same=options.cut == before.cut)
+    options = _options_for(options, num_stages)
     table = ranks_by_stage(runtime.origin.mesh, num_stages)
     stage, replica, shard = (table == runtime.ranks.name(runtime.ranks.rank)).nonzero()[0].tolist()
     members = tuple(sorted(table[:, replica].flatten().tolist()))
     said = f"its {_width(runtime.ranks)} ranks (stages x shards) are {num_stages} x {table.shape[2]} now"
-    said += f", with {', '.join(map(str, cut))} blocks" if cut else ""
+    said += f", with {', '.join(map(str, options.cut))} blocks" if options.cut else ""
     ranks = Ranks(mesh=Mesh((members,)), timeout_s=runtime.config.distributed.timeout_s)
     try:
         change = _Change(runtime, ranks)

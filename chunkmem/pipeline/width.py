@@ -12,6 +12,7 @@ from chunkmem.errors import StateError
 from chunkmem.pipeline.block_times import BlockTimes
 from chunkmem.pipeline.epochs import Epochs, FreezeReport
 from chunkmem.pipeline.micro_batches import MicroBatch
+from chunkmem.pipeline.options import PipelineOptions
 
 
 class Pipeline(Protocol):
@@ -84,12 +85,12 @@ class OfWidth:
         """
         return self.divided(stages)
 
-    def divided(self, stages: int, *, cut: tuple[int, ...] | None = None) -> Pipeline:
-        """Do what `repartition` does, into stages of so many blocks each; None: about as many in all."""
+    def divided(self, stages: int, changed: PipelineOptions | None = None) -> Pipeline:
+        """Do what `repartition` does, with other options from now on."""
         self.require_current()
         if self.divide is None:
             raise StateError("this pipeline was not made by manager.pipeline(), and cannot be divided again")
-        pipeline, self._over = self.divide(stages, cut=cut)
+        pipeline, self._over = self.divide(stages, changed=changed)
         return pipeline
 
     @contextlib.contextmanager

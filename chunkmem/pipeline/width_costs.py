@@ -40,12 +40,12 @@ class WidthCosts:
         self._exchange_Bps = inf
         self._chain = with_ends(options.blocks, first=options.first, last=options.last)
 
-    def choose(self, runtime: Runtime, cut: tuple[int, ...] | None) -> WidthChoice | str:
+    def choose(self, runtime: Runtime, now: Division) -> WidthChoice | str:
         """Return what is best, the same on all ranks, which all call it; or why nothing can be said.
 
         Args:
             runtime: of the manager, as things are.
-            cut: the number of blocks in each stage; None: about as many in all.
+            now: how the ranks are divided.
 
         Raises:
             RankError: a rank is missing.
@@ -57,21 +57,11 @@ class WidthCosts:
         costs, missing, num_samples = known
         if missing:
             return f"nothing is known of block {missing[0]} yet: call pipe.step() before pipe.resize()"
-        task = self._task(runtime, costs, num_samples * ranks.size)
+        task = self._task(runtime, costs, num_samples * ranks.size, now)
         machine = self._machine(runtime)
-        now = self._now(runtime, cut)
         return ranks.from_first(choose_width(task, now, machine), label="resize: another number of stages")
 
-    def _now(self, runtime: Runtime, cut: tuple[int, ...] | None) -> Division:
-        ranks, num_blocks = runtime.ranks, len(self._chain)
-        if ranks.stages is None:
-            return Division(1, ranks.shard.size, (num_blocks,))
-        _, per_rank, _ = with_schedule(runtime, self._options, num_ranks=ranks.stages.size, num_shards=ranks.shard.size)
-        num = per_rank * ranks.stages.size
-        even = (num_blocks * (k + 1) // num - num_blocks * k // num for k in range(num))
-        return Division(ranks.stages.size, ranks.shard.size, tuple(even) if cut is None else cut)
-
-    def _task(self, runtime: Runtime, costs: Mapping[int, SampleCost], num_samples: int) -> WidthTask:
+    def _task(self, runtime: Runtime, costs: Mapping[int, SampleCost], num_samples: int, now: Division) -> WidthTask:
         """Return what is trained with a global batch of so many samples."""
         kinds, blocks, exchanged, held = self._times.kinds(), [], [], []
         replicas = 1 if runtime.ranks.replicate is None else runtime.ranks.replicate.size
@@ -89,9 +79,11 @@ class WidthCosts:
             )
             exchanged.append(block.weight_nbytes * (2 if kinds[at] else 1) + trained_nbytes)
             held.append(block.weight_nbytes + trained_nbytes)
-        return WidthTask(blocks, exchanged, held, num_samples, self._options.micro_batches, self._schedules(runtime))
+        return WidthTask(
+            blocks, exchanged, held, num_samples, self._options.micro_batches, self._schedules(runtime, now)
+        )
 
-    def _schedules(self, runtime: Runtime) -> dict[int, tuple[Schedule, int]]:
+    def _schedules(self, runtime: Runtime, now: Division) -> dict[int, tuple[Schedule, int]]:
         """Return by number of stages, of those that these ranks and blocks can have, what runs them."""
         options, found = self._options, {1: (Schedule.BY_LAYER, 1)}
         num_ranks = _num_ranks(runtime.ranks)
@@ -104,7 +96,7 @@ class WidthCosts:
             except (ConfigError, LayoutError):
                 continue
             found[num] = Schedule(chosen.schedule), per_rank
-        return found
+        return found | {now.num_ranks: (now.schedule, len(now.num_blocks) // now.num_ranks)}
 
     def _machine(self, runtime: Runtime) -> WidthMachine:
         caps = runtime.tiers.caps

@@ -73,6 +73,8 @@ class Division:
     """Data-parallel ranks of each stage."""
     num_blocks: tuple[int, ...]
     """By stage."""
+    schedule: Schedule = Schedule.BY_LAYER
+    """What runs the stages."""
     step_s: float = inf
     """Predicted, without updates."""
 
@@ -139,7 +141,7 @@ def _balanced(task: WidthTask, num_ranks: int, machine: WidthMachine) -> Divisio
         CapacityError: a stage fits no rank, or what one has to hold together does not fit DEVICE.
         ConfigError: there are fewer blocks than stages, or fewer samples than data-parallel ranks.
     """
-    width, (_, per_rank) = machine.num_ranks // num_ranks, task.schedules[num_ranks]
+    width, (schedule, per_rank) = machine.num_ranks // num_ranks, task.schedules[num_ranks]
     held_nbytes = max(task.held_nbytes, default=0)
     if width > 1 and held_nbytes > machine.device_nbytes:
         raise CapacityError(
@@ -154,7 +156,7 @@ def _balanced(task: WidthTask, num_ranks: int, machine: WidthMachine) -> Divisio
         division = Division(1, width, (len(task.blocks),))
     else:
         stages = balance(task.blocks, num_ranks * per_rank, cap_nbytes=cap_nbytes)
-        division = Division(num_ranks, width, tuple(len(stage.blocks) for stage in stages))
+        division = Division(num_ranks, width, tuple(len(stage.blocks) for stage in stages), schedule)
     return replace(division, step_s=_predicted(task, division, machine))
 
 
@@ -167,7 +169,7 @@ def _predicted(task: WidthTask, division: Division, machine: WidthMachine) -> fl
     width, num_ranks = division.width, division.num_ranks
     if task.num_samples % width:
         raise ConfigError(f"a global batch of {task.num_samples} samples cannot be divided by {width} ranks")
-    schedule, _ = task.schedules[num_ranks]
+    schedule = division.schedule
     cuts = [0, *accumulate(division.num_blocks)]
     shares = [_share(block, width) for block in task.blocks]
     stages = [Stage(tuple(shares[first:stop])) for first, stop in pairwise(cuts)]

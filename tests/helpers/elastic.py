@@ -136,6 +136,7 @@ def elastic(rank: int, run: Elastic) -> Ended:
             reasons.append(one.pipe.reason)
             with fixed(run.speeds[(phase - 1) % len(run.speeds)]):
                 assert not one.pipe.resize(), f"{reasons[-1]}, and then {one.pipe.reason}"
+            assert "inf" not in one.pipe.reason, "what runs now can be predicted"
             one.steps(phase)
         ended = one.ended(shapes, reasons)
         if one.pipe.num_stages > 1:

@@ -34,7 +34,7 @@ def task(frozen: Sequence[int] = (), *, num: int = 8, prefix: int = 0, **options
     return WidthTask(blocks, exchanged, **(given | options))
 
 
-FOUR = Division(4, 1, (2, 2, 2, 2))
+FOUR = Division(4, 1, (2, 2, 2, 2), Schedule.ONE_F_ONE_B)
 
 
 def test_without_the_cost_of_exchanges_data_parallelism_has_no_bubble() -> None:
@@ -73,7 +73,7 @@ def test_a_prefix_that_has_no_backward_leaves_half_of_the_ranks_without_work() -
     """Wide blocks, which cannot be cut: two stages are a frozen block and a trained one, half of the ranks idle."""
     given, pair = task(num=2, prefix=1), replace(ROOMY, num_ranks=2, exchange_Bps=4 * MIB)
     only = {number: schedule for number, schedule in given.schedules.items() if number < 4}
-    two = Division(2, 1, (1, 1))
+    two = Division(2, 1, (1, 1), Schedule.ONE_F_ONE_B)
     # Two equal stages: 5 slots of 3 / 4 s, or 6 / 2 s of work and 6 MiB exchanged.
     assert choose_width(replace(task(num=2), schedules=only), two, pair).best.num_ranks == 2
     # (1 + 3) / 2 s of work and 4 MiB exchanged; or 1 / 4 s until the other rank begins, and its 3 s.
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_not_chosen_and_said() -> None:
     wide = [*task(num=4).blocks, Block("wide", 0.1, 0.1, 40 * MIB, weight_nbytes=MIB)]
     given = replace(task(num=5), blocks=wide)
     small = replace(ROOMY, cap_nbytes=20 * MIB)
-    choice = choose_width(given, Division(2, 2, (4, 1)), small)
+    choice = choose_width(given, Division(2, 2, (4, 1), Schedule.ONE_F_ONE_B), small)
     assert "4 x 1 is not possible: 4 stages: the largest one needs 40.00 MiB" in choice.reason
 
 
@@ -104,7 +104,7 @@ def test_a_batch_that_cannot_be_divided_is_left_with_its_stages() -> None:
 def test_fewer_samples_than_micro_batches_are_fewer_parts() -> None:
     # At 2 x 2 a batch has 2 samples: 2 parts, 3 slots of 12 / 2 / 2 s.
     only = {2: (Schedule.ONE_F_ONE_B, 1)}
-    choice = choose_width(task(num_samples=4, schedules=only), Division(2, 2, (4, 4)), ROOMY)
+    choice = choose_width(task(num_samples=4, schedules=only), Division(2, 2, (4, 4), Schedule.ONE_F_ONE_B), ROOMY)
     assert choice.now.step_s == pytest.approx(3 * 12 / 2 / 2)
 
 
@@ -112,7 +112,7 @@ def test_a_gain_of_five_percent_is_needed() -> None:
     """The prefix of 6 has no backward: 6 + 6 blocks' work, where the stages were 4 and 8."""
     only = {2: (Schedule.ONE_F_ONE_B, 1)}
     pair = replace(ROOMY, num_ranks=2)
-    choice = choose_width(task(prefix=6, schedules=only), Division(2, 1, (4, 4)), pair)
+    choice = choose_width(task(prefix=6, schedules=only), Division(2, 1, (4, 4), Schedule.ONE_F_ONE_B), pair)
     assert choice.best.num_blocks == (6, 2)
     assert choice.best.step_s < choice.now.step_s / 1.05
     assert choice.reason.startswith("2 x 1 of 6, 2 blocks, a step of")
@@ -120,7 +120,7 @@ def test_a_gain_of_five_percent_is_needed() -> None:
     seconds = [3, 3, 3, 3, 0.4, 3, 3, 3, 2.6]
     blocks = [Block(str(at), each / 3, 2 * each / 3, MIB, weight_nbytes=MIB) for at, each in enumerate(seconds)]
     near = replace(task(num=9, schedules=only), blocks=blocks)
-    choice = choose_width(near, Division(2, 1, (5, 4)), pair)
+    choice = choose_width(near, Division(2, 1, (5, 4), Schedule.ONE_F_ONE_B), pair)
     assert choice.best is choice.now
     assert choice.reason.startswith("2 x 1 of 5, 4 blocks stays, a step of 15.1 s")
     assert "2 x 1 of 4, 5 blocks would take 15 s" in choice.reason
@@ -129,7 +129,7 @@ def test_a_gain_of_five_percent_is_needed() -> None:
 def test_several_stages_a_rank() -> None:
     looped = {1: (Schedule.BY_LAYER, 1), 2: (Schedule.LOOPED_BFS, 2)}
     pair = replace(ROOMY, num_ranks=2, exchange_Bps=MIB)
-    choice = choose_width(task(schedules=looped), Division(2, 1, (2, 2, 2, 2)), pair)
+    choice = choose_width(task(schedules=looped), Division(2, 1, (2, 2, 2, 2), Schedule.LOOPED_BFS), pair)
     assert choice.best is choice.now
     assert choice.reason.startswith("2 x 1 stays, a step of")
     assert choice.now.step_s < inf
