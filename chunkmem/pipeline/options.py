@@ -69,6 +69,11 @@ class PipelineOptions:
             )
         if self.checkpoint not in CHECKPOINTS:
             raise ConfigError(f"checkpoint is {shown(self.checkpoint)}; give one of {', '.join(CHECKPOINTS)}")
+        if self.width is not None and self.schedule == ASYNCHRONOUS:
+            raise ConfigError(
+                f'width="auto" with schedule={ASYNCHRONOUS!r} is not available: batches are under way between its steps, '
+                "where stages would be divided again; take another schedule, or leave out width"
+            )
         self._check_versions()
 
     def _check_versions(self) -> None:

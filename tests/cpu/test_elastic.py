@@ -189,6 +189,11 @@ def refuse_other_managers(rank: int, folder: str) -> None:
     for given, options, said in (
         (chunkmem.ChunkManager(config), {"width": "auto"}, 'width="auto" divides the ranks of a mesh'),
         (chunkmem.ChunkManager(config, mesh=mesh), {"width": 2}, 'width is 2; give "auto", or leave it out'),
+        (
+            chunkmem.ChunkManager(config, mesh=mesh),
+            {"width": "auto", "schedule": "async-1f1b", "versions": "stash"},
+            "batches are under way between its steps",
+        ),
         (chunkmem.ChunkManager(chunkmem.Config.from_dict(values), mesh=mesh), {"width": "auto"}, r"with memory\.disk"),
     ):
         with given as manager:
