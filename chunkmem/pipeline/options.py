@@ -71,8 +71,8 @@ class PipelineOptions:
             raise ConfigError(f"checkpoint is {shown(self.checkpoint)}; give one of {', '.join(CHECKPOINTS)}")
         if self.width is not None and self.schedule == ASYNCHRONOUS:
             raise ConfigError(
-                f'width="auto" with schedule={ASYNCHRONOUS!r} is not available: batches are under way between its steps, '
-                "where stages would be divided again; take another schedule, or leave out width"
+                f'width="auto" with schedule={ASYNCHRONOUS!r} is not available: batches are under way between its '
+                "steps, where stages would be divided again; take another schedule, or leave out width"
             )
         self._check_versions()
 
