@@ -113,7 +113,7 @@ def in_stages(rank: int, work: Callable[[Run], Any], how: Mapping[str, Any], siz
     """Have one rank do that with a pipeline, made as said."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("stage", "shard")[: len(sizes)])
-    config = Task("a growing prefix", "stages", device_nbytes=(16 if len(sizes) == 1 else 32) << 10).make_config()
+    config = Task("a growing prefix", "stages", device_nbytes=32 << 10).make_config()
     with chunkmem.ChunkManager(config, mesh=mesh) as manager:
         return work(Run(manager, **how))
 
@@ -238,6 +238,33 @@ def load_other_weights(run: Run) -> Any:
 
 def test_other_weights_of_a_frozen_stage_are_noticed(pair: Team) -> None:
     assert_equal(pair.run(in_stages, load_other_weights, {}), pair.run(in_stages, load_other_weights, UNCACHED))
+
+
+def divide_again(run: Run) -> Any:
+    """What the pipeline was made with survives; a cache is refused, and then nothing has changed."""
+    run.steps(2)
+    reports = [run.pipe.end_epoch().num_params]
+    run.steps(2)
+    if run.cache is not None:
+        with pytest.raises(chunkmem.StateError, match="there is a cache"):
+            run.pipe.repartition(stages=1)
+        run.steps(2)
+        return None
+    run.pipe = run.pipe.repartition(stages=1)
+    run.steps(3)
+    reports.append(run.pipe.end_epoch().num_params)
+    run.steps(3)
+    frozen = [not any(p.requires_grad for p in m.parameters()) for m in (run.model.words, *run.model.blocks)]
+    return reports, frozen, copied(run.manager.state_dict())
+
+
+def test_the_schedule_survives_a_repartition(pair: Team) -> None:
+    first, second = pair.run(in_stages, divide_again, UNCACHED)
+    assert_equal(first, second)
+    block = sum(param.numel() for param in Net().blocks[0].parameters())
+    assert first[0] == [sum(p.numel() for p in Net().words.parameters()) + 2 * block, block]
+    assert first[1] == [True, True, True, True, False]
+    pair.run(in_stages, divide_again, {})
 
 
 def test_an_adaptive_schedule_is_refused(pair: Team) -> None:
