@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.nn.regions import RegionActivations
 from chunkmem.plan.model import Lane
 from chunkmem.trace.activations import Content, activation_contents
 from chunkmem.trace.model import Trace
 from chunkmem.types import Role
 from tests.helpers.audit import audit
+from tests.helpers.ranks import Team
 from tests.helpers.twins import AMPLE_NBYTES, SEED, WIDTH, assert_equal, config, copied, cpu_only, mlp
 
 pytestmark = cpu_only
@@ -181,6 +184,18 @@ def test_weights_of_frozen_blocks_come_once_and_nothing_is_saved_there(checkpoin
     assert frozen_names.isdisjoint(region.name for region in trace.regions)
     assert {each.content for each in contents if each.region in frozen_names} == {Content.OUTPUTS}
     assert any(each.content is not Content.OUTPUTS for each in contents)
+
+
+def test_calls_of_frozen_blocks_are_no_regions() -> None:
+    """Nothing is noted for a second call, such as states of random generators."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        run = Run(manager, checkpoint="always")
+        run.epoch(0)
+        run.pipe.end_epoch()
+        with mock.patch.object(RegionActivations, "enter", autospec=True, side_effect=RegionActivations.enter) as enter:
+            run.epoch(1)
+        names = {call.args[1] for call in enter.call_args_list}
+        assert names == {f"blocks.{number}" for number in range(2, NUM_BLOCKS)} | {"head"}
 
 
 def test_with_a_cache_weights_of_frozen_blocks_never_come() -> None:
@@ -356,3 +371,28 @@ def test_other_weights_of_frozen_blocks_are_noticed() -> None:
             losses += run.epoch(4)
             found.append((losses, copied(manager.state_dict())))
     assert_equal(*found)
+
+
+def with_other_hits(rank: int, has_new_samples: bool) -> tuple[list[float], list[int]]:
+    """Train by layer over ranks; the samples of the second rank may be new ones in each step."""
+    torch.set_num_threads(1)
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        run = Run(manager, host=HOST_NBYTES)
+        run.step(list(range(BATCH)))
+        run.pipe.end_epoch()
+        run.model.take_counts()
+        losses = []
+        for step in range(8):
+            first = 100 * rank + (BATCH * step if has_new_samples and rank == 1 else 0)
+            losses.append(run.step(list(range(first, first + BATCH))))
+        return losses, run.model.take_counts()
+
+
+def test_ranks_leave_frozen_blocks_out_together() -> None:
+    """Where one rank has to run them, the other one gathers them, too, and runs nothing."""
+    with Team(2) as team:
+        (_, counts), (_, same) = team.run(with_other_hits, False)
+        assert counts == same == [4] * 3 + [32] * 4
+        (_, first), (_, second) = team.run(with_other_hits, True)
+        assert first == [4] * 3 + [32] * 4
+        assert second == [32] * 7
