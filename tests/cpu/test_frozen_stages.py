@@ -161,7 +161,7 @@ def freeze_twice(run: Run) -> list[Any]:
     ("schedule", "per_rank"),
     [
         ("1f1b", 1),
-        ("looped-bfs", 2),
+        pytest.param("looped-bfs", 2, marks=pytest.mark.full),
         pytest.param("gpipe", 1, marks=pytest.mark.full),
         pytest.param("interleaved", 2, marks=pytest.mark.full),
     ],
@@ -176,6 +176,7 @@ def test_more_blocks_begin_where_fewer_had_ended(pair: Team, schedule: str, per_
         assert messages == [8] * 4 + [4, 4, 0, 0]  # words 0 1 | 2 3 head: frozen up to 0, then up to 2
 
 
+@pytest.mark.full
 def test_four_ranks_have_caches_of_their_own_samples(four: Team) -> None:
     """Two pipelines share each stage: they leave blocks out together."""
     found = four.run(in_stages, freeze_twice, {}, (2, 2))

@@ -19,6 +19,7 @@ from chunkmem.trace.model import Trace
 from chunkmem.types import Role
 from tests.helpers.audit import audit
 from tests.helpers.ranks import Team
+from tests.helpers.spread import spread
 from tests.helpers.twins import AMPLE_NBYTES, SEED, WIDTH, assert_equal, config, copied, cpu_only, mlp
 
 pytestmark = cpu_only
@@ -120,11 +121,11 @@ def groups_of(manager: chunkmem.ChunkManager, *modules: nn.Module) -> set[int]:
     return {managed.group for managed in found if managed is not None}
 
 
-@pytest.mark.parametrize("checkpoint", ["auto", pytest.param("always", marks=pytest.mark.full)])
-@pytest.mark.parametrize("device_nbytes", [20 << 10, pytest.param(AMPLE_NBYTES, marks=pytest.mark.full)])
-def test_losses_are_those_without_a_cache(checkpoint: str, device_nbytes: int) -> None:
-    found = []
-    for host in (0, HOST_NBYTES, 10 * WIDTH * 4):
+@spread(checkpoint=("auto", "always"), device_nbytes=(20 << 10, AMPLE_NBYTES), host=(HOST_NBYTES, 10 * WIDTH * 4))
+def test_losses_are_those_without_a_cache(checkpoint: str, device_nbytes: int, host: int) -> None:
+    """The larger cache has room for all samples, the smaller one for less than half of them."""
+    found, host_nbytes = [], host
+    for host in (0, host_nbytes):
         with chunkmem.ChunkManager(config(device_nbytes)) as manager:
             run, losses, reports = Run(manager, host=host, checkpoint=checkpoint), [], []
             for number in range(5):
@@ -138,7 +139,6 @@ def test_losses_are_those_without_a_cache(checkpoint: str, device_nbytes: int) -
                 report = run.cache.report
                 assert (report.num_found, report.num_computed) == (2 * NUM_SAMPLES, 2 * NUM_SAMPLES)
     assert_equal(found[1], found[0])
-    assert_equal(found[2], found[0])
 
 
 def test_with_a_cache_a_block_runs_once_for_each_sample() -> None:
@@ -175,7 +175,9 @@ def steady(*, host: int, checkpoint: str = "auto", num_epochs: int = 4) -> tuple
         return weights_copied(manager), groups_of(manager, *run.schedule.frozen) - trained, trace
 
 
-@pytest.mark.parametrize("checkpoint", ["auto", "always", pytest.param("never", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "checkpoint", ["auto", *(pytest.param(name, marks=pytest.mark.full) for name in ("always", "never"))]
+)
 def test_weights_of_frozen_blocks_come_once_and_nothing_is_saved_there(checkpoint: str) -> None:
     copies, frozen, trace = steady(host=0, checkpoint=checkpoint)
     assert all(copies[group] <= 1 for group in frozen)
@@ -366,9 +368,9 @@ def test_other_weights_of_frozen_blocks_are_noticed() -> None:
             run.pipe.end_epoch()
             losses = run.epoch(1)
             manager.load_state_dict({key: value * 1.01 for key, value in manager.state_dict().items()})
-            losses += run.epoch(2) + run.epoch(3)
+            losses += run.epoch(2)
             manager.unfreeze(run.model.first)
-            losses += run.epoch(4)
+            losses += run.epoch(3)
             found.append((losses, copied(manager.state_dict())))
     assert_equal(*found)
 
@@ -382,7 +384,7 @@ def with_other_hits(rank: int, has_new_samples: bool) -> tuple[list[float], list
         run.pipe.end_epoch()
         run.model.take_counts()
         losses = []
-        for step in range(8):
+        for step in range(3):
             first = 100 * rank + (BATCH * step if has_new_samples and rank == 1 else 0)
             losses.append(run.step(list(range(first, first + BATCH))))
         return losses, run.model.take_counts()
@@ -392,7 +394,7 @@ def test_ranks_leave_frozen_blocks_out_together() -> None:
     """Where one rank has to run them, the other one gathers them, too, and runs nothing."""
     with Team(2) as team:
         (_, counts), (_, same) = team.run(with_other_hits, False)
-        assert counts == same == [4] * 3 + [32] * 4
+        assert counts == same == [4] * 3 + [12] * 4
         (_, first), (_, second) = team.run(with_other_hits, True)
-        assert first == [4] * 3 + [32] * 4
-        assert second == [32] * 7
+        assert first == [4] * 3 + [12] * 4
+        assert second == [12] * 7
