@@ -27,7 +27,9 @@ from chunkmem.errors import CapacityError, ConfigError, StateError
 from chunkmem.freezing.next_step import expect_step
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gather import parameters_in
+from chunkmem.runtime.chunk import NO_CONTENT
 from chunkmem.sizes import format_nbytes
+from chunkmem.types import Role
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,13 @@ class FreezeReport:
     """Elements whose parameters are frozen, or trained, from now on, and were not before."""
     freed_nbytes: int = 0
     """Given back on all tiers of this rank."""
+    left_nbytes: int = 0
+    """Of their optimizer states and master weights on this rank, in chunks that others still need: smaller chunks
+    (`default_chunk_size`) give more back."""
 
     def __str__(self) -> str:
-        return f"{self.num_params} parameters, {format_nbytes(self.freed_nbytes)} given back"
+        left = f", {format_nbytes(self.left_nbytes)} left in chunks that others need" if self.left_nbytes else ""
+        return f"{self.num_params} parameters, {format_nbytes(self.freed_nbytes)} given back{left}"
 
 
 def freeze(runtime: Runtime, what: object, *, prefix: int | None, keep_states: bool) -> FreezeReport:
@@ -55,7 +61,7 @@ def freeze(runtime: Runtime, what: object, *, prefix: int | None, keep_states: b
         for param in params:
             param.requires_grad_(False)
             param.grad = None  # what the last step has used: an optimizer would use it again
-        freed_nbytes = 0
+        freed_nbytes = left_nbytes = 0
         if keep_states:
             runtime.updater.kept.update(managed)
         else:
@@ -65,8 +71,9 @@ def freeze(runtime: Runtime, what: object, *, prefix: int | None, keep_states: b
             freed_nbytes = sum(runtime.updater.give_up(group) for group in sorted(groups))
             for each in managed:
                 runtime.updater.round_master(each)
+            left_nbytes = _left_nbytes(runtime, managed)
         expect_step(runtime)
-    return FreezeReport(sum(param.numel() for param in params), freed_nbytes)
+    return FreezeReport(sum(param.numel() for param in params), freed_nbytes, left_nbytes)
 
 
 def unfreeze(runtime: Runtime, what: object) -> FreezeReport:
@@ -170,3 +177,15 @@ def _frozen_groups(runtime: Runtime, groups: Collection[int]) -> set[int]:
         for group, members in by_group.items()
         if group in runtime.updater.claims and not any(_is_kept(runtime, managed) for managed in members)
     }
+
+
+def _left_nbytes(runtime: Runtime, frozen: Iterable[ManagedParameter]) -> int:
+    """Return the bytes of optimizer states and master weights that parameters still have on this rank."""
+    found = 0
+    for managed in frozen:
+        chunks = runtime.updater.claims.chunks(managed.group) if managed.group in runtime.updater.claims else []
+        for chunk in chunks:
+            is_left = chunk.id.role is Role.MASTER or chunk.id.role.is_state
+            if is_left and chunk.version != NO_CONTENT and not chunk.is_remote:
+                found += chunk.nbytes * managed.slot.numel // chunk.group.numel
+    return found

@@ -191,6 +191,21 @@ def test_what_training_takes_is_given_back_at_once(precision: str) -> None:
         assert content_nbytes(manager) <= before_nbytes
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_left_in_chunks_that_others_need_is_told(precision: str) -> None:
+    """Every second block, in chunks of two blocks: with those of the others, all would be given back."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, precision=precision, default_chunk_size=1024)) as manager:
+        model = trained(manager).model
+        report = manager.freeze(model.blocks[::2])
+        frozen_nbytes = (8 if precision == "fp32" else 12) * report.num_params
+        assert 0 < report.left_nbytes <= frozen_nbytes
+        assert "left in chunks that others need" in str(report)
+        rest = manager.freeze(model)
+        assert rest.left_nbytes == 0
+        assert str(rest).endswith("given back")
+        assert content_nbytes(manager) == 0
+
+
 def test_the_next_step_follows_a_plan() -> None:
     with chunkmem.ChunkManager(config(20 << 10)) as manager:
         training = trained(manager)
