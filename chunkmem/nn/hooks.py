@@ -298,8 +298,9 @@ def _check_runs_itself(name: str) -> None:
     if torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
         raise StateError(
             f"{name} is managed and runs inside of torch.compile, which takes the parameters past what brings them to "
-            "the device; compile the model by manager.compile(model), and call it from what is not compiled. Functions "
-            "of tensors that it calls can be compiled"
+            "the device; compile the model by manager.compile(model), and call it from what is not compiled, or inside "
+            "of a compiled function by call = torch.compiler.disable(lambda *args: model(*args)), where its graph "
+            "breaks. Functions of tensors that it calls can be compiled"
         )
 
 

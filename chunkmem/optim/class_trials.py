@@ -209,7 +209,7 @@ class ClassTrial:
             if not isinstance(key, str) or not can_be_kept(value):
                 raise ConfigError(
                     f"{self.made.name} keeps a {type(value).__name__} as state {key!r} of a parameter; "
-                    "chunkmem.Optimizer keeps ordinary tensors, numbers, strings and None"
+                    f"chunkmem.Optimizer keeps ordinary tensors, numbers, strings and None{_instead_of(value)}"
                 )
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 is_dense = is_non_overlapping_and_dense_or_false(value)
@@ -305,6 +305,13 @@ def can_be_kept(value: object) -> bool:
     """Tell whether chunks and records can hold a value of a state."""
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided  # type: ignore[attr-defined]
     return is_plain or value is None or isinstance(value, bool | int | float | str)
+
+
+def _instead_of(value: object) -> str:
+    """Return what to use in the place of a class with such a state."""
+    if not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter):
+        return ""
+    return '. For states in 8 bits take chunkmem.AdamW(..., states="8bit"), or one of the classes of bitsandbytes'
 
 
 def kinds_of(options: Mapping[str, Any]) -> tuple[object, ...]:

@@ -134,6 +134,25 @@ class ScheduledAway(Simple):
         super().update(params, group)
 
 
+class Codes(torch.Tensor):
+    """As states of torchao: a subclass, with memory of its own."""
+
+
+class Quantised(torch.optim.Optimizer):
+    """Keeps its states in a subclass."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["exp_avg"] = torch.zeros_like(param).as_subclass(Codes)
+                    param.add_(param.grad, alpha=-group["lr"])
+
+
 @pytest.fixture
 def manager() -> Iterator[chunkmem.ChunkManager]:
     with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as found:
@@ -149,6 +168,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (Normed, {}, "Normed updates a parameter differently when another one is updated with it"),
     (Noisy, {}, r"Noisy\.step\(\) draws random numbers, which parameters in chunks would get in another order"),
     (Listed, {}, "Listed keeps a list as state 'norms' of a parameter"),
+    (
+        Quantised,
+        {},
+        r"Quantised keeps a Codes as state 'exp_avg' of a parameter; .*take chunkmem\.AdamW\(\.\.\., states=\"8bit\"\)",
+    ),
     (Kept, {}, r"Kept\.step\(\) updates parameters that it has taken from its constructor"),
     (Broken, {}, r"Broken cannot update parameter inner\.weight \(16, 16\) .*ValueError: there is no such update"),
     (

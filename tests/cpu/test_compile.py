@@ -762,6 +762,28 @@ def test_weights_read_in_a_compiled_function() -> None:
     same(blocks, scenario, twin=Compiled)
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_compiled_step_calls_the_model_where_its_graph_breaks(is_compiled: bool) -> None:
+    """As the error about a model that is called without that says."""
+
+    def scenario(twin: Any) -> Any:
+        call = torch.compiler.disable(lambda x: (twin.called if is_compiled else twin.model)(x))
+
+        @torch.compile(backend="aot_eager")
+        def loss_of(x: Tensor) -> Tensor:
+            return call(2 * x).square().mean()
+
+        found = []
+        for step in range(5):
+            loss = loss_of(features(step))
+            twin.backward(loss)
+            twin.update()
+            found.append(loss.item())
+        return found
+
+    same(blocks, scenario, twin=Compiled if is_compiled else Twin)
+
+
 def test_a_compiled_loss() -> None:
     def scenario(twin: Any) -> Any:
         loss_of = torch.compile(F.mse_loss, backend="aot_eager")
