@@ -74,19 +74,26 @@ CHUNKMEM_INLINE float square_root(float x) {
 }
 
 template <bool kTail, typename F>
-CHUNKMEM_INLINE void adam_update(F grad, F& param, F& exp_avg, F& exp_avg_sq, const AdamScalars& s) {
+CHUNKMEM_INLINE void adam_moments(F grad, F param, F& exp_avg, F& exp_avg_sq, const AdamScalars& s) {
   F g = grad * s.grad_scale;
   const F regularized = fused_multiply_add(param, s.l2, g);
   g = s.has_l2 ? regularized : g;
-  const F decayed = param * s.decay;
-  const F m = fused_multiply_add(s.lerp, g - exp_avg, s.from_exp_avg ? exp_avg : g);
+  exp_avg = fused_multiply_add(s.lerp, g - exp_avg, s.from_exp_avg ? exp_avg : g);
   const F weighted = s.grad_sq_weight * g;
-  const F v = kTail ? fused_multiply_add(exp_avg_sq, s.beta2, weighted * g)
-                    : fused_multiply_add(weighted, g, exp_avg_sq * s.beta2);
-  const F denominator = square_root(v) / s.bias_correction2_sqrt + s.eps;
-  param = decayed + s.neg_step_size * m / denominator;
-  exp_avg = m;
-  exp_avg_sq = v;
+  exp_avg_sq = kTail ? fused_multiply_add(exp_avg_sq, s.beta2, weighted * g)
+                     : fused_multiply_add(weighted, g, exp_avg_sq * s.beta2);
+}
+
+template <typename F>
+CHUNKMEM_INLINE F adam_param(F param, F exp_avg, F exp_avg_sq, const AdamScalars& s) {
+  const F denominator = square_root(exp_avg_sq) / s.bias_correction2_sqrt + s.eps;
+  return param * s.decay + s.neg_step_size * exp_avg / denominator;
+}
+
+template <bool kTail>
+CHUNKMEM_INLINE void adam_update(float grad, float& param, float& exp_avg, float& exp_avg_sq, const AdamScalars& s) {
+  adam_moments<kTail>(grad, param, exp_avg, exp_avg_sq, s);
+  param = adam_param(param, exp_avg, exp_avg_sq, s);
 }
 
 // Conversions, in integers: the same everywhere, and every compiler makes vectors of them.

@@ -51,13 +51,14 @@ CHUNKMEM_INLINE Scale make_scale(uint32_t max_bits) {
   return scale;
 }
 
-// `dither`: kNearest, or from random bits. A code of 8 bits, the others are 0.
-template <bool kSigned, typename F, typename U>
+// `dither`: kNearest, or from random bits. A code of 8 bits, the others are 0. `kShrinks`: `scale.shrink` may not be 1.
+template <bool kSigned, bool kShrinks = true, typename F, typename U>
 CHUNKMEM_INLINE U encode(F x, const Scale& scale, U dither) {
   const U bits = bits_of(x), magnitude = bits & 0x7fffffffu;
   const float c = float_of(Codes<kSigned>::offset << kCodeShift);
   // The largest element may be off by its inverse; what is that close to 1 has the top code anyway.
-  const F r = lesser(float_of(magnitude) * scale.shrink * scale.inverse, 1.0f);
+  const F shrunk = kShrinks ? float_of(magnitude) * scale.shrink : float_of(magnitude);
+  const F r = lesser(shrunk * scale.inverse, 1.0f);
   const U t = bits_of(fused_multiply_add(r, 1.0f - c, c));
   const U code = (t - (Codes<kSigned>::offset << kCodeShift) + dither) >> kCodeShift;
   return kSigned ? code | ((bits >> 24) & 0x80u) : greater(code, lesser(magnitude, 1u));
@@ -69,7 +70,7 @@ CHUNKMEM_INLINE auto decode(U code, float scale) {
   const float c = float_of(Codes<kSigned>::offset << kCodeShift);
   const auto t = float_of((magnitude + Codes<kSigned>::offset) << kCodeShift);
   const auto x = (t - c) * (1.0f / (1.0f - c)) * scale;  // of the top code exactly 1, times the scale
-  return kSigned ? float_of(bits_of(x) ^ ((code & 0x80u) << 24)) : x;
+  return kSigned ? float_of(bits_of(x) ^ ((code << 24) & 0x80000000u)) : x;
 }
 
 // 64 bits for a block of elements, from the key of a tensor's update.
@@ -87,6 +88,12 @@ CHUNKMEM_INLINE U random_bits(uint64_t key, U index) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ uint32_t(key >> 32) ^ (x >> 15)) * 0x846ca68bu;
   return x ^ (x >> 16);
+}
+
+// Of a weight; two elements, half a block apart, have the halves of one word.
+CHUNKMEM_INLINE uint32_t random_bits_of_weight(uint64_t key, uint32_t index) {
+  constexpr uint32_t kHalf = uint32_t(kCodeBlock) / 2;
+  return random_bits(key, index % kHalf) >> (index < kHalf ? 0 : 16);
 }
 
 // 15 random bits, of the lower half for m and of the upper for v, for the 19 that are cut off. What is up to 7 units in

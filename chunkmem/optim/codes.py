@@ -131,17 +131,19 @@ def update_key(seed: int, number: int, step: int) -> int:
 
 
 def random_words(key: int, numel: int, device: torch.device, *, of_weights: bool = False) -> torch.Tensor:
-    """Return 32 random bits for each element of a tensor, as int64; those `of_weights` are others."""
+    """Return 32 random bits for each element of a tensor, as int64; `of_weights`: at least 16, which are others."""
     blocks = torch.arange(-(-numel // BLOCK), device=device)
     keys = _block_key(torch.tensor(key, device=device), blocks)
     if of_weights:
         keys = _block_key(keys, torch.zeros((), dtype=torch.int64, device=device))
     keys = keys.repeat_interleave(BLOCK)[:numel]
     index = torch.arange(numel, device=device) % BLOCK
-    x = (index + (keys & _WORD)) & _WORD
+    step = index % (BLOCK // 2) if of_weights else index
+    x = (step + (keys & _WORD)) & _WORD
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ ((keys >> 32) & _WORD) ^ (x >> 15)) * 0x846CA68B) & _WORD
-    return x ^ (x >> 16)
+    x = x ^ (x >> 16)
+    return torch.where(index < BLOCK // 2, x, x >> 16) if of_weights else x
 
 
 def _block_key(key: torch.Tensor, block: torch.Tensor) -> torch.Tensor:

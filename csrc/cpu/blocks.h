@@ -35,7 +35,7 @@ void store_states(const float* __restrict from, const uint32_t* __restrict rando
 }
 
 void round_stochastically(const float* __restrict from, uint16_t* __restrict to, uint64_t key, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = to_bfloat16(from[i], random_bits(key, uint32_t(i)));
+  for (int64_t i = 0; i < n; ++i) to[i] = to_bfloat16(from[i], random_bits_of_weight(key, uint32_t(i)));
 }
 
 const void* behind(const void* begin, int64_t nbytes) { return static_cast<const char*>(begin) + nbytes; }

@@ -76,12 +76,18 @@ CHUNKMEM_LANES_INLINE uint32_t largest_lane(Words x) {
 #endif
 }
 
-// From and to any address. Narrower types are loaded with zeros above, and stored without what is above.
+// From and to any address. Narrower types are loaded with zeros above.
 CHUNKMEM_LANES_INLINE Floats load_lanes(const float* from) {
   Floats value;
   __builtin_memcpy(&value, from, sizeof value);
   return value;
 }
+CHUNKMEM_LANES_INLINE Words load_lanes(const uint32_t* from) {
+  Words value;
+  __builtin_memcpy(&value, from, sizeof value);
+  return value;
+}
+CHUNKMEM_LANES_INLINE void store_lanes(uint32_t* to, Words value) { __builtin_memcpy(to, &value, sizeof value); }
 CHUNKMEM_LANES_INLINE void store_lanes(float* to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
 #if defined(__AVX512F__)
 CHUNKMEM_LANES_INLINE Words load_lanes(const uint8_t* from) {
@@ -90,8 +96,12 @@ CHUNKMEM_LANES_INLINE Words load_lanes(const uint8_t* from) {
 CHUNKMEM_LANES_INLINE Words load_lanes(const uint16_t* from) {
   return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 }
-CHUNKMEM_LANES_INLINE void store_lanes(uint8_t* to, Words value) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(value)));
+// Of numbers below 256.
+CHUNKMEM_LANES_INLINE void store_bytes(uint8_t* to, Words a, Words b, Words c, Words d) {
+  const __m512i ab = _mm512_packus_epi32(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b));
+  const __m512i cd = _mm512_packus_epi32(reinterpret_cast<__m512i>(c), reinterpret_cast<__m512i>(d));
+  const Words order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi32(reinterpret_cast<__m512i>(order), _mm512_packus_epi16(ab, cd)));
 }
 CHUNKMEM_LANES_INLINE void store_upper_halves(uint16_t* to, Words a, Words b) {
   typedef uint16_t Halves __attribute__((vector_size(64)));
@@ -107,10 +117,11 @@ CHUNKMEM_LANES_INLINE Words load_lanes(const uint8_t* from) {
 CHUNKMEM_LANES_INLINE Words load_lanes(const uint16_t* from) {
   return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
-CHUNKMEM_LANES_INLINE void store_lanes(uint8_t* to, Words value) {
-  const __m256i words = reinterpret_cast<__m256i>(value);
-  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
+CHUNKMEM_LANES_INLINE void store_bytes(uint8_t* to, Words a, Words b, Words c, Words d) {
+  const __m256i ab = _mm256_packus_epi32(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b));
+  const __m256i cd = _mm256_packus_epi32(reinterpret_cast<__m256i>(c), reinterpret_cast<__m256i>(d));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permutevar8x32_epi32(_mm256_packus_epi16(ab, cd), order));
 }
 CHUNKMEM_LANES_INLINE void store_upper_halves(uint16_t* to, Words a, Words b) {
   const __m256i packed = _mm256_packus_epi32(reinterpret_cast<__m256i>(a >> 16), reinterpret_cast<__m256i>(b >> 16));

@@ -110,7 +110,7 @@ __global__ void block_kernel(const __grid_constant__ BlockBatch batch, BlockType
     if (types.param == Dtype::kFloat) {
       static_cast<float*>(s.out_param)[i] = param[j];
     } else {
-      static_cast<uint16_t*>(s.out_param)[i] = to_bfloat16(param[j], random_bits(key_of_weights, uint32_t(in_block)));
+      static_cast<uint16_t*>(s.out_param)[i] = to_bfloat16(param[j], random_bits_of_weight(key_of_weights, uint32_t(in_block)));
     }
     if (s.lowp_out) s.lowp_out[i] = types.out == Dtype::kBFloat16 ? to_bfloat16(param[j]) : to_half(param[j]);
   }
