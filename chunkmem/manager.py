@@ -142,7 +142,8 @@ class ChunkManager(ModelBuilding, Reporting):
             width: "auto": `pipe.resize()` divides the ranks of the mesh into the number of stages that is predicted to
                 be fastest, when layers were frozen; the pipeline stays the same object. None: `repartition` does.
             versions: of "async-1f1b", which weights the backward of a batch runs on when updates came since its
-                forward: "stash", those of its forward, which are kept on HOST.
+                forward: "stash", those of its forward, which are kept on HOST; "predict", like its forward, those that
+                are predicted from momentum.
 
         Raises:
             ConfigError: an option has no such value, or differs between ranks.

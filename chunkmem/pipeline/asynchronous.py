@@ -35,7 +35,7 @@ from chunkmem.pipeline.other_weights import Generations
 from chunkmem.pipeline.schedules import Schedule, make_schedule
 from chunkmem.pipeline.stage import Stage, StageStep
 from chunkmem.pipeline.staged import StagedPipeline, digest_of
-from chunkmem.pipeline.versions import make_versions
+from chunkmem.pipeline.versions import Updates, make_versions
 from chunkmem.pipeline.width import Pipeline
 from chunkmem.plan.pipeline_asynchronous import delay_of, round_calls
 from chunkmem.plan.pipeline_schedule import Pass
@@ -86,8 +86,7 @@ class AsynchronousPipeline(StagedPipeline):
         """By number: what the stage before says of batches."""
         self._round = 0
         """Number of the next one."""
-        self._optimizer: RuleOptimizer | None = None
-        self._scheduler: Any = None
+        self._updates: Updates | None = None
 
     def _fill(self) -> None:
         """The pipeline is empty: begin with the weights as they are."""
@@ -125,7 +124,8 @@ class AsynchronousPipeline(StagedPipeline):
             ids: of samples, for a cache, which there is none of.
             optimizer: of chunkmem, over the model; its `step()` and `zero_grad()` are called here, once a batch. Later
                 calls may leave it out.
-            scheduler: a learning rate scheduler of torch's, whose `step()` is called after each update.
+            scheduler: a learning rate scheduler of torch's, whose `step()` is called after each update; given with the
+                optimizer.
 
         Returns:
             The loss of the batch that was updated for, on all ranks, detached; NaN while there is none yet.
@@ -139,9 +139,9 @@ class AsynchronousPipeline(StagedPipeline):
         """
         self.require_current()
         self._runtime.require_open()
-        self._optimizer = optimizer or self._optimizer
-        self._scheduler = scheduler or self._scheduler
-        if self._optimizer is None:
+        if optimizer is not None:
+            self._updates = Updates(optimizer, scheduler)
+        if self._updates is None:
             raise ConfigError("pipe.step() updates the weights itself: give it the optimizer, as optimizer=")
         if not self._batches:
             self._fill()
@@ -207,19 +207,20 @@ class AsynchronousPipeline(StagedPipeline):
         number, stage = self._round, self._stage
         last = number - (self._num_stages - 1)
         forward, backward = self._batches.get(number - stage.stage_index), self._batches.get(last)
-        step = self._begin_round(number)
+        step, updates = self._begin_round(number), self._updates
+        assert updates is not None
         found = torch.tensor(float("nan"), dtype=torch.float32, device=self._runtime.device)
         with self._running():
             self._post(number, backward)
             if forward is not None or backward is not None:
                 self._runtime.entry_points.begin_root(stage.submod)
-                self._call(number, forward, backward)
+                self._call(number, forward, backward, updates)
             if backward is not None:
                 if self._runtime.scaler is not None:
                     self._runtime.scaler.is_used = True
                 found = self._pass_loss(step, last)
         if backward is not None:
-            self._versions.update(self._update)
+            self._versions.update(updates)
             self._generations.forget(last)
             del self._batches[last]
         self._round += 1
@@ -250,13 +251,13 @@ class AsynchronousPipeline(StagedPipeline):
         self._stage.begin(step)
         return step
 
-    def _call(self, number: int, forward: _Batch | None, backward: _Batch | None) -> None:
+    def _call(self, number: int, forward: _Batch | None, backward: _Batch | None, updates: Updates) -> None:
         stage = self._stage
         first, last = number - stage.stage_index, number - (self._num_stages - 1)
         counts = [0 if batch is None else len(batch.parts) for batch in (forward, backward)]
         if forward is not None:
             self._compare(first, forward)
-        with self._versions.in_round(), contextlib.ExitStack() as stack:
+        with self._versions.in_round(updates), contextlib.ExitStack() as stack:
             if forward is not None:
                 self._generations.note(first)
             late = False
@@ -273,13 +274,6 @@ class AsynchronousPipeline(StagedPipeline):
                 with self._generations.of(last) if self._delay else contextlib.nullcontext():
                     stage.backward_one_chunk(place)
                 stage.get_bwd_send_ops(place)
-
-    def _update(self) -> None:
-        assert self._optimizer is not None
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if self._scheduler is not None:
-            self._scheduler.step()
 
     def _place(self, batch: int, part: int) -> int:
         """Return the number of a micro-batch among all that may be under way."""

@@ -15,7 +15,7 @@ from chunkmem.assembly import Runtime
 from chunkmem.errors import CapacityError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.pipeline.modules import StageModule
-from chunkmem.runtime.chunk import Chunk
+from chunkmem.runtime.chunk import Chunk, slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.pool import Slab
 from chunkmem.sizes import format_nbytes
@@ -79,6 +79,12 @@ class OtherWeights:
         for group, chunk in self.chunks.items():
             with self._on_host(chunk), runtime_mode():
                 slabs[group].flat(chunk.dtype).copy_(chunk.replicas[Tier.HOST].flat)
+
+    def slots(self, slabs: Slabs) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
+        """Yield each parameter with its slot in such memory."""
+        with runtime_mode():
+            views = {group: slot_views(chunk, slabs[group].flat(chunk.dtype)) for group, chunk in self.chunks.items()}
+        yield from ((managed, views[managed.group][managed.position]) for managed in self.managed)
 
     @contextlib.contextmanager
     def exchanged(self, slabs: Slabs) -> Iterator[None]:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import chunkmem
 from chunkmem.pipeline.asynchronous import AsynchronousPipeline
 from tests.helpers.asynchronous_training import AsynchronousOutcome, AsynchronousTask, stashed, train
+from tests.helpers.predicted_training import simulated
 from tests.helpers.ranks import Team
 from tests.helpers.spread import spread
 from tests.helpers.staged_training import Net, loss_of
@@ -70,8 +71,9 @@ def test_three_stages(three: Team, task: AsynchronousTask) -> None:
         pytest.param(AsynchronousTask(model="frozen"), marks=pytest.mark.full),
         AsynchronousTask(model="pairs", batch=5),
         pytest.param(AsynchronousTask(model="in place", checkpoint="never"), marks=pytest.mark.full),
+        AsynchronousTask(precision="bf16", scheduled=False),
     ],
-    ids=["a frozen stage", "tuples and a shorter last micro-batch", "in-place operations on inputs"],
+    ids=["a frozen stage", "tuples and a shorter last micro-batch", "in-place operations on inputs", "bf16"],
 )
 def test_other_models(pair: Team, task: AsynchronousTask) -> None:
     assert different(stashed(task), pair.run(train, task)) == []
@@ -169,3 +171,34 @@ def differ(rank: int) -> str:
 def test_another_batch_on_another_rank_is_an_error(pair: Team) -> None:
     said = pair.run(differ)
     assert all("stage 1 was given another batch than stage 0" in error for error in said)
+
+
+@spread(
+    optimizer=("adamw", "adam", "adam without decay", "sgd", "sgd with decay"),
+    scheduled=(True, False),
+    micro_batches=(2, 1),
+)
+def test_predicted_weights_are_those_of_a_simulation(
+    pair: Team, optimizer: str, scheduled: bool, micro_batches: int
+) -> None:
+    task = AsynchronousTask(
+        "predict", optimizer=optimizer, scheduled=scheduled, micro_batches=micro_batches, checkpoint="never"
+    )
+    plain = simulated(task)
+    for outcome in pair.run(train, task):
+        assert outcome.losses == pytest.approx(plain.losses, abs=1e-6)
+        for key, value in plain.weights.items():
+            assert torch.allclose(value, outcome.weights[key], rtol=0, atol=1e-6), key
+        assert outcome.host.get("predicted", (0, 0))[1] in (outcome.param_nbytes, 0)
+        assert "predicted" not in outcome.device_roles
+    stashed_instead = stashed(task)
+    assert any((value - stashed_instead.weights[key]).abs().max() > 1e-5 for key, value in plain.weights.items())
+
+
+@pytest.mark.full
+def test_three_stages_predict_each_by_its_own_delay(three: Team) -> None:
+    task = AsynchronousTask("predict", stages=3, optimizer="sgd", checkpoint="never")
+    plain = simulated(task)
+    for outcome in three.run(train, task):
+        for key, value in plain.weights.items():
+            assert torch.allclose(value, outcome.weights[key], rtol=0, atol=1e-6), key
