@@ -74,7 +74,7 @@ class Step:
 class Rank:
     """A stage under training, in a process of its own."""
 
-    def __init__(self, setup: Setup, rank: int, folder: str) -> None:
+    def __init__(self, rank: int, setup: Setup, folder: str) -> None:
         meeting = f"file://{folder}/{setup.name}"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=NUM_RANKS)
         self._batches, self._num_steps = setup.work.batches(), 0
@@ -139,16 +139,15 @@ class Rank:
 class Pair:
     """The ranks of a variant."""
 
-    def __init__(self, setup: Setup, folder: str, stack: ExitStack) -> None:
-        self.name = setup.name
+    def __init__(self, name: str, make: Callable[..., Any], *arguments: Any, stack: ExitStack) -> None:
+        """Have `make(rank, *arguments)` in a process of its own, for each rank."""
+        self.name = name
         self._pool = stack.enter_context(ThreadPoolExecutor(NUM_RANKS))
-        self._ranks = [
-            Worker(f"{setup.name}, rank {rank}", Rank, setup, rank, folder, stack=stack) for rank in range(NUM_RANKS)
-        ]
+        self._ranks = [Worker(f"{name}, rank {rank}", make, rank, *arguments, stack=stack) for rank in range(NUM_RANKS)]
 
-    def ask(self, request: str) -> list[Any]:
-        """Call a method on all ranks at once."""
-        return list(self._pool.map(lambda rank: rank.ask(request), self._ranks))
+    def ask(self, *request: Any) -> list[Any]:
+        """Call a method on all ranks at once, by its name and arguments."""
+        return list(self._pool.map(lambda rank: rank.ask(*request), self._ranks))
 
 
 def in_turns(pairs: Sequence[Pair], steps: int) -> dict[str, Any]:
@@ -190,7 +189,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     saved_nbytes = activation_nbytes(work, num)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         setups = [Setup(name, work, arguments.schedule, num, saved_nbytes) for name in TITLES]
-        pairs = [Pair(setup, folder, stack) for setup in setups]
+        pairs = [Pair(setup.name, Rank, setup, folder, stack=stack) for setup in setups]
         rows = in_turns(pairs, arguments.steps)
     return {
         "command": shlex.join(["python", "-m", "benchmarks.pipeline.ranks", *sys.argv[1:]]),

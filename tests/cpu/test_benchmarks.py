@@ -74,6 +74,19 @@ def test_ways_to_accumulate_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_stages_that_do_not_wait_are_compared_with_1f1b(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    options = ["--quick", "--epochs", "2", "--batches", "3", "--micro-batches", "2", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.pipeline.asynchronous", *options]
+    printed = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
+    rows = json.loads(out.read_text())["variants"]
+    assert [len(row["full_s"]) for row in rows.values()] == [2, 2, 2, 2]
+    assert len({row["loss"][-1] for row in rows.values()}) == 3, "1F1B twice, and two trainings with a delay"
+    assert printed.count("async-1f1b") == 2
+
+
+@pytest.mark.full
 def test_a_disk_is_compared_with_fio(tmp_path: Path) -> None:
     """What is read is what was written, or the run fails. Without fio, its rows say so."""
     out = tmp_path / "results.json"
