@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from chunkmem.cli.answer import CommandResult
 from chunkmem.cli.estimate_answer import DTYPES
-from chunkmem.cli.machine import count, parse_size, parse_speed
+from chunkmem.cli.machine import OPTIMIZERS, count, parse_size, parse_speed
 from chunkmem.config import REGION_POLICIES
 from chunkmem.errors import CapacityError, ConfigError, LayoutError
 from chunkmem.runtime.quiet import silenced
@@ -28,7 +28,7 @@ the smallest change that makes it fit, and how long a step will take.
 
   chunkmem estimate gpt:7b --device 24GiB --host 128GiB --precision bf16 --batch 4
   chunkmem estimate path/to/config.json --hardware h200 --checkpointing
-  chunkmem estimate mypackage.train:make --device 8GiB --activations auto
+  chunkmem estimate mypackage.train:make --device 8GiB --activations auto --optimizer muon
   chunkmem estimate gpt:70b --precision bf16 --checkpointing --device 72GiB --host 128GiB --disk 1TiB --disk-speed 6GB/s
   chunkmem estimate gpt:7b --stages 4 --micro-batches 16 --batch 32 --precision bf16
   chunkmem estimate gpt --largest --device 24GiB --host 120GiB --precision bf16 --checkpointing
@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-master-weights", action="store_true", help="update weights in the low precision: master_weights false")
     add("--states", choices=("fp32", "8bit"), default="fp32", help="optimizer.params.states (default: fp32)")
     add("--master", choices=("fp32", "none"), default="fp32", help="optimizer.params.master (default: fp32)")
+    add("--optimizer", default="adamw", metavar="NAME", help=f"{OPTIMIZERS} (default: adamw)")
     add("--checkpointing", action="store_true", help="recompute each block in backward, by torch's checkpoint")
     add("--activations", choices=REGION_POLICIES, help="activations.policy: what becomes of each block's activations")
     add("--cpu-embedding", action="store_true", help="embeddings compute on HOST: use_cpu_embedding")
@@ -137,8 +138,16 @@ def _question(options: argparse.Namespace) -> Question:
 
     from chunkmem.estimate.hardware import HARDWARE
     from chunkmem.estimate.models import resolve_model
+    from chunkmem.estimate.optimizers import BUILT_IN, class_named
     from chunkmem.estimate.question import Question
 
+    if options.optimizer not in BUILT_IN:
+        class_named(options.optimizer)
+        if options.states != "fp32" or options.master != "fp32":
+            raise ConfigError(
+                f"--states and --master are about chunkmem's AdamW and Adam, and --optimizer is {options.optimizer}; "
+                "leave them out"
+            )
     if options.activations and options.checkpointing:
         raise ConfigError("--checkpointing and --activations are two ways to recompute blocks; leave one of them out")
     hardware = HARDWARE[options.hardware]
@@ -170,6 +179,7 @@ def _question(options: argparse.Namespace) -> Question:
         master_weights=not options.no_master_weights,
         states=options.states,
         master=options.master,
+        optimizer=options.optimizer,
         checkpointing=options.checkpointing,
         cpu_embedding=options.cpu_embedding,
         activations=options.activations,

@@ -178,6 +178,7 @@ def _subject(question: Question, rehearsal: Rehearsal, other: Rehearsal | None, 
         "tile_numel": question.tile_numel,
         "activations": question.activations,
         "world": question.world,
+        "optimizer": question.optimizer,
         "role_nbytes": {role.value: nbytes for role, nbytes in rehearsal.role_nbytes.items()},
         "parameter_nbytes": rehearsal.layout.payload_nbytes,
         "slab_nbytes": rehearsal.layout.slab_nbytes,
@@ -229,10 +230,11 @@ def _subject_line(question: Question, rehearsal: Rehearsal) -> str:
     if question.activations is not None:
         recomputing = f", activations: {question.activations}"
     embedding = ", embeddings on HOST" if question.cpu_embedding else ""
+    optimizer = "" if question.optimizer == "adamw" else f", optimizer {question.optimizer}"
     tiled = "" if question.tile_numel is None else f", tiles of at most {question.tile_numel:,} elements"
     return (
         f"{name}: {billions(rehearsal.num_params)} parameters in {len(rehearsal.layout.groups)} chunk groups, {batch} "
-        f"a step{ranks}, {str(question.dtype).removeprefix('torch.')}{recomputing}{embedding}{tiled}"
+        f"a step{ranks}, {str(question.dtype).removeprefix('torch.')}{recomputing}{embedding}{tiled}{optimizer}"
     )
 
 

@@ -111,6 +111,8 @@ def _disk_binds(finding: Finding) -> bool:
 
 def assumption_lines(question: Question) -> Iterator[str]:
     """Yield what the times rest on."""
+    from chunkmem.estimate.optimizers import is_elementwise
+
     hardware = question.hardware
     assumed = (
         f"assumed: matrix products of {hardware.flop_rate(question.dtype) / 1e12:.0f} TFLOP/s, of which eager training "
@@ -124,6 +126,8 @@ def assumption_lines(question: Question) -> Iterator[str]:
     if question.world > 1:
         assumed += f"; network {hardware.exchange_Bps(question.world) / 1e9:.0f} GB/s a rank"
     yield assumed
+    if not is_elementwise(question.optimizer):
+        yield f"an update takes as long as its bytes: the arithmetic of {question.optimizer} is not counted"
     yield "fitted to published figures, not measured here: docs/estimates.md says how far off they may be"
 
 

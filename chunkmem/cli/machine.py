@@ -12,6 +12,9 @@ from chunkmem.plan.model import LINK_LANES, Plan
 from chunkmem.sizes import parse_nbytes
 from chunkmem.types import LINKS, Tier
 
+OPTIMIZERS = "adamw, adam, sgd, sgd-momentum, muon, another class of torch.optim in lower case, or module:Class"
+"""What `--optimizer` takes."""
+
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `--device --host --disk --h2d --d2h --disk-read --disk-write --machine`; `machine_of` reads them."""

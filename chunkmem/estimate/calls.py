@@ -116,7 +116,9 @@ class StepCalls:
     regions: tuple[Region, ...] = ()
     """Calls of which is decided whether they are recomputed; their moments are those of `calls`."""
     states: tuple[StateSpec, ...] = AdamRule.all_states
-    """Of the optimizer."""
+    """Of the optimizer that the configuration names, for which chunks are packed."""
+    kept: Mapping[RehearsedParameter, tuple[StateSpec, ...]] | None = None
+    """Of another optimizer, by parameter."""
 
 
 class CallLog:

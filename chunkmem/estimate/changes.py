@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from chunkmem.errors import LayoutError, StateError
+from chunkmem.estimate.optimizers import is_elementwise
 from chunkmem.estimate.question import UNLIMITED_NBYTES, Change, Question, device_need, disk_need, fits, host_need
 from chunkmem.estimate.rehearse import Rehearsal
 from chunkmem.layout.pack import SLAB_FLOOR_NBYTES, SLABS_PER_CAP
@@ -113,8 +114,8 @@ def _alone(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iter
 def _tiled(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iterator[Change]:
     """Find the largest of quarters, sixteenths and so on of the widest weight as tiles of which it fits."""
     need_nbytes = device_need(question, rehearsal).nbytes
-    if need_nbytes <= question.device_nbytes:  # HOST is what is too small
-        return
+    if need_nbytes <= question.device_nbytes or not is_elementwise(question.optimizer):
+        return  # HOST is what is too small, or whole matrices are updated
     widest = max(rehearsal.layout.tensors, key=lambda tensor: tensor.numel)
     # Gradients on their way to a chunk are among the activations, and shrink with the tiles.
     least_nbytes = rehearsal.activation_nbytes - 2 * widest.nbytes

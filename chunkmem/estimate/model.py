@@ -28,7 +28,7 @@ def checkpointed(module: nn.Module) -> bool:
 
     Blocks are the children of the outermost ModuleList or Sequential modules.
     """
-    blocks = _blocks(module)
+    blocks = blocks_in(module)
     for block in blocks:
         # Nothing is drawn and nothing computed, so there is no random state to keep and nothing to compare.
         block.forward = partial(
@@ -37,7 +37,8 @@ def checkpointed(module: nn.Module) -> bool:
     return bool(blocks)
 
 
-def _blocks(module: nn.Module) -> list[nn.Module]:
+def blocks_in(module: nn.Module) -> list[nn.Module]:
+    """Return the children of the outermost ModuleList or Sequential modules."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         return list(module.children())
-    return [block for child in module.children() for block in _blocks(child)]
+    return [block for child in module.children() for block in blocks_in(child)]

@@ -106,7 +106,17 @@ def model_and_loss(
     return build, loss
 
 
-def _function(text: str) -> Callable[..., Any]:
+def imported(text: str, *, what: str, allowed: str) -> Any:
+    """Return what ``module:name`` names, looked for in the current folder first.
+
+    Args:
+        text: the module and the name in it, which may have dots.
+        what: begins messages.
+        allowed: ends them.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such name.
+    """
     module_name, _, name = text.partition(":")
     here = str(Path.cwd())
     added = here not in sys.path
@@ -118,11 +128,16 @@ def _function(text: str) -> Callable[..., Any]:
             found = getattr(found, part)
     except Exception as error:  # the user's module may raise anything
         raise ConfigError(
-            f"MODEL {text!r} cannot be loaded: {type(error).__name__}: {error}; allowed: {KINDS}"
+            f"{what} {text!r} cannot be loaded: {type(error).__name__}: {error}; allowed: {allowed}"
         ) from error
     finally:
         if added:
             sys.path.remove(here)
+    return found
+
+
+def _function(text: str) -> Callable[..., Any]:
+    found = imported(text, what="MODEL", allowed=KINDS)
     if not callable(found):
         raise ConfigError(f"MODEL {text!r} is a {type(found).__name__}, not a function")
     made: Callable[..., Any] = found

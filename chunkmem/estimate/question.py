@@ -39,7 +39,7 @@ _NUM_TRIED = 8
 
 @dataclass(frozen=True)
 class Question:
-    """A model, a way to train it, and a machine."""
+    """A model, a way to train it, and a machine; `Setting` tells of what is not told of here."""
 
     model: Callable[[int], Model]
     """Returns the model with a batch of so many samples."""
@@ -53,14 +53,11 @@ class Question:
     dtype: torch.dtype = torch.float32
     master_weights: bool = True
     states: str = "fp32"
-    """`optimizer.params.states` of the configuration."""
     master: str = "fp32"
-    """`optimizer.params.master`."""
+    optimizer: str = "adamw"
     checkpointing: bool = False
     cpu_embedding: bool = False
-    """`use_cpu_embedding`: embeddings compute on HOST."""
     activations: str | None = None
-    """`activations.policy` of the configuration."""
     world: int = 1
     is_accumulating: bool = False
     """`manager.accumulate(1)` is called, so that the first step knows that its backward is the last one, too."""
@@ -86,6 +83,7 @@ class Question:
                 master_weights=self.master_weights,
                 states=self.states,
                 master=self.master,
+                optimizer=self.optimizer,
                 checkpointing=self.checkpointing,
                 cpu_embedding=self.cpu_embedding,
                 host_Bps=self.hardware.host_memory_Bps,

@@ -19,6 +19,7 @@ from chunkmem.nn.region_chunks import activation_chunk
 from chunkmem.optim.adam_rule import AdamRule
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
+from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.speculative import Intent
 from chunkmem.parts import Memory, make_sharding, make_updater
 from chunkmem.runtime.chunk import Chunk
@@ -123,7 +124,9 @@ class RankStage:
         """
         self._calls, self._activations, self._regions = step.calls, step.activations, step.regions
         self._calls = step.calls
-        self._host_Bps, self._states = step.host_Bps, step.states
+        self._host_Bps = step.host_Bps
+        kept = dict.fromkeys(step.parameters, step.states) if step.kept is None else step.kept
+        self._states = cast(Mapping[ManagedParameter, tuple[StateSpec, ...]], kept)
         self._pager, self._store = memory.pager, memory.store
         self._parameters = cast(list[ManagedParameter], list(step.parameters))
         self._meter = _Meter()
@@ -159,9 +162,8 @@ class RankStage:
             self._store.add(activation_chunk(number, kept.label, kept.nbytes))
         self._slots.add(self._parameters)
         self.units.add(step.units)
-        wanted = dict.fromkeys(self._parameters, step.states)
-        self._updater.claims.require_room(wanted)
-        self._updater.claim(wanted, self._optimizer, forget_plans=lambda: None)
+        self._updater.claims.require_room(self._states)
+        self._updater.claim(self._states, self._optimizer, forget_plans=lambda: None)
 
     def measure_links(self) -> None:
         """Gather the largest unit a few times, as ranks do after their first step."""
@@ -240,10 +242,13 @@ class RankStage:
             self._sharding.reduction.reduce(self._parameters)
         updater.place(filter(self._sharding.owns, self._parameters))
         groups = [group for group, landed in slots.landed.items() if landed]
-        for managed in self._parameters:
-            if managed.group not in self._has_states and managed in slots.landed.get(managed.group, ()):
+        updated = [managed for managed in self._parameters if managed in slots.landed.get(managed.group, ())]
+        roles = {spec.role for managed in updated for spec in self._states[managed]}
+        for managed in updated:
+            if managed.group not in self._has_states:
                 self._has_states.add(managed.group)
-                updater.make_states([managed], {spec.role for spec in self._states})
+                updater.make_states([managed], roles)
+        updater.complete_states(updated)
         for group in in_order_of_update(groups, landing=groups):
             updater.update(group, (), self._rule)  # of no parameter: nothing is computed
             if updater.is_on_host(group):

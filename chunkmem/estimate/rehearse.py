@@ -32,10 +32,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkmem.config import Config
 from chunkmem.errors import ChunkmemError, LayoutError, TraceError
-from chunkmem.estimate.calls import Asked, CallLog, LoggedGradients, LoggedPager, LoggedUnits, Measured, StepCalls
+from chunkmem.estimate.calls import (
+    Asked,
+    CallLog,
+    LoggedGradients,
+    LoggedPager,
+    LoggedUnits,
+    Measured,
+    RehearsedParameter,
+    StepCalls,
+)
 from chunkmem.estimate.clock import OperatorClock
 from chunkmem.estimate.host_operators import HostOperators
 from chunkmem.estimate.model import Model, checkpointed
+from chunkmem.estimate.optimizers import BUILT_IN, states_kept
 from chunkmem.estimate.peers import UnisonRanks
 from chunkmem.estimate.rank_steps import RankSteps, replay
 from chunkmem.estimate.weightless import NO_CAP_NBYTES, counted_memory, one_tier, two_tiers
@@ -46,6 +56,7 @@ from chunkmem.nn.guard import only_makes_a_view
 from chunkmem.nn.tiling import tile_linears
 from chunkmem.optim.block_adam import adam_states
 from chunkmem.optim.places import StatePlaces
+from chunkmem.optim.rule import StateSpec
 from chunkmem.parts import DTYPES, Sharding, make_modules, make_updater
 from chunkmem.runtime.lanes import BlockingLanes
 from chunkmem.trace.model import Trace
@@ -74,6 +85,8 @@ class Setting:
     """`optimizer.params.states` of the configuration."""
     master: str = "fp32"
     """`optimizer.params.master`."""
+    optimizer: str = "adamw"
+    """Of `BUILT_IN`, or a name of `class_named`."""
     checkpointing: bool = False
     """Recompute each block in backward, by torch's checkpoint."""
     activations: str | None = None
@@ -261,6 +274,7 @@ class _Stage:
         self._host_Bps = setting.host_Bps
         self.log = CallLog(self._measure)
         config = setting.config()
+        self._module, self._optimizer = module, setting.optimizer
         self._states = adam_states(config.optimizer.params)
         tiers = two_tiers if setting.cpu_embedding else one_tier
         memory = counted_memory(*tiers(setting.device_nbytes), make_pager=partial(LoggedPager, log=self.log))
@@ -268,8 +282,8 @@ class _Stage:
         self._gradients = LoggedGradients(memory.pager, self.log, settles=places.updates_on_host)
         self._units = LoggedUnits(self.log, is_alone=setting.num_ranks == 1)
         sharding = Sharding(UnisonRanks(0, setting.num_ranks), None, None, self._units)
-        updater = make_updater(memory, self._gradients, places, BlockingLanes(memory.compute))
-        self._modules = make_modules(config, memory, sharding, self._gradients, updater, is_rehearsal=True)
+        self._updater = make_updater(memory, self._gradients, places, BlockingLanes(memory.compute))
+        self._modules = make_modules(config, memory, sharding, self._gradients, self._updater, is_rehearsal=True)
         added = self._modules.registry.add([module], [], _Fake())
         if not added:
             raise LayoutError("the model has no parameters, so there is nothing to train")
@@ -302,7 +316,17 @@ class _Stage:
             self.log.activations,
             self._modules.regions.recorded(),
             self._states,
+            self._kept(),
         )
+
+    def _kept(self) -> Mapping[RehearsedParameter, tuple[StateSpec, ...]] | None:
+        """Return the states of an optimizer that is none of `BUILT_IN`."""
+        if self._optimizer in BUILT_IN:
+            return None
+        parameters = self._gradients.parameters
+        forms = {managed: self._updater.weight_form(managed) for managed in parameters}
+        kept = states_kept(self._optimizer, self._module, forms)
+        return {rehearsed: kept.get(managed, ()) for managed, rehearsed in parameters.items()}
 
     def begin_root(self, root: nn.Module) -> None:
         """Drop what an interrupted call left."""

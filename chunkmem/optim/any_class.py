@@ -197,16 +197,8 @@ class Optimizer(RuleOptimizer):
     def _require_whole(self, managed: ManagedParameter, hyper: ClassHyper) -> None:
         """Refuse a tile to a class that has to see the whole matrix."""
         if self._tiles is None:
-            self._tiles = dict(_tiles(model.root for model in self._host.registry.models))
-        layer = self._tiles.get(id(managed.param))
-        trial = self._rule.trials[hyper.index]
-        if layer is not None and not trial.is_elementwise:
-            raise ConfigError(
-                f"{trial.made.name} may need whole matrices, and parameter {managed.name} is a tile of layer {layer}; "
-                "update tiles with an elementwise class (AdamW, SGD, ...), in the same chunkmem.Optimizer([...]), or "
-                "do not tile that layer. A class of your own that updates each element by itself says so: "
-                "is_elementwise = True"
-            )
+            self._tiles = dict(tiles_in(model.root for model in self._host.registry.models))
+        require_whole(managed, self._rule.trials[hyper.index], self._tiles)
 
     # A step.
 
@@ -331,7 +323,23 @@ def _groups(params: Any) -> list[dict[str, Any]]:
     return [dict(group) for group in found] if isinstance(found[0], dict) else [{"params": found}]
 
 
-def _tiles(roots: Iterable[torch.nn.Module]) -> Iterable[tuple[int, str]]:
+def require_whole(managed: ManagedParameter, trial: ClassTrial, tiles: Mapping[int, str]) -> None:
+    """Refuse a tile to a class that may have to see the whole matrix; `tiles` are those of `tiles_in`.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    layer = tiles.get(id(managed.param))
+    if layer is not None and not trial.is_elementwise:
+        raise ConfigError(
+            f"{trial.made.name} may need whole matrices, and parameter {managed.name} is a tile of layer {layer}; "
+            "update tiles with an elementwise class (AdamW, SGD, ...), in the same chunkmem.Optimizer([...]), or "
+            "do not tile that layer. A class of your own that updates each element by itself says so: "
+            "is_elementwise = True"
+        )
+
+
+def tiles_in(roots: Iterable[torch.nn.Module]) -> Iterable[tuple[int, str]]:
     """Yield the identity of each tile with the name of its layer."""
     for root in roots:
         for name, module in root.named_modules():

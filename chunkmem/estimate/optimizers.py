@@ -1,0 +1,117 @@
+"""Which optimizer trains a model, by a name on the command line, and the states that it keeps of each parameter."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from chunkmem.errors import ConfigError
+from chunkmem.estimate.model import blocks_in
+from chunkmem.estimate.models import imported
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.any_class import require_whole, tiles_in
+from chunkmem.optim.class_calls import NOT_OPTIONS, OptimizerClass, require_class
+from chunkmem.optim.class_rule import ClassRule
+from chunkmem.optim.class_trials import ELEMENTWISE, ClassTrial
+from chunkmem.optim.shaped_state import ShapedState, TensorForm
+
+BUILT_IN: Final = ("adamw", "adam")
+"""Names of chunkmem's own classes, whose states the configuration chooses; others are for `chunkmem.Optimizer`."""
+_WITH_OPTIONS: Final = MappingProxyType({"sgd-momentum": ("sgd", MappingProxyType({"momentum": 0.9}))})
+"""Classes with other options than those they have by default."""
+_FOR_MATRICES: Final = "muon"
+_ALLOWED: Final = "sgd-momentum, module:Class, or a class of torch.optim in lower case"
+
+Trained = tuple[type[torch.optim.Optimizer], list[nn.Parameter], Mapping[str, Any]]
+"""A class, its parameters, and options of its constructor: what `chunkmem.Optimizer` takes a list of."""
+
+
+def class_named(name: str) -> tuple[type[torch.optim.Optimizer], Mapping[str, Any]]:
+    """Return the class with a name, and options of its constructor.
+
+    Args:
+        name: a class of torch.optim in lower case, ``sgd-momentum``, or ``module:Class``.
+
+    Raises:
+        ConfigError: there is none; says what is allowed.
+    """
+    if ":" in name:
+        return require_class(imported(name, what="optimizer", allowed=_ALLOWED)), {}
+    known = {
+        key.lower(): kind
+        for key, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    of_class, options = _WITH_OPTIONS.get(name, (name, {}))
+    if of_class not in known:
+        raise ConfigError(f"optimizer {name!r} is not known; allowed: {_ALLOWED}: {', '.join(sorted(known))}")
+    return known[of_class], options
+
+
+def trained_by(name: str, module: nn.Module, *, lr: float = 1e-3) -> list[Trained]:
+    """Return the classes that train a model, with the parameters of each.
+
+    Muon takes the matrices of blocks, which are the children of the outermost ModuleList or Sequential modules;
+    embeddings and the rest are AdamW's. `lr` is for classes that take a learning rate.
+
+    Raises:
+        ConfigError: there is no class of that name, or it takes matrices and the model has none in blocks.
+    """
+    kind, own_options = class_named(name)
+    has_rate = "lr" in inspect.signature(kind).parameters
+    options = {**({"lr": lr} if has_rate else {}), **own_options}
+    everything = list(module.parameters())
+    if name != _FOR_MATRICES:
+        return [(kind, everything, options)]
+    in_tables = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
+    in_blocks = {id(param) for block in blocks_in(module) for param in block.parameters()} - in_tables
+    matrices = [param for param in everything if param.dim() == 2 and id(param) in in_blocks]
+    if not matrices:
+        raise ConfigError(
+            f"{kind.__name__} takes the matrices of blocks, and the model has none in an nn.ModuleList or "
+            "nn.Sequential; name another optimizer"
+        )
+    taken = set(map(id, matrices))
+    rest = [param for param in everything if id(param) not in taken]
+    return [(kind, matrices, options), *([(torch.optim.AdamW, rest, {"lr": lr})] if rest else [])]
+
+
+def states_kept(
+    name: str, module: nn.Module, forms: Mapping[ManagedParameter, TensorForm]
+) -> dict[ManagedParameter, tuple[ShapedState, ...]]:
+    """Return the states that parameters have slots for, found as `chunkmem.Optimizer` finds them: by trial steps.
+
+    Args:
+        name: see `class_named`; none of `BUILT_IN`.
+        module: the model.
+        forms: of the weights that an update sees, by managed parameter.
+
+    Raises:
+        ConfigError: there is no such class, or `chunkmem.Optimizer` refuses it for this model.
+    """
+    managed_by = {id(managed.param): managed for managed in forms}
+    tiles = dict(tiles_in([module]))
+    found = {}
+    for kind, params, options in trained_by(name, module):
+        trial = ClassTrial(OptimizerClass(kind, options))
+        rule = ClassRule([trial])
+        all_options: Mapping[str, Any] | None = None
+        for managed in (managed_by[id(param)] for param in params if id(param) in managed_by):
+            form = forms[managed]
+            if all_options is None:
+                (group,) = trial.sample(form, {}, name=managed.name).param_groups
+                all_options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+            require_whole(managed, trial, tiles)
+            states = rule.specs_of(trial.entry_form(form, all_options, name=managed.name), form, managed.position)
+            found[managed] = tuple(sorted(states, key=lambda state: state.key))
+    return found
+
+
+def is_elementwise(name: str) -> bool:
+    """Tell whether tiles may be updated by a class, and whether its arithmetic takes no longer than its bytes."""
+    return name in BUILT_IN or class_named(name)[0] in ELEMENTWISE
