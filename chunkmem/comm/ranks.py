@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -207,6 +208,19 @@ class Ranks(Connection):
         """
         found = next((each.decode() for each in self._all_bytes(text.encode(), label) if each), "")
         return found if self.stages is None else self.stages.any_text(found, label=label)
+
+    def texts_of_all(self, text: str, *, label: str) -> tuple[list[str], int]:
+        """Return what each rank passes, those of other pipeline stages included, and which of them this rank is.
+
+        Raises:
+            RankError: a rank did not come.
+        """
+        rows = [[each.decode() for each in self._all_bytes(text.encode(), label)]]
+        stage = 0
+        if self.stages is not None:
+            stage = self.stages.rank
+            rows = [json.loads(each) for each in self.stages._all_bytes(json.dumps(rows[0]).encode(), label)]
+        return [each for row in rows for each in row], sum(map(len, rows[:stage])) + self.rank
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], *, label: str) -> None:
         """Overwrite tensors with what rank 0 has in them.

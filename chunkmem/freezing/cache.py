@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,34 +17,27 @@ from torch.utils.checkpoint import get_device_states
 
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.freezing.follows import HasRuntime
-from chunkmem.freezing.levels import Levels
+from chunkmem.freezing.joining import Wanted, open_values
+from chunkmem.freezing.kept import Asked, Found
+from chunkmem.freezing.tags import ModuleTags
 from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.sizes import parse_nbytes
-from chunkmem.types import ChunkId, Role
 
 _DROPOUT: Any = nn.modules.dropout._DropoutNd
 _NORM: Any = nn.modules.batchnorm._NormBase
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """What is known of a sample's value."""
-
-    depth: int
-    """Modules that have run."""
-    crc: int
-    """Of the sample as it came in."""
-
-
-@dataclass(frozen=True, slots=True)
 class CachedSamples:
     """Samples that a cache was asked for."""
 
-    keys: Sequence[Hashable]
-    crcs: Sequence[int]
-    """Of the samples as they came in."""
-    depth: int
-    """Modules whose values of all of them are there."""
+    asked: Asked
+    found: Found
+
+    @property
+    def depth(self) -> int:
+        """Modules whose values of all of them are there."""
+        return self.found.depth
 
 
 @dataclass(slots=True)
@@ -55,9 +47,14 @@ class CacheReport:
     num_found: int = 0
     num_computed: int = 0
     """From the start, or from where an earlier, shorter prefix had ended."""
+    num_of_others: int = 0
+    """Of those found, what other ranks have computed."""
+    num_ranks: int = 1
+    """That have the same copy: those of this machine."""
 
     def __str__(self) -> str:
-        return f"{self.num_found} samples from the cache, {self.num_computed} computed"
+        others = f" ({self.num_of_others} by other ranks of {self.num_ranks})" if self.num_ranks > 1 else ""
+        return f"{self.num_found} samples from the cache{others}, {self.num_computed} computed"
 
 
 class FrozenCache:
@@ -71,15 +68,20 @@ class FrozenCache:
     Values are those of the first time, to the bit. They are found again as long as the modules, their weights and the
     sample are the same; all three are compared. More modules than the last time begin where those had ended.
 
+    Over ranks, all make the cache together. Those of one machine have one copy: what one of them has computed, the
+    others find, also after `pipe.repartition()`. Each of them counts its share of `host` in its cap.
+
     Args:
         manager: of the modules.
-        host: bytes on HOST, which are taken now, and count in its cap as role "frozen_cache".
+        host: bytes on HOST, for all ranks of a machine, which are taken now, and count in its cap as role
+            "frozen_cache".
         disk: a folder for what does not fit there; None: it is forgotten.
-        disk_capacity: the most bytes of the file there; None: half of what is free.
+        disk_capacity: the most bytes of the file there, for all ranks of a machine; None: half of what is free.
 
     Raises:
-        ConfigError: a size is none, or the folder cannot be used.
+        ConfigError: a size is none, the folder cannot be used, or the ranks of a machine ask for different sizes.
         CapacityError: HOST has no room.
+        StateError: another rank has raised one of these.
     """
 
     def __init__(
@@ -90,7 +92,8 @@ class FrozenCache:
         disk: str | os.PathLike[str] | None = None,
         disk_capacity: str | int | None = None,
     ) -> None:
-        self._runtime = runtime = manager.runtime
+        self._manager = manager
+        runtime = manager.runtime
         runtime.require_open()
         folder = None if disk is None else Path(disk)
         host_nbytes = parse_nbytes(host)
@@ -98,17 +101,13 @@ class FrozenCache:
             raise ConfigError(
                 f"FrozenCache: host is {host_nbytes} bytes; give at least {ALIGN_NBYTES}: a few samples have to fit"
             )
-        disk_nbytes = _free_nbytes(folder) // 2 if disk_capacity is None else parse_nbytes(disk_capacity)
+        disk_nbytes = None if disk_capacity is None else parse_nbytes(disk_capacity)
         runtime.forget_plans()  # HOST has less room for what they move
-        self._levels = Levels(runtime.memory.pager, host_nbytes, folder, disk_nbytes)
-        self._kept: dict[Hashable, _Kept] = {}
-        self._modules: tuple[nn.Module, ...] = ()
-        """Of the last call."""
-        self._form: tuple[torch.Size, torch.dtype] | None = None
-        """Of the value of one sample."""
-        self._digests: dict[int, tuple[int, int]] = {}
-        """By the identity of a parameter: what had changed when it was looked at, and the checksum of its values."""
-        self.report = CacheReport()
+        self._values = open_values(runtime, Wanted(host_nbytes, folder, disk_nbytes))
+        self._tags = ModuleTags()
+        self._asked_tags: tuple[bytes, ...] = ()
+        """Of the modules of the last call."""
+        self.report = CacheReport(num_ranks=self._values.num_ranks)
 
     def __call__(
         self, modules: nn.Module | Iterable[nn.Module], x: torch.Tensor, ids: Sequence[Hashable]
@@ -126,22 +125,42 @@ class FrozenCache:
             ConfigError: `ids` are not one a sample.
             TierIOError: DISK failed.
         """
-        self._runtime.require_open()
         is_one = isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList)
         chain: tuple[nn.Module, ...] = (modules,) if is_one else tuple(modules)  # type: ignore[arg-type, assignment]
+        runtime = self._manager.runtime
+        runtime.require_open()
         if not chain:
             _keys(ids, x)
             return x
-        self.follow(chain)
-        samples = self.find(x, ids)
-        value = self.read(samples, x.device) if samples.depth else x
-        if samples.depth == len(chain):
-            return value
-        with torch.no_grad(), self.computing(x):
-            for module in chain[samples.depth :]:
-                value = module(value)
-        self.keep(samples, value)
-        return value
+        with runtime.ranks.telling():
+            self.follow(chain)
+            samples = self.find(x, ids)
+            value = self.read(samples, x.device) if samples.depth else x
+            start = self._agreed_start(samples.depth, len(chain))
+            if start == len(chain):
+                return value
+            with torch.no_grad(), self.computing(x):
+                given = x if start == 0 else value
+                for module in chain[start:]:
+                    given = module(given)
+            if samples.depth == len(chain):  # other ranks had to compute theirs
+                return value
+            self.keep(samples, given)
+            return given
+
+    def _agreed_start(self, depth: int, num: int) -> int:
+        """Return the first of `num` modules to run, where this rank has values of the first `depth`.
+
+        Ranks that share chunks run the same ones, as all of them gather what these read.
+        """
+        runtime = self._manager.runtime
+        ranks = runtime.ranks
+        if ranks.size == 1:
+            return depth
+        if runtime.sharding.units.agree("FrozenCache: all samples are there", holds=depth == num):
+            return num
+        most, minus_least = ranks.max_over([depth, -depth], label="FrozenCache: modules that have run")
+        return depth if most == -minus_least else 0
 
     # What a pipeline does in turn for each of its micro-batches.
 
@@ -157,18 +176,13 @@ class FrozenCache:
         """
         for number, module in enumerate(chain):
             _require_frozen(module, number)
-        common = 0
-        for old, new in zip(self._modules, chain, strict=False):
-            if old is not new:
-                break
-            common += 1
-        have_changed = [self._has_changed(module) for module in chain]  # each of them is looked at
-        least = agree(min(common, have_changed.index(True) if any(have_changed) else len(chain)))
-        if least < len(self._modules):
-            for key in [key for key, kept in self._kept.items() if kept.depth > least]:
-                del self._kept[key]
-                self._levels.forget(key)
-        self._modules = chain
+        runtime = self._manager.runtime
+        self._values.follow(runtime.memory.pager)
+        tags = self._tags.of(chain, runtime)
+        same = (number for number, (old, new) in enumerate(zip(self._asked_tags, tags, strict=False)) if old != new)
+        least = next(same, min(len(self._asked_tags), len(tags)))
+        agreed = agree(least)
+        self._asked_tags = tags if agreed == least else self._tags.renew(agreed)
 
     def find(self, x: torch.Tensor, ids: Sequence[Hashable]) -> CachedSamples:
         """Return how far the modules have come with some samples; arguments and errors are those of a call.
@@ -178,65 +192,23 @@ class FrozenCache:
         keys = _keys(ids, x)
         samples = x.detach().to("cpu").contiguous()
         crcs = [zlib.crc32(sample.reshape(-1).view(torch.uint8).numpy()) for sample in samples]
-        for key, crc in zip(keys, crcs, strict=True):
-            if key in self._kept and self._kept[key].crc != crc:
-                raise StateError(
-                    f"sample {key!r} is not what it was the last time: with augmentation, or ids that are not the same "
-                    "in each epoch, what frozen layers have made of it cannot be used again. Call the modules without "
-                    "the cache, or transform after them"
-                )
-        # Where some have come further than others, there are no values of all of them that one module could be given.
-        depths = {self._depth(key) for key in keys}
-        depth = depths.pop() if len(depths) == 1 else 0
-        if depth == len(self._modules):
+        asked = Asked(keys, crcs, self._asked_tags)
+        found = self._values.find(asked)
+        if found.depth == len(self._asked_tags):
             self.report.num_found += len(keys)
+            self.report.num_of_others += found.num_of_others
         else:
             self.report.num_computed += len(keys)
-        return CachedSamples(keys, crcs, depth)
-
-    def _depth(self, key: Hashable) -> int:
-        return self._kept[key].depth if key in self._kept and key in self._levels else 0
-
-    def _has_changed(self, module: nn.Module) -> bool:
-        """Tell whether a module has other values than the last time it was asked about."""
-        found = False
-        tensors = [*module.parameters(), *module.buffers()]
-        for tensor in tensors:
-            managed = self._runtime.registry.find(tensor)
-            if tensor.is_meta or (managed is not None and not self._runtime.owns(managed)):
-                continue  # the rank that has its values looks at them
-            tag, before = self._tag(tensor), self._digests.get(id(tensor))
-            if before is not None and before[0] == tag:
-                continue
-            crc = self._checksum(tensor)
-            found = found or before is None or before[1] != crc
-            self._digests[id(tensor)] = tag, crc
-        return found
-
-    def _tag(self, tensor: torch.Tensor) -> int:
-        """Return what changes whenever values may have."""
-        managed = self._runtime.registry.find(tensor)
-        if managed is None:
-            return hash((tensor._version, tensor.data_ptr()))
-        return hash((self._runtime.memory.store.chunks[ChunkId(Role.PARAM, managed.group)].version, managed.group))
-
-    def _checksum(self, tensor: torch.Tensor) -> int:
-        managed = self._runtime.registry.find(tensor)
-        values = tensor.detach().to("cpu") if managed is None else self._runtime.updater.read_weight(managed)
-        return zlib.crc32(values.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        return CachedSamples(asked, found)
 
     def read(self, samples: CachedSamples, device: torch.device) -> torch.Tensor:
-        """Return on a device what the first `samples.depth` modules, at least one, have made of samples.
+        """Return on a device, once, what the first `samples.depth` modules, at least one, have made of samples.
 
         Raises:
             TierIOError: DISK failed.
         """
-        assert self._form is not None
-        shape, dtype = self._form
-        batch = torch.empty((len(samples.keys), *shape), dtype=dtype, device="cpu")
-        for row, key in zip(batch, samples.keys, strict=True):
-            self._levels.read(key, row.reshape(-1).view(torch.uint8))
-        return batch.to(device)
+        values, samples.found.values = samples.found.values, None
+        return (self._values.read(samples.asked.keys) if values is None else values).to(device)
 
     def computing(self, x: torch.Tensor) -> AbstractContextManager[None]:
         """Surround what computes a value of samples from `x`, on whose device it does.
@@ -253,40 +225,29 @@ class FrozenCache:
             ConfigError: it is not one tensor with a row for each.
             TierIOError: DISK failed.
         """
-        if not samples.keys:  # then there is nothing to keep
+        if not samples.asked.keys:  # then there is nothing to keep
             return
-        if not isinstance(value, torch.Tensor) or value.shape[:1] != (len(samples.keys),):
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != (len(samples.asked.keys),):
             what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            num = len(samples.asked.keys)
             raise ConfigError(
-                f"FrozenCache: the modules returned {what} for {len(samples.keys)} samples; one tensor, samples first, "
-                "can be kept"
+                f"FrozenCache: the modules returned {what} for {num} samples; one tensor, samples first, can be kept"
             )
-        rows = value.detach().to("cpu").contiguous()
-        form = rows.shape[1:], rows.dtype
-        size_nbytes = rows[0].numel() * rows.dtype.itemsize
-        if form != self._form or size_nbytes != self._levels.size_nbytes:
-            self._form = form
-            self._kept.clear()
-            self._levels.clear(size_nbytes)
-        for key, crc, row in zip(samples.keys, samples.crcs, rows, strict=True):
-            if self._levels.write(key, row.reshape(-1).view(torch.uint8)):
-                self._kept[key] = _Kept(len(self._modules), crc)
-        for key in [key for key in self._kept if key not in self._levels]:
-            del self._kept[key]
+        self._values.keep(samples.asked, value.detach().to("cpu").contiguous())
 
     def __len__(self) -> int:
         """Samples that are kept."""
-        return len(self._levels)
+        return len(self._values)
 
     @property
     def num_on_disk(self) -> int:
         """Of those, the ones that are not on HOST."""
-        return self._levels.num_on_disk
+        return self._values.num_on_disk
 
     def close(self) -> None:
         """Give all memory back. Idempotent."""
-        self._kept.clear()
-        self._levels.close()
+        self._values.follow(self._manager.runtime.memory.pager)
+        self._values.close()
 
 
 @contextlib.contextmanager
@@ -304,14 +265,6 @@ def _without_random_numbers(x: torch.Tensor) -> Iterator[None]:
 def _random_states(x: torch.Tensor) -> list[torch.Tensor]:
     """Return the states of torch's generators, of the CPU and of the device of `x`."""
     return [torch.get_rng_state(), *get_device_states(x)[1]]
-
-
-def _free_nbytes(folder: Path | None) -> int:
-    """Return the bytes that are free where a folder is, or is going to be."""
-    if folder is None:
-        return 0
-    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
-    return shutil.disk_usage(there).free
 
 
 def _require_frozen(module: nn.Module, number: int) -> None:

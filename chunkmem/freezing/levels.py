@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 
 from chunkmem.errors import ConfigError
-from chunkmem.layout.spec import ALIGN_NBYTES, Group, Slot
-from chunkmem.runtime.chunk import Chunk
+from chunkmem.freezing.host_memory import ROLE, HostMemory
+from chunkmem.freezing.kept import Asked, Form, Found, Kept
+from chunkmem.layout.spec import ALIGN_NBYTES
 from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.runtime.pager import Pager
-from chunkmem.types import ChunkId, Role, Tier
+from chunkmem.types import Tier
 
-ROLE = Role("frozen_cache")
+T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Entry:
-    """One value: on HOST at a place, or on DISK."""
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[T]):
+    """One value: where it is, and what it is of."""
 
-    place: int | None
-    slab: DiskSlab | None = None
+    place: T
+    kept: Kept
 
 
 class Levels:
@@ -44,158 +47,141 @@ class Levels:
             CapacityError: HOST has no room for them.
             ConfigError: the folder cannot be used, or its file system has less room.
         """
-        self._pager = pager
+        self.num_ranks = 1
         self._disk = None
         self._host_nbytes = host_nbytes - host_nbytes % ALIGN_NBYTES
         if folder is not None:
             ledger = Ledger(Tier.DISK, cap_nbytes=disk_nbytes, limit_nbytes=disk_nbytes)
-            try:
+            with disk_errors():
                 self._disk = DiskPool(ledger, folder)
-            except ConfigError as error:
-                said = str(error).replace("memory.disk.capacity", "disk_capacity").replace("memory.disk.path", "disk")
-                raise ConfigError(f"chunkmem.FrozenCache: {said}") from None
-        number = 1 + max((key.group for key in pager.store.chunks), default=0)
-        slots = (Slot(0, number, 0, self._host_nbytes),)
-        group = Group(number, "uint8", 1, 1, self._host_nbytes, slots, is_on_host=True)
-        key = ChunkId(ROLE, number)
-        self._chunk = Chunk(key, group, torch.uint8, str(key), ((torch.Size([self._host_nbytes]), (1,)),))
-        pager.store.add(self._chunk)
         try:
-            pager.create(self._chunk, Tier.HOST, reader="chunkmem.FrozenCache", zero=False, elastic=True)
+            self._memory = HostMemory(pager, self._host_nbytes)
         except BaseException:
-            del pager.store.chunks[key]
             self._close_disk()
             raise
-        self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
-        """The least recently used first."""
+        self._form: Form | None = None
+        self._on_host: OrderedDict[Hashable, Entry[int]] = OrderedDict()
+        """The least recently used first: places."""
+        self._on_disk: OrderedDict[Hashable, Entry[DiskSlab]] = OrderedDict()
+        """Those that came there, or were used there, first."""
         self._free: list[int] = []
         self._size_nbytes = 0
 
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._entries
+    def find(self, asked: Asked) -> Found:
+        entries = [self._on_host.get(key) or self._on_disk.get(key) for key in asked.keys]
+        kept = (None if entry is None else entry.kept for entry in entries)
+        depths = {asked.depth_of(number, one) for number, one in enumerate(kept)}
+        return Found(depths.pop() if len(depths) == 1 else 0)
+
+    def read(self, keys: Sequence[Hashable]) -> torch.Tensor:
+        assert self._form is not None
+        batch = self._form.empty(len(keys))
+        for row, key in zip(batch, keys, strict=True):
+            into = row.reshape(-1).view(torch.uint8)
+            if key in self._on_host:
+                into.copy_(self._at(self._on_host[key].place))
+                self._on_host.move_to_end(key)
+            else:
+                self._on_disk[key].place.read(into)
+                self._on_disk.move_to_end(key)
+        return batch
+
+    def keep(self, asked: Asked, rows: torch.Tensor) -> None:
+        form = Form(rows.shape[1:], rows.dtype)
+        if form != self._form:
+            self._form = form
+            self._clear(form.nbytes)
+        for key, crc, row in zip(asked.keys, asked.crcs, rows, strict=True):
+            self._write(key, row.reshape(-1).view(torch.uint8), Kept(len(asked.tags), crc, asked.tags[-1]))
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._on_host) + len(self._on_disk)
 
     @property
     def num_on_disk(self) -> int:
-        """Values that are not on HOST."""
-        return sum(entry.slab is not None for entry in self._entries.values())
+        return len(self._on_disk)
 
-    def clear(self, size_nbytes: int = 0) -> None:
+    def _clear(self, size_nbytes: int) -> None:
         """Forget all values; those to come have `size_nbytes` each."""
-        for entry in self._entries.values():
-            self._free_slab(entry)
-        self._entries.clear()
+        self._on_host.clear()
+        while self._on_disk:
+            self._forget_on_disk()
         self._size_nbytes = size_nbytes
         room = self._host_nbytes // size_nbytes if size_nbytes else 0
         self._free = [place * size_nbytes for place in reversed(range(room))]
 
-    @property
-    def size_nbytes(self) -> int:
-        return self._size_nbytes
-
-    def read(self, key: Hashable, into: torch.Tensor) -> None:
-        """Copy a value, which is there, to the CPU tensor `into`, 1-D bytes.
+    def _write(self, key: Hashable, value: torch.Tensor, kept: Kept) -> None:
+        """Keep a value, 1-D bytes on the CPU; what was used least recently gives way. Without any room it is not kept.
 
         Raises:
-            TierIOError: it cannot be read.
+            TierIOError: it cannot be written, or what gives way.
         """
-        entry = self._entries[key]
-        if entry.slab is not None:
-            entry.slab.read(into)
+        entry = self._on_host.pop(key, None)
+        if entry is None and key in self._on_disk:  # what gives way to it may have its place
+            self._on_disk.move_to_end(key, last=False)
+            self._forget_on_disk()
+        place = self._take_place() if entry is None else entry.place
+        if place is not None:
+            self._at(place).copy_(value)
+            self._on_host[key] = Entry(place, kept)
         else:
-            assert entry.place is not None
-            into.copy_(self._at(entry.place))
-        self._entries.move_to_end(key)
+            self._write_to_disk(key, value, kept)
 
-    def write(self, key: Hashable, value: torch.Tensor) -> bool:
-        """Keep a value, 1-D bytes on the CPU; what was used least recently gives way. False: there is no room at all.
-
-        Raises:
-            TierIOError: what gives way cannot be written.
-        """
-        entry = self._entries.get(key)
-        if entry is None or entry.place is None:
-            place = self._take_place(besides=key)
-            if place is None:
-                return self._write_to_disk(key, value)
-            if entry is not None:
-                self._free_slab(entry)
-            entry = self._entries[key] = Entry(place)
-        assert entry.place is not None
-        self._at(entry.place).copy_(value)
-        self._entries.move_to_end(key)
-        return True
-
-    def forget(self, key: Hashable) -> None:
-        """Let go of a value, if it is there."""
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._free_slab(entry)
-            if entry.place is not None:
-                self._free.append(entry.place)
-
-    def _take_place(self, *, besides: Hashable) -> int | None:
+    def _take_place(self) -> int | None:
+        """Return a place on HOST; what was used least recently there goes to DISK, if need be. None: there is none."""
         if self._free:
             return self._free.pop()
-        oldest = next((k for k, entry in self._entries.items() if entry.place is not None and k != besides), None)
-        if oldest is None:
+        if not self._on_host:
             return None
-        entry = self._entries[oldest]
-        assert entry.place is not None
-        place = entry.place
-        slab = self._take_slab(besides=oldest)
-        if slab is None:
-            del self._entries[oldest]
-            return place
+        key, entry = next(iter(self._on_host.items()))
+        self._write_to_disk(key, self._at(entry.place), entry.kept)
+        del self._on_host[key]
+        return entry.place
+
+    def _write_to_disk(self, key: Hashable, value: torch.Tensor, kept: Kept) -> None:
+        """Write a value to DISK, for which what came there first gives way; nothing, if there is no room at all."""
+        if self._disk is None:
+            return
+        while self._disk.ledger.free_nbytes < value.nbytes:
+            if not self._on_disk:
+                return
+            self._forget_on_disk()
+        slab = self._disk.alloc(ROLE, value.nbytes)
         try:
-            slab.write(self._at(place))
+            slab.write(value)
         except BaseException:
-            assert self._disk is not None
             self._disk.free(ROLE, slab)
             raise
-        entry.place, entry.slab = None, slab
-        return place
+        self._on_disk[key] = Entry(slab, kept)
 
-    def _write_to_disk(self, key: Hashable, value: torch.Tensor) -> bool:
-        """HOST has no room for one value."""
-        slab = self._take_slab(besides=key)
-        if slab is None:
-            return False
-        slab.write(value)
-        self.forget(key)
-        self._entries[key] = Entry(None, slab)
-        return True
-
-    def _take_slab(self, *, besides: Hashable) -> DiskSlab | None:
-        """Return room on DISK, for which what was used least recently there gives way; None if there is none."""
-        if self._disk is None:
-            return None
-        while self._disk.ledger.free_nbytes < self._size_nbytes:
-            oldest = next((k for k, entry in self._entries.items() if entry.slab is not None and k != besides), None)
-            if oldest is None:
-                return None
-            self.forget(oldest)
-        return self._disk.alloc(ROLE, self._size_nbytes)
-
-    def _free_slab(self, entry: Entry) -> None:
-        if entry.slab is not None:
-            assert self._disk is not None
-            self._disk.free(ROLE, entry.slab)
-            entry.slab = None
+    def _forget_on_disk(self) -> None:
+        assert self._disk is not None
+        _, entry = self._on_disk.popitem(last=False)
+        self._disk.free(ROLE, entry.place)
 
     def _at(self, place: int) -> torch.Tensor:
-        return self._chunk.replicas[Tier.HOST].flat.narrow(0, place, self._size_nbytes)
+        return self._memory.bytes.narrow(0, place, self._size_nbytes)
+
+    def follow(self, pager: Pager) -> None:
+        self._memory.follow(pager)
 
     def close(self) -> None:
-        """Give all memory back. Idempotent."""
-        self._entries.clear()
-        if self._chunk.id in self._pager.store.chunks and self._pager.closed is None:
-            self._pager.store.remove(self._chunk)
+        self._on_host.clear()
+        self._on_disk.clear()
+        self._memory.close()
         self._close_disk()
 
     def _close_disk(self) -> None:
         disk, self._disk = self._disk, None
         if disk is not None:
             disk.close()
+
+
+@contextlib.contextmanager
+def disk_errors() -> Iterator[None]:
+    """Have a ConfigError of what is raised inside name the arguments of a cache."""
+    try:
+        yield
+    except ConfigError as error:
+        said = str(error).replace("memory.disk.capacity", "disk_capacity").replace("memory.disk.path", "disk")
+        raise ConfigError(f"chunkmem.FrozenCache: {said}") from None

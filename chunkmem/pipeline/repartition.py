@@ -262,7 +262,8 @@ class _Change:
         ]
         own = self._contents.wanted(groups, self._specs, rank=self._ranks.rank)
         moves = agreed_moves(self._contents, own, ranks=self._ranks)
-        chunks = (chunk for key, chunk in before.memory.store.chunks.items() if key.role is not Role.ACTIVATION)
+        chunks = [chunk for key, chunk in before.memory.store.chunks.items() if key.role is not Role.ACTIVATION]
+        chunks = [chunk for chunk in chunks if chunk.id.group >= 0]  # others stay
         freed_nbytes = sum(chunk.nbytes * len(chunk.replicas) for chunk in chunks) - self._own_nbytes
         require_room(self._contents, moves, before.tiers, ranks=self._ranks, freed_nbytes=freed_nbytes)
 
@@ -285,6 +286,8 @@ class _Change:
             self._take(found, away)
         after = self._after = before.for_ranks(mesh)
         after.built.values = PutOff(strides)
+        for chunk in [chunk for chunk in before.memory.store.chunks.values() if chunk.id.group < 0]:
+            before.memory.store.hand_over(chunk, after.memory.store)
         return after
 
     def pack(self, after: Runtime, options: PipelineOptions, make: MakePipeline) -> Pipeline:

@@ -22,6 +22,10 @@ _PINNED_SEGMENT_NBYTES = 4 << 30
 """The most of that: pieces are made by all cores, and pinned by a call each."""
 
 
+_ADMITTED = -1
+"""The segment of slabs that are not of the arena."""
+
+
 @dataclass(eq=False, slots=True)
 class _Segment:
     """One mapping of the arena, and the runs of it that are free: start to length, in bytes."""
@@ -70,16 +74,18 @@ class HostArena:
         self._idle: dict[int, list[Slab]] = defaultdict(list)
         """Freed slabs by size, the last one last."""
         self._expected_nbytes = 0
+        self._admitted_nbytes = 0
 
     @property
     def reserved_nbytes(self) -> int:
-        """Bytes mapped, given out or not."""
-        return sum(len(segment.region) for segment in self._segments)
+        """Bytes mapped, given out or not, and those that were admitted."""
+        return sum(len(segment.region) for segment in self._segments) + self._admitted_nbytes
 
     @property
     def kept_nbytes(self) -> int:
         """Bytes that were given out and taken back, and are kept for reuse: RAM that no role of the ledger counts."""
-        return max(0, sum(segment.touched_nbytes for segment in self._segments) - self.ledger.total_nbytes)
+        touched_nbytes = sum(segment.touched_nbytes for segment in self._segments)
+        return max(0, touched_nbytes + self._admitted_nbytes - self.ledger.total_nbytes)
 
     @property
     def _piece_nbytes(self) -> int:
@@ -140,7 +146,17 @@ class HostArena:
         self.ledger.charge(role, nbytes)
         return slab
 
+    def admit(self, role: str, memory: torch.Tensor) -> Slab:
+        """Count memory that is not the arena's, as what other processes have, too; `free` counts it no more."""
+        self.ledger.charge(role, memory.nbytes)
+        self._admitted_nbytes += memory.nbytes
+        return Slab(memory.nbytes, memory, segment=_ADMITTED)
+
     def free(self, role: str, slab: Slab) -> None:
+        if slab.segment == _ADMITTED:
+            self.ledger.release(role, slab.nbytes)
+            self._admitted_nbytes -= slab.nbytes
+            return
         if self.poison:
             slab.poison()
         self._idle[slab.nbytes].append(slab)

@@ -94,6 +94,8 @@ class Chunk:
     forms: tuple[tuple[torch.Size, tuple[int, ...]], ...]
     """Shape and stride of each slot's tensor."""
     home: ChunkHome | None = None
+    memory: torch.Tensor | None = None
+    """On HOST, bytes that several processes have, and no pool gives out; in one dimension."""
     saved: SavedMemory | None = None
     """Of an ACTIVATION chunk."""
     master: Chunk | None = None

@@ -57,8 +57,10 @@ class AlignedBuffer:
 class DiskFile:
     """A file without a name, read and written at any offset by any thread; [Note: A file without a name]."""
 
-    def __init__(self, directory: Path, *, nbytes: int, calls: DiskCalls) -> None:
+    def __init__(self, directory: Path, *, nbytes: int, calls: DiskCalls, opened: str | None = None) -> None:
         """Make it in `directory`, which is made if it is not there, with room for `nbytes`, which are not taken yet.
+
+        With `opened`, the `path` of such a file that another process has just made, it is that file.
 
         Raises:
             ConfigError: `directory` is none, cannot be made or written to, or its file system has less room.
@@ -69,8 +71,10 @@ class DiskFile:
         self._reserves = True
         """The file system can; until it has said no."""
         self._pid = os.getpid()
-        self._make_directory()
-        self._require_room(nbytes)
+        self._opened = opened
+        if opened is None:
+            self._make_directory()
+            self._require_room(nbytes)
         self.is_direct = True
         """Addresses, offsets and lengths have to be aligned; [Note: Past the page cache]."""
         self.alignment = _ALIGNMENTS[0]
@@ -80,6 +84,17 @@ class DiskFile:
     def name(self) -> str:
         """What messages call it."""
         return f"the unnamed file in {self.directory}"
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this machine open it, as long as this one has it."""
+        return f"/proc/{os.getpid()}/fd/{self._require_open()}"
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """The same for all processes that have the same file."""
+        found = os.fstat(self._require_open())
+        return found.st_dev, found.st_ino
 
     def padded(self, nbytes: int) -> int:
         """Return how many bytes have to be moved for so many at an aligned offset."""
@@ -181,6 +196,8 @@ class DiskFile:
 
     def _open_unnamed(self, flags: int) -> int:
         flags |= os.O_RDWR | os.O_CLOEXEC
+        if self._opened is not None:
+            return self._calls.open(self._opened, flags, _MODE)
         try:
             return self._calls.open(str(self.directory), flags | os.O_TMPFILE | os.O_EXCL, _MODE)
         except OSError as error:

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from chunkmem.errors import TierIOError
+from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_pool import DiskSlab
@@ -129,7 +130,10 @@ class ChunkStore:
             fill = tuple if chunk.version == NO_CONTENT else chunk.saved.fill
             slab, pieces = self._device_pool.admit(chunk.id.role.value, chunk.nbytes, fill)
             return self._enter(chunk, tier, Replica(slab, slab.bytes, pieces=pieces))
-        slab = self.pools[tier].alloc(chunk.id.role.value, chunk.nbytes)
+        if tier is Tier.HOST and chunk.memory is not None:
+            slab = self._host_pool.admit(chunk.id.role.value, chunk.memory)
+        else:
+            slab = self.pools[tier].alloc(chunk.id.role.value, chunk.nbytes)
         with runtime_mode():
             if tier is chunk.compute_tier and chunk.home is not None:
                 flat = chunk.home.attach(slab)
@@ -379,6 +383,19 @@ class ChunkStore:
             self._device_pool.dismiss(chunk.id.role.value, slab, chunk.saved.empty)
         else:
             self.pools[tier].free(chunk.id.role.value, slab)
+
+    def hand_over(self, chunk: Chunk, to: ChunkStore) -> None:
+        """Have another store over the same tiers know a chunk, with its memory, in place of this one."""
+        del self.chunks[chunk.id]
+        to.add(chunk)
+        for tier in chunk.replicas:
+            to.resident[tier][chunk.id] = self.resident[tier].pop(chunk.id)
+
+    @property
+    def _host_pool(self) -> HostArena:
+        pool = self.pools[Tier.HOST]
+        assert isinstance(pool, HostArena)
+        return pool
 
     @property
     def _device_pool(self) -> DevicePool:

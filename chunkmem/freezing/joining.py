@@ -1,0 +1,220 @@
+"""Have the ranks of a machine use one copy of what a cache keeps: one of them makes it, the others open it.
+
+    1 where   each rank says which machine it is on, and what it asks for
+    2 make    the first one of each machine makes memory and the file, and says where
+    3 open    the others open them; each counts its share
+
+Nobody leaves a step before all ranks have come to it, those of other machines and pipeline stages included, and all
+raise if one does. Where a rank cannot open what another has made, as in containers of their own, each rank of that
+machine has a copy of its own, of its share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chunkmem.assembly import Runtime
+from chunkmem.errors import ConfigError, StateError
+from chunkmem.freezing.kept import Values
+from chunkmem.freezing.levels import Levels, disk_errors
+from chunkmem.freezing.shared_index import HEADER_NBYTES
+from chunkmem.freezing.shared_levels import SharedDisk, SharedLevels, share_of
+from chunkmem.freezing.shared_memory import SharedFile
+from chunkmem.runtime.disk_calls import SYSTEM_CALLS
+from chunkmem.runtime.disk_file import DiskFile
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of a cache, for a machine."""
+
+    host_nbytes: int
+    folder: Path | None
+    disk_nbytes: int | None
+    """None: half of what is free."""
+
+    @property
+    def most_disk_nbytes(self) -> int:
+        """The most bytes of the file; looked up if it was not said."""
+        if self.folder is None or self.disk_nbytes is not None:
+            return self.disk_nbytes or 0
+        there = (path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        return shutil.disk_usage(next(there, self.folder)).free // 2
+
+
+@dataclass
+class _Copy:
+    """The files of a machine's copy, as this process has them."""
+
+    files: list[SharedFile] = field(default_factory=list)
+    """For values, for the index, and to lock."""
+    disk: DiskFile | None = None
+
+    @property
+    def all(self) -> list[SharedFile | DiskFile]:
+        return [*self.files, *([] if self.disk is None else [self.disk])]
+
+    def close(self) -> None:
+        for file in self.all:
+            file.close()
+
+
+def open_values(runtime: Runtime, wanted: Wanted) -> Values:
+    """Return the values of this rank's machine; all ranks call it.
+
+    Args:
+        runtime: of this rank.
+        wanted: the same on all ranks of a machine.
+
+    Raises:
+        ConfigError: the folder cannot be used, or ranks of a machine want different things.
+        CapacityError: HOST has no room for this rank's share, or for that of another one.
+        RankError: a rank is missing.
+    """
+    if runtime.ranks.are_one:
+        return Levels(runtime.memory.pager, wanted.host_nbytes, wanted.folder, wanted.most_disk_nbytes)
+    with runtime.ranks.telling():
+        return _Joining(runtime, wanted).run()
+
+
+class _Joining:
+    def __init__(self, runtime: Runtime, wanted: Wanted) -> None:
+        self._runtime = runtime
+        self._wanted = wanted
+        self._copy = _Copy()
+        self._values: Values | None = None
+
+    def run(self) -> Values:
+        """See `open_values`."""
+        try:
+            members, own = self._members()
+            rank, num = members.index(own), len(members)
+            made = self._all(lambda: self._make() if num > 1 and rank == 0 else None)
+            opened = self._all(lambda: self._take(made[members[0]], rank, num))
+            if not all(opened[member] for member in members):
+                self._close()
+                self._values = self._of_its_own(rank, num)
+        except BaseException:
+            self._close()
+            raise
+        assert self._values is not None
+        return self._values
+
+    def _all(self, step: Callable[[], Any]) -> list[Any]:
+        """Take a step on all ranks; return what it returns on each of them.
+
+        Raises:
+            StateError: another rank has raised something; else what this one has.
+        """
+        value, error = None, None
+        try:
+            value = step()
+        except Exception as raised:
+            error = raised
+        said = "" if error is None else f"{type(error).__name__}: {error}"
+        texts, _ = self._runtime.ranks.texts_of_all(json.dumps([said, value]), label="chunkmem.FrozenCache()")
+        if error is not None:
+            raise error
+        found = [json.loads(text) for text in texts]
+        errors = [each[0] for each in found if each[0]]
+        if errors:
+            raise StateError(f"FrozenCache: another rank refuses: {errors[0]}")
+        return [each[1] for each in found]
+
+    def _members(self) -> tuple[list[int], int]:
+        """Return the ranks of this machine, and this one, all counted in the whole job."""
+        wanted = self._wanted
+        here = f"{socket.gethostname()} {_BOOT.read_text().strip()}"
+        asked = f"host={wanted.host_nbytes}, disk={wanted.folder}, disk_capacity={wanted.disk_nbytes}"
+        found = self._all(lambda: [here, asked])
+        _, own = self._runtime.ranks.texts_of_all("", label="chunkmem.FrozenCache()")
+        different = sorted({each[1] for each in found if each[0] == here})
+
+        def compare() -> None:
+            if len(different) > 1:
+                raise ConfigError(
+                    f"FrozenCache: the ranks of a machine have one copy, and ask for {' and for '.join(different)}; "
+                    "give them the same"
+                )
+
+        self._all(compare)
+        return [number for number, each in enumerate(found) if each[0] == here], own
+
+    def _make(self) -> Any:
+        """Make a copy; return how large its file may be, and where others open what; None: the system cannot."""
+        disk_nbytes = self._wanted.most_disk_nbytes
+        if self._wanted.folder is not None:
+            with disk_errors():
+                self._copy.disk = DiskFile(self._wanted.folder, nbytes=disk_nbytes, calls=SYSTEM_CALLS)
+        try:
+            files = self._copy.files = [SharedFile() for _ in range(3)]
+        except OSError:
+            return None
+        files[0].resize(self._wanted.host_nbytes)
+        files[1].resize(HEADER_NBYTES)
+        return [disk_nbytes, [[file.path, file.identity] for file in self._copy.all]]
+
+    def _take(self, made: Any, rank: int, num: int) -> bool:
+        """Have values of this rank; return False if it cannot open what another has made."""
+        if num == 1:
+            self._values = self._of_its_own(rank, num)
+            return True
+        if made is None:
+            return False
+        disk_nbytes, files = made
+        try:
+            if rank:
+                self._open(files)
+        except OSError:
+            return False
+        disk = None if self._copy.disk is None else SharedDisk(self._copy.disk, disk_nbytes)
+        self._values = SharedLevels(
+            self._runtime.memory.pager,
+            self._copy.files,
+            disk,
+            rank=rank,
+            num_ranks=num,
+            host_nbytes=self._wanted.host_nbytes,
+            timeout_s=self._runtime.ranks.timeout_s,
+        )
+        return True
+
+    def _open(self, files: Sequence[tuple[str, list[int]]]) -> None:
+        """Open what the first rank of the machine has made.
+
+        Raises:
+            OSError: it is not there, or something else is: this process sees other processes than that rank does.
+        """
+        for path, identity in files:  # before any of them is opened, as it might be anybody's
+            if identity_at(path) != identity:
+                raise FileNotFoundError(path)
+        paths = [path for path, _ in files]
+        self._copy.files += [SharedFile(path) for path in paths[:3]]
+        if self._wanted.folder is not None:
+            self._copy.disk = DiskFile(self._wanted.folder, nbytes=0, calls=SYSTEM_CALLS, opened=paths[3])
+
+    def _of_its_own(self, rank: int, num: int) -> Values:
+        """Return values of this rank alone, in its share of what there is."""
+        host_nbytes, disk_nbytes = share_of(self._wanted.host_nbytes, rank, num), self._wanted.most_disk_nbytes // num
+        return Levels(self._runtime.memory.pager, host_nbytes, self._wanted.folder, disk_nbytes)
+
+    def _close(self) -> None:
+        if self._values is not None:
+            self._values.close()
+        else:
+            self._copy.close()
+
+
+def identity_at(path: str) -> list[int]:
+    """Return what tells the file at a path from all others of this machine; raise an OSError if there is none."""
+    found = os.stat(path)
+    return [found.st_dev, found.st_ino]

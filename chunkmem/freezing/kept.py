@@ -1,0 +1,125 @@
+"""What is kept of samples, and what is asked about them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from chunkmem.errors import StateError
+from chunkmem.runtime.pager import Pager
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is known of a value."""
+
+    depth: int
+    """Modules that have run."""
+    crc: int
+    """Of the sample as it came in."""
+    tag: bytes
+    """Of those modules and their weights, 16 bytes; see `chunkmem.freezing.tags`."""
+    rank: int = 0
+    """Has computed it; counted among those that share the copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked about samples."""
+
+    keys: Sequence[Hashable]
+    crcs: Sequence[int]
+    """Of the samples as they came in."""
+    tags: Sequence[bytes]
+    """By the number of modules that have run, from 1: what they are."""
+
+    def depth_of(self, number: int, kept: Kept | None) -> int:
+        """Return how many modules have run for a sample, where its value is as said; 0: what is kept is of no use.
+
+        Raises:
+            StateError: it is of another sample.
+        """
+        if kept is None or kept.depth > len(self.tags) or self.tags[kept.depth - 1] != kept.tag:
+            return 0
+        if kept.crc != self.crcs[number]:
+            raise StateError(
+                f"sample {self.keys[number]!r} is not what it was the last time: with augmentation, or ids that are "
+                "not the same in each epoch, what frozen layers have made of it cannot be used again. Call the modules "
+                "without the cache, or transform after them"
+            )
+        return kept.depth
+
+
+@dataclass(slots=True)
+class Found:
+    """What is there of samples."""
+
+    depth: int = 0
+    """Modules that have run for all of them; 0 where some have come further than others: no module could be given
+    their values together."""
+    values: torch.Tensor | None = None
+    """On the CPU, samples first; None: they are read when they are asked for."""
+    num_of_others: int = 0
+    """Values that other ranks have computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The value of one sample."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def empty(self, num: int) -> torch.Tensor:
+        """Return memory for values, samples first."""
+        return torch.empty((num, *self.shape), dtype=self.dtype, device="cpu")
+
+
+class Values(Protocol):
+    """Values of samples, in two levels: those of one process, or of several."""
+
+    num_ranks: int
+    """That have the same copy."""
+
+    def find(self, asked: Asked) -> Found:
+        """Return how far all of the samples have come.
+
+        Raises:
+            StateError: what is kept of one is of another sample.
+            TierIOError: DISK failed.
+        """
+        ...
+
+    def read(self, keys: Sequence[Hashable]) -> torch.Tensor:
+        """Return values that `find` has found, and not returned."""
+        ...
+
+    def keep(self, asked: Asked, rows: torch.Tensor) -> None:
+        """Keep what all modules have made of samples: a row each, on the CPU; the least recently used give way.
+
+        Raises:
+            TierIOError: DISK failed.
+        """
+        ...
+
+    def __len__(self) -> int: ...
+
+    @property
+    def num_on_disk(self) -> int:
+        """Values that are not on HOST."""
+        ...
+
+    def follow(self, pager: Pager) -> None:
+        """Know the pager that the memory on HOST is among the chunks of, another one after a repartition."""
+        ...
+
+    def close(self) -> None:
+        """Give all memory back. Idempotent."""
+        ...
