@@ -53,6 +53,7 @@ bench: $(VENV)/.test
 	$(RUN) -m benchmarks.knobs.run
 	$(RUN) -m benchmarks.checkpoints.run
 	$(RUN) -m benchmarks.freezing.run
+	$(RUN) -m benchmarks.freezing.training
 	$(RUN) -m benchmarks.disk.run
 	$(RUN) -m benchmarks.estimate.run
 	$(RUN) -m benchmarks.adam.run

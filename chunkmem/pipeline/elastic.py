@@ -38,8 +38,6 @@ class ElasticPipeline:
         """
         if runtime.config.memory.disk is not None:
             raise ConfigError('width="auto" with memory.disk is not available in this version; leave out one of them')
-        if options.cache is not None:
-            raise ConfigError('width="auto" with cache= is not available in this version; leave out one of them')
         if runtime.origin.mesh is None:
             raise ConfigError(
                 'width="auto" divides the ranks of a mesh: make the manager with ChunkManager(config, mesh=...), whose '

@@ -138,11 +138,6 @@ def _require_stages(runtime: Runtime, options: PipelineOptions, num_stages: int,
             f"pipe.repartition({num_stages}): there are {_width(runtime.ranks)} ranks (stages x shards) already"
         )
     ranks_by_stage(runtime.origin.mesh, num_stages)
-    if options.cache is not None:
-        raise StateError(
-            "pipe.repartition(): there is a cache of what frozen blocks return, which would not move along; call "
-            "cache.close(), and make the pipeline without it"
-        )
     if len(runtime.built.added) != 1:
         raise StateError(f"pipe.repartition(): this manager has {len(runtime.built.added)} models; it is for one")
     (added,) = runtime.built.added

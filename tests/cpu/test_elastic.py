@@ -18,6 +18,7 @@ from tests.helpers.elastic import (
     CRAWLING_BPS,
     FAST_BPS,
     MIDDLE_BPS,
+    NUM_STEPS,
     SLOW_BPS,
     Elastic,
     Ended,
@@ -26,6 +27,7 @@ from tests.helpers.elastic import (
     different,
     elastic,
     fixed,
+    in_epochs,
     killed,
     taken_up,
 )
@@ -93,6 +95,16 @@ def test_stages_are_cut_again_where_exchanges_are_slow(pair: Team, precision: st
     assert found[0].reasons[0].startswith("2 x 1 of 3, 1 blocks, a step of")
     assert [each.num_modules for each in found] == [1 + 3, 1 + 1]
     assert different(found, pair.run(by_checkpoints, run, found[0].shapes, str(tmp_path))) == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+def test_a_cache_stays_when_stages_become_data_parallel_ranks(pair: Team, precision: str) -> None:
+    run = Elastic((2, 1), (), precision)
+    found, uncached = pair.run(in_epochs, run, 1 << 20), pair.run(in_epochs, run, 0)
+    for one, other in zip(found, uncached, strict=True):
+        assert one[:2] == other[:2]
+        assert one[0] == [2, 2, 1, 1]
+        assert one[2] == NUM_STEPS * run.batch // 2  # in the last epoch, half of them on each rank
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,15 @@ class Ended:
 class Run:
     """A model as an elastic pipeline, on one rank."""
 
-    def __init__(self, run: Elastic, sizes: tuple[int, ...], *, timeout_s: float = 60.0, freeze: bool = False) -> None:
+    def __init__(
+        self,
+        run: Elastic,
+        sizes: tuple[int, ...],
+        *,
+        timeout_s: float = 60.0,
+        freeze: bool = False,
+        cached_nbytes: int = 0,
+    ) -> None:
         torch.set_num_threads(1)
         task = StagedTask(precision=run.precision, timeout_s=timeout_s)
         names = ("stage", "replicate", "shard") if len(sizes) > 2 else ("stage", "shard")
@@ -75,6 +83,7 @@ class Run:
         torch.manual_seed(0)
         with self.manager.init():
             self.model = Net(run.model)
+        self.cache = chunkmem.FrozenCache(self.manager, host=cached_nbytes) if cached_nbytes else None
         self.pipe: Any = self.manager.pipeline(
             self.model.blocks,
             first=self.model.words,
@@ -85,6 +94,7 @@ class Run:
             schedule=run.schedule,
             width="auto",
             freeze=chunkmem.FreezeSchedule(self.model.blocks, alpha=0.5, first=self.model.words) if freeze else None,
+            cache=self.cache,
         )
         self.optimizer = chunkmem.AdamW(self.model.parameters(), manager=self.manager, lr=1e-2)
         self.losses: list[float] = []
@@ -142,6 +152,30 @@ def elastic(rank: int, run: Elastic) -> Ended:
         if one.pipe.num_stages > 1:
             ended.num_modules = sum(len(stage.submod.blocks) for stage in one.pipe._pipeline.stages)
         return ended
+
+
+def in_epochs(rank: int, run: Elastic, cached_nbytes: int) -> tuple[list[int], list[float], int]:
+    """Train on the same batches in four epochs; return stages, losses, and how often samples were cached.
+
+    Layers freeze after the first one, and the stages become data-parallel ranks after the second.
+    """
+    one = Run(run, run.sizes, freeze=True, cached_nbytes=cached_nbytes)
+    with one.manager:
+        num_stages = []
+        for epoch in range(4):
+            num_stages.append(one.pipe.num_stages)
+            for number, (x, y) in enumerate(run.batches(0)):
+                ids = torch.arange(number * run.batch, (number + 1) * run.batch)
+                x, y, ids = one.pipe.share(x, y, ids)
+                named = {} if one.cache is None else {"ids": ids}
+                one.losses.append(one.pipe.step(x, y, **named).item())
+                one.optimizer.step()
+                one.optimizer.zero_grad()
+            with fixed(FAST_BPS if epoch else CRAWLING_BPS):
+                if epoch == 0:
+                    one.pipe.end_epoch()
+                one.pipe.resize()
+        return num_stages, one.losses, 0 if one.cache is None else one.cache.report.num_found
 
 
 def by_checkpoints(rank: int, run: Elastic, shapes: list[tuple[int, ...]], folder: str) -> Ended:
