@@ -50,7 +50,7 @@ from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.storage import ChunkStorage, HostStorage, StorageBackend, default_backend
 from chunkmem.runtime.store import ChunkStore
 from chunkmem.runtime.tiers import Tiers, shadow_nbytes, warn_of_fragmentation
-from chunkmem.speeds import Links, machine_for
+from chunkmem.speeds import Links
 from chunkmem.steps.making import make_controller
 from chunkmem.steps.trial import AheadTrial
 from chunkmem.types import Tier
@@ -131,10 +131,11 @@ class Runtime:
         if before is not None:
             self.modules.mark_as(before.modules)
         self.registry = self.modules.registry
-        self.links = Links(self.sharding.shards, compute)
         log_nbytes = 0 if blocking else shadow_nbytes(opts, compute, self.tiers.caps)
-        speeds = self.speeds = partial(machine_for, self.tiers, self.links, machine, shadow_nbytes=log_nbytes)
-        self.controller = make_controller(config, self.memory, self.sharding, self.modules, self.tiers, lanes, speeds)
+        self.links = Links(self.sharding.shards, self.tiers, machine, shadow_nbytes=log_nbytes)
+        self.controller = make_controller(
+            config, self.memory, self.sharding, self.modules, self.tiers, lanes, self.links.machine
+        )
         if self.ranks.size == 1:  # else the ranks have to agree on what they learn from
             self.memory.pager.on_failure = self.controller.access_failed
         prefetch, measure = self.sharding.units.prefetch, self.links.measure

@@ -101,7 +101,7 @@ class WidthCosts:
     def _machine(self, runtime: Runtime) -> WidthMachine:
         caps = runtime.tiers.caps
         others = sum(ledger.now.get("frozen_cache", 0) for ledger in runtime.tiers.ledgers)
-        h2d = runtime.speeds().links[Tier.HOST, Tier.DEVICE]
+        h2d = runtime.links.machine().links[Tier.HOST, Tier.DEVICE]
         own = [float(caps.device_nbytes), float(caps.device_nbytes + caps.host_nbytes - others), h2d.Bps]
         # The least of all ranks.
         device_nbytes, cap_nbytes, fetch_Bps = (-each for each in _max_over(runtime.ranks, [-each for each in own]))

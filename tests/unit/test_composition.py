@@ -49,7 +49,6 @@ def test_a_composition_stays_small(file: str, name: str) -> None:
     assert 10 < len(attributes_of((PACKAGE / file).read_text("utf-8"), name)) <= 20
 
 
-@pytest.mark.few(264)
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_nobody_else_makes_one(file: Path) -> None:
     assert file == BUILDER or not made_in(file.read_text("utf-8")) & PARTS

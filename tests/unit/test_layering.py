@@ -225,7 +225,6 @@ def test_importing_lower_layers_does_not_import_torch() -> None:
     assert done.stdout.strip() == ""
 
 
-@pytest.mark.few(200)
 @pytest.mark.parametrize("module", SOURCES)
 def test_banned_apis_stay_home(module: str) -> None:
     assert strays(SOURCES[module], module) == []
