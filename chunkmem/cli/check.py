@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from chunkmem.cli.answer import CommandResult, table
-from chunkmem.cli.machine import count, parse_size
+from chunkmem.cli.machine import OPTIMIZERS, count, parse_size
 from chunkmem.errors import ChunkmemError, ConfigError
 from chunkmem.sizes import format_nbytes, shown
 
@@ -28,11 +28,13 @@ tensor that differ, and the likely reason. It takes about 60 bytes of RAM a para
 
   chunkmem check gpt:1m
   chunkmem check mypackage.train:make --steps 8 --batch 4
+  chunkmem check gpt:1m --optimizer muon
   chunkmem check path/to/config.json --precision bf16 --json | jq .equal
 
 MODEL is a preset (gpt:1m to gpt:1t), a config.json of transformers, or module:function: a function that returns
 (model, step), where step(model) is the loss or step is what the model is called with to return it. It is given those
-of `batch` and `seq` that it takes. The optimizer is AdamW. The exit status is 1 if anything differs or is refused."""
+of `batch` and `seq` that it takes. With another --optimizer than AdamW and Adam, chunkmem.Optimizer trains in chunks.
+The exit status is 1 if anything differs or is refused."""
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _DEFAULT_SEQ = 64
@@ -51,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=count, default=1, metavar="N", help="samples a step (default: 1)")
     add("--seq", type=count, metavar="N", help=f"positions a sample (default: {_DEFAULT_SEQ})")
     add("--precision", choices=_PRECISIONS, default="fp32", help="of weights and gradients (default: fp32)")
+    add("--optimizer", default="adamw", metavar="NAME", help=f"{OPTIMIZERS} (default: adamw)")
     add("--chunk-size", type=count, metavar="NUMEL", help="default_chunk_size, in elements; default: some dozen chunks")
     add("--orders", type=count, default=3, metavar="N", help="orders of late copies (default: 3)")
     add("--seed", type=count, default=1, metavar="N", help="of random numbers and orders (default: 1)")
@@ -72,6 +75,7 @@ def run(options: argparse.Namespace) -> CommandResult:
         disk=options.disk,
         chunk_numel=options.chunk_size,
         precision=options.precision,
+        optimizer=options.optimizer,
         seed=options.seed,
         num_orders=options.orders,
     )
@@ -106,6 +110,7 @@ class _Request:
     disk: str | None
     chunk_numel: int | None
     precision: str
+    optimizer: str
     seed: int
     num_orders: int
 
@@ -129,6 +134,7 @@ class _Request:
             disk=self.disk,
             chunk_numel=self.chunk_numel,
             precision=self.precision,
+            optimizer=self.optimizer,
             seed=self.seed,
             num_orders=self.num_orders,
             on_step=on_step,
@@ -216,9 +222,10 @@ def _report_of(request: _Request, died: _Died) -> CheckReport:
 
 def _text(request: _Request, report: CheckReport) -> str:
     params = "" if report.num_params is None else f"{report.num_params:,} parameters, "
+    optimizer = "" if request.optimizer == "adamw" else f", optimizer {request.optimizer}"
     chunks = "" if report.chunk_numel is None else f", chunks of {report.chunk_numel:,} elements"
     lines = [
-        f"{request.model}: {params}{report.steps} steps in {report.precision}, seed {report.seed}{chunks}",
+        f"{request.model}: {params}{report.steps} steps in {report.precision}, seed {report.seed}{optimizer}{chunks}",
         "",
         table(("trained like plain PyTorch", "cap on DEVICE", "moved", ""), map(_row, report.comparisons)),
         "",

@@ -14,6 +14,7 @@ from torch import nn
 from chunkmem.config import Config
 from chunkmem.errors import CapacityError, ChunkmemError, ConfigError
 from chunkmem.estimate.models import model_and_loss
+from chunkmem.estimate.optimizers import class_named
 from chunkmem.estimate.rehearse import place_of
 from chunkmem.layout.pack import search_slab_nbytes
 from chunkmem.manager import ChunkManager
@@ -47,6 +48,7 @@ def check(
     disk: str | None = None,
     chunk_numel: int | None = None,
     precision: str = "fp32",
+    optimizer: str = "adamw",
     lr: float = 1e-3,
     seed: int = 0,
     num_orders: int = 3,
@@ -54,7 +56,7 @@ def check(
 ) -> CheckReport:
     """Train a model in plain PyTorch and in chunks, and say whether every bit is equal, or what differs first.
 
-    It is trained with AdamW: in plain PyTorch, twice, in chunks with ample room, under the smallest cap that fits, and
+    It is trained in plain PyTorch, twice, in chunks with ample room, under the smallest cap that fits, and
     there once more for each of several orders of the copies, which are as late as the plan allows. It ends at the first
     training that is not equal. It takes about 60 bytes of RAM a parameter.
 
@@ -68,7 +70,9 @@ def check(
         disk: a folder for a file of what HOST has no room for, as `memory.disk.path`; with `host_nbytes`.
         chunk_numel: `default_chunk_size`; None: so that the model takes some dozens.
         precision: fp32, bf16 or fp16; the last two are compared with a plain loop that has fp32 master weights.
-        lr: learning rate of AdamW.
+        optimizer: adamw, adam, another class of torch.optim in lower case, sgd-momentum, or ``module:Class``, which
+            `chunkmem.Optimizer` then trains with in chunks. Muon takes the matrices of blocks, AdamW the rest.
+        lr: its learning rate; other options are those that its class has by default.
         seed: of the generators of torch, Python and NumPy, on both sides, and of the orders of the copies.
         num_orders: orders of the copies; there are none on an accelerator, as such copies work in RAM.
         on_step: called with the name of a training and the number of its steps that are over, 0 at its beginning.
@@ -85,10 +89,13 @@ def check(
         raise ConfigError(f"num_orders is {num_orders}; give at least 0")
     if disk is not None and host_nbytes is None:
         raise ConfigError("disk is for what HOST has no room for; give host_nbytes, too, a cap on that")
+    class_named(optimizer)
     build, run = _model_and_step(make, step)
     compute = ComputeDevice.default()
     settings = _Settings(steps, precision, seed, num_orders, device_nbytes, host_nbytes, disk, chunk_numel)
-    workload = Workload(build, run, seed=seed, lr=lr, device=compute.device, on_step=lambda _: None)
+    workload = Workload(
+        build, run, seed=seed, lr=lr, optimizer=optimizer, device=compute.device, on_step=lambda _: None
+    )
     return _Check(workload, settings, compute, on_step or (lambda *_: None)).report()
 
 
@@ -136,6 +143,8 @@ class _Check:
         self._memory: MemoryReport | None = None
         """Of the training in chunks that was last."""
         self._usual_warnings: tuple[str, ...] = ()
+        self._num_plain_updates = 0
+        """Of parameters, in the training in plain PyTorch that was last."""
 
     def report(self) -> CheckReport:
         """Train until one training is not equal."""
@@ -180,7 +189,7 @@ class _Check:
                     f"in plain PyTorch the loss of step {step} is {loss.item()}, and what follows would be equal for "
                     f"that reason alone; lower lr, which is {self._workload.lr}, or take fewer steps"
                 )
-        if not outcome.states:
+        if not self._num_plain_updates:
             raise ConfigError(
                 f"in plain PyTorch no parameter was updated in {self._settings.steps} steps, so equal bits would prove "
                 "nothing; take more steps: in fp16 the first ones only lower the loss scale"
@@ -271,7 +280,9 @@ class _Check:
 
     def _in_plain(self, name: str, steps: int, workload: Workload | None = None) -> TrainingResult:
         side = Plain(self._compute.device, Config.from_dict({"precision": self._settings.precision}))
-        return self._train(name, side, steps, workload)
+        outcome = self._train(name, side, steps, workload)
+        self._num_plain_updates = side.num_updates
+        return outcome
 
     def _train(self, name: str, side: Side, steps: int, workload: Workload | None = None) -> TrainingResult:
         # The order of sums depends on it, and a model may have changed it.

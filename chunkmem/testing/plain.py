@@ -10,15 +10,17 @@ import torch
 from torch import nn
 
 from chunkmem.config import Config
+from chunkmem.estimate.optimizers import BUILT_IN, Trained
 from chunkmem.nn.borders import Borders
 from chunkmem.nn.precision import precision_of
 from chunkmem.optim.scaler import LossScaler
+from chunkmem.testing.training import Stepped
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
 
 class Plain:
-    """`torch.optim.AdamW(fused=True)`; in bf16 and fp16 over fp32 copies, from which weights are rounded."""
+    """Classes of torch.optim, Adam's with `fused=True`; in bf16 and fp16 over fp32 copies, rounded to weights."""
 
     def __init__(self, device: torch.device, config: Config) -> None:
         """Compute on `device`, in the precision and with the loss scale of `config`."""
@@ -28,6 +30,12 @@ class Plain:
         self._has_masters = config.master_weights
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
         self._built: dict[nn.Parameter, torch.dtype] = {}
+        self._optimizer: _Optimizers | None = None
+
+    @property
+    def num_updates(self) -> int:
+        """How often a parameter was updated, over all parameters and steps."""
+        return 0 if self._optimizer is None else self._optimizer.num_updates
 
     def building(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -45,11 +53,16 @@ class Plain:
             param.data = param.data.to(precision.of(param))
         Borders().fit(model, precision.modules, self._dtype)
 
-    def optimizer(self, model: nn.Module, *, lr: float) -> torch.optim.Optimizer:
-        params = list(model.parameters())
-        if self._dtype is torch.float32:
-            return torch.optim.AdamW(params, lr=lr, fused=True)
-        return _MasterAdamW([(param, self._masters.get(param, param)) for param in params], self._scaler, lr=lr)
+    def optimizer(self, name: str, trained: list[Trained]) -> Stepped:
+        kernel: dict[str, Any] = {"fused": True} if name in BUILT_IN else {}
+        made = [
+            kind([self._masters.get(param, param) for param in params], **options, **kernel)
+            for kind, params, options in trained
+        ]
+        params = [param for _, params, _ in trained for param in params]
+        masters = None if self._dtype is torch.float32 else [self._masters.get(param, param) for param in params]
+        self._optimizer = _Optimizers(made, params, masters, self._scaler)
+        return self._optimizer
 
     def watching(self, index: int) -> AbstractContextManager[object]:
         return nullcontext()
@@ -65,31 +78,56 @@ class Plain:
         }
 
 
-class _MasterAdamW(torch.optim.AdamW):
-    """AdamW over pairs of a parameter and its fp32 master, which may be the parameter itself."""
+class _Optimizers:
+    """Optimizers of torch over the parameters of one model, or over an fp32 master of each, stepped together."""
 
-    def __init__(self, pairs: list[tuple[nn.Parameter, nn.Parameter]], scaler: LossScaler | None, *, lr: float) -> None:
-        super().__init__([master for _, master in pairs], lr=lr, fused=True)
-        self._pairs = pairs
+    def __init__(
+        self,
+        made: list[torch.optim.Optimizer],
+        params: list[nn.Parameter],
+        masters: list[nn.Parameter] | None,
+        scaler: LossScaler | None,
+    ) -> None:
+        """`masters` are what is updated, which may be a parameter itself; None: that is all parameters."""
+        self._made = made
+        self._params = params
+        self._masters = masters
         self._scaler = scaler
+        self.num_updates = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        with_gradient = [(param, master) for param, master in self._pairs if param.grad is not None]
-        scale = 1.0 if self._scaler is None else self._scaler.scale
-        for param, master in with_gradient:
-            assert param.grad is not None
-            master.grad = param.grad.float().mul(1 / scale).to(master.dtype)
-        if self._scaler is not None:
-            is_finite = all(bool(master.grad.isfinite().all()) for _, master in with_gradient)  # type: ignore[union-attr]
-            self._scaler.step(overflow=not is_finite)
-            if not is_finite:
-                return
-        super().step()
-        for param, master in with_gradient:
+    def step(self) -> None:
+        masters = self._params if self._masters is None else self._masters
+        pairs = [pair for pair in zip(self._params, masters, strict=True) if pair[0].grad is not None]
+        if self._masters is not None and not self._take_gradients(pairs):
+            return
+        for one in self._made:
+            one.step()
+        self.num_updates += len(pairs)
+        for param, master in pairs:
             if param is not master:
                 param.copy_(master)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for param, master in self._pairs:
-            param.grad = master.grad = None
+    def _take_gradients(self, pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> bool:
+        """Give masters the gradients, without the scale of the loss; tell whether these are finite."""
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        for param, master in pairs:
+            assert param.grad is not None
+            master.grad = param.grad.float().mul(1 / scale).to(master.dtype)
+        if self._scaler is None:
+            return True
+        is_finite = all(bool(master.grad.isfinite().all()) for _, master in pairs)  # type: ignore[union-attr]
+        self._scaler.step(overflow=not is_finite)
+        return is_finite
+
+    def zero_grad(self) -> None:
+        for param in (*self._params, *(self._masters or ())):
+            param.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[int, Any] = {}
+        first = 0
+        for one in self._made:
+            state |= {first + number: entry for number, entry in one.state_dict()["state"].items()}
+            first += sum(len(group["params"]) for group in one.param_groups)
+        return {"state": state}

@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_map_only
 
 from chunkmem.errors import ConfigError
 from chunkmem.estimate.models import loss_of
+from chunkmem.estimate.optimizers import BUILT_IN, Trained, trained_by
 from chunkmem.estimate.rehearse import shape_of
 from chunkmem.manager import ChunkManager
 from chunkmem.nn.guard import AccessGuard
-from chunkmem.optim.adam import AdamW
+from chunkmem.optim.adam import Adam, AdamW
+from chunkmem.optim.any_class import Optimizer
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Workload:
     seed: int
     """Of torch's, Python's and NumPy's generators, while the model is built; each step has one of its own after it."""
     lr: float
+    optimizer: str
+    """Of `BUILT_IN`, or a name of `class_named`."""
     device: torch.device
     """Where the model computes."""
     on_step: Callable[[int], object]
@@ -55,6 +59,22 @@ class TrainingResult:
         return len(self.buffers) + len(self.weights) + len(self.states)
 
 
+class Stepped(Protocol):
+    """An optimizer, or several."""
+
+    def step(self) -> object:
+        """Update the weights."""
+        ...
+
+    def zero_grad(self) -> object:
+        """Forget the gradients."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states by the numbers of parameters."""
+        ...
+
+
 class Side(Protocol):
     """What differs between training in plain PyTorch and in chunks."""
 
@@ -66,8 +86,8 @@ class Side(Protocol):
         """Make a model that was built ready to be trained."""
         ...
 
-    def optimizer(self, model: nn.Module, *, lr: float) -> torch.optim.Optimizer:
-        """Return the optimizer, over `model.parameters()` in their order."""
+    def optimizer(self, name: str, trained: list[Trained]) -> Stepped:
+        """Return the optimizer of a name, which numbers parameters as `trained` does."""
         ...
 
     def watching(self, index: int) -> AbstractContextManager[object]:
@@ -99,8 +119,11 @@ class Chunked:
     def fit(self, model: nn.Module) -> None:
         pass
 
-    def optimizer(self, model: nn.Module, *, lr: float) -> torch.optim.Optimizer:
-        return AdamW(model.parameters(), manager=self.manager, lr=lr)
+    def optimizer(self, name: str, trained: list[Trained]) -> Stepped:
+        if name not in BUILT_IN:
+            return Optimizer(trained, manager=self.manager)
+        ((_, params, options),) = trained
+        return {"adamw": AdamW, "adam": Adam}[name](params, manager=self.manager, **options)
 
     def watching(self, index: int) -> AbstractContextManager[object]:
         if not self._is_guarded:
@@ -131,7 +154,10 @@ def train(workload: Workload, side: Side, *, steps: int) -> TrainingResult:
         model.train()
         if workload.device.type != "cpu":
             model.register_forward_pre_hook(_moving_inputs(workload.device), prepend=True, with_kwargs=True)
-        optimizer = side.optimizer(model, lr=workload.lr)
+        trained = trained_by(workload.optimizer, model, lr=workload.lr)
+        named = {id(param): name for name, param in model.named_parameters()}
+        names = [named[id(param)] for _, params, _ in trained for param in params]
+        optimizer = side.optimizer(workload.optimizer, trained)
         losses = []
         workload.on_step(0)
         for index in range(steps):
@@ -144,7 +170,7 @@ def train(workload: Workload, side: Side, *, steps: int) -> TrainingResult:
             optimizer.step()
             optimizer.zero_grad()
             workload.on_step(index + 1)
-        return _outcome(tuple(losses), model, optimizer, side.state_dict(model))
+        return _outcome(tuple(losses), model, names, optimizer.state_dict()["state"], side.state_dict(model))
 
 
 def _checked_loss(result: Any) -> torch.Tensor:
@@ -155,13 +181,15 @@ def _checked_loss(result: Any) -> torch.Tensor:
 
 
 def _outcome(
-    losses: tuple[torch.Tensor, ...], model: nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]
+    losses: tuple[torch.Tensor, ...],
+    model: nn.Module,
+    names: list[str],
+    found: dict[int, dict[str, Any]],
+    values: dict[str, Any],
 ) -> TrainingResult:
     all_buffers = dict(model.named_buffers())
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     buffers = {name: tensors.get(name, value) for name, value in all_buffers.items()}
-    names = [name for name, _ in model.named_parameters()]
-    found = optimizer.state_dict()["state"]
     states = {f"{key} of {names[index]}": value for index in sorted(found) for key, value in found[index].items()}
     return TrainingResult(
         losses,

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 import chunkmem
 from chunkmem.cli.main import main
+from chunkmem.estimate.optimizers import Trained
 from chunkmem.runtime.events import Event
 from chunkmem.testing import AdversarialLanes, CheckReport, check
 from chunkmem.testing.difference import first_difference, same_bits
 from chunkmem.testing.reasons import SECTIONS
-from chunkmem.testing.training import TrainingResult
+from chunkmem.testing.training import Chunked, Stepped, TrainingResult
 from tests.helpers.twins import cpu_only
 from tests.helpers.zoo import ZOO
 
@@ -295,6 +296,11 @@ def to_nan(model: nn.Module, index: int) -> Tensor:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "one step": (lambda: checked(Layers, steps=1), r"^steps is 1; give at least 2"),
     "fp8": (lambda: checked(Layers, precision="fp8"), r"^precision is 'fp8'; allowed: fp32, bf16, fp16$"),
+    "an optimizer": (lambda: checked(Layers, optimizer="adamx"), r"^optimizer 'adamx' is not known; allowed: "),
+    "no matrices in blocks": (
+        lambda: check(lambda: nn.Linear(2, 2), lambda m, _: m(torch.ones(2)).sum(), optimizer="muon"),
+        r"^Muon takes the matrices of blocks, and the model has none",
+    ),
     "orders": (lambda: checked(Layers, num_orders=-1), r"^num_orders is -1; give at least 0$"),
     "no model": (lambda: check(lambda: 3, on_ones), r"^make\(\) returned a int; .* return the model$"),
     "a pair and a step": (lambda: check(lambda: (Layers(), 3), on_ones), r"^make\(\) returned a tuple; "),
@@ -448,6 +454,59 @@ def test_a_preset_from_the_command_line(capfd: pytest.CaptureFixture[str]) -> No
         "the smallest cap, late copies, seed 1",
     ]
     assert all(comparison.keys() == COMPARISON_KEYS for comparison in data["comparisons"])
+
+
+OPTIMIZERS = ("muon", "sgd", "sgd-momentum", "adam", "adafactor", "tests.helpers.any_class:Lion")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        pytest.param(
+            name, dtype, marks=[] if (name, dtype) in (("muon", "bf16"), ("sgd", "fp32")) else pytest.mark.full
+        )
+        for name in OPTIMIZERS
+        for dtype in ("fp32", "bf16", "fp16")
+    ],
+)
+def test_any_optimizer_is_equal(optimizer: str, precision: str) -> None:
+    num_orders = 1 if precision == "fp32" else 0
+    report = check(
+        lambda: CASES["gpt"].build(),
+        lambda model, index: CASES["gpt"].loss(model, CASES["gpt"].batch(index)),
+        chunk_numel=CASES["gpt"].chunk_numel,
+        optimizer=optimizer,
+        precision=precision,
+        num_orders=num_orders,
+    )
+    assert report.is_equal, str(report)
+    num_weights = len(list(CASES["gpt"].build().named_parameters()))
+    assert (report.num_tensors or 0) >= (1 if optimizer == "sgd" else 2) * num_weights
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "sgd-momentum"])
+def test_another_optimizer_in_chunks_is_not_equal(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States and weights are compared: an update that is a little off is found, and named by its parameter."""
+    made = Chunked.optimizer
+
+    def slower(self: Chunked, name: str, trained: list[Trained]) -> Stepped:
+        kind, params, options = trained[0]
+        return made(self, name, [(kind, params, {**options, "lr": 0.9 * options["lr"]}), *trained[1:]])
+
+    monkeypatch.setattr(Chunked, "optimizer", slower)
+    report = check(Layers, on_ones, chunk_numel=WIDTH * (WIDTH + 1), optimizer=optimizer, steps=2)
+    assert not report.is_equal
+    assert "layers." in str(report) or "loss" in str(report)
+
+
+@pytest.mark.full
+def test_an_optimizer_from_the_command_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ("checked_models:fine", "--orders", "1", "--optimizer", "sgd-momentum", "--chunk-size", "272")
+    status, out, _ = asked(capfd, *words)
+    assert status == 0
+    lines = out.splitlines()
+    assert "4 steps in fp32, seed 1, optimizer sgd-momentum, chunks of 272 elements" in lines[0]
+    assert lines[-1] == "equal: 4 losses and 32 weights, buffers and optimizer states, to the last bit"
 
 
 @pytest.mark.full
