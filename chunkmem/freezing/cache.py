@@ -108,6 +108,7 @@ class FrozenCache:
         self._asked_tags: tuple[bytes, ...] = ()
         """Of the modules of the last call."""
         self.report = CacheReport(num_ranks=self._values.num_ranks)
+        self._is_closed = False
 
     def __call__(
         self, modules: nn.Module | Iterable[nn.Module], x: torch.Tensor, ids: Sequence[Hashable]
@@ -172,8 +173,10 @@ class FrozenCache:
             agree: given how many of them are as they were on this rank, returns that of all ranks.
 
         Raises:
-            StateError: a module is trained, drops values at random or collects statistics.
+            StateError: a module is trained, drops values at random or collects statistics; or the cache is closed.
         """
+        if self._is_closed:
+            raise StateError("FrozenCache: it is closed; make another one, or leave it out of the pipeline")
         for number, module in enumerate(chain):
             _require_frozen(module, number)
         runtime = self._manager.runtime
@@ -246,6 +249,7 @@ class FrozenCache:
 
     def close(self) -> None:
         """Give all memory back. Idempotent."""
+        self._is_closed = True
         self._values.follow(self._manager.runtime.memory.pager)
         self._values.close()
 

@@ -67,6 +67,8 @@ class PipelineOptions:
             raise ConfigError(
                 f'width is {shown(self.width)}; give "auto", or leave it out and call pipe.repartition(stages=)'
             )
+        if self.cache is not None and not hasattr(self.cache, "follow"):
+            raise ConfigError(f"cache is a {type(self.cache).__name__}; give a chunkmem.FrozenCache")
         if self.checkpoint not in CHECKPOINTS:
             raise ConfigError(f"checkpoint is {shown(self.checkpoint)}; give one of {', '.join(CHECKPOINTS)}")
         if self.width is not None and self.schedule == ASYNCHRONOUS:

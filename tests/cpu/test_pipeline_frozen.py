@@ -341,6 +341,20 @@ def test_without_a_schedule_no_epoch_ends() -> None:
             pipe.end_epoch()
         with pytest.raises(chunkmem.ConfigError, match="freeze is a list; give a"):
             manager.pipeline(run.model.blocks, loss_fn=loss_of, micro_batches=2, freeze=[])  # type: ignore[arg-type]
+        with pytest.raises(chunkmem.ConfigError, match=r"cache is a int; give a chunkmem\.FrozenCache"):
+            manager.pipeline(run.model.blocks, loss_fn=loss_of, micro_batches=2, cache=5)  # type: ignore[arg-type]
+
+
+def test_a_closed_cache_says_so() -> None:
+    def close(run: Run) -> None:
+        run.cache.close()  # type: ignore[union-attr]
+
+    refused(
+        "FrozenCache: it is closed; make another one",
+        chunkmem.StateError,
+        close,
+        lambda run: run.pipe.step(X, Y, ids=IDS),
+    )
 
 
 def test_a_cache_is_refused_where_batches_overlap() -> None:
