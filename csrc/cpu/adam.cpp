@@ -22,7 +22,10 @@ int64_t skew_of(const Segment& segment) {
   return int64_t(index % 32);
 }
 
-int64_t tile_numel(const AdamCall& call) { return call.in_place ? kTile : kTileInto; }
+int64_t tile_numel(const AdamCall& call) {
+  const bool converts = call.grad_type != ScalarType::Float || call.out_type != ScalarType::Undefined;
+  return call.in_place && converts ? kTile : kTileLong;
+}
 
 int64_t num_tiles(const AdamCall& call, const Segment& segment) {
   const int64_t size = tile_numel(call);

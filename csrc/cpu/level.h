@@ -7,13 +7,13 @@ namespace chunkmem {
 
 enum class Dtype { kNone, kFloat, kBFloat16, kHalf };
 
-// So few that the loads of the next tile start while this one is still being converted and stored.
+// Where gradients are converted or results rounded: so few that the loads of the next tile start meanwhile.
 constexpr int64_t kTile = 256;
 
-// Out of place a tile is longer: each one starts with a pause in the stores past the caches.
-constexpr int64_t kTileInto = 1024;
+// Otherwise a tile is longer: each one starts with a pause, out of place in the stores past the caches.
+constexpr int64_t kTileLong = 1024;
 
-// At most kTile elements of one tensor, or kTileInto.
+// At most kTile elements of one tensor, or kTileLong.
 struct AdamTile {
   const float* param;
   const void* grad;
