@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -149,8 +150,13 @@ class Packer:
     def _bar(self, nbytes: int) -> Any:
         from tqdm import tqdm
 
+        class Bar(tqdm):  # type: ignore[misc]
+            # tqdm's own lock is a semaphore of the system, which a process that is killed leaves behind.
+            _lock = getattr(tqdm, "_lock", None) or threading.RLock()
+            monitor_interval = 0  # its monitor is a thread that stays
+
         options = {"desc": "packing", "unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
-        return tqdm(total=nbytes, delay=_BAR_DELAY_S, disable=None if self._shows_progress else True, **options)
+        return Bar(total=nbytes, delay=_BAR_DELAY_S, disable=None if self._shows_progress else True, **options)
 
     def _nbytes_in_training(self, group: Group) -> int:
         return sum(form.nbytes for form in groups_by_role(group).values()) + self._states_nbytes(group)

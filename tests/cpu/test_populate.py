@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import tqdm
 
 import chunkmem
 from chunkmem.runtime import device as device_module
@@ -200,6 +201,19 @@ def test_packing_shows_how_far_it_is_on_the_first_rank(monkeypatch: pytest.Monke
     assert bar.options["disable"] is (None if is_first else True)  # None: only on a terminal
     assert bar.options["delay"] > 1, "what takes no time is not worth a line"
     assert (bar.now, bar.is_open) == (bar.options["total"], False)
+
+
+def test_packing_leaves_no_lock_of_processes_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tqdm's own lock is a semaphore, and Python warns of one that was leaked when a process is killed."""
+    monkeypatch.delattr(tqdm.std.tqdm, "_lock", raising=False)
+    monkeypatch.delattr(tqdm.std.TqdmDefaultWriteLock, "mp_lock", raising=False)
+    with chunkmem.ChunkManager() as manager:
+        before = threading.enumerate()
+        with manager.init():
+            model = torch.nn.Linear(8, 8)
+        del model
+        assert threading.enumerate() == before
+    assert not hasattr(tqdm.std.TqdmDefaultWriteLock, "mp_lock")
 
 
 def test_packing_is_silent_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
