@@ -143,7 +143,7 @@ class ChunkManager(ModelBuilding, Reporting):
                 be fastest, when layers were frozen; the pipeline stays the same object. None: `repartition` does.
             versions: of "async-1f1b", which weights the backward of a batch runs on when updates came since its
                 forward: "stash", those of its forward, which are kept on HOST; "predict", like its forward, those that
-                are predicted from momentum.
+                are predicted from momentum; "predict+gap": gradients are divided by how wrong that was, in addition.
 
         Raises:
             ConfigError: an option has no such value, or differs between ranks.

@@ -17,7 +17,7 @@ from chunkmem.sizes import shown
 
 ASYNCHRONOUS = "async-1f1b"
 """The schedule whose stages update their weights while other batches are under way."""
-VERSIONS = ("stash", "predict")
+VERSIONS = ("stash", "predict", "predict+gap")
 """Which weights its stages run backward on."""
 
 

@@ -50,7 +50,25 @@ class OtherWeights:
         Raises:
             CapacityError: HOST has no room for all of them; nothing has been taken.
         """
-        pool, needed_nbytes = self._memory.store.pools[Tier.HOST], num * self.nbytes
+        sizes = {group: chunk.nbytes for group, chunk in self.chunks.items()}
+        return self._alloc(self._role, sizes, num)
+
+    def alloc_zeros(self, role: str) -> Slabs:
+        """Return memory for a float32 value of each element of the weights, all 0, under a role of its own.
+
+        Raises:
+            CapacityError: as `alloc`.
+        """
+        size = torch.float32.itemsize
+        sizes = {group: chunk.nbytes // chunk.dtype.itemsize * size for group, chunk in self.chunks.items()}
+        (slabs,) = self._alloc(role, sizes, 1)
+        with runtime_mode():
+            for slab in slabs.values():
+                slab.bytes.zero_()
+        return slabs
+
+    def _alloc(self, role: str, sizes: dict[int, int], num: int) -> list[Slabs]:
+        pool, needed_nbytes = self._memory.store.pools[Tier.HOST], num * sum(sizes.values())
         self._memory.pager.policy.drain()
         if pool.ledger.free_nbytes < needed_nbytes:
             self._memory.pager.shrink(Tier.HOST, needed_nbytes)
@@ -61,14 +79,12 @@ class OtherWeights:
                 needed_nbytes=pool.ledger.total_nbytes + needed_nbytes,
                 cap_nbytes=pool.ledger.cap_nbytes,
             )
-        return [
-            {group: pool.alloc(self._role, chunk.nbytes) for group, chunk in self.chunks.items()} for _ in range(num)
-        ]
+        return [{group: pool.alloc(role, nbytes) for group, nbytes in sizes.items()} for _ in range(num)]
 
-    def free(self, slabs: Slabs) -> None:
+    def free(self, slabs: Slabs, role: str | None = None) -> None:
         """Give such memory back."""
         for slab in slabs.values():
-            self._memory.store.pools[Tier.HOST].free(self._role, slab)
+            self._memory.store.pools[Tier.HOST].free(role or self._role, slab)
 
     def copy_to(self, slabs: Slabs) -> None:
         """Copy the weights as they are now.
@@ -80,10 +96,13 @@ class OtherWeights:
             with self._on_host(chunk), runtime_mode():
                 slabs[group].flat(chunk.dtype).copy_(chunk.replicas[Tier.HOST].flat)
 
-    def slots(self, slabs: Slabs) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
-        """Yield each parameter with its slot in such memory."""
+    def slots(self, slabs: Slabs, dtype: torch.dtype | None = None) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
+        """Yield each parameter with its slot in such memory, of elements of `dtype`; None: of the weights' own."""
         with runtime_mode():
-            views = {group: slot_views(chunk, slabs[group].flat(chunk.dtype)) for group, chunk in self.chunks.items()}
+            views = {
+                group: slot_views(chunk, slabs[group].flat(dtype or chunk.dtype))
+                for group, chunk in self.chunks.items()
+            }
         yield from ((managed, views[managed.group][managed.position]) for managed in self.managed)
 
     @contextlib.contextmanager

@@ -3,6 +3,8 @@
     stash     backward of a batch has the weights of its forward: a copy for each update in between is kept on HOST
     predict   forward and backward have what the weights are predicted to be when the backward of the batch comes that
               forward runs for: one copy on HOST, of the weights as they are
+    predict+gap   the same, and gradients are divided by how far the weights are from what forward had predicted, which
+              is kept on HOST until then
 
 One step of a stage with a delay of 2 under "stash", weights by the number of updates that they have seen:
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +26,8 @@ from typing import Any, Protocol
 import torch
 
 from chunkmem.assembly import Runtime
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.gap_aware import expected_step, note_step_, reduced, require_momentum
 from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.prediction import learning_rates, predict_, require_predictable
 from chunkmem.pipeline.modules import StageModule
@@ -35,7 +39,14 @@ STASH = "stash"
 
 
 PREDICTED = "predicted"
-"""The role of weights as they are while predicted ones are in their place."""
+"""The role of weights as they are while predicted ones are in their place, and of predictions that are kept."""
+
+GAP_AWARE = "predict+gap"
+STEPS = "squared steps"
+"""The role of running averages of what updates change."""
+
+_Found = tuple[ManagedParameter, int, torch.Tensor, torch.Tensor]
+"""A parameter with a gradient, its parameter group, what forward took for its weight, the average of its steps."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +153,9 @@ class Predicted:
         self._weights = OtherWeights(runtime, module, role=PREDICTED)
         self._updater = runtime.updater
         self._delay = delay
-        self._slabs: Slabs | None = None
+        self._free: list[Slabs] | None = None
+        self._used: deque[Slabs] = deque()
+        """What was predicted, the oldest first; in a round the last one has the weights as they are."""
 
     @contextlib.contextmanager
     def in_round(self, updates: Updates) -> Iterator[None]:
@@ -151,14 +164,15 @@ class Predicted:
         Raises:
             ConfigError: it is not known where the optimizer goes.
         """
-        if self._slabs is None:
-            require_predictable(updates.optimizer)
-            (self._slabs,) = self._weights.alloc(1)
-        self._weights.copy_to(self._slabs)
+        if self._free is None:
+            self._free = self._begin(updates)
+        slabs = self._free.pop()
+        self._used.append(slabs)
+        self._weights.copy_to(slabs)
         rates = learning_rates(updates.optimizer, updates.scheduler, self._delay)
         groups = updates.optimizer.param_groups
         places = {id(param): at for at, group in enumerate(groups) for param in group["params"]}
-        for managed, slot in self._weights.slots(self._slabs):
+        for managed, slot in self._weights.slots(slabs):
             at = places.get(id(managed.param))
             state = None if at is None else updates.optimizer.state.get(managed.param)
             if at is None or not state:
@@ -167,8 +181,21 @@ class Predicted:
                 weight = self._updater.read_weight(managed).float()
                 predict_(weight, {key: value.clone() for key, value in state.items()}, groups[at], rates[at])
                 slot.copy_(weight)
-        with self._weights.exchanged(self._slabs):
+        with self._weights.exchanged(slabs):
             yield
+        self._round_is_over()
+
+    def _begin(self, updates: Updates) -> list[Slabs]:
+        """Return memory for all predictions that are kept at a time, and the weights meanwhile."""
+        require_predictable(updates.optimizer)
+        return self._weights.alloc(1)
+
+    def _round_is_over(self) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        assert self._free is not None
+        self._free.append(self._used.popleft())
 
     def in_backward(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -177,13 +204,100 @@ class Predicted:
         updates.step()
 
     def end(self) -> None:
-        if self._slabs is not None:
-            self._weights.free(self._slabs)
-        self._slabs = None
+        for slabs in (*self._used, *(self._free or ())):
+            self._weights.free(slabs)
+        self._used.clear()
+        self._free = None
+
+
+class GapAware(Predicted):
+    """The same, and each gradient is divided by how far its weights are from those of its forward.
+
+    Averages of steps begin when the pipeline fills, so a checkpoint, made after a flush, has nothing of them.
+    """
+
+    def __init__(self, runtime: Runtime, module: StageModule, *, delay: int) -> None:
+        super().__init__(runtime, module, delay=delay)
+        self._runtime = runtime
+        self._averages: Slabs | None = None
+        self._counts: dict[ManagedParameter, int] = {}
+        """Updates that are part of an average."""
+        self._max_rates: list[float] = []
+
+    def update(self, updates: Updates) -> None:
+        """Have the weights updated, with smaller gradients.
+
+        The oldest prediction is that of the forward of this batch: there is one a round, and rounds with a forward
+        come first.
+        """
+        assert self._averages is not None
+        groups = updates.optimizer.param_groups
+        options = [dict(group) for group in groups]  # of this update: a scheduler sets those of the next one
+        rates = [float(group["lr"]) for group in options]
+        self._max_rates = list(map(max, rates, self._max_rates or rates))
+        places = {id(param): at for at, group in enumerate(groups) for param in group["params"]}
+        averages = dict(self._weights.slots(self._averages, torch.float32))
+        landed = self._updater.gradients.landed
+        found = [
+            (managed, places[id(managed.param)], seen, averages[managed])
+            for managed, seen in self._weights.slots(self._used[0])
+            if managed in landed.get(managed.group, ()) and id(managed.param) in places
+        ]
+        self._updater.ahead.roll_back()
+        with torch.no_grad(), runtime_mode():
+            for managed, at, seen, average in found:
+                if num := self._counts.get(managed, 0):
+                    expected = expected_step(average, options[at], num=num, max_rate=self._max_rates[at])
+                    self._reduce(managed, seen, expected, options[at])
+        self._give_back()
+        num_skipped = self._num_skipped()
+        updates.step()
+        if self._num_skipped() == num_skipped:  # an update that overflowed is no step
+            self._note(updates.optimizer, found, options)
+
+    def _num_skipped(self) -> int:
+        return 0 if self._runtime.scaler is None else self._runtime.scaler.num_skipped
+
+    def _reduce(
+        self, managed: ManagedParameter, seen: torch.Tensor, expected: torch.Tensor, options: dict[str, Any]
+    ) -> None:
+        scaler = self._runtime.scaler
+        weight = self._updater.read_weight(managed).to(seen.dtype)  # as it is rounded for forward
+        for replica in self._updater.gradient_replicas(managed):
+            scale = 1.0 if scaler is None else scaler.scale
+            replica.copy_(reduced(replica, weight, seen, expected, options=options, scale=scale))
+
+    def _note(self, optimizer: RuleOptimizer, found: Sequence[_Found], options: Sequence[dict[str, Any]]) -> None:
+        with torch.no_grad(), runtime_mode():
+            for managed, at, _, average in found:
+                if state := optimizer.state.get(managed.param):
+                    values = {key: value.clone() for key, value in state.items()}
+                    note_step_(average, values, options[at], float(options[at]["lr"]))
+                    self._counts[managed] = self._counts.get(managed, 0) + 1
+
+    def _begin(self, updates: Updates) -> list[Slabs]:
+        require_predictable(updates.optimizer)
+        require_momentum(updates.optimizer)
+        self._averages = self._weights.alloc_zeros(STEPS)
+        return self._weights.alloc(self._delay + 1)
+
+    def _round_is_over(self) -> None:
+        """The prediction is kept until the backward of its batch."""
+
+    def end(self) -> None:
+        super().end()
+        if self._averages is not None:
+            self._weights.free(self._averages, STEPS)
+        self._averages = None
+        self._counts.clear()
+        self._max_rates = []
+
+
+_KINDS: dict[str, type[Stash] | type[Predicted]] = {STASH: Stash, "predict": Predicted, GAP_AWARE: GapAware}
 
 
 def make_versions(runtime: Runtime, module: StageModule, *, kind: str, delay: int) -> Versions:
     """Return the weights of a stage with a delay of so many updates, of a `kind` of `VERSIONS`."""
     if delay == 0:
         return NoVersions()
-    return (Stash if kind == STASH else Predicted)(runtime, module, delay=delay)
+    return _KINDS[kind](runtime, module, delay=delay)

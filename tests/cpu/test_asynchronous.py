@@ -195,6 +195,70 @@ def test_predicted_weights_are_those_of_a_simulation(
     assert any((value - stashed_instead.weights[key]).abs().max() > 1e-5 for key, value in plain.weights.items())
 
 
+@spread(optimizer=("adam", "sgd with decay", "sgd", "adamw"), scheduled=(True, False), micro_batches=(2, 1))
+def test_gradients_are_divided_by_gaps_as_in_a_simulation(
+    pair: Team, optimizer: str, scheduled: bool, micro_batches: int
+) -> None:
+    task = AsynchronousTask(
+        "predict+gap", optimizer=optimizer, scheduled=scheduled, micro_batches=micro_batches, checkpoint="never"
+    )
+    plain = simulated(task)
+    for rank, outcome in enumerate(pair.run(train, task)):
+        assert outcome.losses == pytest.approx(plain.losses, abs=1e-6)
+        for key, value in plain.weights.items():
+            assert torch.allclose(value, outcome.weights[key], rtol=0, atol=1e-6), key
+        delay = 1 - rank  # predictions of as many rounds and one, and a float32 average
+        assert outcome.host.get("predicted", (0, 0))[1] == (delay and delay + 1) * outcome.param_nbytes
+        assert outcome.host.get("squared steps", (0, 0))[1] == delay * outcome.param_nbytes
+        assert "predicted" not in outcome.device_roles
+    without = simulated(replace(task, versions="predict"))
+    assert any((value - without.weights[key]).abs().max() > 1e-5 for key, value in plain.weights.items())
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        AsynchronousTask("predict+gap", optimizer="sgd with decay", two_groups=True),
+        AsynchronousTask("predict+gap", optimizer="adam", two_groups=True),
+        pytest.param(AsynchronousTask("predict+gap", optimizer="sgd", flush_after=(0, 3)), marks=pytest.mark.full),
+        pytest.param(AsynchronousTask("predict+gap", optimizer="adam", clip=0.05), marks=pytest.mark.full),
+        *(
+            pytest.param(AsynchronousTask("predict+gap", stages=3, optimizer=name, steps=steps), marks=pytest.mark.full)
+            for name, steps in (("sgd", 1), ("sgd", 2), ("sgd", 7), ("adam", 7))
+        ),
+    ],
+    ids=lambda task: f"{task.versions} {task.optimizer} {task.stages} stages {task.steps} steps",
+)
+def test_gaps_of_other_trainings(pair: Team, three: Team, task: AsynchronousTask) -> None:
+    """Parameter groups with options of their own, averages that begin when the pipeline fills, norms, delays."""
+    task = replace(task, checkpoint="never")
+    plain = simulated(task)
+    for outcome in (pair if task.stages == 2 else three).run(train, task):
+        assert outcome.losses == pytest.approx(plain.losses, abs=1e-6)
+        for key, value in plain.weights.items():
+            assert torch.allclose(value, outcome.weights[key], rtol=0, atol=1e-6), key
+
+
+@spread(
+    versions=("stash", "predict", "predict+gap"),
+    precision=("fp16", "bf16"),
+    scheduled=(True, False),
+    optimizer=("adam", "adamw"),
+)
+def test_low_precision_has_the_bits_of_a_simulation(
+    pair: Team, versions: str, precision: str, scheduled: bool, optimizer: str
+) -> None:
+    """In fp16, gradients of the first stage overflow in some batches: no stage makes an update for these."""
+    model = "hot" if precision == "fp16" else "plain"
+    task = AsynchronousTask(versions, optimizer=optimizer, model=model, precision=precision, scheduled=scheduled)
+    task = replace(task, initial_scale_power=8, steps=9, checkpoint="never")
+    plain = (stashed if versions == "stash" else simulated)(task)
+    outcomes = pair.run(train, task)
+    assert different(plain, outcomes) == []
+    assert [(each.scale, each.num_skipped) for each in outcomes] == [(plain.scale, plain.num_skipped)] * 2
+    assert 0 < plain.num_skipped < task.steps if precision == "fp16" else plain.num_skipped == 0
+
+
 @pytest.mark.full
 def test_three_stages_predict_each_by_its_own_delay(three: Team) -> None:
     task = AsynchronousTask("predict", stages=3, optimizer="sgd", checkpoint="never")

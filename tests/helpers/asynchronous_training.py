@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
+from chunkmem.optim.scaler import LossScaler
 from chunkmem.pipeline.asynchronous import AsynchronousPipeline
 from tests.helpers.low_precision import LowPlain
 from tests.helpers.shared_training import WORDS
@@ -43,14 +44,41 @@ class AsynchronousTask:
     """Steps after which the pipeline is drained; it is after the last one."""
     scheduled: bool = True
     precision: str = "fp32"
+    initial_scale_power: int = 14
+    """Of fp16: gradients of the model "hot" overflow in the first batches."""
     clip: float = 0.0
+    two_groups: bool = False
+    """Every other parameter has a third of the learning rate, and weight decay of its own."""
     device_nbytes: int = 4 << 20
 
     def make_config(self) -> chunkmem.Config:
         memory = {"device": self.device_nbytes, "host": 8 << 20}
         base = {"default_chunk_size": 1600, "memory": memory, "distributed": {"timeout_s": 60.0}}
-        low = {} if self.precision == "fp32" else {"precision": self.precision}
+        low: dict[str, Any] = {} if self.precision == "fp32" else {"precision": self.precision}
+        if self.precision == "fp16":
+            low |= {"fp16": {"initial_scale_power": self.initial_scale_power, "loss_scale_window": 2}}
         return chunkmem.Config.from_dict({**base, **low, "gradient_clipping": self.clip})
+
+    def lowered(self) -> LowPlain:
+        """Return this precision in plain PyTorch."""
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+        return LowPlain(dtype, LossScaler(self.make_config().fp16) if self.precision == "fp16" else None)
+
+    def low_optimizer(self, low: LowPlain, model: nn.Module) -> torch.optim.Optimizer:
+        """Return Adam or AdamW over the master weights of a lowered model."""
+        name, options = OPTIMIZERS[self.optimizer]
+        optimizer = low.optimizer(self.groups(model.parameters()), **options)
+        for group in optimizer.param_groups:
+            group["decoupled_weight_decay"] = {"Adam": False, "AdamW": True}[name]
+        return optimizer
+
+    def groups(self, params: Iterable[nn.Parameter]) -> Any:
+        """Return what optimizers are given."""
+        params = list(params)
+        if not self.two_groups:
+            return params
+        lr, decay = OPTIMIZERS[self.optimizer][1]["lr"] / 3, 0.05
+        return [{"params": params[::2]}, {"params": params[1::2], "lr": lr, "weight_decay": decay}]
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         draw = torch.Generator().manual_seed(7)
@@ -74,6 +102,8 @@ class AsynchronousOutcome:
     """Of the chunks of this rank's weights."""
     required_nbytes: int = 0
     device_roles: tuple[str, ...] = ()
+    scale: float = 1.0
+    num_skipped: int = 0
 
 
 Watch = Callable[[AsynchronousPipeline, chunkmem.ChunkManager, int], None]
@@ -98,7 +128,7 @@ def train(rank: int, task: AsynchronousTask, watch: Watch | None = None) -> Asyn
         )
         assert isinstance(pipe, AsynchronousPipeline)
         name, options = OPTIMIZERS[task.optimizer]
-        optimizer = getattr(chunkmem, name)(model.parameters(), manager=manager, **options)
+        optimizer = getattr(chunkmem, name)(task.groups(model.parameters()), manager=manager, **options)
         scheduler = task.make_scheduler(optimizer)
         losses: list[float] = []
         for step, (x, y) in enumerate(task.batches()):
@@ -110,7 +140,7 @@ def train(rank: int, task: AsynchronousTask, watch: Watch | None = None) -> Asyn
         memory = manager.memory()
         losses += [loss.item() for loss in pipe.flush()]
         weights = {key: value.clone() for key, value in manager.state_dict().items()}
-        chunks = manager.runtime.modules.access.chunks.values()
+        chunks, scaler = manager.runtime.modules.access.chunks.values(), manager.runtime.scaler
         return AsynchronousOutcome(
             [loss for loss in losses if not math.isnan(loss)],
             weights,
@@ -118,6 +148,8 @@ def train(rank: int, task: AsynchronousTask, watch: Watch | None = None) -> Asyn
             sum(chunk.nbytes for chunk in chunks),
             memory.device.required_nbytes,
             tuple(memory.device.by_role),
+            manager.loss_scale,
+            0 if scaler is None else scaler.num_skipped,
         )
 
 
@@ -142,14 +174,13 @@ def stashed(task: AsynchronousTask) -> AsynchronousOutcome:
     torch.manual_seed(0)
     model = Net(task.model)
     name, options = OPTIMIZERS[task.optimizer]
-    low = LowPlain(torch.bfloat16 if task.precision == "bf16" else torch.float32, None)
+    low = task.lowered()
     if task.precision == "fp32":
         fused = {"fused": True} if "Adam" in name else {}
-        optimizer: Any = getattr(torch.optim, name)(model.parameters(), **options, **fused)
+        optimizer: Any = getattr(torch.optim, name)(task.groups(model.parameters()), **options, **fused)
     else:
-        assert name == "AdamW"
         model = low.ready(model)
-        optimizer = low.optimizer(model.parameters(), **options)
+        optimizer = task.low_optimizer(low, model)
     stages = Stages(model, task.stages)
     scheduler = task.make_scheduler(optimizer)
     now = [param.detach().clone() for param in model.parameters()]
@@ -180,4 +211,12 @@ def stashed(task: AsynchronousTask) -> AsynchronousOutcome:
         if step in task.flush_after:
             history = [now]
     weights = model.state_dict() if task.precision == "fp32" else low.state_dict(model)
-    return AsynchronousOutcome(losses, {key: value.detach() for key, value in weights.items()})
+    return outcome_of(losses, weights, low)
+
+
+def outcome_of(losses: list[float], weights: dict[str, Tensor], low: LowPlain) -> AsynchronousOutcome:
+    """Return what a simulation ends with."""
+    found = AsynchronousOutcome(losses, {key: value.detach() for key, value in weights.items()})
+    if low.scaler is not None:
+        found.scale, found.num_skipped = low.scaler.scale, low.scaler.num_skipped
+    return found
