@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -57,3 +58,16 @@ def median_interval(
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(num_resamples))
     num_cut = math.floor(num_resamples * (1 - level) / 2)
     return MedianInterval(statistics.median(values), medians[num_cut], medians[num_resamples - 1 - num_cut])
+
+
+def rows_of_times(rows: Mapping[str, Mapping[str, Any]], clocks: Sequence[str]) -> list[str]:
+    """Return Markdown: a row's title, then by each of its clocks the median, and that of ratios to its baseline's."""
+    lines = []
+    for row in rows.values():
+        cells = [row["title"]]
+        for clock in clocks:
+            interval = median_interval(paired_ratios(row[clock], rows[row["baseline"]][clock]))
+            cells += [f"{statistics.median(row[clock]):.3f}", f"{interval.median:.3f}"]
+            cells.append(f"{interval.low:.3f} – {interval.high:.3f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines

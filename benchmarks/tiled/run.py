@@ -6,7 +6,6 @@ import argparse
 import multiprocessing
 import os
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from tqdm import tqdm
 import chunkmem
 from benchmarks.overhead.variants import ADAMW, FULL, GPT, NUM_BATCHES, QUICK, Shape, num_params
 from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
-from benchmarks.stats import median_interval, paired_ratios
+from benchmarks.stats import rows_of_times
 from chunkmem.nn.tiling import tile_linears
 
 HERE = Path(__file__).parent
@@ -174,14 +173,7 @@ def table(results: Mapping[str, Any]) -> str:
         "| variant | step, median s | × untiled | 95 % interval | CPU, median s | × untiled | 95 % interval |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in rows.values():
-        cells = [row["title"]]
-        for key in ("step_s", "cpu_s"):
-            interval = median_interval(paired_ratios(row[key], rows[row["baseline"]][key]))
-            cells += [f"{statistics.median(row[key]):.3f}", f"{interval.median:.3f}"]
-            cells.append(f"{interval.low:.3f} – {interval.high:.3f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines + rows_of_times(rows, ("step_s", "cpu_s")))
 
 
 def main() -> int:

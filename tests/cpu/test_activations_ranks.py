@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -23,13 +22,6 @@ BLOCK_NUMEL = 1104
 NUM_STEPS = 8
 AMPLE_NBYTES = 1 << 20
 POLICIES = ("keep", "offload", "recompute", "auto")
-
-
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    found = Team(2)
-    yield found
-    found.close()
 
 
 class Noisy(Block):
@@ -108,16 +100,16 @@ def serial(precision: str) -> dict[str, Tensor]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_means_are_exact(team: Team, policy: str, precision: str) -> None:
+def test_means_are_exact(pair: Team, policy: str, precision: str) -> None:
     expected = serial(precision)
-    ample = team.run(train, policy, AMPLE_NBYTES, precision)
+    ample = pair.run(train, policy, AMPLE_NBYTES, precision)
     little = math.ceil(1.1 * max(found.required_nbytes for found in ample))
-    for found in (*ample, *team.run(train, policy, little, precision)):
+    for found in (*ample, *pair.run(train, policy, little, precision)):
         assert [key for key, value in expected.items() if not torch.equal(value, found.weights[key])] == []
         assert found.activation_nbytes > 0
 
 
-def test_all_ranks_choose_the_same(team: Team) -> None:
+def test_all_ranks_choose_the_same(pair: Team) -> None:
     """With room for everything, auto keeps what recomputation would drop."""
-    kept, auto = (team.run(train, policy, AMPLE_NBYTES) for policy in ("keep", "auto"))
+    kept, auto = (pair.run(train, policy, AMPLE_NBYTES) for policy in ("keep", "auto"))
     assert [found.activation_nbytes for found in auto] == [found.activation_nbytes for found in kept]

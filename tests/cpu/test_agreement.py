@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,12 +22,6 @@ WAYS = {"point to point": None, "grouped": False, "memory-saving": True}
 TIMEOUT_S = 120.0
 AT_ONCE_S = 40.0
 """Far below the timeout: nobody has waited for it."""
-
-
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    with Team(2) as team:
-        yield team
 
 
 class Chosen(nn.Module):
@@ -224,8 +218,8 @@ def run(rank: int, script: Script, memory_saving: bool | None) -> tuple[str, str
 
 @pytest.mark.few(2)
 @spread(script=SCRIPTS, way=WAYS)
-def test_every_rank_hears_the_same_at_once(team: Team, script: Script, way: str) -> None:
-    answers = team.run(run, script, WAYS[way])
+def test_every_rank_hears_the_same_at_once(pair: Team, script: Script, way: str) -> None:
+    answers = pair.run(run, script, WAYS[way])
     for rank, (kind, message, took_s) in enumerate(answers):
         assert took_s < AT_ONCE_S
         if rank == 1 and script is has_no_room:
@@ -262,8 +256,8 @@ def _refuse(*_: Any) -> None:
     raise ValueError("all of them")
 
 
-def test_what_all_ranks_raise_ends_nothing(team: Team) -> None:
-    first, second = team.run(go_on)
+def test_what_all_ranks_raise_ends_nothing(pair: Team) -> None:
+    first, second = pair.run(go_on)
     assert first == second
     assert first[2] == -1.0
     assert first[3] > 0
@@ -280,8 +274,8 @@ def decline_while_one_waits(rank: int) -> Any:
     return ranks.wait_for_others("the end")
 
 
-def test_what_is_not_begun_is_not_joined_in(team: Team) -> None:
-    assert team.run(decline_while_one_waits) == [None, "gather 2"]
+def test_what_is_not_begun_is_not_joined_in(pair: Team) -> None:
+    assert pair.run(decline_while_one_waits) == [None, "gather 2"]
 
 
 def look_at_metadata(rank: int) -> list[Any]:
@@ -301,8 +295,8 @@ def look_at_metadata(rank: int) -> list[Any]:
         return [str(caught.value), losses]
 
 
-def test_metadata_is_free_and_values_are_refused_on_all_ranks_alike(team: Team) -> None:
-    first, second = team.run(look_at_metadata)
+def test_metadata_is_free_and_values_are_refused_on_all_ranks_alike(pair: Team) -> None:
+    first, second = pair.run(look_at_metadata)
     assert first == second
     assert "blocks.0.up.weight" in first[0]
     assert "manager.gather()" in first[0]

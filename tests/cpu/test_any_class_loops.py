@@ -59,12 +59,6 @@ def test_clipped_and_accumulated(kind: str, clip: str, is_compiled: bool, num_mi
     same(blocks, scenario, twin=CompiledClass if is_compiled else OrdinaryClass, kind=kind)
 
 
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    with Team(2) as found:
-        yield found
-
-
 def train_from_scratch(rank: int, task: Task) -> Outcome:
     torch._dynamo.reset()  # processes are kept
     return train(rank, task)
@@ -77,7 +71,7 @@ def train_from_scratch(rank: int, task: Task) -> Outcome:
     micro_batches=[2, 1],
 )
 def test_over_two_ranks(
-    team: Team, optimizer: str, clip: str, compiler: dict[str, Any] | None, micro_batches: int
+    pair: Team, optimizer: str, clip: str, compiler: dict[str, Any] | None, micro_batches: int
 ) -> None:
     """The bits of one process that adds up the gradients of both; but for the method's norm, a sum over ranks."""
     threads = torch.get_num_threads()
@@ -85,7 +79,7 @@ def test_over_two_ranks(
     task = Task(optimizer=optimizer, clip=clip, compiler=compiler, micro_batches=micro_batches, steps=5)
     losses, weights, states = serial(task, 2)
     torch.set_num_threads(threads)
-    for rank, outcome in enumerate(team.run(train_from_scratch, task)):
+    for rank, outcome in enumerate(pair.run(train_from_scratch, task)):
         if clip == "method":
             assert outcome.losses == pytest.approx(losses[rank], abs=1e-5)
             assert all(torch.allclose(outcome.weights[key], value, atol=1e-5) for key, value in weights.items())
@@ -95,7 +89,7 @@ def test_over_two_ranks(
         assert_equal(dict(sorted(outcome.states.items())), dict(sorted(states.items())))
 
 
-def test_clipping_makes_a_difference(team: Team) -> None:
+def test_clipping_makes_a_difference(pair: Team) -> None:
     """Else the tests above would prove nothing of it."""
     make = partial(Task, optimizer="Adafactor", steps=3)
     weights = [serial(make(clip=clip), 2)[1] for clip in ("torch", "")]

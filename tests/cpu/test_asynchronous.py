@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,18 +15,6 @@ from tests.helpers.predicted_training import simulated
 from tests.helpers.ranks import Team
 from tests.helpers.spread import spread
 from tests.helpers.staged_training import Net, loss_of
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Team]:
-    with Team(2) as team:
-        yield team
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Team]:
-    with Team(3) as team:
-        yield team
 
 
 def different(plain: AsynchronousOutcome, outcomes: list[AsynchronousOutcome]) -> list[str]:

@@ -6,7 +6,6 @@ trained optimizer's moments decayed, its counts rose, and gradients that waited 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -158,12 +157,6 @@ def test_everything_frozen_has_no_states() -> None:
 # Over ranks.
 
 
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    with Team(2) as found:
-        yield found
-
-
 def look_and_train(rank: int, task: Task, looks: tuple[int, ...], hands_over: bool) -> Any:
     """Train; before the steps of `looks`, get everything; at the end, have another manager go on."""
     torch.set_num_threads(1)
@@ -208,12 +201,12 @@ def look_and_train(rank: int, task: Task, looks: tuple[int, ...], hands_over: bo
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["tied", "frozen"])
-def test_over_ranks_looking_changes_nothing(model: str, team: Team) -> None:
+def test_over_ranks_looking_changes_nothing(model: str, pair: Team) -> None:
     """Before the first step too; and what one training got, another goes on from."""
     task = Task(model=model, steps=3)
-    expected = team.run(look_and_train, task, (), False)
+    expected = pair.run(look_and_train, task, (), False)
     for looks, hands_over in (((0, 1, 2), False), ((2,), True)):
-        outcome = team.run(look_and_train, task, looks, hands_over)
+        outcome = pair.run(look_and_train, task, looks, hands_over)
         assert [losses for losses, _, _ in outcome] == [losses for losses, _, _ in expected]
         for (_, weights, states), (_, other_weights, other_states) in zip(outcome, expected, strict=True):
             assert_equal(weights, other_weights)
@@ -239,8 +232,8 @@ def read_and_write_states(rank: int, task: Task) -> Any:
         return before, after
 
 
-def test_over_ranks_states_are_read_and_assigned(team: Team) -> None:
-    for before, after in team.run(read_and_write_states, Task()):
+def test_over_ranks_states_are_read_and_assigned(pair: Team) -> None:
+    for before, after in pair.run(read_and_write_states, Task()):
         for index, entry in before.items():
             assert torch.equal(after[index]["exp_avg"], entry["exp_avg"] / 2)
             assert torch.equal(after[index]["exp_avg_sq"], entry["exp_avg_sq"])
@@ -269,9 +262,9 @@ def clip_then_step(rank: int, task: Task) -> Any:
         return norms, [key for key, value in before.items() if not torch.equal(value, weights[key])], weights
 
 
-def test_over_ranks_a_clipped_step_counts_on_the_rank_that_owns_none_of_it(team: Team) -> None:
+def test_over_ranks_a_clipped_step_counts_on_the_rank_that_owns_none_of_it(pair: Team) -> None:
     """It was told 'without a gradient', as the means had been formed before: by the clipping."""
-    (norms, changed, weights), (other_norms, other_changed, other_weights) = team.run(clip_then_step, Task())
+    (norms, changed, weights), (other_norms, other_changed, other_weights) = pair.run(clip_then_step, Task())
     assert norms == other_norms
     assert all(norm > 0 for norm in norms)
     assert changed == other_changed == []

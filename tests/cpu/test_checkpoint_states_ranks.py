@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,12 +24,6 @@ from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, open_
 from tests.helpers.twins import assert_equal
 
 TASK = Task(model="tied", steps=2)
-
-
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    with Team(2) as found:
-        yield found
 
 
 OPTIONS: dict[str, dict[str, bool]] = {
@@ -95,8 +88,8 @@ PAIRS = [
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("getting", "setting"), PAIRS)
-def test_a_training_is_handed_over(getting: str, setting: str, team: Team) -> None:
-    found = team.run(hand_over, getting, setting)
+def test_a_training_is_handed_over(getting: str, setting: str, pair: Team) -> None:
+    found = pair.run(hand_over, getting, setting)
     for first, second, first_later, second_later in (states for _, states in found):
         assert_equal(second, first)
         assert_equal(second_later, first_later)

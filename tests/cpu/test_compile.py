@@ -480,13 +480,6 @@ def test_activation_policies(policy: str, model: str) -> None:
 # Over ranks.
 
 
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    found = Team(2)
-    yield found
-    found.close()
-
-
 def compiled_train(rank: int, task: Task) -> tuple[Outcome, int]:
     """Train on one rank; the graphs that were made, too."""
     torch._dynamo.reset()
@@ -505,10 +498,10 @@ SAVING = {"client": {"opts": {"with_mem_saving_comm": True}}}
     config=[{}, SAVING, {"activations": {"policy": "auto"}}],
     micro_batches=[1, 3],
 )
-def test_over_ranks(team: Team, model: str, config: Options, micro_batches: int) -> None:
+def test_over_ranks(pair: Team, model: str, config: Options, micro_batches: int) -> None:
     task = Task(model, steps=7, config=config, micro_batches=micro_batches, compiler={"backend": "aot_eager"})
     losses, weights, states = serial(task, 2)
-    for rank, (outcome, num_graphs) in enumerate(team.run(compiled_train, task)):
+    for rank, (outcome, num_graphs) in enumerate(pair.run(compiled_train, task)):
         assert_equal(outcome.losses, losses[rank])
         assert_equal(outcome.weights, weights)
         assert_equal(outcome.states, states)
@@ -534,8 +527,8 @@ def _made_inside_init(rank: int) -> dict[str, Tensor]:
         return {key.replace("_orig_mod.", ""): value for key, value in manager.state_dict().items()}
 
 
-def test_over_ranks_compiled_inside_init(team: Team) -> None:
-    weights = team.run(_made_inside_init)
+def test_over_ranks_compiled_inside_init(pair: Team) -> None:
+    weights = pair.run(_made_inside_init)
     torch.manual_seed(11)
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -965,8 +958,8 @@ def test_recorded_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         manager.compile(model, mode="max-autotune-no-cudagraphs")
 
 
-def test_a_unit_of_exchange_inside(team: Team) -> None:
-    messages = team.run(_unit_inside)
+def test_a_unit_of_exchange_inside(pair: Team) -> None:
+    messages = pair.run(_unit_inside)
     assert all("blocks.0.up in it is exchanged between ranks as a unit of its own" in message for message in messages)
 
 

@@ -18,12 +18,11 @@ from chunkmem.errors import StateError, TierIOError
 from chunkmem.testing import Fault, FaultKind, FaultyDisk
 from chunkmem.types import Tier
 from tests.helpers.audit import audit
+from tests.helpers.plain_chain import DEPTH, NUM_STEPS, WIDTH, batch_of, model_of, plain_weights, values
 from tests.helpers.spread import spread
 from tests.helpers.twins import cpu_only
 
-WIDTH, DEPTH, BATCH = 64, 5, 4
 SLAB = 4 * WIDTH * WIDTH
-NUM_STEPS = 6
 FAILS_IN = 3
 """This step follows a plan."""
 SAID = re.compile(
@@ -34,31 +33,9 @@ SAID = re.compile(
 LOST = re.compile(r".*chunk .* is lost, as the copy.* that was to save it has failed; (load|call) .*")
 
 
-def model_of() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(DEPTH)))
-
-
-def batch_of(step: int) -> torch.Tensor:
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
-
-
-def values(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in state.values()]
-
-
 @pytest.fixture(scope="module")
 def plain() -> list[list[torch.Tensor]]:
-    """The weights before each step, and after the last, in plain PyTorch."""
-    model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    seen = [values(model.state_dict())]
-    for step in range(NUM_STEPS):
-        model(batch_of(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(values(model.state_dict()))
-    return seen
+    return plain_weights()
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,6 @@ from tests.helpers.spread import spread
 
 WIDTH, NUM_BLOCKS, NUM_STEPS = 32, 8, 7
 SLAB = 4 * 2 * WIDTH * WIDTH
-
-
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    found = Team(2)
-    yield found
-    found.close()
 
 
 @dataclass(frozen=True)
@@ -77,9 +69,9 @@ def trained(rank: int, task: Task) -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.mark.few(1)
 @spread(precision=["fp32", "bf16"], overlap=[True, False])
-def test_two_ranks_train_as_with_ample_memory(team: Team, precision: str, overlap: bool, tmp_path: Path) -> None:
-    ample = team.run(trained, Task(precision, overlap, None))
-    tight = team.run(trained, Task(precision, overlap, str(tmp_path)))
+def test_two_ranks_train_as_with_ample_memory(pair: Team, precision: str, overlap: bool, tmp_path: Path) -> None:
+    ample = pair.run(trained, Task(precision, overlap, None))
+    tight = pair.run(trained, Task(precision, overlap, str(tmp_path)))
     for (losses, weights), (expected, others) in zip(tight, ample, strict=True):
         assert losses == expected
         assert all(torch.equal(weights[name], others[name]) for name in others)

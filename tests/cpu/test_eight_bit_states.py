@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,6 @@ from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config
 EIGHT: dict[str, Any] = {"optimizer": {"params": {"states": "8bit"}}}
 KINDS = ("fp32", "bf16", "fp16", "bf16 alone")
 """Precisions, and bf16 without master weights."""
-
-
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    with Team(2) as found:
-        yield found
 
 
 def keys_of(kind: str, **params: Any) -> dict[str, Any]:
@@ -371,10 +364,10 @@ def shared(rank: int, how: Saved, path: Path) -> Any:
 
 @pytest.mark.few(2)
 @spread(kind=["fp32", "bf16", "bf16 alone"], sizes=[(2,), (2, 1)])
-def test_ranks_change_no_bit(team: Team, tmp_path: Path, kind: str, sizes: tuple[int, ...]) -> None:
+def test_ranks_change_no_bit(pair: Team, tmp_path: Path, kind: str, sizes: tuple[int, ...]) -> None:
     """Both have the same batch, so that the mean of their gradients is that of one; stages have half the model each."""
     how = Saved(kind.removesuffix(" alone"), states="8bit", master="none" if kind.endswith("alone") else "fp32")
-    found = team.run(shared, replace(how, sizes=sizes), tmp_path / "saved")
+    found = pair.run(shared, replace(how, sizes=sizes), tmp_path / "saved")
     one = how.open()
     one.manager.load(tmp_path / "saved", one.optimizer)
     loaded = one.state()
@@ -396,8 +389,8 @@ def repartitioned(rank: int, path: Path) -> Any:
     return found
 
 
-def test_states_move_with_a_repartition(team: Team, tmp_path: Path) -> None:
-    for before, after in team.run(repartitioned, tmp_path):
+def test_states_move_with_a_repartition(pair: Team, tmp_path: Path) -> None:
+    for before, after in pair.run(repartitioned, tmp_path):
         assert_same(before, after)
 
 

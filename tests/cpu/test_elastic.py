@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -37,18 +36,6 @@ from tests.helpers.staged_training import Net, StagedTask, loss_of
 
 PREFIX = ((0, 1, 2),)
 ALTERNATE = ((0, 2),)
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Team]:
-    with Team(2) as team:
-        yield team
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Team]:
-    with Team(4) as team:
-        yield team
 
 
 @spread(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,6 @@ NUM_GROUPS = 8
 """Chunk groups of `Blocks`."""
 DECAY = 0.9
 State = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Team]:
-    with Team(2) as team:
-        yield team
 
 
 def manager_of(path: Path | None = None, **memory: Any) -> chunkmem.ChunkManager:

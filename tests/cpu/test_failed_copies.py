@@ -21,10 +21,9 @@ from chunkmem.runtime.device import ComputeDevice
 from chunkmem.runtime.events import Lanes
 from chunkmem.runtime.lanes import ThreadLanes
 from chunkmem.runtime.store import ChunkStore
+from tests.helpers.plain_chain import DEPTH, NUM_STEPS, WIDTH, batch_of, model_of, plain_weights, values
 
-WIDTH, DEPTH, BATCH = 64, 5, 4
 CHUNK_NUMEL = WIDTH * WIDTH
-NUM_STEPS = 6
 LOST = re.compile(r".*: grad chunk .* is lost, as the copy that was to save it has failed; call optimizer.zero_grad.*")
 NAMED = re.compile(
     r"(param|grad|exp_avg|exp_avg_sq) chunk \d+.*: the copy from (HOST|DEVICE) to (HOST|DEVICE) failed: "
@@ -52,31 +51,9 @@ class Disk:
         ctypes.memmove(target, source, nbytes)
 
 
-def model_of(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(DEPTH)))
-
-
-def batch_of(step: int) -> torch.Tensor:
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
-
-
-def values(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in state.values()]
-
-
 @pytest.fixture(scope="module")
 def plain() -> list[list[torch.Tensor]]:
-    """The weights before each step, and after the last, in plain PyTorch."""
-    model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    seen = [values(model.state_dict())]
-    for step in range(NUM_STEPS):
-        model(batch_of(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(values(model.state_dict()))
-    return seen
+    return plain_weights()
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:

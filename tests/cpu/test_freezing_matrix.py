@@ -14,12 +14,6 @@ from tests.helpers.twins import assert_equal, cpu_only
 pytestmark = cpu_only
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Team]:
-    with Team(2) as team:
-        yield team
-
-
 SLOW = ("ranks by layer", "ranks in a loop", "stages")
 """Ways of which an ordinary run has the one with a cache alone."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +17,6 @@ from tests.helpers.spread import spread
 from tests.helpers.twins import AMPLE_NBYTES, SEED, Blocks, config, copied, features
 
 NUM_STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    found = Team(2)
-    yield found
-    found.close()
 
 
 @dataclass
@@ -75,9 +67,9 @@ def train(rank: int, by_manager: bool, precision: str, device_nbytes: int) -> Fo
 @pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("device_nbytes", [24 << 10, pytest.param(AMPLE_NBYTES, marks=pytest.mark.full)])
-def test_the_numbers_are_those_without_the_manager(precision: str, device_nbytes: int, team: Team) -> None:
-    ours = team.run(train, True, precision, device_nbytes)
-    theirs = team.run(train, False, precision, device_nbytes)
+def test_the_numbers_are_those_without_the_manager(precision: str, device_nbytes: int, pair: Team) -> None:
+    ours = pair.run(train, True, precision, device_nbytes)
+    theirs = pair.run(train, False, precision, device_nbytes)
     for found in (*ours[1:], *theirs):
         assert found.weights.keys() == ours[0].weights.keys()
         assert all(torch.equal(value, found.weights[name]) for name, value in ours[0].weights.items())
@@ -151,10 +143,10 @@ def follow(rank: int, device_nbytes: int, policy: str | None, every_second: bool
 
 @spread(policy=(None, "keep", "offload", "auto"), device_nbytes=(24 << 10, AMPLE_NBYTES), every_second=(False, True))
 def test_the_next_step_follows_a_plan_on_all_ranks(
-    policy: str | None, device_nbytes: int, every_second: bool, team: Team
+    policy: str | None, device_nbytes: int, every_second: bool, pair: Team
 ) -> None:
     """Frozen blocks in front are in the trace that is made; others are recorded, once."""
-    for found in team.run(follow, device_nbytes, policy, every_second):
+    for found in pair.run(follow, device_nbytes, policy, every_second):
         assert found.misses == [0, 0, 0, 0]
         assert all(found.have_plans)
         assert found.made == found.recorded
@@ -176,8 +168,8 @@ def freeze_something_else(rank: int) -> str:
         return str(caught.value)
 
 
-def test_ranks_freeze_the_same(team: Team) -> None:
-    said = team.run(freeze_something_else)
+def test_ranks_freeze_the_same(pair: Team) -> None:
+    said = pair.run(freeze_something_else)
     assert said[0] == said[1]
     assert "what is frozen" in said[0]
     assert "blocks.0" in said[0]
@@ -215,13 +207,13 @@ def freeze_one_by_hand(rank: int) -> tuple[int, str]:
     return 8, ""
 
 
-def test_a_parameter_frozen_by_hand_on_one_rank_is_named_on_all_within_a_step(team: Team) -> None:
+def test_a_parameter_frozen_by_hand_on_one_rank_is_named_on_all_within_a_step(pair: Team) -> None:
     """Also while a plan is followed."""
-    for step, said in team.run(freeze_one_by_hand):
+    for step, said in pair.run(freeze_one_by_hand):
         assert step == 6
         assert "parameter blocks.1.0.bias (16,) is frozen on rank 1 and not on rank 0 (and 3 more)" in said
 
 
-def test_freezing_on_one_rank_alone_is_an_error_at_once(team: Team) -> None:
+def test_freezing_on_one_rank_alone_is_an_error_at_once(pair: Team) -> None:
     with pytest.raises(RankFailure, match="freeze"):
-        team.run(freeze_on_one)
+        pair.run(freeze_on_one)

@@ -46,13 +46,6 @@ def team(request: pytest.FixtureRequest) -> Iterator[Team]:
     found.close()
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Team]:
-    found = Team(2)
-    yield found
-    found.close()
-
-
 SIZES: dict[str, dict[str, Any]] = {
     "all on HOST": {"host": NUM_SAMPLES * VALUE_NBYTES},
     "some on HOST": {"host": 10 * VALUE_NBYTES},

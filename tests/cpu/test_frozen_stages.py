@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,18 +26,6 @@ pytestmark = cpu_only
 
 NUM_PARTS = 4
 UNCACHED = {"is_cached": False}
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Team]:
-    with Team(2) as team:
-        yield team
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Team]:
-    with Team(4) as team:
-        yield team
 
 
 @dataclass

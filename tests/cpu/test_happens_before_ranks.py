@@ -27,12 +27,6 @@ TIGHT = 32_000
 ROOMY = 100 << 10
 
 
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    with Team(2) as team:
-        yield team
-
-
 def train(
     rank: int, task: Task, method: type[ExchangeMethod], mutant: str = ""
 ) -> tuple[dict[str, Tensor], Kinds, int]:
@@ -78,14 +72,14 @@ def cases() -> Iterator[Any]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("model", "method", "device_nbytes"), cases())
 def test_no_race_between_exchanges_and_all_else(
-    team: Team, model: str, method: type[ExchangeMethod], device_nbytes: int
+    pair: Team, model: str, method: type[ExchangeMethod], device_nbytes: int
 ) -> None:
     task = Task(model, steps=5, device_nbytes=device_nbytes, micro_batches=2)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     _, expected, _ = serial(task, 2)
     torch.set_num_threads(threads)
-    for weights, races, num_exchanges in team.run(train, task, method):
+    for weights, races, num_exchanges in pair.run(train, task, method):
         assert races == {}
         assert num_exchanges > 50
         if method is PointToPoint:
@@ -93,6 +87,6 @@ def test_no_race_between_exchanges_and_all_else(
 
 
 @pytest.mark.parametrize("mutant", [name for name in MUTANTS if name])
-def test_mutants_are_found(team: Team, mutant: str) -> None:
-    for _, races, _ in team.run(train, Task(steps=3, device_nbytes=ROOMY), PointToPoint, mutant):
+def test_mutants_are_found(pair: Team, mutant: str) -> None:
+    for _, races, _ in pair.run(train, Task(steps=3, device_nbytes=ROOMY), PointToPoint, mutant):
         assert races

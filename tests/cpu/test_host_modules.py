@@ -348,12 +348,6 @@ def test_ids_and_rows_are_all_that_crosses_to_another_device() -> None:
 # Over ranks.
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Team]:
-    with Team(2) as team:
-        yield team
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "task",

@@ -13,13 +13,6 @@ from tests.helpers.ranks import Team
 from tests.helpers.shared_training import Net, Task, batch_of, loss_of, make_config
 
 
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    found = Team(2)
-    yield found
-    found.close()
-
-
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -63,7 +56,7 @@ def drop_micro_batches(rank: int, how: str) -> tuple[list[str], dict[str, Tensor
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["none", "zero", "optimizer"])
-def test_a_mean_that_was_formed_is_discarded_too(team: Team, how: str) -> None:
+def test_a_mean_that_was_formed_is_discarded_too(pair: Team, how: str) -> None:
     task = Task()
     torch.manual_seed(0)
     model = Net()
@@ -80,7 +73,7 @@ def test_a_mean_that_was_formed_is_discarded_too(team: Team, how: str) -> None:
         for key, param in model.named_parameters():
             param.grad = total.get(key)
         optimizer.step()
-    (said, weights), (_, others) = team.run(drop_micro_batches, how)
+    (said, weights), (_, others) = pair.run(drop_micro_batches, how)
     assert all("optimizer.clip_grad_norm_()" in text and "blocks.0.up.weight" in text for text in said)
     assert len(said) == 5
     for key, value in model.state_dict().items():
@@ -109,7 +102,7 @@ def forget_zero_grad(rank: int) -> list[str]:
     return said
 
 
-def test_every_rank_is_told_of_a_loop_without_zero_grad(team: Team) -> None:
-    for said in team.run(forget_zero_grad):
+def test_every_rank_is_told_of_a_loop_without_zero_grad(pair: Team) -> None:
+    for said in pair.run(forget_zero_grad):
         assert len(said) == 1
         assert "optimizer.zero_grad()" in said[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,6 @@ from tests.helpers.peak_memory import IS_COUNTED, MIB, NEEDS_COUNT, increase_nby
 from tests.helpers.ranks import RankFailure, Team
 from tests.helpers.shared_training import WIDTH, Block, Net, Task, make_config
 from tests.helpers.spread import spread
-
-
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    with Team(2) as found:
-        yield found
 
 
 def manager_with(**keys: Any) -> chunkmem.ChunkManager:
@@ -135,9 +129,9 @@ def test_the_bits_of_a_plain_model(name: str, how: str, precision: str) -> None:
 
 @pytest.mark.few(2)
 @spread(name=MODELS, how=["init", "wrap"], precision=PRECISIONS)
-def test_over_ranks(name: str, how: str, precision: str, team: Team) -> None:
+def test_over_ranks(name: str, how: str, precision: str, pair: Team) -> None:
     expected = plain_state(name)
-    for found, _ in team.run(build, name, how, {"precision": precision}):
+    for found, _ in pair.run(build, name, how, {"precision": precision}):
         assert_equal(found, expected)
 
 
@@ -190,12 +184,12 @@ def build_gpt(rank: int) -> dict[str, Tensor]:
         return manager.state_dict()
 
 
-def test_param_init_fn_is_applied_last(team: Team) -> None:
+def test_param_init_fn_is_applied_last(pair: Team) -> None:
     """It sees what the constructors would have left, and ties."""
     torch.manual_seed(3)
     expected = dict(Gpt().state_dict())
     assert_equal(build_gpt(0), expected)
-    for found in team.run(build_gpt):
+    for found in pair.run(build_gpt):
         assert_equal(found, expected)
 
 
@@ -218,10 +212,10 @@ def build_gpt_with(rank: int, kind: str) -> dict[str, Tensor]:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["grouped", "memory-saving", "on host", "whole", "replicated"])
-def test_in_other_surroundings(kind: str, team: Team) -> None:
+def test_in_other_surroundings(kind: str, pair: Team) -> None:
     torch.manual_seed(3)
     expected = dict(Gpt().state_dict())
-    with Team(4) if kind == "replicated" else contextlib.nullcontext(team) as ranks:
+    with Team(4) if kind == "replicated" else contextlib.nullcontext(pair) as ranks:
         for found in ranks.run(build_gpt_with, kind):
             assert_equal(found, expected)
 
@@ -283,10 +277,10 @@ def build_excluding(rank: int) -> dict[str, Tensor]:
         return manager.state_dict(model)
 
 
-def test_excluded_modules_are_initialised_on_every_rank(team: Team) -> None:
+def test_excluded_modules_are_initialised_on_every_rank(pair: Team) -> None:
     torch.manual_seed(0)
     expected = dict(Excluding(None).state_dict())
-    for found in team.run(build_excluding):
+    for found in pair.run(build_excluding):
         assert_equal(found, expected)
 
 
@@ -455,9 +449,9 @@ def fail_on_one(rank: int) -> None:
         manager.wrap(model, param_init_fn=raise_there)
 
 
-def test_a_rank_that_fails_is_named(team: Team) -> None:
+def test_a_rank_that_fails_is_named(pair: Team) -> None:
     with pytest.raises(RankFailure, match="ZeroDivisionError"):
-        team.run(fail_on_one)
+        pair.run(fail_on_one)
 
 
 # What is held meanwhile.
@@ -591,13 +585,13 @@ def load_into(rank: int, folder: str, how: str, precision: str) -> dict[str, Ten
 
 @pytest.mark.few(2)
 @spread(how=["load", "load_state_dict", "in parts"], precision=PRECISIONS, size=[1, 2])
-def test_skip_init_waits_for_what_is_loaded(how: str, precision: str, size: int, team: Team, tmp_path: Any) -> None:
+def test_skip_init_waits_for_what_is_loaded(how: str, precision: str, size: int, pair: Team, tmp_path: Any) -> None:
     torch.manual_seed(1)
     plain = Loaded()
     nn.init.normal_(plain.scale.weight)
     expected = {key: v for key, v in plain.state_dict().items() if "running" not in key and "batches" not in key}
     args = str(tmp_path / "saved"), how, precision
-    for found in team.run(load_into, *args) if size == 2 else [load_into(0, *args)]:
+    for found in pair.run(load_into, *args) if size == 2 else [load_into(0, *args)]:
         assert_equal(found, expected)
 
 

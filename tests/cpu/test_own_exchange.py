@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,12 +17,6 @@ from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_
 
 SOON_S = 20.0
 """Less than the ranks' timeout."""
-
-
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    with Team(2) as team:
-        yield team
 
 
 class Plainly(chunkmem.ExchangeMethod):
@@ -122,14 +116,14 @@ def train(rank: int, methods: Sequence[type[chunkmem.ExchangeMethod] | None], ta
 @pytest.mark.parametrize("method", [Plainly, InTheBackground])
 @pytest.mark.parametrize("model", ["tied", "reused"])
 def test_an_exchange_of_ones_own_trains_to_the_bit(
-    team: Team, method: type[chunkmem.ExchangeMethod], model: str
+    pair: Team, method: type[chunkmem.ExchangeMethod], model: str
 ) -> None:
     task = Task(model)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     _, weights, _ = serial(task, 2)
     torch.set_num_threads(threads)
-    for trained, buffered_nbytes, used in team.run(train, (method, method), task):
+    for trained, buffered_nbytes, used in pair.run(train, (method, method), task):
         assert used == method.__name__
         assert (buffered_nbytes > 0) == (method is InTheBackground)
         assert [key for key, value in weights.items() if not torch.equal(value, trained[key])] == []
@@ -145,10 +139,10 @@ def test_an_exchange_of_ones_own_trains_to_the_bit(
     ],
 )
 def test_what_one_rank_raises_in_it_is_raised_on_all(
-    team: Team, method: type[chunkmem.ExchangeMethod], words: str
+    pair: Team, method: type[chunkmem.ExchangeMethod], words: str
 ) -> None:
     with pytest.raises(RankFailure) as caught:
-        team.run(train, (method, method), Task(), timeout_s=SOON_S)
+        pair.run(train, (method, method), Task(), timeout_s=SOON_S)
     said = [line.strip() for line in str(caught.value).splitlines() if line.strip().startswith("chunkmem.errors.")]
     assert len(said) == 2
     for line in said:
@@ -156,9 +150,9 @@ def test_what_one_rank_raises_in_it_is_raised_on_all(
         assert words in line
 
 
-def test_ranks_with_different_exchanges_stop_alike(team: Team) -> None:
+def test_ranks_with_different_exchanges_stop_alike(pair: Team) -> None:
     with pytest.raises(RankFailure) as caught:
-        team.run(train, (Plainly, None), Task(), timeout_s=SOON_S)
+        pair.run(train, (Plainly, None), Task(), timeout_s=SOON_S)
     said = [line.strip() for line in str(caught.value).splitlines() if line.strip().startswith("chunkmem.errors.")]
     assert said[0] == said[1]
     assert (

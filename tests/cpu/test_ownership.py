@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,12 +9,6 @@ import chunkmem
 from chunkmem.shard.ownership import RoundRobin
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_config, serial
-
-
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    with Team(2) as team:
-        yield team
 
 
 class Lopsided:
@@ -51,12 +43,12 @@ def test_groups_are_dealt_out_in_turn() -> None:
     assert [RoundRobin(3).owner(group) for group in range(5)] == [0, 1, 2, 0, 1]
 
 
-def test_training_takes_a_strategy_of_another_kind(team: Team) -> None:
+def test_training_takes_a_strategy_of_another_kind(pair: Team) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     _, weights, _ = serial(Task("reused", steps=5), 2)
     torch.set_num_threads(threads)
-    outcomes = team.run(train, {})
+    outcomes = pair.run(train, {})
     for trained, together, _ in outcomes:
         assert together == [[0, 1], [2], [3], [4], [5], [6]], "each list has at most one group of each owner"
         assert [key for key, value in weights.items() if not torch.equal(value, trained[key])] == []
@@ -65,9 +57,9 @@ def test_training_takes_a_strategy_of_another_kind(team: Team) -> None:
 
 
 @pytest.mark.parametrize("saves_memory", [False, True])
-def test_so_do_the_collectives_of_the_library(team: Team, *, saves_memory: bool) -> None:
+def test_so_do_the_collectives_of_the_library(pair: Team, *, saves_memory: bool) -> None:
     way = {"client": {"opts": {"with_mem_saving_comm": saves_memory}}}
-    (first, _, _), (second, _, _) = team.run(train, way)
+    (first, _, _), (second, _, _) = pair.run(train, way)
     _, weights, _ = serial(Task("reused", steps=5), 2)
     assert all(torch.equal(value, second[key]) for key, value in first.items())
     assert all(torch.allclose(value, first[key], atol=1e-5) for key, value in weights.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -29,13 +29,6 @@ AMPLE_NBYTES = 1 << 20
 TIGHT_NBYTES = 6 * CHUNK_NBYTES
 SLOW_BPS = 1e4
 """Bytes exchanged in a second: a chunk takes longer than all else of a step."""
-
-
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    found = Team(2)
-    yield found
-    found.close()
 
 
 class Net(nn.Module):
@@ -149,9 +142,9 @@ def assert_equal(found: list[Found], expected: tuple[dict[str, Tensor], list[Ten
 
 @pytest.mark.few(1)
 @spread(micro_batches=[2, 16, 4], device_nbytes=[AMPLE_NBYTES, TIGHT_NBYTES])
-def test_exchanges_do_not_grow_with_micro_batches(team: Team, micro_batches: int, device_nbytes: int) -> None:
+def test_exchanges_do_not_grow_with_micro_batches(pair: Team, micro_batches: int, device_nbytes: int) -> None:
     """Each chunk is gathered for forward and for backward, and reduced once, however many micro-batches there are."""
-    found = team.run(train, micro_batches, "always", device_nbytes)
+    found = pair.run(train, micro_batches, "always", device_nbytes)
     assert_equal(found, serial(micro_batches))
     for each in found:
         assert each.num_gathers <= 2 * NUM_CHUNKS
@@ -164,12 +157,12 @@ def test_exchanges_do_not_grow_with_micro_batches(team: Team, micro_batches: int
 
 @pytest.mark.few(1)
 @spread(checkpoint=["never", "auto"], device_nbytes=[AMPLE_NBYTES, TIGHT_NBYTES])
-def test_dropout(team: Team, checkpoint: str, device_nbytes: int) -> None:
-    assert_equal(team.run(train, 4, checkpoint, device_nbytes, 0.2), serial(4, 0.2))
+def test_dropout(pair: Team, checkpoint: str, device_nbytes: int) -> None:
+    assert_equal(pair.run(train, 4, checkpoint, device_nbytes, 0.2), serial(4, 0.2))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("checkpoint", [pytest.param("except_last", marks=pytest.mark.full), "auto"])
-def test_a_rank_with_another_batch(team: Team, checkpoint: str) -> None:
+def test_a_rank_with_another_batch(pair: Team, checkpoint: str) -> None:
     """In some steps, the micro-batches of one rank are shorter and fewer than those of the other one."""
-    assert_equal(team.run(train, 8, checkpoint, AMPLE_NBYTES, 0.2, RAGGED), serial(8, 0.2, RAGGED))
+    assert_equal(pair.run(train, 8, checkpoint, AMPLE_NBYTES, 0.2, RAGGED), serial(8, 0.2, RAGGED))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -20,13 +20,6 @@ BLOCK_NUMEL = 1104
 CHUNK_NBYTES = 4 * BLOCK_NUMEL
 """One block is one chunk, and one unit."""
 NUM_STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    found = Team(2)
-    yield found
-    found.close()
 
 
 def sequentially(blocks: nn.ModuleList, x: Tensor, *, segments: int) -> Tensor:
@@ -148,7 +141,7 @@ def serial() -> dict[str, Tensor]:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["sequential", "torch"])
 @pytest.mark.parametrize("segments", [1, 2, 3, 6])
-def test_the_bytes_are_those_without_recomputation(team: Team, way: str, segments: int) -> None:
+def test_the_bytes_are_those_without_recomputation(pair: Team, way: str, segments: int) -> None:
     """Each unit is gathered for forward and for backward, but the last one, which backward begins with; reduced once.
 
     forward   0 1 2 3 4 5
@@ -156,7 +149,7 @@ def test_the_bytes_are_those_without_recomputation(team: Team, way: str, segment
     held                5   3 4             4 3   0 1 2             2 1 0
     """
     expected = serial()
-    for found in team.run(train, way, segments, 1 << 20):
+    for found in pair.run(train, way, segments, 1 << 20):
         assert [key for key, value in expected.items() if not torch.equal(value, found.weights[key])] == []
         assert (found.num_gathers, found.num_reductions) == (2 * NUM_BLOCKS - 1, NUM_BLOCKS)
         assert found.nbytes == (2 * NUM_BLOCKS - 1 + NUM_BLOCKS) * CHUNK_NBYTES
@@ -164,9 +157,9 @@ def test_the_bytes_are_those_without_recomputation(team: Team, way: str, segment
 
 
 @pytest.mark.parametrize("segments", [1, 3])
-def test_reentrant_segments_are_backwards_of_their_own(team: Team, segments: int) -> None:
+def test_reentrant_segments_are_backwards_of_their_own(pair: Team, segments: int) -> None:
     expected = serial()
-    for found in team.run(train, "reentrant", segments, 1 << 20):
+    for found in pair.run(train, "reentrant", segments, 1 << 20):
         assert [key for key, value in expected.items() if not torch.equal(value, found.weights[key])] == []
         assert found.num_pinned == 0
 
@@ -174,10 +167,10 @@ def test_reentrant_segments_are_backwards_of_their_own(team: Team, segments: int
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["sequential", "torch"])
 @pytest.mark.parametrize("segments", [2, 3])
-def test_where_a_segment_does_not_fit_units_come_one_by_one(team: Team, way: str, segments: int) -> None:
+def test_where_a_segment_does_not_fit_units_come_one_by_one(pair: Team, way: str, segments: int) -> None:
     """At the smallest cap that a training without recomputation has: a unit's weights and its gradient."""
     expected = serial()
-    for found in team.run(train, way, segments, 2 * CHUNK_NBYTES):
+    for found in pair.run(train, way, segments, 2 * CHUNK_NBYTES):
         assert [key for key, value in expected.items() if not torch.equal(value, found.weights[key])] == []
         assert found.num_reductions == NUM_BLOCKS
         assert found.num_pinned == 0
@@ -185,9 +178,9 @@ def test_where_a_segment_does_not_fit_units_come_one_by_one(team: Team, way: str
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("device_nbytes", [1 << 20, 2 * CHUNK_NBYTES])
-def test_statistics_of_each_rank_count_once(team: Team, device_nbytes: int) -> None:
-    expected = team.run(train, "kept", 1, device_nbytes, NormBlock)
-    for kept_one, found in zip(expected, team.run(train, "sequential", 3, device_nbytes, NormBlock), strict=True):
+def test_statistics_of_each_rank_count_once(pair: Team, device_nbytes: int) -> None:
+    expected = pair.run(train, "kept", 1, device_nbytes, NormBlock)
+    for kept_one, found in zip(expected, pair.run(train, "sequential", 3, device_nbytes, NormBlock), strict=True):
         for key, value in (kept_one.weights | kept_one.buffers).items():
             assert torch.equal(value, (found.weights | found.buffers)[key]), key
         assert int(found.buffers["blocks.0.batch.num_batches_tracked"]) == NUM_STEPS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -123,13 +122,6 @@ def test_one_process_has_whole_batches() -> None:
             sampler.set_width(0, 1)
 
 
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    found = Team(2)
-    yield found
-    found.close()
-
-
 def over_stages(rank: int) -> tuple[list[list[int]], list[list[int]]]:
     change = Change(StagedTask(sizes=(2, 1)), stages=1)
     training = Training(change, (2, 1))
@@ -141,9 +133,9 @@ def over_stages(rank: int) -> tuple[list[list[int]], list[list[int]]]:
         return before, list(sampler)
 
 
-def test_it_follows_a_pipeline_that_is_divided_again(team: Team) -> None:
+def test_it_follows_a_pipeline_that_is_divided_again(pair: Team) -> None:
     expected = batches(samplers(1))
-    (first, left), (second, right) = team.run(over_stages)
+    (first, left), (second, right) = pair.run(over_stages)
     assert first == second == expected[:2], "stages have the same samples"
     assert [a + b for a, b in zip(left, right, strict=True)] == expected[2:]
 

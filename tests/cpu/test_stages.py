@@ -30,13 +30,6 @@ from tests.helpers.ranks import Team
 from tests.helpers.shared_training import Block
 from tests.helpers.staged_training import Net, StagedTask, different, loss_of, serial, train
 
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Team]:
-    with Team(2) as team:
-        yield team
-
-
 Saved = tuple[dict[str, Any], dict[str, Any]]
 SHAPES = [
     ("gpipe", 1),
@@ -69,12 +62,6 @@ def test_stages_train_as_one_process(pair: Team, task: StagedTask) -> None:
     outcomes = pair.run(train, tight)
     assert different(tight, outcomes) == []
     assert all(outcome.misses[3:] == [0] * (task.steps - 3) for outcome in outcomes)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Team]:
-    with Team(4) as team:
-        yield team
 
 
 OTHERS = [

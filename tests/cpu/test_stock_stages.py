@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -119,12 +119,6 @@ def run(rank: int, task: Task, own: nn.ModuleList, optimizer: Any, watch: Callab
         optimizer.step()
         optimizer.zero_grad()
         watch()
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Team]:
-    with Team(2) as team:
-        yield team
 
 
 def _of(task: Task, name: str, *, is_usual: bool = False) -> Any:

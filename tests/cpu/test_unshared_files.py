@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,6 @@ import chunkmem
 from chunkmem.checkpoints import directory
 from tests.helpers.ranks import Team
 from tests.helpers.saved_training import Saved, assert_same
-
-
-@pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    with Team(2) as found:
-        yield found
-
 
 HOW = Saved(sizes=(2,))
 
@@ -38,10 +30,10 @@ def save_apart(rank: int, folder: Path, asynchronous: bool) -> str:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_saving_is_refused_on_all_ranks(asynchronous: bool, team: Team, tmp_path: Path) -> None:
+def test_saving_is_refused_on_all_ranks(asynchronous: bool, pair: Team, tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    for message in team.run(save_apart, tmp_path, asynchronous):
+    for message in pair.run(save_apart, tmp_path, asynchronous):
         assert message == (
             f"the checkpoint could not be written ({tmp_path}/1/ckpt: rank 1 does not see what the first rank writes "
             "there); what was there before is there. Name a directory on a file system that all ranks share"
@@ -72,29 +64,29 @@ def load_apart(rank: int, folder: Path) -> Any:
     return extra, before, training.state()
 
 
-def test_copies_on_local_disks_are_loaded(team: Team, tmp_path: Path) -> None:
-    expected = team.run(save_steps, tmp_path)
+def test_copies_on_local_disks_are_loaded(pair: Team, tmp_path: Path) -> None:
+    expected = pair.run(save_steps, tmp_path)
     for rank in range(2):
         shutil.copytree(tmp_path / "second", tmp_path / str(rank) / "ckpt")
-    for (extra, _, state), (_, second) in zip(team.run(load_apart, tmp_path), expected, strict=True):
+    for (extra, _, state), (_, second) in zip(pair.run(load_apart, tmp_path), expected, strict=True):
         assert extra["name"] == "second"
         assert_same(state, second)
 
 
-def test_another_checkpoint_on_a_rank_is_refused(team: Team, tmp_path: Path) -> None:
+def test_another_checkpoint_on_a_rank_is_refused(pair: Team, tmp_path: Path) -> None:
     """Else each rank would load its own chunks from another step."""
-    team.run(save_steps, tmp_path)
+    pair.run(save_steps, tmp_path)
     for rank, name in enumerate(("first", "second")):
         shutil.copytree(tmp_path / name, tmp_path / str(rank) / "ckpt")
-    for message, before, after in team.run(load_apart, tmp_path):
+    for message, before, after in pair.run(load_apart, tmp_path):
         assert message.startswith(f"{tmp_path}/1/ckpt of rank 1 is another checkpoint than {tmp_path}/0/ckpt of rank 0")
         assert "nothing was loaded" in message
         assert_same(after, before)
 
 
-def test_a_checkpoint_that_one_rank_lacks_is_refused(team: Team, tmp_path: Path) -> None:
-    team.run(save_steps, tmp_path)
+def test_a_checkpoint_that_one_rank_lacks_is_refused(pair: Team, tmp_path: Path) -> None:
+    pair.run(save_steps, tmp_path)
     shutil.copytree(tmp_path / "first", tmp_path / "0" / "ckpt")
-    for message, before, after in team.run(load_apart, tmp_path):
+    for message, before, after in pair.run(load_apart, tmp_path):
         assert message.startswith(f"{tmp_path}/1/ckpt is not there")
         assert_same(after, before)
