@@ -28,6 +28,7 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.registry import check_fits
 from chunkmem.nn.shared_gradients import SharedGradients
 from chunkmem.nn.wrappers import WrapperCheck
+from chunkmem.optim.ema import EMA
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.saved import StatefulOptimizer
@@ -65,6 +66,7 @@ class Origin:
     mesh: object
     make_others: Callable[..., Runtime]
     optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
+    averages: list[weakref.ref[EMA]] = field(default_factory=list)
 
 
 class Runtime:
@@ -232,6 +234,10 @@ class Runtime:
         """Know of an optimizer, as long as somebody has it."""
         self.origin.optimizers.append(weakref.ref(optimizer))
 
+    def add_averages(self, averages: EMA) -> None:
+        """Know of averages, as long as somebody has them."""
+        self.origin.averages.append(weakref.ref(averages))
+
     def adopt(self, params: Iterable[torch.Tensor]) -> None:
         """Take in those parameters that were added to models after these were packed, as rank 0 has them."""
         added = self.registry.adopt(params)
@@ -246,6 +252,12 @@ class Runtime:
         """Those that somebody has, in the order in which they were made."""
         alive = (ref() for ref in self.origin.optimizers)
         return [optimizer for optimizer in alive if isinstance(optimizer, StatefulOptimizer)]
+
+    @property
+    def averages(self) -> list[EMA]:
+        """Those that somebody has and has not closed, in the order in which they were made."""
+        alive = (ref() for ref in self.origin.averages)
+        return [averages for averages in alive if averages is not None and not averages.is_closed]
 
     def forget_plans(self) -> None:
         """There are other chunks than in the steps that were recorded."""

@@ -13,7 +13,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.lazy_tensor import copy_values
-from chunkmem.optim.averages import AverageChunks
+from chunkmem.optim.averages import AverageChunks, averages_number
 from chunkmem.optim.claims import Claims, Owner, Wanted
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.order import in_order_of_update
@@ -305,9 +305,13 @@ class GroupUpdater:
             return self._store.read_slot(chunk, managed.position)
         return self._store.views(chunk, tier)[managed.position]
 
-    def make_averages(self, groups: Collection[int]) -> AverageChunks:
-        """Return chunks for averages of the weights of groups."""
-        return AverageChunks(self._pager, self.claims, groups)
+    def free_averages_number(self) -> int:
+        """Return the number of averages that are made next on this rank."""
+        return averages_number(self._store.chunks)
+
+    def make_averages(self, groups: Collection[int], role: Role) -> AverageChunks:
+        """Return chunks for averages of the weights of groups, without content so far."""
+        return AverageChunks(self._pager, self.claims, groups, role)
 
     def read_weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's values, of the float32 master copy if there is one."""

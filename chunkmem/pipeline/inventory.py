@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -98,8 +98,10 @@ def free_copies(runtime: Runtime) -> None:
 class Contents:
     """What all ranks of a replica have together."""
 
-    def __init__(self, inventories: Sequence[Inventory]) -> None:
-        """Put together what each rank has."""
+    def __init__(self, inventories: Sequence[Inventory], *, averages: Collection[Role] = ()) -> None:
+        """Put together what each rank has; `averages` are roles whose chunks stay on one tier."""
+        self.averages = frozenset(averages)
+        """Roles whose chunks stay on HOST, where there are two tiers."""
         self.masters = frozenset().union(*(each.masters for each in inventories))
         """Parameters with master weights."""
         self.dtypes = {
@@ -198,14 +200,22 @@ def require_room(contents: Contents, moves: Moves, tiers: Tiers, *, ranks: Ranks
     # On two tiers, a chunk may find half of the room on either.
     is_split = all(ledger.limit_nbytes for ledger in ledgers)
     largest = max((nbytes for group in moves.order for nbytes in group.nbytes), default=0)
-    (most,) = ranks.max_over([float(extra + largest * is_split - spare_nbytes)], label="repartition: comparing room")
+    kept_nbytes = sum(
+        nbytes
+        for group in moves.order
+        for phase, nbytes in zip(contents.phases, group.nbytes, strict=True)
+        if group.rank == ranks.rank and phase in contents.averages
+    )
+    lacking = max(extra + largest * is_split - spare_nbytes, (kept_nbytes - tiers.host.limit_nbytes) * is_split)
+    (most,) = ranks.max_over([float(lacking)], label="repartition: comparing room")
     if most > 0:
+        said = f", and its averages are to take {format_nbytes(kept_nbytes)} of HOST" if kept_nbytes else ""
         cap_nbytes = ledgers[0].limit_nbytes or ledgers[1].limit_nbytes
         needed_nbytes = cap_nbytes + int(most)
         raise CapacityError(
             f"repartition: while chunks move, this rank has up to {format_nbytes(max(0, extra))} more than before, and "
-            f"{format_nbytes(spare_nbytes)} are free; a rank lacks {format_nbytes(int(most))}: raise memory.host to "
-            f"at least {format_nbytes(needed_nbytes)} ({needed_nbytes} bytes)",
+            f"{format_nbytes(spare_nbytes)} are free{said}; a rank lacks {format_nbytes(int(most))}: raise memory.host "
+            f"to at least {format_nbytes(needed_nbytes)} ({needed_nbytes} bytes)",
             needed_nbytes=needed_nbytes,
             cap_nbytes=cap_nbytes,
         )

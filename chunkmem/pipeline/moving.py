@@ -108,7 +108,8 @@ class ChunkMover:
         """Begin the content of a new group in a phase; return the slots of its parameters, 1-D."""
         filled = self._chunks(wanted.group, phase)
         for chunk in filled:
-            replica = self._after.memory.pager.place(chunk, reader="repartition")
+            pager = self._after.memory.pager
+            replica = (pager.place_anywhere if chunk.is_kept else pager.place)(chunk, reader="repartition")
             if phase is not Role.PARAM:
                 with runtime_mode():
                     replica.flat.zero_()

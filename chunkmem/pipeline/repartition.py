@@ -1,7 +1,7 @@
 """A pipeline divided into another number of stages, over the same ranks, between two steps.
 
 [Note: Repartition] All parts of a manager that know of ranks, layouts or modules are made again, and only these stay:
-tiers with what is on them, the loss scale, the model, and the optimizers with their options.
+tiers with what is on them, the loss scale, the model, the optimizers with their options, and averages of weights.
 
     refuse          gradients that wait, memory that somebody keeps, a number that does not divide the ranks; no room
     stop            the old parts: copies are over, writes of users count, nothing is pinned
@@ -28,6 +28,7 @@ from chunkmem.errors import ChunkmemError, ConfigError, StateError
 from chunkmem.nn.binding import dense_stride, move_to
 from chunkmem.nn.built import PutOff
 from chunkmem.optim.saved import HeldStates
+from chunkmem.pipeline.carried_averages import CarriedAverages, is_swapped
 from chunkmem.pipeline.inventory import Contents, agreed_moves, free_copies, require_room, take_inventory
 from chunkmem.pipeline.modules import divide
 from chunkmem.pipeline.moving import ChunkMover
@@ -146,11 +147,6 @@ def _require_stages(runtime: Runtime, options: PipelineOptions, num_stages: int,
             "pipe.repartition(): modules were built in manager.exclude(reduce=False): each rank has parameters of its "
             "own there, and other ranks cannot choose between them"
         )
-    if any(chunk.is_kept for chunk in runtime.memory.store.chunks.values()):
-        raise StateError(
-            "pipe.repartition(): there is a chunkmem.EMA, which would not move along; save it, call ema.close(), and "
-            "load it into another one afterwards"
-        )
     if num_stages > 1:
         _, per_rank = check_schedule(_options_for(options, num_stages).schedule, options.stages_per_rank)
         num = per_rank * num_stages
@@ -161,6 +157,8 @@ def _require_between_steps(runtime: Runtime) -> None:
     gradients, access = runtime.gradients, runtime.modules.access
     if runtime.entry_points.gathers_open:
         raise StateError("pipe.repartition() inside manager.gather(): leave the block first")
+    if is_swapped(runtime):
+        raise StateError("pipe.repartition() inside ema.swapped(): leave the block first")
     gradients.discard_unset()
     params = list(runtime.registry.parameters)
     waiting = next((m for m in params if m.grad is not None or gradients.any_landed((m,))), None)
@@ -187,12 +185,14 @@ def _require_between_steps(runtime: Runtime) -> None:
 
 @dataclass(frozen=True)
 class _Ordinary:
-    """What a stage has outside of chunks: buffers, and parameters of excluded modules with their states."""
+    """What a stage has outside of chunks: buffers, and parameters of excluded modules with states and averages."""
 
     tensors: Mapping[tuple[str, str], torch.Tensor]
     """By the name of the module, and its own."""
     states: Sequence[Mapping[int, Mapping[str, Any]]]
     """By optimizer and number of a parameter."""
+    averages: Sequence[Mapping[int, torch.Tensor]]
+    """By `chunkmem.EMA` and number of a parameter."""
 
 
 class _Change:
@@ -213,9 +213,12 @@ class _Change:
         self._specs = {spec.role: spec for optimizer in self._optimizers for spec in optimizer.state_specs}
         counts = [optimizer.counts() for optimizer in self._optimizers]
         states = {managed: held.roles for each in counts for managed, held in each.items()}
+        self._averages = CarriedAverages(before, ranks, numbers=self._numbers, of_all=self._of_all)
+        self._averages.enter(states)
+        self._specs |= self._averages.specs
         inventory = take_inventory(before, self._numbers, states)
         self._own_nbytes = sum(inventory.nbytes.values())
-        self._contents = Contents(self._of_all(inventory, "what ranks have"))
+        self._contents = Contents(self._of_all(inventory, "what ranks have"), averages=self._averages.specs)
         self._counts: list[dict[int, HeldStates]] = []
         """By optimizer and number of a parameter: see `StatefulOptimizer.counts`."""
         for each in counts:
@@ -296,11 +299,13 @@ class _Change:
             optimizer.take_over({managed: count for managed, count in found if managed is not None})
             for param in [one for one in optimizer.state.excluded if after.registry.is_elsewhere(one)]:
                 del optimizer.state.excluded[param]
+        self._averages.move_to(after, self._params)
         return pipeline
 
     def move(self, after: Runtime) -> None:
         """Move what chunks hold."""
         ChunkMover(self._before, after, self._contents, self._specs, ranks=self._ranks, numbers=self._numbers).run()
+        self._averages.come_home()
 
     def fail(self, error: Exception) -> None:
         """Tell the ranks of the new stages of an error, and free all memory: some values are on no rank any more."""
@@ -324,7 +329,7 @@ class _Change:
         """Return those of this stage, on its first rank: others have the same."""
         before = self._before
         if before.ranks.shard.rank > 0:
-            return _Ordinary({}, [])
+            return _Ordinary({}, [], [])
         away, excluded = set(before.built.elsewhere.modules), set(self._added.excluded)
         sent: dict[int, torch.Tensor] = {}  # what two modules share, they share where it arrives
         tensors = {}
@@ -337,7 +342,7 @@ class _Change:
             {self._numbers[id(p)]: entry for p, entry in each.state.excluded.items() if id(p) in self._numbers}
             for each in self._optimizers
         ]
-        return _Ordinary(tensors, states)
+        return _Ordinary(tensors, states, self._averages.ordinary())
 
     def _take(self, found: _Ordinary, away: AbstractSet[nn.Module]) -> None:
         """Have in modules that were away what another stage had."""
@@ -355,3 +360,4 @@ class _Change:
                     key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in entry.items()
                 }
                 optimizer.state.excluded.setdefault(self._params[number], here)
+        self._averages.take(found.averages, self._params)

@@ -90,6 +90,8 @@ def test_four_ranks(four: Team, way: Way, model: str) -> None:
         "overlapped",
         "two",
         "scheduled",
+        "averaged",
+        "averaged excluded",
     ],
     way=[((2, 1), 1), ((1, 2), 2)],
     precision=["fp32", "bf16"],
@@ -213,7 +215,7 @@ def refuse(rank: int) -> None:
 
 @pytest.mark.few(2)
 @spread(
-    kind=["plain", "on host", "tiled", "excluded"],
+    kind=["plain", "on host", "tiled", "excluded", "averaged"],
     model=["frozen", "tied", "norms"],
     precision=["bf16", "fp32"],
     way=[((2, 1), 1), ((1, 2), 2)],
