@@ -173,5 +173,9 @@ def _checksum(tensor: torch.Tensor, runtime: Runtime) -> int:
     if not _is_own(tensor, runtime):
         return 0  # the rank that has its values looks at them
     managed = runtime.registry.find(tensor)
-    values = tensor.detach().to("cpu") if managed is None else runtime.updater.read_weight(managed)
+    if managed is None:
+        values = tensor.detach().to("cpu")
+    else:  # in the dtype that is computed with, to which a frozen master weight was rounded: it may be gone elsewhere
+        dtype = runtime.memory.store.chunks[ChunkId(Role.PARAM, managed.group)].dtype
+        values = runtime.updater.read_weight(managed).to(dtype)
     return zlib.crc32(values.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
