@@ -57,6 +57,8 @@ class EntryPoints:
         self._averages_in_backward = False
         """The next backward is the last one before the step, as `DistributedDataParallel` says."""
         self.gathers_open = 0
+        self.batches_under_way = 0
+        """Of an asynchronous pipeline: their graphs are older than the last step."""
         self._stepping = False
         self._has_given_up = False
         """Gradients were discarded since the last step."""

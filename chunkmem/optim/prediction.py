@@ -23,12 +23,12 @@ from chunkmem.optim.optimizer import RuleOptimizer
 from chunkmem.optim.sgd import SGD
 
 
-def require_predictable(optimizer: RuleOptimizer) -> None:
-    """Raise a `ConfigError` unless it is known where an optimizer goes."""
+def require_predictable(optimizer: RuleOptimizer, *, versions: str) -> None:
+    """Raise a `ConfigError` unless it is known where an optimizer goes, which these `versions` of weights need."""
     if not isinstance(optimizer, SGD | Adam):
         raise ConfigError(
-            f'versions="predict" knows where chunkmem.SGD, Adam and AdamW go, not {type(optimizer).__name__}; take one '
-            'of them, or versions="stash"'
+            f'versions="{versions}" knows where chunkmem.SGD, Adam and AdamW go, not {type(optimizer).__name__}; take '
+            'one of them, or versions="stash"'
         )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from chunkmem.comm.neighbours import Message
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.parked import Parked
 from chunkmem.optim.optimizer import RuleOptimizer
+from chunkmem.pipeline.asynchronous_checks import require_trainable, require_updating
 from chunkmem.pipeline.checkpoints import policy_of
 from chunkmem.pipeline.forms import BorderForm
 from chunkmem.pipeline.micro_batches import MicroBatch, split
@@ -39,7 +40,6 @@ from chunkmem.pipeline.versions import Updates, make_versions
 from chunkmem.pipeline.width import Pipeline
 from chunkmem.plan.pipeline_asynchronous import delay_of, round_calls
 from chunkmem.plan.pipeline_schedule import Pass
-from chunkmem.types import Tier
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,12 @@ class AsynchronousPipeline(StagedPipeline):
     """Runs the stage of this rank in rounds, and updates it; see `ChunkManager.pipeline`."""
 
     make_stage = AsynchronousStage
+    require_trainable = staticmethod(require_trainable)
 
     def _set_up(self, runtime: Runtime, modules: Sequence[StageModule]) -> None:
-        """Look at what was made: see `StagedPipeline.__init__`.
-
-        Raises:
-            ConfigError: something of the model or of the mesh cannot be trained so.
-        """
         (self._stage,) = self.stages
         self._module: StageModule = modules[self._stage.stage_index]
         self._delay = delay_of(self._stage.stage_index, self._num_stages)
-        self._check(runtime)
         if self._delay:
             self._module.regions = None  # their chunks belong to one step
             runtime.forget_plans()
@@ -99,11 +94,6 @@ class AsynchronousPipeline(StagedPipeline):
     def _layout_now(self) -> list[tuple[int, bool]]:
         managed = self._runtime.registry.managed_under(self._module).values()
         return [(one.group, one.requires_grad) for one in managed]
-
-    def _check(self, runtime: Runtime) -> None:
-        with self._running():
-            for problem, next_step in _problems(runtime, self._module, has_ties=self._ties.are_there):
-                raise ConfigError(f"schedule={ASYNCHRONOUS!r} {problem}; {next_step}")
 
     def step(
         self,
@@ -133,27 +123,49 @@ class AsynchronousPipeline(StagedPipeline):
         Raises:
             StateError: the batch cannot be split, or is not that of the other ranks; or gradients of another backward
                 wait for their step.
-            ConfigError: no optimizer was given.
+            ConfigError: no optimizer was given, or one that cannot be used so: see `require_updating`; nothing has
+                been done.
             CapacityError: something does not fit; the other ranks then raise a `RankError`, and training is over.
             RankError: a rank is missing, or has raised something.
         """
         self.require_current()
         self._runtime.require_open()
         if optimizer is not None:
-            self._updates = Updates(optimizer, scheduler)
+            self._updates = self._checked(Updates(optimizer, scheduler))
         if self._updates is None:
             raise ConfigError("pipe.step() updates the weights itself: give it the optimizer, as optimizer=")
+        self._require_same("pipe.step()")
+        self._require_no_gradients()
         if not self._batches:
             self._fill()
-        elif self._layout != self._layout_now():
-            raise StateError(
-                "pipe.step(): parameters were frozen or unfrozen while batches are under way; call pipe.flush() before"
-            )
         with self._running():
             parts = split(inputs, target, num=self._options.micro_batches)
             borders = [self._forms.of(part.inputs, part.form) for part in parts]
         self._batches[self._round] = _Batch(parts, borders, _number_of(digest_of(parts)))
         return self._run_round()
+
+    def _require_same(self, call: str) -> None:
+        if self._batches and self._layout != self._layout_now():
+            raise StateError(
+                f"{call}: requires_grad of a parameter was changed while batches are under way; set it back, and call "
+                "pipe.flush() on all ranks before"
+            )
+
+    def _require_no_gradients(self) -> None:
+        runtime = self._runtime
+        runtime.gradients.settle(runtime.registry.parameters)
+        if runtime.gradients.any_landed(list(runtime.registry.parameters)):
+            raise StateError(
+                "pipe.step(): there are gradients of another backward, and no telling which update they are for; call "
+                "optimizer.step() or optimizer.zero_grad() before it"
+            )
+
+    def _checked(self, updates: Updates) -> Updates:
+        if updates != self._updates:
+            assert self._options.versions is not None
+            with self._runtime.ranks.telling():
+                require_updating(updates.optimizer, updates.scheduler, versions=self._options.versions)
+        return updates
 
     def flush(self) -> list[torch.Tensor]:
         """Run backward and update of all batches under way; return their losses. All ranks of a pipeline call it.
@@ -161,10 +173,12 @@ class AsynchronousPipeline(StagedPipeline):
         Afterwards weights and states are final: save them, evaluate, or have a next epoch fill the pipeline again.
 
         Raises:
+            StateError: what is trained was changed meanwhile.
             CapacityError, RankError: as `step`.
         """
         self.require_current()
         self._runtime.require_open()
+        self._require_same("pipe.flush()")
         losses = []
         while self._batches:
             is_updated = self._round >= self._num_stages - 1
@@ -224,6 +238,7 @@ class AsynchronousPipeline(StagedPipeline):
             self._generations.forget(last)
             del self._batches[last]
         self._round += 1
+        self._runtime.entry_points.batches_under_way = len(self._batches)
         return found
 
     def _begin_round(self, number: int) -> StageStep:
@@ -338,34 +353,3 @@ class AsynchronousPipeline(StagedPipeline):
 
 def _number_of(digest: str) -> int:
     return int.from_bytes(hashlib.sha256(digest.encode()).digest()[:7], "big")
-
-
-def _problems(runtime: Runtime, module: StageModule, *, has_ties: bool) -> Iterator[tuple[str, str]]:
-    """Yield what an asynchronous pipeline cannot train, and what to do."""
-    synchronous = 'use schedule="1f1b"'
-    if runtime.ranks.size > 1:
-        yield (
-            f"has one rank a stage, and here are {runtime.ranks.size}",
-            f"leave out the other dimensions, or {synchronous}",
-        )
-    if runtime.device.type != "cpu":
-        yield f"sends over gloo, in RAM, and the model is on {runtime.device}", synchronous
-    if Tier.DISK in runtime.memory.store.pools:
-        yield "keeps versions of weights on HOST, and there is memory.disk", f"leave that out, or {synchronous}"
-    if has_ties:
-        yield (
-            "has stages that share a parameter, whose copies would see other gradients",
-            f"untie them, or {synchronous}",
-        )
-    if runtime.config.activations.policy is not None:
-        policy = runtime.config.activations.policy
-        yield (
-            f'keeps activations over updates, and activations.policy is "{policy}"',
-            f"leave that out, or {synchronous}",
-        )
-    managed = runtime.registry.managed_under(module)
-    if any(one for one in managed.values() if runtime.modules.access.chunks[one.group].compute_tier is Tier.HOST):
-        yield "has a module that computes on HOST", f"leave out manager.on_host(), or {synchronous}"
-    excluded = [name for name, param in module.named_parameters() if id(param) not in managed and param.requires_grad]
-    if excluded:
-        yield f"has a parameter outside of chunks, {excluded[0]}", f"leave out manager.exclude(), or {synchronous}"

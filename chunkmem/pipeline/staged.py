@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +31,7 @@ from chunkmem.pipeline.ties import TiedParameters
 from chunkmem.pipeline.width import OfWidth
 
 
-def staged_pipeline(
-    runtime: Runtime, options: PipelineOptions, *, make: Callable[..., StagedPipeline]
-) -> StagedPipeline:
+def staged_pipeline(runtime: Runtime, options: PipelineOptions, *, make: type[StagedPipeline]) -> StagedPipeline:
     """Divide a model into stages over ranks, pack those of this rank, and return what runs them.
 
     Every rank calls it with the same options, and without another model in between.
@@ -61,6 +59,7 @@ def staged_pipeline(
     ranks.agree("the pipeline", what)
     modules = divide(blocks, first=first, last=last, num=per_rank * ranks.size, cut=options.cut)
     runtime.built.check_stages(modules)
+    make.require_trainable(runtime, modules)
     forms = BorderForms(modules, dtype=runtime.dtype)
     runtime.built.add_stages(dict(enumerate(modules)))
     return make(runtime, modules, forms, options, reason=reason)
@@ -97,6 +96,10 @@ class StagedPipeline(OfWidth):
 
     make_stage: type[Stage] = Stage
     """Of its stages."""
+
+    @staticmethod
+    def require_trainable(runtime: Runtime, modules: Sequence[StageModule]) -> None:
+        """Raise a `ConfigError` for what a kind of pipelines cannot train, before anything is packed."""
 
     def __init__(
         self,

@@ -34,6 +34,15 @@ class Tie:
     """Among those that are tied, the same on all ranks."""
 
 
+def holders_of(stages: Sequence[nn.Module], num_ranks: int) -> dict[nn.Parameter, tuple[int, ...]]:
+    """Return the ranks that have each parameter, in the order of their stages; stage k is on rank k % num_ranks."""
+    found: dict[nn.Parameter, dict[int, None]] = {}
+    for number, stage in enumerate(stages):
+        for param in stage.parameters():
+            found.setdefault(param, {})[number % num_ranks] = None
+    return {param: tuple(holders) for param, holders in found.items()}
+
+
 class TiedParameters:
     """Sums up their gradients."""
 
@@ -47,17 +56,11 @@ class TiedParameters:
         self._before: dict[Tie, torch.Tensor] = {}
         """What had landed when the step began: it has been summed up."""
         self._ties: list[Tie] = []
-        holders: dict[nn.Parameter, dict[int, None]] = {}
-        for number, stage in enumerate(stages):
-            for param in stage.parameters():
-                holders.setdefault(param, {})[number % ranks.size] = None
-        shared = [(param, tuple(found)) for param, found in holders.items() if len(found) > 1]
+        shared = [(param, found) for param, found in holders_of(stages, ranks.size).items() if len(found) > 1]
         for number, (param, found) in enumerate(shared):
             managed = registry.find(param) if ranks.rank in found else None
             if managed is not None:
                 self._ties.append(Tie(managed, found, number))
-        self.are_there = bool(shared)
-        """On whichever ranks."""
         registry.counted_elsewhere.update(tie.managed for tie in self._ties if tie.ranks[0] != ranks.rank)
 
     def begin(self) -> None:

@@ -27,9 +27,9 @@ import torch
 
 from chunkmem.assembly import Runtime
 from chunkmem.nn.binding import ManagedParameter
-from chunkmem.optim.gap_aware import expected_step, note_step_, reduced, require_momentum
+from chunkmem.optim.gap_aware import expected_step, note_step_, reduced
 from chunkmem.optim.optimizer import RuleOptimizer
-from chunkmem.optim.prediction import learning_rates, predict_, require_predictable
+from chunkmem.optim.prediction import learning_rates, predict_
 from chunkmem.pipeline.modules import StageModule
 from chunkmem.pipeline.other_weights import OtherWeights, Slabs
 from chunkmem.runtime.device import runtime_mode
@@ -159,13 +159,9 @@ class Predicted:
 
     @contextlib.contextmanager
     def in_round(self, updates: Updates) -> Iterator[None]:
-        """Surround the calls of a round.
-
-        Raises:
-            ConfigError: it is not known where the optimizer goes.
-        """
+        """Surround the calls of a round."""
         if self._free is None:
-            self._free = self._begin(updates)
+            self._free = self._begin()
         slabs = self._free.pop()
         self._used.append(slabs)
         self._weights.copy_to(slabs)
@@ -175,7 +171,7 @@ class Predicted:
         for managed, slot in self._weights.slots(slabs):
             at = places.get(id(managed.param))
             state = None if at is None else updates.optimizer.state.get(managed.param)
-            if at is None or not state:
+            if at is None or not state or not managed.requires_grad:
                 continue
             with torch.no_grad(), runtime_mode():
                 weight = self._updater.read_weight(managed).float()
@@ -185,9 +181,8 @@ class Predicted:
             yield
         self._round_is_over()
 
-    def _begin(self, updates: Updates) -> list[Slabs]:
+    def _begin(self) -> list[Slabs]:
         """Return memory for all predictions that are kept at a time, and the weights meanwhile."""
-        require_predictable(updates.optimizer)
         return self._weights.alloc(1)
 
     def _round_is_over(self) -> None:
@@ -275,9 +270,7 @@ class GapAware(Predicted):
                     note_step_(average, values, options[at], float(options[at]["lr"]))
                     self._counts[managed] = self._counts.get(managed, 0) + 1
 
-    def _begin(self, updates: Updates) -> list[Slabs]:
-        require_predictable(updates.optimizer)
-        require_momentum(updates.optimizer)
+    def _begin(self) -> list[Slabs]:
         self._averages = self._weights.alloc_zeros(STEPS)
         return self._weights.alloc(self._delay + 1)
 

@@ -42,6 +42,14 @@ class AsynchronousTask:
     steps: int = 7
     flush_after: tuple[int, ...] = ()
     """Steps after which the pipeline is drained; it is after the last one."""
+    freeze_after: int | None = None
+    """Step of `flush_after` after which the embedding and the first block are frozen."""
+    keep_states: bool = False
+    """Of what is frozen."""
+    begin: int = 0
+    """Steps that were trained before."""
+    loads: str = ""
+    """The checkpoint of these."""
     scheduled: bool = True
     precision: str = "fp32"
     initial_scale_power: int = 14
@@ -82,9 +90,10 @@ class AsynchronousTask:
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         draw = torch.Generator().manual_seed(7)
-        for _ in range(self.steps):
+        for step in range(self.steps):
             x, y = (torch.randint(0, WORDS, (self.batch, 5), generator=draw) for _ in range(2))
-            yield x, y
+            if step >= self.begin:
+                yield x, y
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) if self.scheduled else None
@@ -109,7 +118,13 @@ class AsynchronousOutcome:
 Watch = Callable[[AsynchronousPipeline, chunkmem.ChunkManager, int], None]
 
 
-def train(rank: int, task: AsynchronousTask, watch: Watch | None = None) -> AsynchronousOutcome:
+def train(
+    rank: int,
+    task: AsynchronousTask,
+    watch: Watch | None = None,
+    before: Callable[[AsynchronousPipeline, chunkmem.ChunkManager, Net], None] | None = None,
+) -> AsynchronousOutcome:
+    """Train; `watch` is called after each step, and `before` when the pipeline is there, but no optimizer."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (task.stages,), mesh_dim_names=("stage",))
     with chunkmem.ChunkManager(task.make_config(), mesh=mesh) as manager:
@@ -127,16 +142,22 @@ def train(rank: int, task: AsynchronousTask, watch: Watch | None = None) -> Asyn
             versions=task.versions,
         )
         assert isinstance(pipe, AsynchronousPipeline)
+        if before is not None:
+            before(pipe, manager, model)
         name, options = OPTIMIZERS[task.optimizer]
         optimizer = getattr(chunkmem, name)(task.groups(model.parameters()), manager=manager, **options)
         scheduler = task.make_scheduler(optimizer)
         losses: list[float] = []
-        for step, (x, y) in enumerate(task.batches()):
+        if task.loads:
+            manager.load(task.loads, optimizer)
+        for step, (x, y) in enumerate(task.batches(), start=task.begin):
             losses.append(pipe.step(x, y, optimizer=optimizer, scheduler=scheduler).item())
             if watch is not None:
                 watch(pipe, manager, step)
             if step in task.flush_after:
                 losses += [loss.item() for loss in pipe.flush()]
+            if step == task.freeze_after:
+                manager.freeze(frozen_of(model), keep_states=task.keep_states)
         memory = manager.memory()
         losses += [loss.item() for loss in pipe.flush()]
         weights = {key: value.clone() for key, value in manager.state_dict().items()}
@@ -151,6 +172,11 @@ def train(rank: int, task: AsynchronousTask, watch: Watch | None = None) -> Asyn
             manager.loss_scale,
             0 if scaler is None else scaler.num_skipped,
         )
+
+
+def frozen_of(model: Net) -> list[nn.Module]:
+    """What `freeze_after` freezes."""
+    return [model.words, model.blocks[0]]
 
 
 class Stages(nn.Module):
@@ -210,6 +236,8 @@ def stashed(task: AsynchronousTask) -> AsynchronousOutcome:
         history.append(now)
         if step in task.flush_after:
             history = [now]
+        for module in frozen_of(model) if step == task.freeze_after else ():
+            module.requires_grad_(False)
     weights = model.state_dict() if task.precision == "fp32" else low.state_dict(model)
     return outcome_of(losses, weights, low)
 

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from chunkmem.optim.gap_aware import expected_step, note_step_, reduced
 from chunkmem.optim.prediction import predict_
-from tests.helpers.asynchronous_training import OPTIMIZERS, AsynchronousOutcome, AsynchronousTask, Stages, outcome_of
+from tests.helpers.asynchronous_training import (
+    OPTIMIZERS,
+    AsynchronousOutcome,
+    AsynchronousTask,
+    Stages,
+    frozen_of,
+    outcome_of,
+)
 from tests.helpers.staged_training import Net, loss_of
 
 Group = dict[str, Any]
@@ -146,6 +153,8 @@ def simulated(task: AsynchronousTask) -> AsynchronousOutcome:
     begin = 0
     for end in [*(step + 1 for step in task.flush_after), len(batches)]:
         losses += _epoch(task, stages, optimizer, scheduler, batches[begin:end], of, low, last)
+        for module in frozen_of(model) if end - 1 == task.freeze_after else ():
+            module.requires_grad_(False)
         begin = end
     names = {param: key for key, param in model.named_parameters()}
     return outcome_of(losses, {names[param]: true for param, true in of.items()}, low)
@@ -172,7 +181,7 @@ def _epoch(
         for stage in range(task.stages):
             for param in stages.params_of(stage):
                 true = of[param]
-                lr, state = group_of[true]["lr"], optimizer.state.get(true, {})
+                lr, state = group_of[true]["lr"], optimizer.state.get(true, {}) if param.requires_grad else {}
                 rates = [lr * (0.7**i if task.scheduled else 1) for i in range(last - stage)]
                 param.data.copy_(formulas.predicted(true.detach(), state, group_of[true], rates))
         for stage in range(task.stages):  # in a round, stage s has the batch that stage s - 1 had in the one before
@@ -201,7 +210,8 @@ def _epoch(
             for (_, output), grad in zip(pairs_of, grads, strict=True):
                 (output * scale if stage == last else output).backward(grad)
             grads = [value.grad for value, _ in pairs_of]
-        delayed = [param for stage in range(last) for param in stages.params_of(stage)] if gaps is not None else []
+        delayed = [param for stage in range(last) for param in stages.params_of(stage) if param.requires_grad]
+        delayed = [] if gaps is None else delayed
         for param in delayed:
             true = of[param]
             param.grad = gaps.reduced(true, param.grad, seen[batch, param], group_of[true], scale)

@@ -1,0 +1,102 @@
+"""What an asynchronous pipeline cannot train, and what cannot update it: said before anything is packed, or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from chunkmem.assembly import Runtime
+from chunkmem.errors import ConfigError
+from chunkmem.optim.gap_aware import require_momentum
+from chunkmem.optim.optimizer import RuleOptimizer
+from chunkmem.optim.prediction import learning_rates, require_predictable
+from chunkmem.pipeline.modules import StageModule
+from chunkmem.pipeline.options import ASYNCHRONOUS
+from chunkmem.pipeline.ties import holders_of
+from chunkmem.pipeline.versions import GAP_AWARE, STASH
+from chunkmem.types import Tier
+
+_SYNCHRONOUS = 'use schedule="1f1b"'
+
+
+def require_trainable(runtime: Runtime, modules: Sequence[StageModule]) -> None:
+    """Check that stages, which are not packed yet, can be trained so; what is raised is the same on all ranks.
+
+    Raises:
+        ConfigError: something of the model, of the configuration or of the mesh is not for it. Another schedule can
+            be taken with the same manager.
+    """
+    for problem, next_step in _problems(runtime, modules):
+        raise ConfigError(f"schedule={ASYNCHRONOUS!r} {problem}; {next_step}")
+
+
+def _problems(runtime: Runtime, modules: Sequence[StageModule]) -> Iterator[tuple[str, str]]:
+    """Yield what an asynchronous pipeline cannot train, and what to do."""
+    num_sharing = runtime.ranks.size
+    if num_sharing > 1:
+        yield (
+            f"has one rank a stage, and here are {num_sharing}",
+            f"leave out the other dimensions, or {_SYNCHRONOUS}",
+        )
+    if runtime.device.type != "cpu":
+        yield f"sends over gloo, in RAM, and the model is on {runtime.device}", _SYNCHRONOUS
+    if Tier.DISK in runtime.memory.store.pools:
+        yield "keeps versions of weights on HOST, and there is memory.disk", f"leave that out, or {_SYNCHRONOUS}"
+    if any(len(holders) > 1 for holders in holders_of(modules, len(modules)).values()):
+        yield (
+            "has stages that share a parameter, whose copies would see other gradients",
+            f"untie them, or {_SYNCHRONOUS}",
+        )
+    if (policy := runtime.config.activations.policy) is not None:
+        yield (
+            f'keeps activations over updates, and activations.policy is "{policy}"',
+            f"leave that out, or {_SYNCHRONOUS}",
+        )
+    excluded = () if runtime.built.unpacked is None else runtime.built.unpacked.excluded
+    if runtime.modules.host.among(modules, excluded):
+        yield "has a module that computes on HOST", f"leave out manager.on_host(), or {_SYNCHRONOUS}"
+    outside = {param for module in excluded for param in module.parameters(recurse=False)}
+    for number, module in enumerate(modules):
+        for name, param in module.named_parameters():
+            if param in outside and param.requires_grad:
+                yield (
+                    f"has a parameter outside of chunks, {name} of stage {number}",
+                    f"leave out manager.exclude(), or {_SYNCHRONOUS}",
+                )
+
+
+def require_updating(optimizer: Any, scheduler: Any, *, versions: str) -> None:
+    """Check what `pipe.step` is to update the weights with, as all stages do.
+
+    Args:
+        optimizer: as the user gave it.
+        scheduler: of learning rates; None: there is none.
+        versions: of `VERSIONS`.
+
+    Raises:
+        ConfigError: it is no optimizer over chunks, or none of which these versions can tell where it goes; or its
+            learning rates depend on more than the number of updates.
+    """
+    if not isinstance(optimizer, RuleOptimizer):
+        raise ConfigError(
+            f"pipe.step(): optimizer is a {type(optimizer).__name__}, which does not know of chunks; give one of "
+            "chunkmem, such as chunkmem.AdamW(model.parameters(), manager=manager) or manager.optimizer(...)"
+        )
+    if isinstance(scheduler, LRScheduler) and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            f"pipe.step(): scheduler is a {type(scheduler).__name__} of another optimizer than the one given; make "
+            "it of that one"
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "pipe.step(): scheduler is a ReduceLROnPlateau, whose step() needs a metric; step it between two calls of "
+            "pipe.step(), or take another one"
+        )
+    if versions == STASH:
+        return
+    require_predictable(optimizer, versions=versions)
+    if versions == GAP_AWARE:
+        require_momentum(optimizer)
+    learning_rates(optimizer, scheduler, 1)
