@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from chunkmem.assembly import Runtime
 from chunkmem.errors import ConfigError
 
 
@@ -31,9 +30,6 @@ class Freezes(Protocol):
     def freeze(self, modules: Any) -> FreezeReport: ...
 
     def gather(self, params: Any = None, *, grads: bool = False) -> Any: ...
-
-    @property
-    def runtime(self) -> Runtime: ...
 
 
 class Schedule(Protocol):
@@ -63,6 +59,11 @@ class Epochs:
         self._manager = manager
         self._schedule = schedule
         self._num_steps = 0
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Gradients are looked at."""
+        return self._schedule.adaptive
 
     def stepped(self) -> None:
         """A backward is over. All ranks look at gradients in steps 1, 2, 4, 8, ... of an epoch: it gathers them."""
