@@ -28,6 +28,7 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.registry import check_fits
 from chunkmem.nn.shared_gradients import SharedGradients
 from chunkmem.nn.wrappers import WrapperCheck
+from chunkmem.optim.ema import EMA
 from chunkmem.optim.foreign import ForeignStepCheck
 from chunkmem.optim.places import StatePlaces
 from chunkmem.optim.saved import StatefulOptimizer
@@ -62,10 +63,10 @@ MakeLanes = Callable[[ComputeDevice], Lanes]
 class Origin:
     """What the parts of a manager are made from, and who uses them: for those that take their place."""
 
-    process_group: Any
     mesh: object
     make_others: Callable[..., Runtime]
     optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
+    averages: list[weakref.ref[EMA]] = field(default_factory=list)
 
 
 class Runtime:
@@ -101,7 +102,7 @@ class Runtime:
             make_lanes=make_lanes,
             disk_calls=disk_calls,
         )
-        self.origin = Origin(process_group, mesh, make_others)
+        self.origin = Origin(mesh, make_others)
         compute = ComputeDevice.default(device_index) if before is None else before.tiers.compute
         require_method(exchange)
         rows = mesh_of(mesh, process_group=process_group)
@@ -211,20 +212,6 @@ class Runtime:
         """Return parts for the same ranks in another mesh, once these have stopped; nothing is packed in them yet."""
         return self.origin.make_others(process_group=None, mesh=mesh, before=self)
 
-    def over_same_ranks(self) -> Runtime:
-        """Return parts for the same ranks, once these have stopped; nothing is packed in them yet.
-
-        What was counted of chunks so far, and what happened in the last steps, is known to them.
-        """
-        origin = self.origin
-        after: Runtime = origin.make_others(process_group=origin.process_group, mesh=origin.mesh, before=self)
-        after.memory.store.moved.update(self.memory.store.moved)
-        after.memory.pager.required_nbytes.update(self.memory.pager.required_nbytes)
-        after.controller.timelines.take_over(self.controller.timelines)
-        if self.sharding.shards is not None and after.sharding.shards is not None:
-            after.sharding.shards.ownership = self.sharding.shards.ownership
-        return after
-
     def stop(self, reason: str) -> None:
         """Have nothing run any more. What chunks hold stays; `reason` is what those are told who use the manager."""
         if self.memory.store.snapshot is not None:
@@ -247,6 +234,10 @@ class Runtime:
         """Know of an optimizer, as long as somebody has it."""
         self.origin.optimizers.append(weakref.ref(optimizer))
 
+    def add_averages(self, averages: EMA) -> None:
+        """Know of averages, as long as somebody has them."""
+        self.origin.averages.append(weakref.ref(averages))
+
     def adopt(self, params: Iterable[torch.Tensor]) -> None:
         """Take in those parameters that were added to models after these were packed, as rank 0 has them."""
         added = self.registry.adopt(params)
@@ -261,6 +252,12 @@ class Runtime:
         """Those that somebody has, in the order in which they were made."""
         alive = (ref() for ref in self.origin.optimizers)
         return [optimizer for optimizer in alive if isinstance(optimizer, StatefulOptimizer)]
+
+    @property
+    def averages(self) -> list[EMA]:
+        """Those that somebody has and has not closed, in the order in which they were made."""
+        alive = (ref() for ref in self.origin.averages)
+        return [averages for averages in alive if averages is not None and not averages.is_closed]
 
     def forget_plans(self) -> None:
         """There are other chunks than in the steps that were recorded."""

@@ -204,10 +204,19 @@ class EntryPoints:
         """A user discards gradients; over ranks, those that wait for their step are given up on all or on none."""
         self._has_given_up = self._has_given_up or self._modules.gradients.any_landed(params)
 
-    @property
-    def knows_exchanges(self) -> bool:
-        """Over ranks, the way in which steps exchange has been chosen."""
-        return self._trial is not None and self._trial.is_over
+    def keep_exchanges(self) -> bool:
+        """Other parameters are trained from the next step on, over ranks: keep what is known of exchanges, if anything
+        is; tell whether there is.
+
+        Raises:
+            RankError: a rank is missing, or somewhere else.
+        """
+        return self._trial is not None and self._trial.interrupt()
+
+    def learn_exchanges(self) -> None:
+        """What ranks exchange in the next step is not known."""
+        assert self._trial is not None
+        self._trial.learn_again()
 
     def forget_steps(self) -> None:
         """There is more to train than was recorded, and to exchange: begin again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,12 +165,20 @@ class FrozenCache:
 
     # What a pipeline does in turn for each of its micro-batches.
 
-    def follow(self, chain: tuple[nn.Module, ...], *, agree: Callable[[int], int] = lambda least: least) -> None:
+    def follow(
+        self,
+        chain: tuple[nn.Module, ...],
+        *,
+        agree: Callable[[int], int] = lambda least: least,
+        over_stages: bool = False,
+    ) -> None:
         """Have values of these modules from now on, and forget what other modules, or other weights, have made.
 
         Args:
             chain: frozen modules, of which each is given what the one before returns.
-            agree: given how many of them are as they were on this rank, returns that of all ranks.
+            agree: given how many of them are as they were on this rank, returns that of all ranks. Not called where
+                nothing has changed on any of them.
+            over_stages: the ranks of all pipeline stages call it at the same time.
 
         Raises:
             StateError: a module is trained, drops values at random or collects statistics; or the cache is closed.
@@ -181,27 +189,35 @@ class FrozenCache:
             _require_frozen(module, number)
         runtime = self._manager.runtime
         self._values.follow(runtime.memory.pager)
-        tags = self._tags.of(chain, runtime)
+        tags = self._tags.of(chain, runtime, over_stages=over_stages)
+        if tags is self._asked_tags:
+            return
         same = (number for number, (old, new) in enumerate(zip(self._asked_tags, tags, strict=False)) if old != new)
         least = next(same, min(len(self._asked_tags), len(tags)))
         agreed = agree(least)
         self._asked_tags = tags if agreed == least else self._tags.renew(agreed)
 
-    def find(self, x: torch.Tensor, ids: Sequence[Hashable]) -> CachedSamples:
+    def find(self, x: torch.Tensor, ids: Sequence[Hashable], *, own: Container[int] | None = None) -> CachedSamples:
         """Return how far the modules have come with some samples; arguments and errors are those of a call.
 
         Nothing is kept of them before `keep`, and all of them may be read until then.
+
+        Args:
+            x: see there.
+            ids: see there.
+            own: numbers of modules after which this rank would read the values, as others do the rest; None: all. Only
+                a rank that would read what all of the modules make counts the samples.
         """
         keys = _keys(ids, x)
         samples = x.detach().to("cpu").contiguous()
         crcs = [zlib.crc32(sample.reshape(-1).view(torch.uint8).numpy()) for sample in samples]
-        asked = Asked(keys, crcs, self._asked_tags)
+        asked = Asked(keys, crcs, self._asked_tags, own)
         found = self._values.find(asked)
-        if found.depth == len(self._asked_tags):
-            self.report.num_found += len(keys)
-            self.report.num_of_others += found.num_of_others
-        else:
-            self.report.num_computed += len(keys)
+        if own is None or len(self._asked_tags) in own:
+            is_found = found.depth == len(self._asked_tags)
+            self.report.num_found += len(keys) * is_found
+            self.report.num_of_others += found.num_of_others * is_found
+            self.report.num_computed += len(keys) * (not is_found)
         return CachedSamples(asked, found)
 
     def read(self, samples: CachedSamples, device: torch.device) -> torch.Tensor:

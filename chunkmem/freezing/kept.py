@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,8 @@ class Asked:
     """Of the samples as they came in."""
     tags: Sequence[bytes]
     """By the number of modules that have run, from 1: what they are."""
+    own: Container[int] | None = None
+    """Numbers of modules after which this rank would read the values; None: after any."""
 
     def depth_of(self, number: int, kept: Kept | None) -> int:
         """Return how many modules have run for a sample, where its value is as said; 0: what is kept is of no use.
@@ -43,6 +45,8 @@ class Asked:
             StateError: it is of another sample.
         """
         if kept is None or kept.depth > len(self.tags) or self.tags[kept.depth - 1] != kept.tag:
+            return 0
+        if self.own is not None and kept.depth not in self.own:
             return 0
         if kept.crc != self.crcs[number]:
             raise StateError(

@@ -28,21 +28,22 @@ def expect_step(runtime: Runtime) -> None:
         key = runtime.controller.key_now()
         _expect(runtime, key)
         return
-    if not runtime.entry_points.knows_exchanges:
-        runtime.forget_plans()
-        return
     before = runtime.controller.trained
     key = runtime.controller.key_now()
     if key.trainable == before:
+        return
+    if not runtime.entry_points.keep_exchanges():
+        runtime.forget_plans()
         return
     known = prefetch.schedule_of(key.trainable)
     schedule = _expect(runtime, key, prefetch, before)
     if known is None:
         schedule = runtime.ranks.broadcast_object(schedule, label="what is exchanged once others are trained")
         if schedule is None:
-            runtime.forget_plans()
-            return
-    prefetch.switch(before, key.trainable, schedule if known is None else None)
+            runtime.controller.drop(key)
+            runtime.controller.record(key, Key(0, before))
+            runtime.entry_points.learn_exchanges()
+    prefetch.switch(before, key.trainable, None if known is not None else schedule or ())
 
 
 def _expect(
@@ -64,7 +65,7 @@ def _expect(
 
     found = runtime.controller.source_of(key, is_current)
     if found is None:
-        runtime.controller.record(key)
+        runtime.controller.record(key, None if prefetch is None else Key(0, before))
     if found is None or found[0] == key:
         return None
     source, trace = found
@@ -85,7 +86,7 @@ def _expect(
     if fewer.is_certain:
         runtime.controller.expect(key, fewer.trace, source)
     else:
-        runtime.controller.record(key)
+        runtime.controller.record(key, None if prefetch is None else source)
     return None if fewer.exchanges is None else fewer.exchanges.schedule
 
 

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import CheckpointError, ConfigError, StateError
+from chunkmem.freezing.follows import HasRuntime
 
 
-class Gathers(Protocol):
+class Gathers(HasRuntime, Protocol):
     """A `chunkmem.ChunkManager`."""
 
     def gather(self, params: Any = None, *, grads: bool = False) -> Any:
@@ -102,11 +104,21 @@ class FreezeSchedule:
 
     @torch.no_grad()
     def observe(self, manager: Gathers) -> None:
-        """Add the gradients of this step up, between backward and `optimizer.step()`; over ranks all call it."""
+        """Add the gradients of this step up, between backward and `optimizer.step()`; over ranks all call it.
+
+        Raises:
+            RankError: a rank is missing.
+        """
+        own = [0.0] * len(self._blocks)
         for at, block in enumerate(self._blocks[self.prefix :], start=self.prefix):
             with manager.gather(block, grads=True):
                 grads: Sequence[torch.Tensor] = [p.grad for p in block.parameters() if p.grad is not None]
-                self._squares[at] += sum(float(grad.float().square().sum()) for grad in grads)
+                own[at] = float(sum(float(grad.float().square().sum()) for grad in grads))
+        if manager.runtime.ranks.size > 1:
+            # Its reductions come earlier than those of other steps, and gradients come back from their owners.
+            manager.runtime.controller.excuse_iteration()
+        for at, square in enumerate(_on_all_ranks(own, manager.runtime.ranks)):
+            self._squares[at] += square
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far it is, for a checkpoint."""
@@ -124,3 +136,14 @@ class FreezeSchedule:
                 f"the schedule was saved for {len(squares)} blocks, and there are {len(self._blocks)}"
             )
         self.num_epochs, self.prefix, self._squares = state["num_epochs"], state["prefix"], list(squares)
+
+
+def _on_all_ranks(own: Sequence[float], ranks: Ranks) -> Sequence[float]:
+    """Return the same numbers on all ranks: by block, those of the stage that has it.
+
+    Other stages have 0 there, so the sum has the bits of what one process computes. Ranks that share a stage have the
+    same gradients, but may add them with another number of threads: those of the first one decide.
+    """
+    label = "FreezeSchedule: gradients of blocks"
+    found = own if ranks.stages is None else ranks.stages.sum_over(own, label=label)
+    return ranks.broadcast_object(found, label=label)

@@ -6,7 +6,8 @@ have the same tag, what one has computed the other may use. A module that is in 
 know it by: its values are for this process alone, but for an `nn.Sequential` of modules that have names.
 
 Over ranks that share chunks, the owner of a parameter looks at its values, and tells the others; all of them ask for
-tags at the same time.
+tags at the same time. Where the ranks of all pipeline stages do, they tell each other, too, so that a tag does not
+depend on which stage has a weight: what stages have kept is found after `pipe.repartition()`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from chunkmem.assembly import Runtime
+from chunkmem.comm.ranks import Ranks
 from chunkmem.types import ChunkId, Role
 
 
@@ -34,6 +36,9 @@ class ModuleTags:
         self._runtime: Runtime | None = None
         self._known: dict[int, tuple[int, int]] = {}
         """By the identity of a tensor: what had changed when it was looked at, and the checksum of its values."""
+        self._elsewhere: dict[int, int] = {}
+        """The checksums of tensors of other stages, if these were asked."""
+        self._over_stages = False
         self._numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         """Of modules in no model, in the order in which they came."""
         self._names: dict[nn.Module, str] = {}
@@ -43,8 +48,17 @@ class ModuleTags:
         self._token = os.urandom(8).hex()
         """Of this process."""
 
-    def of(self, modules: tuple[nn.Module, ...], runtime: Runtime) -> tuple[bytes, ...]:
+    def of(self, modules: tuple[nn.Module, ...], runtime: Runtime, *, over_stages: bool = False) -> tuple[bytes, ...]:
         """Return the tags of modules, of which each is given what the one before returns; 16 bytes each.
+
+        Args:
+            modules: see there.
+            runtime: of the manager.
+            over_stages: the ranks of all pipeline stages ask at the same time. Else nothing is known of weights of
+                other stages, and the tags are of use on this stage alone.
+
+        Returns:
+            The same tuple as the last time if nothing has changed on any of the ranks that ask.
 
         Raises:
             RankError: a rank is missing, or asks for other modules.
@@ -52,7 +66,13 @@ class ModuleTags:
         tensors = list(dict.fromkeys(t for module in modules for t in (*module.parameters(), *module.buffers())))
         stale = [tensor for tensor in tensors if self._is_stale(tensor, runtime)]
         is_new = bool(stale) or modules != self._modules or runtime is not self._runtime
-        if runtime.sharding.units.agree("FrozenCache: the modules are as they were", holds=not is_new):
+        is_new |= over_stages != self._over_stages
+        is_same = runtime.sharding.units.agree("FrozenCache: the modules are as they were", holds=not is_new)
+        stages = runtime.ranks.stages if over_stages else None
+        if stages is not None:
+            (is_other,) = stages.max_over([float(not is_same)], label="FrozenCache: the modules are as they were")
+            is_same = not is_other
+        if is_same:
             return self._tags
         if runtime is not self._runtime:
             stale, self._known = tensors, {}
@@ -60,7 +80,8 @@ class ModuleTags:
         for tensor in stale:
             self._known[id(tensor)] = _change_count(tensor, runtime), _checksum(tensor, runtime)
         self._tell(tensors, runtime)
-        self._modules, self._runtime = modules, runtime
+        self._elsewhere = {} if stages is None else self._of_other_stages(tensors, stages, runtime)
+        self._modules, self._runtime, self._over_stages = modules, runtime, over_stages
         self._tags = self._described()
         return self._tags
 
@@ -98,6 +119,13 @@ class ModuleTags:
         for tensor, crc in zip(managed, found, strict=True):
             self._known[id(tensor)] = self._known[id(tensor)][0], int(crc)
 
+    def _of_other_stages(self, tensors: Sequence[torch.Tensor], stages: Ranks, runtime: Runtime) -> dict[int, int]:
+        """Return the checksums of what other stages have; they are told those of this one."""
+        away = [tensor.is_meta and runtime.registry.find(tensor) is None for tensor in tensors]
+        own = [-1.0 if is_away else float(self._known[id(t)][1]) for t, is_away in zip(tensors, away, strict=True)]
+        found = stages.max_over(own, label="FrozenCache: checksums of weights of other stages")
+        return {id(t): int(crc) for t, crc, is_away in zip(tensors, found, away, strict=True) if is_away}
+
     def _describe(self, module: nn.Module, digest: hashlib.blake2b) -> None:
         name = self._names.get(module)
         if name is None and type(module) is nn.Sequential:
@@ -109,8 +137,10 @@ class ModuleTags:
             name = f"{number} of process {self._token}"
         digest.update(f"{type(module).__module__}.{type(module).__qualname__} {name}\n".encode())
         for key, tensor in (*module.named_parameters(), *module.named_buffers()):
-            crc = self._known[id(tensor)][1]
-            digest.update(f"{key} {tuple(tensor.shape)} {tensor.dtype} {crc}\n".encode())
+            crc = self._elsewhere.get(id(tensor), self._known[id(tensor)][1])
+            # Where a parameter is on another stage, its dtype here is not the one that is computed with.
+            dtype = "" if isinstance(tensor, nn.Parameter) else tensor.dtype
+            digest.update(f"{key} {tuple(tensor.shape)} {dtype} {crc}\n".encode())
 
 
 def names_of(runtime: Runtime) -> dict[nn.Module, str]:
@@ -143,5 +173,9 @@ def _checksum(tensor: torch.Tensor, runtime: Runtime) -> int:
     if not _is_own(tensor, runtime):
         return 0  # the rank that has its values looks at them
     managed = runtime.registry.find(tensor)
-    values = tensor.detach().to("cpu") if managed is None else runtime.updater.read_weight(managed)
+    if managed is None:
+        values = tensor.detach().to("cpu")
+    else:  # in the dtype that is computed with, to which a frozen master weight was rounded: it may be gone elsewhere
+        dtype = runtime.memory.store.chunks[ChunkId(Role.PARAM, managed.group)].dtype
+        values = runtime.updater.read_weight(managed).to(dtype)
     return zlib.crc32(values.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -24,42 +24,63 @@ from chunkmem.runtime.pager import Pager
 from chunkmem.types import ChunkId, Role, Tier
 
 EMA = "ema"
+_READER = "averages of weights"
 
 
 class AverageChunks:
     """The averages of some groups that this rank owns."""
 
-    def __init__(self, pager: Pager, claims: Claims, groups: Collection[int]) -> None:
-        """Make them, with zeros.
+    def __init__(self, pager: Pager, claims: Claims, groups: Collection[int], role: Role) -> None:
+        """Have chunks, without content so far.
 
         Args:
             pager: of the chunks.
             claims: tell which groups are trained.
             groups: of the weights.
+            role: the same on all ranks; see `averages_number`.
 
         Raises:
             CapacityError: the tiers have no room for them; nothing has been made.
         """
         self._pager = pager
         self._store = store = pager.store
-        self.role = _free_role(store.chunks.keys())
-        """Another one if some weights are averaged twice."""
+        self.role = role
         self.tier = _tier(pager)
         new = [self._new(store.chunks[ChunkId(Role.PARAM, group)]) for group in groups]
         claims.require_room({}, kept={self.tier: sum(chunk.nbytes for chunk in new)}, name="averages")
         self._of: dict[int, Chunk] = {}
         """By group."""
+        for chunk in new:
+            store.add(chunk)
+            self._of[chunk.id.group] = chunk
+
+    def begin(self) -> None:
+        """Begin with zeros.
+
+        Raises:
+            CapacityError: as the constructor.
+        """
         try:
-            for chunk in new:
-                store.add(chunk)
-                self._of[chunk.id.group] = chunk
-                pager.create(chunk, self.tier, reader="averages of weights", zero=True, elastic=True)
+            for chunk in self._of.values():
+                self._pager.create(chunk, self.tier, reader=_READER, zero=True, elastic=True)
                 slab = chunk.replicas[self.tier].slab
                 if isinstance(slab, DiskSlab):
                     slab.write(torch.zeros(chunk.group.numel, dtype=chunk.dtype, device="cpu"))
         except BaseException:
             self.close()
             raise
+
+    def come_home(self) -> None:
+        """Have content that has arrived from other ranks where averages stay.
+
+        Raises:
+            CapacityError: there is no room for it.
+        """
+        for chunk in self._of.values():
+            for tier in [tier for tier in chunk.replicas if tier is not self.tier]:
+                self._pager.pin(chunk, self.tier, reader=_READER, elastic=True)
+                self._pager.unpin(chunk, self.tier)
+                self._store.drop(chunk, tier)
 
     def _new(self, param: Chunk) -> Chunk:
         chunk = StateSpec(self.role).chunk(param)
@@ -88,7 +109,7 @@ class AverageChunks:
         if writes:
             store.before_change(chunk)
         if not chunk.ready(self.tier):
-            raise lost_error("averages of weights", chunk)
+            raise lost_error(_READER, chunk)
         slab = chunk.replicas[self.tier].slab
         if not isinstance(slab, DiskSlab):
             yield store.views(chunk, self.tier)
@@ -108,12 +129,15 @@ class AverageChunks:
         return self._store.read_slot(self._of[group], position)
 
 
-def _free_role(known: Collection[ChunkId]) -> Role:
-    taken = {key.role for key in known}
-    number = 1
-    while (role := Role(EMA if number == 1 else f"{EMA}_{number}")) in taken:
-        number += 1
-    return role
+def averages_number(known: Collection[ChunkId]) -> int:
+    """Return a number whose role no chunk has: over ranks, the largest one is free on all of them."""
+    roles = {key.role for key in known}
+    return 1 + max((number for number in range(1, len(roles) + 1) if averages_role(number) in roles), default=0)
+
+
+def averages_role(number: int) -> Role:
+    """Return the role of averages of this number: another one where some weights are averaged twice."""
+    return Role(EMA if number == 1 else f"{EMA}_{number}")
 
 
 def _tier(pager: Pager) -> Tier:

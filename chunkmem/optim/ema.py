@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,10 +12,13 @@ import torch
 from chunkmem.errors import CheckpointError, ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.lazy_tensor import copy_values
-from chunkmem.optim.host import HasRuntime
+from chunkmem.optim.averages import averages_role
+from chunkmem.optim.host import HasRuntime, OptimizerHost
+from chunkmem.optim.plain_averages import Mix, PlainAverages
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.slot_source import SlotSource
 from chunkmem.runtime.device import runtime_mode
+from chunkmem.types import Role
 
 _COUNT = "n_averaged"
 _PREFIX = "module."
@@ -23,21 +26,22 @@ _PREFIX = "module."
 
 
 class EMA:
-    """Averages of managed parameters: `average = decay * average + (1 - decay) * weight` at each `update()`.
+    """Averages of parameters: `average = decay * average + (1 - decay) * weight` at each `update()`.
 
     The bits are those of `AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))` of `torch.optim.swa_utils` on
     a CPU. In mixed precision master weights are averaged, in fp32; without those, weights in their dtype. Averages stay
     on HOST, with a disk on DISK, and count in its cap; weights that are elsewhere are copied there, a parameter at a
-    time. Over ranks each averages the chunks that it owns, and all of them make the same calls.
+    time. Over ranks each averages the chunks that it owns, and all of them make the same calls. Averages of parameters
+    that no chunk holds (excluded, or added to a model after it was packed) are ordinary tensors next to them.
 
     Args:
         manager: of the parameters.
         decay: from 0 to 1; `ema.decay` may be changed between updates.
-        params: to be averaged; None: all managed ones that require gradients now.
+        params: to be averaged; None: all of the manager's models that require gradients now.
 
     Raises:
         ConfigError: `decay` is no such number.
-        StateError: a parameter is not managed, or two have one name.
+        StateError: a parameter is in no model of the manager or has no floating dtype, or two have one name.
         CapacityError: there is no room for the averages next to weights, gradients and optimizer states.
     """
 
@@ -52,45 +56,65 @@ class EMA:
         self._unrounded: dict[ManagedParameter, torch.Tensor] = {}
         """While they are swapped: averages in fp32 of parameters that have no fp32 weights to be swapped with."""
         self._is_closed = False
-        self._named = self._named_parameters(params)
+        wanted = self._wanted(params)
+        ordinary = self._find(wanted)
+        if not wanted and host.ranks.stages is None:
+            raise StateError("there is no parameter to average: build the model first, and unfreeze what is trained")
+        with host.together("making averages"):
+            host.forget_plans()  # they leave no room for these
+            self._plain = PlainAverages(ordinary)
+            self._chunks = host.updater.make_averages(self._own, self._free_role())
+            self._chunks.begin()
+            self._average(torch._foreach_copy_)
+        host.add_averages(self)
+
+    def _free_role(self) -> Role:
+        """Return a role that no averages have on any rank."""
+        number = self._host.updater.free_averages_number()
+        for ranks in (self._host.ranks.stages, self._host.ranks):
+            if ranks is not None and ranks.size > 1:
+                number = int(*ranks.max_over([number], label="making averages"))
+        return averages_role(number)
+
+    def _wanted(self, params: Iterable[torch.Tensor] | None) -> set[torch.Tensor]:
+        """Return what is averaged, of the parameters that this rank has."""
+        registry = self._host.registry
+        named = [param for _, param in self._host.named_parameters()]
+        if params is None:
+            return {param for param in named if param.requires_grad and not registry.is_elsewhere(param)}
+        given, known = list(params), set(named)
+        for param in given:
+            if param not in known:
+                registry.lookup(param)
+        return {param for param in given if not registry.is_elsewhere(param)}
+
+    def _find(self, wanted: Collection[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Look up those parameters that are in chunks; return the others by name."""
+        host, names = self._host, dict[str, torch.Tensor]()
+        for name, param in host.named_parameters():
+            if param in wanted and names.setdefault(name, param) is not param:
+                raise StateError(
+                    f"two models have a parameter {name}; make a chunkmem.EMA for each, with params=model.parameters()"
+                )
+        if unnamed := set(wanted).difference(names.values()):
+            raise StateError(
+                f"a parameter of shape {tuple(unnamed.pop().shape)} is in none of the manager's models, which give "
+                "averages their names; build its module as part of one"
+            )
+        found = ((name, host.registry.find(param)) for name, param in names.items())
+        self._named = {name: managed for name, managed in found if managed is not None}
         self._own: dict[int, list[ManagedParameter]] = {}
         """By group that this rank owns, in the order of the groups."""
         self._name_of = {managed: name for name, managed in self._named.items()}
         for managed in sorted(dict.fromkeys(self._named.values()), key=lambda managed: managed.group):
             if host.owns(managed):
                 self._own.setdefault(managed.group, []).append(managed)
-        with host.together("making averages"):
-            host.forget_plans()  # they leave no room for these
-            self._chunks = host.updater.make_averages(self._own)
-            self._average(partial(torch._foreach_copy_))
-
-    def _named_parameters(self, params: Iterable[torch.Tensor] | None) -> dict[str, ManagedParameter]:
-        registry = self._host.registry
-        if params is None:
-            wanted = {managed for managed in registry.parameters if managed.requires_grad}
-        else:
-            given = {param: registry.lookup(param) for param in params}
-            wanted = {managed for managed in given.values() if managed is not None}
-            for param, managed in given.items():
-                if managed is None and not registry.is_elsewhere(param):
-                    raise StateError(
-                        f"a parameter of shape {tuple(param.shape)} is of an excluded module: chunkmem.EMA averages "
-                        "managed ones; average it by torch.optim.swa_utils.AveragedModel(module)"
-                    )
-        named: dict[str, ManagedParameter] = {}
-        for name, param in self._host.named_parameters():
-            if (managed := registry.find(param)) not in wanted or managed is None:
-                continue
-            if named.setdefault(name, managed) is not managed:
-                raise StateError(
-                    f"two models have a parameter {name}; make a chunkmem.EMA for each, with params=model.parameters()"
-                )
-        if not named and self._host.ranks.stages is None:
-            raise StateError("there is no parameter to average: build the model first, and unfreeze what is trained")
-        return named
+        return {name: param for name, param in names.items() if name not in self._named}
 
     def __repr__(self) -> str:
-        held = f"{len(self._named)} parameters, decay={self.decay}, {self.num_updates} updates"
+        held = (
+            f"{len(self._named) + len(self._plain.params)} parameters, decay={self.decay}, {self.num_updates} updates"
+        )
         return f"EMA({held}{', closed' if self._is_closed else f' on {self._chunks.tier.name}'})"
 
     @torch.no_grad()
@@ -109,13 +133,14 @@ class EMA:
                 self._average(torch._foreach_copy_)
         self.num_updates += 1
 
-    def _average(self, mix: Any) -> None:
+    def _average(self, mix: Mix) -> None:
         """Have `mix` write to averages, given lists of them and of weights in their dtype, where they are."""
         for group, members in self._own.items():
             with self._chunks.opened(group, writes=True) as slots, runtime_mode():
                 averages = [slots[managed.position] for managed in members]
                 weights = [self._host.updater.weight(managed) for managed in members]
                 mix(averages, [w.to(a.device, a.dtype) for w, a in zip(weights, averages, strict=True)])
+        self._plain.average(mix)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -153,6 +178,7 @@ class EMA:
                             average.copy_(self._unrounded.pop(managed, before) if self._is_swapped else before)
                 updater.mark_updated(members)
             self._host.send_on_host("averages")
+            self._plain.swap()
 
     def close(self) -> None:
         """Give the memory back; idempotent."""
@@ -161,6 +187,7 @@ class EMA:
                 raise StateError("ema.close() inside ema.swapped(): leave the block first")
             self._host.forget_plans()
             self._chunks.close()
+        self._plain = PlainAverages({})
         self._is_closed = True
 
     def _require_usable(self, call: str) -> None:
@@ -169,6 +196,56 @@ class EMA:
             raise StateError(f"{call}: these averages are closed")
         if self._is_swapped:
             raise StateError(f"{call} inside ema.swapped(): the weights are averages there; leave the block first")
+
+    # Of a pipeline that is divided into another number of stages.
+
+    @property
+    def is_closed(self) -> bool:
+        """The memory was given back."""
+        return self._is_closed
+
+    @property
+    def is_swapped(self) -> bool:
+        """The weights are averages now."""
+        return self._is_swapped
+
+    @property
+    def role(self) -> Role:
+        """Of its chunks, the same on all ranks."""
+        return self._chunks.role
+
+    @property
+    def own(self) -> list[ManagedParameter]:
+        """What this rank averages in chunks."""
+        return [managed for members in self._own.values() for managed in members]
+
+    @property
+    def ordinary(self) -> dict[torch.Tensor, torch.Tensor]:
+        """By parameter that no chunk holds: its average; not copies."""
+        return self._plain.of_parameters()
+
+    def move_to(
+        self, host: OptimizerHost, params: Collection[torch.Tensor], ordinary: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Average these parameters of a model that was packed again; what is in their chunks comes later.
+
+        Args:
+            host: of the manager from now on.
+            params: that any rank averages.
+            ordinary: averages of those that no chunk holds.
+
+        Raises:
+            CapacityError: there is no room for the averages.
+        """
+        self._host = host
+        found = self._find({param for param in params if not host.registry.is_elsewhere(param)})
+        self._plain = PlainAverages(found, ordinary)
+        self._chunks = host.updater.make_averages(self._own, self.role)
+        host.add_averages(self)
+
+    def come_home(self) -> None:
+        """All averages have arrived after `move_to`."""
+        self._chunks.come_home()
 
     # Saved.
 
@@ -183,11 +260,12 @@ class EMA:
                 f"{_PREFIX}{name}": self._host.from_owner(managed, partial(self._read, managed))
                 for name, managed in self._named.items()
             }
+            found |= self._plain_copies()
             found = self._host.ranks.over_stages(found, label="sending the averages of a stage")
         return {_COUNT: self._count(), **found}
 
     def lazy_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return `state_dict()` with values that are read when they are used; of this pipeline stage."""
+        """Return `state_dict()` with values in chunks that are read when they are used; of this pipeline stage."""
         self._require_usable("ema.lazy_state_dict()")
         spec, updater = StateSpec(self._chunks.role), self._host.updater
         found = {_COUNT: self._count()}
@@ -202,7 +280,10 @@ class EMA:
                 from_owner=self._host.from_owner,
             )
             found[f"{_PREFIX}{name}"] = source.tensor(tuple(managed.shape))
-        return found
+        return found | self._plain_copies()
+
+    def _plain_copies(self) -> dict[str, torch.Tensor]:
+        return {f"{_PREFIX}{name}": value for name, value in self._plain.copies().items()}
 
     def _count(self) -> torch.Tensor:
         return torch.tensor(self.num_updates, dtype=torch.long, device="cpu")
@@ -219,12 +300,14 @@ class EMA:
         if not isinstance(state_dict, Mapping) or _COUNT not in state_dict:
             raise CheckpointError(f"a state of averages has {_COUNT}, and {_PREFIX}NAME for each parameter")
         wrong = []
-        for name, managed in self._named.items():
+        shapes = {name: managed.shape for name, managed in self._named.items()}
+        shapes |= {name: param.shape for name, param in self._plain.params.items()}
+        for name, shape in shapes.items():
             value = state_dict.get(f"{_PREFIX}{name}")
             if not isinstance(value, torch.Tensor):
                 wrong.append(f"{name} is missing")
-            elif value.shape != managed.shape:
-                wrong.append(f"{name} is {tuple(value.shape)} instead of {tuple(managed.shape)}")
+            elif value.shape != shape:
+                wrong.append(f"{name} is {tuple(value.shape)} instead of {tuple(shape)}")
         if wrong:
             raise CheckpointError(f"the averages do not fit the model: {'; '.join(wrong)}; nothing was loaded")
 
@@ -242,6 +325,7 @@ class EMA:
                 with self._chunks.opened(group, writes=True) as slots, runtime_mode():
                     for managed in members:
                         copy_values(slots[managed.position], state_dict[f"{_PREFIX}{self._name_of[managed]}"])
+            self._plain.load({name: state_dict[f"{_PREFIX}{name}"] for name in self._plain.params})
         self.num_updates = int(state_dict[_COUNT])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -75,6 +75,10 @@ class OptimizerHost(Protocol):
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Know of an optimizer that is made over these parameters."""
+        ...
+
+    def add_averages(self, averages: Any) -> None:
+        """Know of averages of these parameters."""
         ...
 
     def adopt(self, params: Iterable[torch.Tensor]) -> None:

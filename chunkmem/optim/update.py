@@ -13,7 +13,7 @@ from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.lazy_tensor import copy_values
-from chunkmem.optim.averages import AverageChunks
+from chunkmem.optim.averages import AverageChunks, averages_number
 from chunkmem.optim.claims import Claims, Owner, Wanted
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.order import in_order_of_update
@@ -51,8 +51,6 @@ class GroupUpdater:
         """Not updated yet, with states of zero all the same."""
         self.kept: set[ManagedParameter] = set()
         """Frozen, with states and master weights that stay: training is taken up where it was."""
-        self.rounded: set[ManagedParameter] = set()
-        """Frozen, with master weights that hold no more than what is computed with."""
 
     def claim(self, wanted: Wanted, owner: Owner, *, forget_plans: Callable[[], None]) -> None:
         """Make `owner` the one optimizer of some parameters; see `Claims.claim`.
@@ -257,8 +255,6 @@ class GroupUpdater:
 
     def mark_updated(self, params: Iterable[ManagedParameter]) -> None:
         """Count the update in autograd's version counters: a backward of an older graph has to notice it."""
-        if self.rounded:
-            self.rounded.difference_update(params := tuple(params))
         with torch._C.DisableTorchFunctionSubclass():
             for managed in params:
                 torch.autograd.graph.increment_version(managed.param)
@@ -309,9 +305,13 @@ class GroupUpdater:
             return self._store.read_slot(chunk, managed.position)
         return self._store.views(chunk, tier)[managed.position]
 
-    def make_averages(self, groups: Collection[int]) -> AverageChunks:
-        """Return chunks for averages of the weights of groups."""
-        return AverageChunks(self._pager, self.claims, groups)
+    def free_averages_number(self) -> int:
+        """Return the number of averages that are made next on this rank."""
+        return averages_number(self._store.chunks)
+
+    def make_averages(self, groups: Collection[int], role: Role) -> AverageChunks:
+        """Return chunks for averages of the weights of groups, without content so far."""
+        return AverageChunks(self._pager, self.claims, groups, role)
 
     def read_weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's values, of the float32 master copy if there is one."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from chunkmem.assembly import Runtime
 from chunkmem.errors import ConfigError
 
 
@@ -30,6 +31,9 @@ class Freezes(Protocol):
     def freeze(self, modules: Any) -> FreezeReport: ...
 
     def gather(self, params: Any = None, *, grads: bool = False) -> Any: ...
+
+    @property
+    def runtime(self) -> Runtime: ...
 
 
 class Schedule(Protocol):
@@ -59,11 +63,6 @@ class Epochs:
         self._manager = manager
         self._schedule = schedule
         self._num_steps = 0
-
-    @property
-    def is_adaptive(self) -> bool:
-        """Gradients are looked at."""
-        return self._schedule.adaptive
 
     def stepped(self) -> None:
         """A backward is over. All ranks look at gradients in steps 1, 2, 4, 8, ... of an epoch: it gathers them."""

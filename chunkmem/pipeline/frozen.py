@@ -15,7 +15,7 @@ ranks that share chunks, each has samples of its own, and units are gathered by 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -40,9 +40,11 @@ class Samples(Protocol):
 class Cache(Protocol):
     """A `chunkmem.FrozenCache`."""
 
-    def follow(self, chain: tuple[nn.Module, ...], *, agree: Callable[[int], int]) -> None: ...
+    def follow(
+        self, chain: tuple[nn.Module, ...], *, agree: Callable[[int], int], over_stages: bool = False
+    ) -> None: ...
 
-    def find(self, x: torch.Tensor, ids: Sequence[Hashable]) -> Samples: ...
+    def find(self, x: torch.Tensor, ids: Sequence[Hashable], *, own: Container[int] | None = None) -> Samples: ...
 
     def read(self, samples: Any, device: torch.device) -> torch.Tensor: ...
 

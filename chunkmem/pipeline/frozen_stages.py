@@ -119,6 +119,8 @@ class FrozenStages:
         self._units = units
         self._cache = cache
         self._rank_of = [number % ranks.size for number, stage in enumerate(stages) for _ in stage]
+        self._own = frozenset(at for at, rank in enumerate(self._rank_of) if rank == ranks.rank)
+        """Blocks of this rank."""
 
     def begin(self, parts: Sequence[MicroBatch], ids: object) -> FrozenStep:
         """Return what a step with these micro-batches begins with. Arguments and errors are those of `FrozenPrefix`.
@@ -160,13 +162,12 @@ class FrozenStages:
             (found,) = self._ranks.max_over([float(-wanted)], label="pipe.step(): frozen blocks are as they were")
             return -int(found)
 
-        cache.follow(tuple(self._blocks[:num]), agree=agree)
+        cache.follow(tuple(self._blocks[:num]), agree=agree, over_stages=True)
         if not len(cache) and self._rank_of[num] != self._ranks.rank:
             return (), 0, None  # it has nothing, and gets nothing
         try:
-            samples = [cache.find(part.inputs, own) for part, own in zip(parts, each, strict=True)]
+            samples = [cache.find(part.inputs, own, own=self._own) for part, own in zip(parts, each, strict=True)]
         except ChunkmemError as error:
             return (), 0, error
         depths = {one.depth for one in samples}
-        depth = depths.pop() if len(depths) == 1 else 0
-        return samples, depth if self._rank_of[depth] == self._ranks.rank else 0, None
+        return samples, depths.pop() if len(depths) == 1 else 0, None

@@ -49,7 +49,6 @@ def staged_pipeline(runtime: Runtime, options: PipelineOptions, *, make: type[St
     """
     ranks = runtime.ranks.stages
     assert ranks is not None
-    _require_for_stages(options)
     blocks, first, last = options.blocks, options.first, options.last
     options, per_rank, reason = with_schedule(
         runtime, options, num_ranks=ranks.size, num_shards=runtime.ranks.shard.size
@@ -90,15 +89,6 @@ def with_schedule(
         reason = choice.reason
     name, per_rank = check_schedule(options.schedule, options.stages_per_rank)
     return replace(options, schedule=name), per_rank, reason
-
-
-def _require_for_stages(options: PipelineOptions) -> None:
-    """Raise a ConfigError for what is for one stage."""
-    if options.epochs is not None and options.epochs.is_adaptive:
-        raise ConfigError(
-            "manager.pipeline(freeze=) over stages takes no adaptive schedule in this version: each rank has the "
-            "gradients of its own stage; take FreezeSchedule(adaptive=False)"
-        )
 
 
 class StagedPipeline(OfWidth):

@@ -307,9 +307,13 @@ class Pager:
 
     def place(self, chunk: Chunk, *, reader: object) -> Replica:
         """Begin content on HOST, or on DEVICE where HOST has no room left: how a model is packed."""
-        is_free = chunk.compute_tier is Tier.DEVICE and not self.store.has_disk
-        tier = self._tier_with_room(chunk) if is_free else Tier.HOST
-        return self.create(chunk, tier, reader=reader, zero=False, elastic=True)
+        if chunk.compute_tier is Tier.DEVICE and not self.store.has_disk:
+            return self.place_anywhere(chunk, reader=reader)
+        return self.create(chunk, Tier.HOST, reader=reader, zero=False, elastic=True)
+
+    def place_anywhere(self, chunk: Chunk, *, reader: object) -> Replica:
+        """Begin content on HOST, or on DEVICE where HOST has no room left, wherever the chunk stays afterwards."""
+        return self.create(chunk, self._tier_with_room(chunk), reader=reader, zero=False, elastic=True)
 
     def in_memory(self, chunk: Chunk, *, reader: object) -> Tier | None:
         """Return a tier on which the newest content is in memory, to be read or written in place; None: there is none.

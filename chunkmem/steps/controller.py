@@ -223,7 +223,7 @@ class StepController(KnownSteps):
 
     def forget(self) -> None:
         """There is more to manage than was recorded: record again."""
-        self._aside, self._is_first_of_two = None, False
+        self._aside, self._kinds_aside, self._is_first_of_two = None, None, False
         self.now.recorder, self.trained = None, b""
         self._stop_watch()
         for kinds in self.kinds.values():

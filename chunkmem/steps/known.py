@@ -17,6 +17,7 @@ from chunkmem.steps.plan_cache import Key, PlanCache
 from chunkmem.steps.region_choice import RegionChoices
 from chunkmem.trace.ahead import overlapped
 from chunkmem.trace.model import Mode, Trace
+from chunkmem.trace.retimed import with_compute_s
 
 
 class KnownSteps:
@@ -42,11 +43,16 @@ class KnownSteps:
         self._is_first_of_two = False
         """What was just recorded is put aside for `compare`."""
         self._aside: Trace | None = None
-        self.kinds = {mode: PlanCache(mode, partial(maker.make, mode), is_lone=is_lone) for mode in Mode}
+        self._kinds_aside: PlanCache | None = None
+        """Where steps followed plans of one way, before the other one is recorded: all of these."""
+        self.kinds = {mode: self._no_plans(mode) for mode in Mode}
         """Of training steps, and of evaluations."""
         self.now = Iteration()
         self.trained = b""
         """Over ranks: which parameters they have last agreed on to train, as `Key.trainable`; empty: they have not."""
+
+    def _no_plans(self, mode: Mode) -> PlanCache:
+        return PlanCache(mode, partial(self._maker.make, mode), is_lone=self._is_lone)
 
     # What a user asks for.
 
@@ -145,8 +151,15 @@ class KnownSteps:
             self.now.entry = None  # nothing is to be learnt for it
         cache.drop(key)
 
-    def record(self, key: Key) -> None:
-        """The next training step with a key is to be recorded."""
+    def record(self, key: Key, source: Key | None = None) -> None:
+        """The next training step with a key is to be recorded.
+
+        Args:
+            key: of the step.
+            source: of steps that recompute the same regions, unless that is chosen once it is recorded.
+        """
+        if source is not None:
+            self._recompute_as(key, source)
         self.kinds[Mode.TRAIN].record(key)
 
     def expect(self, key: Key, trace: Trace, source: Key) -> None:
@@ -157,9 +170,12 @@ class KnownSteps:
             trace: that was made for them.
             source: of the steps that it was made from; they recompute the same regions.
         """
-        if (kept := self._choices.kept(source)) is not None:
-            self._choices.keep(key, kept)
+        self._recompute_as(key, source)
         self.kinds[Mode.TRAIN].expect(key, trace)
+
+    def _recompute_as(self, key: Key, source: Key) -> None:
+        if self._choices.kept(key) is None and (kept := self._choices.kept(source)) is not None:
+            self._choices.keep(key, kept)
 
     def adopt_plan(self, plan: Plan) -> None:
         """Use a plan of an earlier run. Its trace has to be there: adopt or record that first.
@@ -176,36 +192,53 @@ class KnownSteps:
     # Two ways to step, of which one is kept; see `chunkmem.steps.trial`.
 
     def record_another(self) -> None:
-        """The next step goes another way than the one recorded before it, or just now: record it, too."""
-        self._is_first_of_two = True
+        """The next step goes another way than the one that is over: record it, too."""
+        self._is_first_of_two = self.now.recorder is not None
+        if not self._is_first_of_two:
+            self._aside, self._kinds_aside = self.trace, self.kinds[Mode.TRAIN]
+            self._kinds_aside.stop()
+            self.kinds[Mode.TRAIN] = self._no_plans(Mode.TRAIN)
+            self.now.entry = None  # nothing is to be learnt for what is put aside
+
+    def put_back(self) -> None:
+        """The other way is not recorded after all: follow what was put aside."""
+        self._is_first_of_two = False
+        self.keep(first=True)
 
     def fits_overlapped(self) -> bool:
-        """Tell whether a plan for steps like the one just recorded fits both tiers if exchanges overlap computing.
+        """Tell whether a plan for steps like the one that is over fits both tiers if exchanges overlap computing.
 
-        A rank that recorded nothing, as it had no batch, says yes as far as it is concerned.
+        A rank that knows nothing, as it had no batch, says yes as far as it is concerned.
         """
-        recorder = self.now.recorder
-        if recorder is None:
-            return True
-        try:
-            trace = recorder.trace(self._layout(), self._pager.store.chunks)
-        except TraceError:
-            return False  # it was torn down in the middle
-        return self._maker.make(Mode.TRAIN).planned_stall_s(overlapped(trace)) < inf
+        recorder, trace = self.now.recorder, self.trace
+        if recorder is not None:
+            try:
+                trace = recorder.trace(self._layout(), self._pager.store.chunks)
+            except TraceError:
+                return False  # it was torn down in the middle
+        return trace is None or self._maker.make(Mode.TRAIN).planned_stall_s(overlapped(trace)) < inf
 
     def compare(self) -> tuple[float, float] | None:
         """Return how long computing stalls in steps of both ways, as planned; inf: there is no plan for it.
 
         None if the two are not both known. What they compute is the same, but not how long that took when recorded.
         """
-        entry = self._training
-        if self._aside is None or entry is None or entry.trace is None:
+        entry, aside = self._training, self._aside
+        if aside is None or entry is None or entry.trace is None:
             return None
-        return entry.planned_stall_s(self._aside), entry.planned_stall_s(entry.trace)
+        if self._kinds_aside is not None:  # its times are those of steps that followed a plan, which nobody watched
+            aside = with_compute_s(aside, entry.trace.compute_s)
+        return entry.planned_stall_s(aside), entry.planned_stall_s(entry.trace)
 
     def keep(self, *, first: bool) -> None:
         """Forget one of the two."""
         aside, self._aside = self._aside, None
-        if first and aside is not None:
+        kinds, self._kinds_aside = self._kinds_aside, None
+        if not first or aside is None:
+            return
+        if kinds is None:
             self.kinds[Mode.TRAIN].take(self.now.key, aside)
-            self.now.entry = None
+        else:
+            self.kinds[Mode.TRAIN].stop()
+            self.kinds[Mode.TRAIN] = kinds
+        self.now.entry = None

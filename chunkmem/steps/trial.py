@@ -10,18 +10,24 @@
    the largest over ranks counts. The way that stalls for less is kept by all.
 
 A step in which torch's compiler has worked on any rank is repeated: what it took is no part of computing.
+
+[Note: An interrupted trial] When other parameters are trained from the next step on, what was learnt counts: links,
+and what comes in which order, are those of the same units. If both ways are recorded, they are compared at once. If
+one is, steps follow plans for it, and the other one is recorded as soon as two steps in a row have trained the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections import deque
+from collections.abc import Callable
 
 from chunkmem.comm.ranks import Ranks
 from chunkmem.shard.prefetch import PrefetchSchedule
 from chunkmem.steps.controller import StepController
 
 _LABEL = "choosing whether to gather ahead"
+_NUM_UNDISTURBED = 2
+"""Steps that train the same, before one is recorded to continue a trial that was interrupted."""
 
 
 class AheadTrial:
@@ -55,9 +61,37 @@ class AheadTrial:
         """Begin again before the first step: there is more to exchange."""
         self._prefetch.is_wanted = self._controller.may_record = self.is_over = False
         self._prefetch.forget()
-        self._states: Iterator[Callable[[], None]] = iter(
+        self._num_undisturbed = 0
+        self._states: deque[Callable[[], None]] = deque(
             (self._learned, self._chosen, self._recorded, self._recorded_ahead, self._followed)
         )
+
+    def interrupt(self) -> bool:
+        """Other parameters are trained from the next step on, on all ranks: see [Note: An interrupted trial].
+
+        Return whether anything is known that counts for these steps.
+
+        Raises:
+            RankError: a rank is missing, or somewhere else.
+        """
+        if self.is_over or not self._controller.may_record:
+            return self.is_over
+        state = self._states[0]
+        if state == self._recorded_ahead and self._prefetch.is_wanted:
+            self._prefetch.is_wanted = False
+            self._controller.put_back()
+            self._states.appendleft(self._undisturbed)
+        elif state in (self._recorded_ahead, self._followed):
+            self._states.clear()
+            self._followed()
+        self._num_undisturbed = 0
+        return True
+
+    def learn_again(self) -> None:
+        """What the next step exchanges is not known: record the one after it, if gathers are begun ahead in that."""
+        if self._prefetch.is_overlapped:
+            self._controller.may_record = False
+            self._states.appendleft(self._may_record)
 
     def end_step(self) -> None:
         """A step is over, on all ranks. One that all skipped, for an overflow or without a batch, does not count.
@@ -65,20 +99,21 @@ class AheadTrial:
         Raises:
             RankError: a rank is missing, or somewhere else.
         """
-        if self._controller.is_excused or self._prefetch.was_empty:
+        if self._controller.is_excused or self._prefetch.was_empty or not self._states:
             return
-        state = next(self._states, None)
-        if state is None:
-            return
+        state = self._states[0]
         compiled = float(self._controller.now.has_compiled)
-        if state == self._learned or not any(self._ranks.max_over((compiled,), label=_LABEL)):
+        if state in (self._learned, self._may_record) or not any(self._ranks.max_over((compiled,), label=_LABEL)):
+            self._states.popleft()
             state()
         else:
             self._controller.excuse_iteration()
-            self._states = chain((state,), self._states)
 
     def _learned(self) -> None:
         self._measure(self._prefetch.largest())
+        self._may_record()
+
+    def _may_record(self) -> None:
         self._controller.may_record = True
 
     def _chosen(self) -> None:
@@ -88,7 +123,7 @@ class AheadTrial:
             kept = self._ranks.broadcast_object(mine, label="choosing which regions are recomputed")
             self._controller.keep_regions(kept)
         if not kept:  # the step that was recorded is like those to come
-            next(self._states)()
+            self._states.popleft()()
 
     def _recorded(self) -> None:
         if not self._prefetch.has_room:
@@ -97,6 +132,13 @@ class AheadTrial:
         if not is_full:
             self._prefetch.is_wanted = True
             self._controller.record_another()
+
+    def _undisturbed(self) -> None:
+        self._num_undisturbed += 1
+        if self._num_undisturbed < _NUM_UNDISTURBED:
+            self._states.appendleft(self._undisturbed)
+        else:
+            self._recorded()
 
     def _recorded_ahead(self) -> None:
         """The next step follows the plan that is made from it."""

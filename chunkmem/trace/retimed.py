@@ -1,4 +1,4 @@
-"""A recorded step with the times of later ones, in which other regions are recomputed. Pure."""
+"""A recorded step with the times of other ones, in which other regions are recomputed. Pure."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ def with_warm_forward(trace: Trace) -> Trace:
         if 0.0 < again_s < forward_s:
             is_s[region.number, _FORWARD] = again_s
     return _with_seconds(trace, is_s)
+
+
+def with_compute_s(trace: Trace, compute_s: float) -> Trace:
+    """Return a trace whose moments take `compute_s` seconds together, in proportion; as it is if they take none."""
+    factor = compute_s / trace.compute_s if trace.compute_s else 1.0
+    return replace(trace, moments=tuple(replace(m, duration_s=factor * m.duration_s) for m in trace.moments))
 
 
 def _with_seconds(trace: Trace, seconds: Mapping[Hashable, float]) -> Trace:

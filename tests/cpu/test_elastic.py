@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
-from chunkmem.repack import inventory
+from chunkmem.pipeline import inventory
 from tests.helpers.elastic import (
     CRAWLING_BPS,
     FAST_BPS,
@@ -91,7 +91,8 @@ def test_a_cache_stays_when_stages_become_data_parallel_ranks(pair: Team, precis
     for one, other in zip(found, uncached, strict=True):
         assert one[:2] == other[:2]
         assert one[0] == [2, 2, 1, 1]
-        assert one[2] == NUM_STEPS * run.batch // 2  # in the last epoch, half of them on each rank
+        assert one[2] == NUM_STEPS * run.batch  # half of two epochs on each rank
+    assert sum(one[3] for one in found) == NUM_STEPS * run.batch, "no sample is computed again after that"
 
 
 @pytest.mark.parametrize(

@@ -206,22 +206,184 @@ def test_modules_on_host_have_their_averages_on_all_ranks(pair: Team) -> None:
     on_host_of(0)
 
 
-def repartition_on(rank: int) -> None:
-    training = Saved(sizes=(2, 1)).open()
+def repartition_on(rank: int, precision: str, memory: dict[str, int]) -> None:
+    training = Saved(precision, sizes=(2, 1), **memory).open()
     with training.manager as manager:
-        ema = chunkmem.EMA(manager, DECAY)
-        training.run(1)
-        ema.update()
-        with pytest.raises(chunkmem.StateError, match=r"there is a chunkmem\.EMA, which would not move along"):
-            training.pipe.repartition(1)
-        training.run(1)
+        ema, closed = chunkmem.EMA(manager, DECAY), None
+        if not memory:
+            closed = chunkmem.EMA(manager, DECAY)
+            chunkmem.EMA(manager, DECAY)  # nobody has it
+        reference = Reference()
+        for step, stages in enumerate([1, 2, 1, 2]):
+            training.run(1, seed=step)
+            ema.update()
+            reference.update(trainable(training))
+            if step == 1 and closed is not None:
+                closed.close()
+            with ema.swapped(), pytest.raises(chunkmem.StateError, match=r"repartition\(\) inside ema\.swapped\(\)"):
+                training.pipe.repartition(stages)
+            if step < 3:
+                training.pipe = training.pipe.repartition(stages)
+            before = training.state()
+            with ema.swapped():
+                inside = trainable(training)
+            assert_same(training.state(), before)
+            assert_same(inside, reference.averages)
+            found = ema.state_dict()
+            assert int(found.pop("n_averaged")) == step + 1
+            assert_same(found, reference.averages)
+        roles = {chunk.id.role for chunk in manager.runtime.memory.store.chunks.values() if chunk.is_kept}
+        assert roles == {Role("ema")}
+        if manager.runtime.tiers.caps.host_nbytes:
+            assert manager.memory().device.by_role.get("ema", (0, 0))[0] == 0
         ema.close()
-        training.pipe = training.pipe.repartition(1)
-        training.run(1)
+        assert all(not chunk.is_kept for chunk in manager.runtime.memory.store.chunks.values())
 
 
-def test_a_pipeline_is_not_repartitioned_under_them(pair: Team) -> None:
-    pair.run(repartition_on)
+@pytest.mark.few(1)
+@spread(precision=["bf16", "fp32"], memory=[{}, {"device_nbytes": 800 << 10, "host_nbytes": 350 << 10}])
+def test_averages_move_along_with_a_pipeline(precision: str, memory: dict[str, int], pair: Team) -> None:
+    """To where their parameters are: the averages of a run whose ranks stayed as they were."""
+    pair.run(repartition_on, precision, memory)
+
+
+def lack_host(rank: int) -> None:
+    """Two ranks have a half each; as a stage, the first one would have all."""
+    training = Saved(sizes=(1, 2), device_nbytes=2 << 20, host_nbytes=60 << 10).open()
+    with training.manager as manager:
+        ema = chunkmem.EMA(manager, DECAY, training.model.blocks[0].parameters())
+        before, averages = manager.state_dict(), ema.state_dict()
+        said = r"its averages are to take .* of HOST; a rank lacks"
+        with pytest.raises(chunkmem.CapacityError, match=said if rank == 0 else "a rank lacks"):
+            training.pipe.repartition(2)
+        assert_same(manager.state_dict(), before)
+        assert_same(ema.state_dict(), averages)
+
+
+def test_a_lack_of_room_for_them_on_host_changes_nothing(pair: Team) -> None:
+    pair.run(lack_host)
+
+
+# Parameters that no chunk holds.
+
+
+class Mixed(torch.nn.Module):
+    """An embedding that is excluded, layers in chunks, one of them frozen, and an adapter made once they are packed."""
+
+    def __init__(self, manager: chunkmem.ChunkManager | None) -> None:
+        super().__init__()
+        with nullcontext() if manager is None else manager.exclude():
+            self.words = torch.nn.Embedding(16, WIDTH)
+        self.inner = torch.nn.Linear(WIDTH, WIDTH)
+        self.frozen = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.adapter: torch.nn.Module = torch.nn.Identity()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.inner(self.words(ids))
+        result: Tensor = x + self.frozen(self.adapter(x))
+        return result
+
+
+class MixedTraining:
+    """One of it, in plain PyTorch or in chunks."""
+
+    def __init__(self, manager: chunkmem.ChunkManager | None, *, is_early: bool = True) -> None:
+        torch.manual_seed(0)
+        with nullcontext() if manager is None else manager.init():
+            self.model = Mixed(manager)
+        self.model.adapter = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        self.manager, self.ema = manager, None
+        if is_early:
+            self.make_averages()
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer: Any = (
+            torch.optim.AdamW(trained, lr=1e-2, fused=True)
+            if manager is None
+            else chunkmem.AdamW(trained, manager=manager, lr=1e-2)
+        )
+        if not is_early:
+            self.make_averages()
+
+    def make_averages(self) -> None:
+        self.ema: Any = (
+            AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+            if self.manager is None
+            else chunkmem.EMA(self.manager, DECAY)
+        )
+
+    def run(self, seeds: range) -> list[float]:
+        losses = []
+        for seed in seeds:
+            ids = torch.randint(16, (4,), generator=torch.Generator().manual_seed(seed))
+            loss = self.model(ids).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.manager is None:
+                self.ema.update_parameters(self.model)
+            else:
+                self.ema.update()
+            losses += [loss.item(), self.evaluate(ids)]
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self, ids: Tensor) -> float:
+        if self.manager is None:
+            return float(self.ema(ids).sum())
+        with self.ema.swapped():
+            return float(self.model(ids).sum())
+
+    def averages(self) -> State:
+        """Of what is trained; torch has the others, too."""
+        return {name: value for name, value in self.ema.state_dict().items() if "frozen" not in name}
+
+
+@cpu_only
+@pytest.mark.parametrize("is_early", [True, False])
+def test_parameters_outside_of_chunks_are_averaged(is_early: bool, tmp_path: Path) -> None:
+    """Of an excluded module, and of one that was added: the bits of torch, also from a checkpoint on."""
+    plain = MixedTraining(None)
+    losses = plain.run(range(4))
+    with manager_of() as manager:
+        training = MixedTraining(manager, is_early=is_early)
+        assert training.run(range(2)) == losses[:4]
+        assert repr(training.ema) == "EMA(4 parameters, decay=0.9, 2 updates on HOST)"
+        manager.save(tmp_path / "saved", training.optimizer, ema=training.ema, asynchronous=True)
+        assert training.run(range(2, 4)) == losses[4:]
+        assert_same(training.averages(), plain.averages())
+        plain.ema.load_state_dict(training.ema.state_dict(), strict=False)
+        training.ema.load_state_dict(plain.ema.state_dict())
+        assert_same(training.averages(), plain.averages())
+        training.ema.close()
+    with manager_of() as manager:
+        training = MixedTraining(manager)
+        manager.load(tmp_path / "saved", training.optimizer, ema=training.ema)
+        assert training.run(range(2, 4)) == losses[4:]
+        assert_same(training.averages(), plain.averages())
+        wrong = training.ema.state_dict() | {"module.words.weight": torch.ones(3)}
+        with pytest.raises(chunkmem.CheckpointError, match=r"words\.weight is \(3,\) instead of \(16, 16\)"):
+            training.ema.load_state_dict(wrong)
+        assert_same(training.averages(), plain.averages())
+
+
+def outside_of_chunks_on(rank: int, path: Path) -> tuple[list[float], State]:
+    """All ranks have the same batches: means over them are those of one."""
+    with manager_of() as manager:
+        training = MixedTraining(manager)
+        losses = training.run(range(2))
+        manager.save(path, training.optimizer, ema=training.ema)
+    with manager_of() as manager:
+        training = MixedTraining(manager)
+        manager.load(path, training.optimizer, ema=training.ema)
+        return losses + training.run(range(2, 4)), training.averages()
+
+
+def test_parameters_outside_of_chunks_are_averaged_on_each_rank(pair: Team, tmp_path: Path) -> None:
+    plain = MixedTraining(None)
+    losses = plain.run(range(4))
+    for found, averages in pair.run(outside_of_chunks_on, tmp_path / "saved"):
+        assert found == losses
+        assert_same(averages, plain.averages())
 
 
 # Plans and caps.
@@ -385,6 +547,14 @@ def test_an_exception_inside_leaves_the_weights() -> None:
             manager.close()
 
 
+class Codes(torch.nn.Module):
+    """A parameter of whole numbers, as quantised weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = torch.nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+
+
 @cpu_only
 def test_what_is_refused() -> None:
     with manager_of() as manager:
@@ -397,7 +567,8 @@ def test_what_is_refused() -> None:
         for decay in (-0.1, 1.1, True, "0.9", float("nan")):
             with pytest.raises(chunkmem.ConfigError, match="has to be a number from 0 to 1"):
                 chunkmem.EMA(manager, decay)
-        with pytest.raises(chunkmem.StateError, match=r"shape \(2, 2\) is of an excluded module"):
+        model.append(Codes())
+        with pytest.raises(chunkmem.StateError, match=r"parameter 2\.codes is in torch\.int8, .* no averages"):
             chunkmem.EMA(manager, DECAY, model.parameters())
         with pytest.raises(chunkmem.StateError, match="neither managed nor excluded"):
             chunkmem.EMA(manager, DECAY, [torch.nn.Parameter(torch.ones(2))])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
 from chunkmem.comm.neighbours import Message, Neighbours
+from chunkmem.comm.ranks import Ranks
 from chunkmem.plan.model import Lane
 from chunkmem.plan.timeline import StageWork
 from chunkmem.types import Role
 from tests.helpers.audit import audit
 from tests.helpers.frozen_training import BATCH, NUM_SAMPLES, OPTIONS, SAMPLE_NBYTES, Net, Task, loss_of
+from tests.helpers.low_precision import LowPlain
 from tests.helpers.ranks import RankFailure, Team
 from tests.helpers.twins import assert_equal, copied, cpu_only
 
@@ -251,17 +256,95 @@ def test_the_schedule_and_the_cache_survive_a_repartition(pair: Team) -> None:
     assert_equal(pair.run(in_stages, divide_again, {}), [first, second])  # with a cache
 
 
-def test_an_adaptive_schedule_is_refused(pair: Team) -> None:
-    with pytest.raises(RankFailure, match="takes no adaptive schedule"):
-        pair.run(adaptive)
+class Here:
+    """A manager of plain parameters."""
+
+    def __init__(self) -> None:
+        self.runtime: Any = SimpleNamespace(ranks=Ranks(timeout_s=1.0))
+
+    def gather(self, params: Any = None, *, grads: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
-def adaptive(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
-    with chunkmem.ChunkManager(Task("a growing prefix", "stages").make_config(), mesh=mesh) as manager:
+ADAPTIVE_EPOCHS = 3
+
+
+def adaptive(rank: int, sizes: tuple[int, ...], precision: str) -> Any:
+    """Train some epochs, and change the number of threads of the last rank, which must not decide for itself."""
+    torch.set_num_threads(1 + (rank == math.prod(sizes) - 1 and len(sizes) > 1))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("stage", "shard")[: len(sizes)])
+    column = rank % (sizes[1] if len(sizes) > 1 else 1)
+    with chunkmem.ChunkManager(Task("a schedule", "stages", precision).make_config(), mesh=mesh) as manager:
+        torch.manual_seed(0)
         with manager.init():
             model = Net()
-        schedule = chunkmem.FreezeSchedule(model.blocks, first=model.words, adaptive=True)
-        manager.pipeline(
-            model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=2, freeze=schedule
+        schedule = chunkmem.FreezeSchedule(model.blocks, alpha=0.6, first=model.words, adaptive=True)
+        pipe = manager.pipeline(
+            model.blocks,
+            first=model.words,
+            last=model.head,
+            loss_fn=loss_of,
+            micro_batches=NUM_PARTS,
+            schedule="1f1b" if sizes[0] > 1 else "auto",
+            freeze=schedule,
         )
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, **OPTIONS)
+        x, y = Task("a schedule", "stages").samples(column)
+        found = []
+        for _ in range(ADAPTIVE_EPOCHS):
+            for at in (0, BATCH):
+                pipe.step(x[at : at + BATCH], y[at : at + BATCH])
+                optimizer.step()
+                optimizer.zero_grad()
+            squares = schedule.state_dict()["squares"]
+            pipe.end_epoch()
+            found.append((squares, schedule.prefix))
+        torch.set_num_threads(1)
+        return found, copied(manager.state_dict())
+
+
+def plain_adaptive(precision: str) -> Any:
+    """Do that in plain PyTorch."""
+    torch.manual_seed(0)
+    low, model = LowPlain(torch.bfloat16), Net()
+    if precision == "fp32":
+        optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+    else:
+        model = low.ready(model)  # type: ignore[assignment]
+        optimizer = low.optimizer(model.parameters(), **OPTIONS)
+    schedule = chunkmem.FreezeSchedule(model.blocks, alpha=0.6, first=model.words, adaptive=True)
+    x, y = Task("a schedule", "stages").samples(0)
+    found = []
+    for _ in range(ADAPTIVE_EPOCHS):
+        for at in (0, BATCH):
+            parts = zip(x[at : at + BATCH].chunk(NUM_PARTS), y[at : at + BATCH].chunk(NUM_PARTS), strict=True)
+            for a, b in parts:
+                (loss_of(model(a), b) / NUM_PARTS).backward()
+            schedule.observe(Here())
+            optimizer.step()
+            optimizer.zero_grad()
+        squares = schedule.state_dict()["squares"]
+        for param in (param for module in schedule.step() for param in module.parameters() if param.requires_grad):
+            param.requires_grad_(False)
+            owner = low.masters.get(param, param)
+            optimizer.state.pop(owner, None)
+            owner.data.copy_(param.data)
+        found.append((squares, schedule.prefix))
+    return found, copied(model.state_dict() if precision == "fp32" else low.state_dict(model))
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+def test_an_adaptive_schedule_decides_as_on_one_rank(pair: Team, precision: str) -> None:
+    expected = plain_adaptive(precision)
+    assert [prefix for _, prefix in expected[0]] != [3, 4, 4], "it is the smallest gradients that decide"
+    for found in pair.run(adaptive, (2,), precision):
+        assert_equal(found, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_ranks_that_share_chunks_decide_alike(four: Team, num_stages: int) -> None:
+    """What they gather for it is not planned for: steps with regions could not be."""
+    first, *others = four.run(adaptive, (num_stages, 4 // num_stages), "fp32")
+    for found in others:
+        assert_equal(found, first)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
-from chunkmem.repack.moving import ChunkMover
+from chunkmem.pipeline.moving import ChunkMover
 from tests.helpers.ranks import Team
 from tests.helpers.repartitioned import Change, Training, differences, divided, measured, resumed
 from tests.helpers.shared_training import WIDTH, WORDS
@@ -90,6 +90,8 @@ def test_four_ranks(four: Team, way: Way, model: str) -> None:
         "overlapped",
         "two",
         "scheduled",
+        "averaged",
+        "averaged excluded",
     ],
     way=[((2, 1), 1), ((1, 2), 2)],
     precision=["fp32", "bf16"],
@@ -213,7 +215,7 @@ def refuse(rank: int) -> None:
 
 @pytest.mark.few(2)
 @spread(
-    kind=["plain", "on host", "tiled", "excluded"],
+    kind=["plain", "on host", "tiled", "excluded", "averaged"],
     model=["frozen", "tied", "norms"],
     precision=["bf16", "fp32"],
     way=[((2, 1), 1), ((1, 2), 2)],

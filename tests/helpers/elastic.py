@@ -154,8 +154,8 @@ def elastic(rank: int, run: Elastic) -> Ended:
         return ended
 
 
-def in_epochs(rank: int, run: Elastic, cached_nbytes: int) -> tuple[list[int], list[float], int]:
-    """Train on the same batches in four epochs; return stages, losses, and how often samples were cached.
+def in_epochs(rank: int, run: Elastic, cached_nbytes: int) -> tuple[list[int], list[float], int, int]:
+    """Train on the same batches in four epochs; return stages, losses, and how many samples were found and computed.
 
     Layers freeze after the first one, and the stages become data-parallel ranks after the second.
     """
@@ -175,7 +175,9 @@ def in_epochs(rank: int, run: Elastic, cached_nbytes: int) -> tuple[list[int], l
                 if epoch == 0:
                     one.pipe.end_epoch()
                 one.pipe.resize()
-        return num_stages, one.losses, 0 if one.cache is None else one.cache.report.num_found
+        if one.cache is None:
+            return num_stages, one.losses, 0, 0
+        return num_stages, one.losses, one.cache.report.num_found, one.cache.report.num_computed
 
 
 def by_checkpoints(rank: int, run: Elastic, shapes: list[tuple[int, ...]], folder: str) -> Ended:
@@ -214,7 +216,7 @@ def different(found: list[Ended], expected: list[Ended]) -> list[str]:
 def killed(rank: int, run: Elastic, folder: str, point: str, bad: int) -> str:
     """Save, then lose a rank while the ranks are divided again; return what this one says."""
     from chunkmem.pipeline import repartition
-    from chunkmem.repack.moving import ChunkMover
+    from chunkmem.pipeline.moving import ChunkMover
 
     def die_at(owner: Any, name: str, call: int) -> Callable[..., Any]:
         usual, calls = getattr(owner, name), []

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
 from chunkmem.comm.neighbours import Message, Neighbours
+from chunkmem.pipeline import inventory
 from chunkmem.plan.moves import HeldGroup, Moves, WantedGroup, plan_moves
-from chunkmem.repack import inventory
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.types import Role
 from tests.helpers.shared_training import WIDTH, WORDS
@@ -40,7 +40,8 @@ class Change:
     """From the middle on."""
     optimizer: str = "AdamW"
     kind: str = "plain"
-    """One of `CONFIGS`; "excluded", "first excluded": a module is; "two": optimizers; "scheduled": learning rates;
+    """One of `CONFIGS`; "excluded", "first excluded": a module is; "averaged", "averaged excluded": there are averages
+    of weights, of the first stage alone and of all; "two": optimizers; "scheduled": learning rates;
     "frozen late": a parameter, in a chunk with others, is frozen until the last step."""
     before: int = 3
     """Steps."""
@@ -86,7 +87,7 @@ class Training:
         with self.manager.init(), torch.device("meta" if task.on_meta else "cpu"):
             self.model = Net(task.model)
             with self.manager.exclude():
-                if change.kind == "excluded":
+                if change.kind in ("excluded", "averaged excluded"):
                     self.model.head = Head(WIDTH, WORDS, bias=False)
                 if change.kind == "first excluded":
                     self.model.words = nn.Embedding(WORDS, WIDTH)
@@ -106,6 +107,10 @@ class Training:
             torch.optim.lr_scheduler.StepLR(one, 2) for one in self.optimizers if change.kind == "scheduled"
         ]
         self.losses: list[float] = []
+        self.averages: list[chunkmem.EMA] = []
+        if change.kind.startswith("averaged"):
+            first = [*self.model.words.parameters(), *self.model.blocks[0].parameters()]
+            self.averages = [chunkmem.EMA(self.manager, 0.5, first), chunkmem.EMA(self.manager, 0.9)]
         self.late = self.model.blocks[1].up.weight if change.kind == "frozen late" else None
         self.num_left = change.before + change.after
         if self.late is not None:
@@ -134,22 +139,27 @@ class Training:
                 each.step()
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
+            for ema in self.averages:
+                ema.update()
 
     def saved(self) -> Any:
         return (
             self.manager.state_dict(),
             [optimizer.state_dict() for optimizer in self.optimizers],
             [scheduler.state_dict() for scheduler in self.schedulers],
+            [ema.state_dict() for ema in self.averages],
         )
 
     def load(self, saved: Any) -> None:
-        weights, states, schedules = saved
+        weights, *states = saved
         self.manager.load_state_dict(weights)
-        for each, state in zip([*self.optimizers, *self.schedulers], [*states, *schedules], strict=True):
+        loading = [*self.optimizers, *self.schedulers, *self.averages]
+        for each, state in zip(loading, [state for kind in states for state in kind], strict=True):
             each.load_state_dict(state)
 
     def outcome(self) -> Outcome:
-        weights, states, _ = self.saved()
+        weights, states, _, averages = self.saved()
+        weights |= {f"{name} of EMA {at}": value for at, each in enumerate(averages) for name, value in each.items()}
         return Outcome(self.losses, weights, states, self.manager.loss_scale)
 
 
@@ -269,7 +279,8 @@ def states_of_nobody(training: Training) -> list[str]:
     counts = {managed for optimizer in training.optimizers for managed in optimizer.counts()}
     for managed in set(filter(runtime.owns, runtime.registry.parameters)) - counts:
         chunks = (chunk for key, chunk in runtime.memory.store.chunks.items() if key.group == managed.group)
-        for chunk in (chunk for chunk in chunks if chunk.id.role.is_state and chunk.newest_tier() is not None):
+        states = (chunk for chunk in chunks if chunk.id.role.is_state and not chunk.is_kept)
+        for chunk in (chunk for chunk in states if chunk.newest_tier() is not None):
             values = runtime.memory.store.views(chunk, chunk.newest_tier())[managed.position]
             found += [f"{chunk.id.role} of {managed}"] * bool(values.ne(0).any())
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.comm.ranks import Ranks
 
 
 class Here:
     """A manager of nothing: gradients are in `.grad`."""
+
+    def __init__(self) -> None:
+        self.runtime: Any = SimpleNamespace(ranks=Ranks(timeout_s=1.0))
 
     @contextlib.contextmanager
     def gather(self, params: Any = None, *, grads: bool = False) -> Iterator[None]:

@@ -29,7 +29,6 @@ LAYERS = (
     ("entry_points",),
     ("built_models",),
     ("assembly",),
-    ("repack",),
     ("pipeline", "checkpoints", "freezing"),
     ("building", "reporting"),
     ("manager",),

@@ -1,0 +1,130 @@
+"""Freezing again and again over two ranks: what they have learnt of their exchanges is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import chunkmem
+from tests.helpers.audit import audit
+from tests.helpers.ranks import Team
+from tests.helpers.twins import AMPLE_NBYTES, SEED, Blocks, config, copied, features
+
+NUM_STEPS = 20
+
+
+@dataclass
+class Found:
+    """What one rank has done."""
+
+    steps: list[str] = field(default_factory=list)
+    """Of each: "recorded", "planned" or "on demand", with the number of plan misses if there were any."""
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    is_over: bool = False
+    """The way to exchange was chosen."""
+
+
+def kind_of_step(manager: chunkmem.ChunkManager) -> str:
+    """Return what the last step was."""
+    now = manager.runtime.controller.now
+    kind = "recorded" if now.recorder else "planned" if now.plan_executor else "on demand"
+    misses = 0 if now.plan_executor is None else now.plan_executor.step_log.plan_misses
+    return f"{kind}, {misses} misses" if misses else kind
+
+
+def freeze_once(rank: int, after: int) -> Found:
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    found = Found()
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        with manager.init():
+            model = Blocks(num_blocks=3)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(9):
+            if step == after:
+                manager.freeze([model.inner, model.blocks[0]])
+            model(features(10 * step + rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            audit(manager)
+            found.steps.append(kind_of_step(manager))
+        trial = manager.runtime.entry_points._trial
+        assert trial is not None
+        found.is_over = trial.is_over
+    return found
+
+
+def train(rank: int, every: int, policy: str | None, device_nbytes: int, by_manager: bool) -> Found:
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    keys = {} if policy is None else {"activations": {"policy": policy}}
+    found = Found()
+    with chunkmem.ChunkManager(config(device_nbytes, **keys)) as manager:
+        with manager.init():
+            model = Blocks(num_blocks=6)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        num_frozen = 0
+        for step in range(NUM_STEPS):
+            if step and step % every == 0:
+                num_frozen = (num_frozen + 1) % 5
+                modules = [model.inner, *model.blocks[:num_frozen]]
+                if num_frozen and by_manager:
+                    manager.freeze(modules, keep_states=True)
+                elif by_manager:
+                    manager.unfreeze(model)
+                else:
+                    model.requires_grad_(True)
+                    for module in modules if num_frozen else ():
+                        module.requires_grad_(False)
+            model(features(10 * step + rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            audit(manager)
+            found.steps.append(kind_of_step(manager))
+        found.weights = copied(manager.state_dict())
+    return found
+
+
+ORDINARY = ((2, None), (3, "auto"))
+REST = [(every, policy) for every in (1, 2, 3, 4) for policy in (None, "keep", "offload", "auto")]
+
+
+@pytest.mark.parametrize("device_nbytes", [AMPLE_NBYTES, pytest.param(24 << 10, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("every", "policy"),
+    [*ORDINARY, *(pytest.param(*case, marks=pytest.mark.full) for case in REST if case not in ORDINARY)],
+)
+def test_plans_are_followed_from_the_first_record_on(
+    every: int, policy: str | None, device_nbytes: int, pair: Team
+) -> None:
+    """The first step shows what is exchanged. With `auto`, the one that regions are chosen from is not followed."""
+    ours = pair.run(train, every, policy, device_nbytes, True)
+    assert ours[0].steps == ours[1].steps
+    steps = ours[0].steps
+    assert steps[0] == "on demand"
+    first = steps.index("planned")
+    assert steps[1:first] == ["recorded"] * (first - 1)
+    assert set(steps[first:]) <= {"planned", "recorded"}
+    # With 1, the first step that is recorded does not train all. The other way to exchange is tried only where two
+    # steps in a row train the same; if it is better, that of all is recorded again.
+    most = {1: 2, 2: 1, 3: 3, 4: 3}[every]
+    assert steps.count("recorded") <= (most if policy != "auto" else max(most + 1, 4))
+    theirs = pair.run(train, every, policy, device_nbytes, False)
+    for found in (ours[1], *theirs):
+        assert found.weights.keys() == ours[0].weights.keys()
+        assert all(torch.equal(value, found.weights[name]) for name, value in ours[0].weights.items())
+
+
+def test_a_trial_that_was_interrupted_is_continued(pair: Team) -> None:
+    """Others are trained from the third step on; when the same was trained in two steps, the other way is recorded."""
+    for found in pair.run(freeze_once, 2):
+        assert found.steps == ["on demand", "recorded", "planned", "planned", "recorded", *["planned"] * 4]
+        assert found.is_over
+
+
+def test_both_ways_are_compared_at_once_if_both_are_known(pair: Team) -> None:
+    for found in pair.run(freeze_once, 3):
+        assert found.steps == ["on demand", "recorded", "recorded", *["planned"] * 6]
+        assert found.is_over
