@@ -25,9 +25,10 @@ from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica
 from chunkmem.runtime.copy_order import CopyOrder, Step
 from chunkmem.runtime.events import COPY_LANES, DoneEvent, Event, Lanes, copy_error
 from chunkmem.runtime.failed import drain
+from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pager import Pager
 from chunkmem.runtime.step_log import StepLog
-from chunkmem.runtime.store import IssuedCopy, LeftUpdate, disk_transfer
+from chunkmem.runtime.store import disk_transfer
 from chunkmem.runtime.tiers import Tiers
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import ChunkId, Link, Role, Tier

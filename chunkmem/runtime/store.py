@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from chunkmem.errors import TierIOError
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.runtime.disk_pool import DiskSlab
-from chunkmem.runtime.events import Event, copy_error
+from chunkmem.runtime.events import copy_error
+from chunkmem.runtime.issued import IssuedCopy, LeftUpdate
 from chunkmem.runtime.pool import DevicePool, Slab, SlabPool
 from chunkmem.runtime.snapshot import Snapshot
 from chunkmem.runtime.timestamps import Clock, Interval
@@ -23,60 +22,6 @@ from chunkmem.types import LINKS, ChunkId, Link, Role, Tier
 
 _MANY_COPIES = 32
 """So many are kept account of before those that are done are looked for."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class IssuedCopy:
-    """A copy on a lane, as it was when it was issued. Slabs, not replicas: views of those would count as in use."""
-
-    chunk: Chunk
-    version: int
-    """Of the chunk."""
-    origin: Tier
-    source: Slab
-    """On `origin`."""
-    tier: Tier
-    target: Slab
-    """On `tier`."""
-    event: Event
-
-    @property
-    def slabs(self) -> tuple[Slab, ...]:
-        return self.source, self.target
-
-    @property
-    def written_slabs(self) -> tuple[Slab, ...]:
-        return (self.target,)
-
-
-@dataclass(eq=False, slots=True)
-class LeftUpdate:
-    """An update that `step()` has left to HOST_UPDATE."""
-
-    work: Callable[[], object]
-    group: int
-    slabs: tuple[Slab, ...]
-    """Of all chunks it touches."""
-    written_slabs: tuple[Slab, ...]
-    """Those of them that it writes to."""
-    event: Event | None = None
-    """Once it is issued."""
-    has_begun: bool = False
-
-    def run(self) -> None:
-        """Do it.
-
-        Raises:
-            TierIOError: it fails; what it writes is half an update.
-        """
-        self.has_begun = True
-        try:
-            self.work()
-        except Exception as error:
-            raise TierIOError(
-                f"the update of group {self.group}, which step() had left to its lane, has failed: {error!r}; load "
-                "what was saved last into a new manager"
-            ) from error
 
 
 class ChunkStore:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import chunkmem
 from chunkmem.optim.class_rule import add_to, new_item
 from chunkmem.plan.model import Lane
-from chunkmem.runtime.store import LeftUpdate
+from chunkmem.runtime.issued import LeftUpdate
 from chunkmem.types import Role, Tier
 from tests.cpu.test_deferred_updates import Unhurried
 from tests.helpers.any_class import MUON, WAYS, ClassTwin, Way, by_name, entries, muon_and_adamw

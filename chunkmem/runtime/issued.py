@@ -1,0 +1,66 @@
+"""Work that has been issued to a lane, and the memory that it reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chunkmem.errors import TierIOError
+from chunkmem.runtime.chunk import Chunk
+from chunkmem.runtime.events import Event
+from chunkmem.runtime.pool import Slab
+from chunkmem.types import Tier
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IssuedCopy:
+    """A copy on a lane, as it was when it was issued. Slabs, not replicas: views of those would count as in use."""
+
+    chunk: Chunk
+    version: int
+    """Of the chunk."""
+    origin: Tier
+    source: Slab
+    """On `origin`."""
+    tier: Tier
+    target: Slab
+    """On `tier`."""
+    event: Event
+
+    @property
+    def slabs(self) -> tuple[Slab, ...]:
+        return self.source, self.target
+
+    @property
+    def written_slabs(self) -> tuple[Slab, ...]:
+        return (self.target,)
+
+
+@dataclass(eq=False, slots=True)
+class LeftUpdate:
+    """An update that `step()` has left to HOST_UPDATE."""
+
+    work: Callable[[], object]
+    group: int
+    slabs: tuple[Slab, ...]
+    """Of all chunks it touches."""
+    written_slabs: tuple[Slab, ...]
+    """Those of them that it writes to."""
+    event: Event | None = None
+    """Once it is issued."""
+    has_begun: bool = False
+
+    def run(self) -> None:
+        """Do it.
+
+        Raises:
+            TierIOError: it fails; what it writes is half an update.
+        """
+        self.has_begun = True
+        try:
+            self.work()
+        except Exception as error:
+            raise TierIOError(
+                f"the update of group {self.group}, which step() had left to its lane, has failed: {error!r}; load "
+                "what was saved last into a new manager"
+            ) from error
