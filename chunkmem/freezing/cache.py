@@ -110,6 +110,9 @@ class FrozenCache:
         self.report = CacheReport(num_ranks=self._values.num_ranks)
         self._is_closed = False
 
+    def __repr__(self) -> str:
+        return f"FrozenCache({'closed' if self._is_closed else self.report})"
+
     def __call__(
         self, modules: nn.Module | Iterable[nn.Module], x: torch.Tensor, ids: Sequence[Hashable]
     ) -> torch.Tensor:

@@ -69,6 +69,11 @@ class FreezeSchedule:
         self._squares = [0.0] * len(self._blocks)
         """By block, of the gradients that were observed since the last epoch."""
 
+    def __repr__(self) -> str:
+        adaptive = ", adaptive" if self.adaptive else ""
+        frozen = f"{self.prefix} of {len(self._blocks)} blocks frozen, epochs: {self.num_epochs}"
+        return f"FreezeSchedule({frozen}, alpha={self._alpha:.3g}{adaptive})"
+
     def step(self) -> list[nn.Module]:
         """An epoch is over: return what `manager.freeze` is to be given; what is frozen already is part of it.
 

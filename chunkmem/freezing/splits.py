@@ -75,6 +75,10 @@ class SplitSampler(Sampler[list[int]]):
             raise ConfigError("SplitSampler: manager says what the ranks are; leave width and rank out")
         self._split = self._checked(rank, width) if manager is None else self._split_of(manager)
 
+    def __repr__(self) -> str:
+        part = f"part {self.rank + 1} of {self.width}, " if self.width > 1 else ""
+        return f"SplitSampler({self.num_samples} samples, batches of {self.batch_size}, {part}epoch {self.epoch})"
+
     @property
     def width(self) -> int:
         """Data-parallel ranks."""

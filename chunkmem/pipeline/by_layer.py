@@ -121,6 +121,10 @@ class ByLayerPipeline(OfWidth):
         self._is_running = False
         self._random = RandomStreams(runtime.memory.compute.generators())
 
+    def __repr__(self) -> str:
+        how = f"micro_batches={self._num}, checkpoint={self._checkpoint!r}"
+        return f"ByLayerPipeline(blocks: {len(self._items) - 1}, {how})"
+
     def step(self, inputs: Any, target: Any = None, *, ids: Any = None) -> torch.Tensor:
         """Run forward and backward of a batch, and return its loss, without history.
 

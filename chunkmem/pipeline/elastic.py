@@ -66,6 +66,9 @@ class ElasticPipeline:
         pipeline.times = self._times
         self._pipeline = pipeline
 
+    def __repr__(self) -> str:
+        return f"ElasticPipeline({self._pipeline!r})"
+
     @property
     def num_stages(self) -> int:
         """Ranks of each pipeline, which have different stages."""

@@ -170,6 +170,11 @@ class StagedPipeline(OfWidth):
     def _set_up(self, runtime: Runtime, modules: Sequence[StageModule]) -> None:
         """What a kind of pipelines has in addition."""
 
+    def __repr__(self) -> str:
+        own = ", ".join(str(stage.stage_index) for stage in self.stages)
+        how = f"micro_batches={self._options.micro_batches}, schedule={self.schedule!r}"
+        return f"{type(self).__name__}(stage {own} of {self._num_stages}, {how})"
+
     def step(self, inputs: Any, target: Any = None, *, ids: Any = None) -> torch.Tensor:
         """Run forward and backward for a batch; return its loss, the same on all ranks of a pipeline, detached.
 

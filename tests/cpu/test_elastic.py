@@ -234,6 +234,7 @@ def measure(rank: int, run: Elastic) -> tuple[str, Ended]:
     """Freeze and resize by measured times, whatever they say."""
     one = Run(run, run.sizes)
     with one.manager:
+        assert f"ElasticPipeline(StagedPipeline(stage {rank} of 2, micro_batches=" in repr(one.pipe)
         one.steps(0)
         one.freeze(1)
         one.pipe.resize()

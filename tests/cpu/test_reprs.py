@@ -67,6 +67,21 @@ def test_an_optimizer_shows_its_options() -> None:
         assert repr(one) == f"Optimizer(Adagrad: {len(params)} parameters in 1 group, lr=0.5)"
 
 
+def test_what_is_frozen_and_cached_and_split_shows_how_far_it_is() -> None:
+    with manager_of() as manager:
+        training = Training(manager)
+        blocks = list(training.model.children())
+        schedule = chunkmem.FreezeSchedule(blocks, alpha=0.5, adaptive=True)
+        assert repr(schedule) == f"FreezeSchedule(0 of {len(blocks)} blocks frozen, epochs: 0, alpha=0.5, adaptive)"
+        cache = chunkmem.FrozenCache(manager, host="64KiB")
+        assert repr(cache) == "FrozenCache(0 samples from the cache, 0 computed)"
+        cache.close()
+        assert repr(cache) == "FrozenCache(closed)"
+    assert repr(chunkmem.SplitSampler(64, batch_size=8)) == "SplitSampler(64 samples, batches of 8, epoch 0)"
+    second = chunkmem.SplitSampler(64, batch_size=8, width=2, rank=1)
+    assert repr(second) == "SplitSampler(64 samples, batches of 8, part 2 of 2, epoch 0)"
+
+
 def test_a_configuration_shows_what_is_not_default() -> None:
     assert repr(chunkmem.Config()) == "Config()"
     config = chunkmem.Config.from_dict({"precision": "bf16", "memory": {"device": "4KiB"}})
