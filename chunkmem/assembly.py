@@ -63,6 +63,7 @@ MakeLanes = Callable[[ComputeDevice], Lanes]
 class Origin:
     """What the parts of a manager are made from, and who uses them: for those that take their place."""
 
+    process_group: Any
     mesh: object
     make_others: Callable[..., Runtime]
     optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
@@ -102,7 +103,7 @@ class Runtime:
             make_lanes=make_lanes,
             disk_calls=disk_calls,
         )
-        self.origin = Origin(mesh, make_others)
+        self.origin = Origin(process_group, mesh, make_others)
         compute = ComputeDevice.default(device_index) if before is None else before.tiers.compute
         require_method(exchange)
         rows = mesh_of(mesh, process_group=process_group)
@@ -211,6 +212,20 @@ class Runtime:
     def for_ranks(self, mesh: object) -> Runtime:
         """Return parts for the same ranks in another mesh, once these have stopped; nothing is packed in them yet."""
         return self.origin.make_others(process_group=None, mesh=mesh, before=self)
+
+    def over_same_ranks(self) -> Runtime:
+        """Return parts for the same ranks, once these have stopped; nothing is packed in them yet.
+
+        What was counted of chunks so far, and what happened in the last steps, is known to them.
+        """
+        origin = self.origin
+        after: Runtime = origin.make_others(process_group=origin.process_group, mesh=origin.mesh, before=self)
+        after.memory.store.moved.update(self.memory.store.moved)
+        after.memory.pager.required_nbytes.update(self.memory.pager.required_nbytes)
+        after.controller.timelines.take_over(self.controller.timelines)
+        if self.sharding.shards is not None and after.sharding.shards is not None:
+            after.sharding.shards.ownership = self.sharding.shards.ownership
+        return after
 
     def stop(self, reason: str) -> None:
         """Have nothing run any more. What chunks hold stays; `reason` is what those are told who use the manager."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -86,6 +87,7 @@ class ChunkManager(ModelBuilding, Reporting):
             disk_calls=disk_calls,
         )
         self._saver = CheckpointSaver()
+        self._pipelines: WeakSet[Any] = WeakSet()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError("a manager cannot be copied or pickled: make another from its config")
@@ -168,8 +170,12 @@ class ChunkManager(ModelBuilding, Reporting):
             versions=versions,
         )
         if options.width is not None:
-            return ElasticPipeline(self.runtime, options, adopt=self._adopt)
-        return make_pipeline(self.runtime, options, adopt=self._adopt)
+            pipeline: ByLayerPipeline | StagedPipeline | ElasticPipeline
+            pipeline = ElasticPipeline(self.runtime, options, adopt=self._adopt)
+        else:
+            pipeline = make_pipeline(self.runtime, options, adopt=self._adopt)
+        self._pipelines.add(pipeline)
+        return pipeline
 
     def _adopt(self, runtime: Runtime) -> None:
         """Consist of other parts from now on."""
@@ -290,7 +296,14 @@ class ChunkManager(ModelBuilding, Reporting):
             StateError: a step is under way, or gradients wait for theirs.
             ConfigError: `prefix` is no number of modules, or other ranks freeze something else.
         """
-        return freeze(self.runtime, modules, prefix=prefix, keep_states=keep_states)
+        return freeze(
+            self.runtime,
+            modules,
+            prefix=prefix,
+            keep_states=keep_states,
+            adopt=self._adopt,
+            not_packed="chunks of a manager.pipeline() are not packed again" if any(self._pipelines) else "",
+        )
 
     def unfreeze(self, modules: Any) -> FreezeReport:
         """Train some parameters again; see `freeze`.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from torch import nn
 from chunkmem.assembly import Runtime
 from chunkmem.errors import CapacityError, ConfigError, StateError
 from chunkmem.freezing.next_step import expect_step
+from chunkmem.freezing.packing_again import PackingAgain, training_nbytes
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gather import parameters_in
 from chunkmem.runtime.chunk import NO_CONTENT
@@ -43,14 +44,36 @@ class FreezeReport:
     left_nbytes: int = 0
     """Of their optimizer states and master weights on this rank, in chunks that others still need: smaller chunks
     (`default_chunk_size`) give more back."""
+    packed_nbytes: int = 0
+    """Of what was given back: by packing chunks again of which less than half is trained."""
+    not_packed: str = ""
+    """Why that was not done, although it would have given memory back."""
 
     def __str__(self) -> str:
+        packed = f", {format_nbytes(self.packed_nbytes)} of it by packing chunks again" if self.packed_nbytes else ""
         left = f", {format_nbytes(self.left_nbytes)} left in chunks that others need" if self.left_nbytes else ""
-        return f"{self.num_params} parameters, {format_nbytes(self.freed_nbytes)} given back{left}"
+        why = f" ({self.not_packed})" if self.not_packed else ""
+        return f"{self.num_params} parameters, {format_nbytes(self.freed_nbytes)} given back{packed}{left}{why}"
 
 
-def freeze(runtime: Runtime, what: object, *, prefix: int | None, keep_states: bool) -> FreezeReport:
-    """See `ChunkManager.freeze`."""
+def freeze(
+    runtime: Runtime,
+    what: object,
+    *,
+    prefix: int | None,
+    keep_states: bool,
+    adopt: Callable[[Runtime], None],
+    not_packed: str = "",
+) -> FreezeReport:
+    """See `ChunkManager.freeze`.
+
+    Args:
+        runtime: the parts of the manager.
+        what: modules or parameters.
+        prefix, keep_states: as there.
+        adopt: has the manager take other parts over, where chunks are packed again.
+        not_packed: why they must not be; "" if they may.
+    """
     params = [param for param in _params(what, prefix, "freeze") if param.requires_grad]
     runtime.require_open()
     with runtime.together("manager.freeze()"):  # what is refused on one rank is told to the others
@@ -61,19 +84,46 @@ def freeze(runtime: Runtime, what: object, *, prefix: int | None, keep_states: b
         for param in params:
             param.requires_grad_(False)
             param.grad = None  # what the last step has used: an optimizer would use it again
-        freed_nbytes = left_nbytes = 0
+        before_nbytes = training_nbytes(runtime)
         if keep_states:
             runtime.updater.kept.update(managed)
+            runtime.updater.rounded.difference_update(managed)
         else:
             runtime.updater.kept.difference_update(managed)
             _forget_states(runtime, params)
-            groups = _frozen_groups(runtime, {each.group for each in managed})
-            freed_nbytes = sum(runtime.updater.give_up(group) for group in sorted(groups))
+            for group in sorted(_frozen_groups(runtime, {each.group for each in managed})):
+                runtime.updater.give_up(group)
             for each in managed:
                 runtime.updater.round_master(each)
-            left_nbytes = _left_nbytes(runtime, managed)
-        expect_step(runtime)
-    return FreezeReport(sum(param.numel() for param in params), freed_nbytes, left_nbytes)
+            runtime.updater.rounded.update(managed)
+        freed_nbytes = before_nbytes - training_nbytes(runtime)
+        again = None if keep_states else PackingAgain(runtime)
+        packs = again is not None and again.is_worth_it()
+        if packs and not not_packed:
+            assert again is not None
+            not_packed = again.reason_against()
+        elif not packs:
+            not_packed = ""
+        if not packs or not_packed:
+            expect_step(runtime)
+    packed_nbytes = 0
+    if packs and not not_packed:
+        assert again is not None
+        try:
+            after = again.run()
+        except CapacityError as error:
+            not_packed = str(error)
+            with runtime.together("manager.freeze()"):
+                expect_step(runtime)
+        else:
+            adopt(after)
+            packed_nbytes = before_nbytes - freed_nbytes - training_nbytes(after)
+            runtime = after
+    left_nbytes = 0
+    if not keep_states:
+        left_nbytes = _left_nbytes(runtime, [found for p in params if (found := runtime.registry.find(p)) is not None])
+    num_params = sum(param.numel() for param in params)
+    return FreezeReport(num_params, freed_nbytes + packed_nbytes, left_nbytes, packed_nbytes, not_packed)
 
 
 def unfreeze(runtime: Runtime, what: object) -> FreezeReport:
@@ -97,6 +147,7 @@ def unfreeze(runtime: Runtime, what: object) -> FreezeReport:
                 runtime.updater.give_up(group)
             raise
         runtime.updater.kept.difference_update(managed)
+        runtime.updater.rounded.difference_update(managed)
         expect_step(runtime)
     return FreezeReport(sum(param.numel() for param in params))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from chunkmem.layout.spec import Layout
+from chunkmem.layout.spec import Layout, MasterCopy
 from chunkmem.nn.binding import ManagedParameter, dense_stride
 
 
@@ -19,6 +20,10 @@ class Built:
     """Tensors have addresses; those that are only counted have none."""
     is_put_off = False
     """Values come later: chunks are made without content."""
+    slab_nbytes: int | None = None
+    """Of a slab; None: as the configuration means."""
+    masters: Mapping[int, MasterCopy] = MappingProxyType({})
+    """Which parameters in a low dtype have master weights, by the identity of each; of others the dtypes tell."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -84,9 +89,17 @@ class PutOff(Built):
     has_memory = False
     is_put_off = True
 
-    def __init__(self, strides: Mapping[int, tuple[int, ...]]) -> None:
-        """Take the strides that parameters have in their slots, by the identity of each."""
+    def __init__(
+        self,
+        strides: Mapping[int, tuple[int, ...]],
+        *,
+        slab_nbytes: int | None = None,
+        masters: Mapping[int, MasterCopy] = MappingProxyType({}),
+    ) -> None:
+        """Take the strides that parameters have in their slots, by the identity of each; see `Built` for the others."""
         self._strides = strides
+        self.slab_nbytes = slab_nbytes
+        self.masters = masters
 
     def is_released(self, param: nn.Parameter) -> bool:
         return id(param) in self._strides

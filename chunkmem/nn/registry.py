@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,6 +69,11 @@ class ModelRegistry:
         return (managed for model in self.models for managed in model.parameters)
 
     @property
+    def slab_nbytes(self) -> int | None:
+        """Of the model that was added last; None before the first."""
+        return self._slab_nbytes
+
+    @property
     def padding_nbytes(self) -> int:
         """Bytes of PARAM chunks that hold no parameter."""
         return sum(model.layout.padding_nbytes for model in self.models)
@@ -94,8 +100,9 @@ class ModelRegistry:
         precision = precision_of(
             roots, self._dtype, master_weights=self._master_weights, excluded=excluded, packed=self._managed
         )
-        slab_nbytes = self._slab_nbytes
-        if any(named) and (slab_nbytes is None or self._chunk_numel is not None):
+        precision = _with_masters(precision, built.masters)
+        slab_nbytes = self._slab_nbytes if built.slab_nbytes is None else built.slab_nbytes
+        if any(named) and (slab_nbytes is None or (self._chunk_numel is not None and built.slab_nbytes is None)):
             slab_nbytes = self._choose_slab_nbytes(named, precision, on_host, num_ranks=self._num_ranks)
         packable = {
             root: pairs
@@ -114,7 +121,13 @@ class ModelRegistry:
         return added
 
     def preview(
-        self, roots: Sequence[nn.Module], excluded: Sequence[nn.Module], *, num_ranks: int
+        self,
+        roots: Sequence[nn.Module],
+        excluded: Sequence[nn.Module],
+        *,
+        num_ranks: int,
+        slab_nbytes: int | None = None,
+        masters: Mapping[int, MasterCopy] = MappingProxyType({}),
     ) -> list[tuple[Layout, list[nn.Parameter]]]:
         """Return the layouts that models which are packed would have if they were packed again; nothing is changed.
 
@@ -122,6 +135,7 @@ class ModelRegistry:
             roots: parts of them.
             excluded: modules under `roots` that stay ordinary.
             num_ranks: that share the chunks then.
+            slab_nbytes, masters: see `Built`.
 
         Returns:
             The layout of each root, and its parameters.
@@ -135,16 +149,15 @@ class ModelRegistry:
         found = precision_of(roots, self._dtype, master_weights=self._master_weights, excluded=excluded)
         # What is frozen was built in another dtype, maybe, than it has in its chunk.
         frozen = (m for m in self.parameters if not m.requires_grad and m.built_dtype is not m.placeholder.dtype)
-        masters = {id(m.param): MasterCopy.PACKED for m in frozen if id(m.param) in found.masters}
-        precision = replace(found, masters={**found.masters, **masters})
-        slab_nbytes = ALIGN_NBYTES
-        if any(named):
+        packed = {id(m.param): MasterCopy.PACKED for m in frozen}
+        precision = _with_masters(found, {**packed, **masters})
+        if slab_nbytes is None and any(named):
             slab_nbytes = self._choose_slab_nbytes(named, precision, on_host, num_ranks=num_ranks)
         layouts: list[tuple[Layout, list[nn.Parameter]]] = []
         for pairs in named:
             specs = tensor_specs(pairs, precision, on_host=_parameters_of(on_host))
             first = sum(len(layout.groups) for layout, _ in layouts)
-            layout = pack(specs, slab_nbytes=slab_nbytes, first_group=first)
+            layout = pack(specs, slab_nbytes=slab_nbytes or ALIGN_NBYTES, first_group=first)
             layouts.append((layout, [param for _, param in pairs]))
         return layouts
 
@@ -287,6 +300,12 @@ class ModelRegistry:
             device_cap_nbytes=self._device_cap_nbytes,
             num_ranks=num_ranks,
         )
+
+
+def _with_masters(precision: Precision, masters: Mapping[int, MasterCopy]) -> Precision:
+    """Return a precision in which these parameters, if they are in a low dtype, have such master weights."""
+    known = {key: master for key, master in masters.items() if key in precision.masters}
+    return replace(precision, masters={**precision.masters, **known})
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> set[int]:

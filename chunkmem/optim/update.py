@@ -51,6 +51,8 @@ class GroupUpdater:
         """Not updated yet, with states of zero all the same."""
         self.kept: set[ManagedParameter] = set()
         """Frozen, with states and master weights that stay: training is taken up where it was."""
+        self.rounded: set[ManagedParameter] = set()
+        """Frozen, with master weights that hold no more than what is computed with."""
 
     def claim(self, wanted: Wanted, owner: Owner, *, forget_plans: Callable[[], None]) -> None:
         """Make `owner` the one optimizer of some parameters; see `Claims.claim`.
@@ -255,6 +257,8 @@ class GroupUpdater:
 
     def mark_updated(self, params: Iterable[ManagedParameter]) -> None:
         """Count the update in autograd's version counters: a backward of an older graph has to notice it."""
+        if self.rounded:
+            self.rounded.difference_update(params := tuple(params))
         with torch._C.DisableTorchFunctionSubclass():
             for managed in params:
                 torch.autograd.graph.increment_version(managed.param)

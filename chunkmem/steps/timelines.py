@@ -24,6 +24,10 @@ class LastTimelines:
         self._last_training: Callable[[], Timeline] | None = None
         self._figures: Callable[[], StepFigures | None] = lambda: None
 
+    def take_over(self, before: LastTimelines) -> None:
+        """Have those of other chunks until the next iteration is over."""
+        self._last, self._last_training, self._figures = before._last, before._last_training, before._figures
+
     def begin(self) -> None:
         """An iteration begins: peaks are those from now on."""
         for ledger in self._ledgers:

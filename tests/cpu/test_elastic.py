@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
-from chunkmem.pipeline import inventory
+from chunkmem.repack import inventory
 from tests.helpers.elastic import (
     CRAWLING_BPS,
     FAST_BPS,

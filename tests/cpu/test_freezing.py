@@ -193,13 +193,16 @@ def test_what_training_takes_is_given_back_at_once(precision: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_is_left_in_chunks_that_others_need_is_told(precision: str) -> None:
-    """Every second block, in chunks of two blocks: with those of the others, all would be given back."""
+    """Every second block, in chunks that cannot be packed again: with those of the others, all would be given back."""
     with chunkmem.ChunkManager(config(AMPLE_NBYTES, precision=precision, default_chunk_size=1024)) as manager:
         model = trained(manager).model
+        alias = model.head.weight.detach()
         report = manager.freeze(model.blocks[::2])
         frozen_nbytes = (8 if precision == "fp32" else 12) * report.num_params
         assert 0 < report.left_nbytes <= frozen_nbytes
         assert "left in chunks that others need" in str(report)
+        assert "somebody keeps the memory of param chunk 4 (" in report.not_packed
+        assert alias.shape == model.head.weight.shape
         rest = manager.freeze(model)
         assert rest.left_nbytes == 0
         assert str(rest).endswith("given back")

@@ -216,7 +216,7 @@ def different(found: list[Ended], expected: list[Ended]) -> list[str]:
 def killed(rank: int, run: Elastic, folder: str, point: str, bad: int) -> str:
     """Save, then lose a rank while the ranks are divided again; return what this one says."""
     from chunkmem.pipeline import repartition
-    from chunkmem.pipeline.moving import ChunkMover
+    from chunkmem.repack.moving import ChunkMover
 
     def die_at(owner: Any, name: str, call: int) -> Callable[..., Any]:
         usual, calls = getattr(owner, name), []

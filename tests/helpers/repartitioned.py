@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
 from chunkmem.comm.neighbours import Message, Neighbours
-from chunkmem.pipeline import inventory
 from chunkmem.plan.moves import HeldGroup, Moves, WantedGroup, plan_moves
+from chunkmem.repack import inventory
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.types import Role
 from tests.helpers.shared_training import WIDTH, WORDS

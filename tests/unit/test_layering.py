@@ -29,6 +29,7 @@ LAYERS = (
     ("entry_points",),
     ("built_models",),
     ("assembly",),
+    ("repack",),
     ("pipeline", "checkpoints", "freezing"),
     ("building", "reporting"),
     ("manager",),

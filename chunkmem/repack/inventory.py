@@ -34,6 +34,8 @@ class Inventory:
     """By parameter: of its weights, those of its master weights if there are any."""
     masters: frozenset[int]
     """Parameters with master weights."""
+    rounded: frozenset[int]
+    """Parameters whose master weights hold no more than their weights, and are given up."""
     states: Mapping[int, tuple[Role, ...]]
     """By parameter, the optimizer states that it has."""
     shaped: Mapping[int, tuple[ShapedState, ...]]
@@ -41,7 +43,11 @@ class Inventory:
 
 
 def take_inventory(
-    runtime: Runtime, numbers: Mapping[int, int], states: Mapping[ManagedParameter, Sequence[Role]]
+    runtime: Runtime,
+    numbers: Mapping[int, int],
+    states: Mapping[ManagedParameter, Sequence[Role]],
+    *,
+    rounded: Collection[int] = (),
 ) -> Inventory:
     """Return what this rank has.
 
@@ -49,6 +55,7 @@ def take_inventory(
         runtime: of the chunks.
         numbers: by the identity of a Parameter, its number on all ranks.
         states: the optimizer states that parameters of this rank have.
+        rounded: numbers of parameters whose master weights hold no more than their weights, and are given up.
     """
     chunks = runtime.memory.store.chunks
     groups: dict[int, tuple[int, ...]] = {}
@@ -73,7 +80,7 @@ def take_inventory(
         for group in groups
         for managed, specs in runtime.updater.claims.by_parameter(group).items()
     }
-    return Inventory(groups, nbytes, dtypes, frozenset(masters), found, shaped)
+    return Inventory(groups, nbytes, dtypes, frozenset(masters), frozenset(rounded), found, shaped)
 
 
 def tier_of(chunk: Chunk) -> Tier | None:
@@ -102,14 +109,14 @@ class Contents:
         """Put together what each rank has; `averages` are roles whose chunks stay on one tier."""
         self.averages = frozenset(averages)
         """Roles whose chunks stay on HOST, where there are two tiers."""
-        self.masters = frozenset().union(*(each.masters for each in inventories))
-        """Parameters with master weights."""
+        self.masters = frozenset().union(*(each.masters - each.rounded for each in inventories))
+        """Parameters with master weights that stay."""
         self.dtypes = {
             (rank, param): dtype for rank, each in enumerate(inventories) for param, dtype in each.dtypes.items()
         }
         """By rank and parameter: of its weights, those of its master weights if there are any."""
         self.masters_of = tuple(each.masters for each in inventories)
-        """By rank: of a tied weight that is frozen, one stage may have master weights and the other one none."""
+        """By rank, those with any: of a tied weight that is frozen, one stage may have them and the other one not."""
         self.states = {param: roles for each in inventories for param, roles in each.states.items()}
         """By parameter, the optimizer states that it has."""
         self._shaped = {
@@ -169,18 +176,22 @@ class Contents:
         return replace(shaped[0][1], forms=tuple(sorted(forms))).form(group).nbytes
 
 
-def agreed_moves(contents: Contents, own: list[WantedGroup], *, ranks: Ranks) -> Moves:
+def agreed_moves(contents: Contents, own: list[WantedGroup], *, ranks: Ranks, reader: str) -> Moves:
     """Return what is moved in which order, where each rank wants its own groups; all ranks call it.
+
+    `reader` is what they call.
 
     Raises:
         RankError: a rank is missing.
     """
-    label = "repartition: new groups"
+    label = f"{reader}: new groups"
     wanted = [ranks.broadcast_object(own, label=label, source=rank) for rank in range(ranks.size)]
     return plan_moves(contents.held, [group for groups in wanted for group in groups])
 
 
-def require_room(contents: Contents, moves: Moves, tiers: Tiers, *, ranks: Ranks, freed_nbytes: int = 0) -> None:
+def require_room(
+    contents: Contents, moves: Moves, tiers: Tiers, *, ranks: Ranks, reader: str, freed_nbytes: int = 0
+) -> None:
     """Check that all ranks have room for what they have meanwhile; all of them call it.
 
     Args:
@@ -188,6 +199,7 @@ def require_room(contents: Contents, moves: Moves, tiers: Tiers, *, ranks: Ranks
         moves: what is moved.
         tiers: of this rank.
         ranks: those of the replica.
+        reader: what they call.
         freed_nbytes: that are going to be free before.
 
     Raises:
@@ -207,13 +219,13 @@ def require_room(contents: Contents, moves: Moves, tiers: Tiers, *, ranks: Ranks
         if group.rank == ranks.rank and phase in contents.averages
     )
     lacking = max(extra + largest * is_split - spare_nbytes, (kept_nbytes - tiers.host.limit_nbytes) * is_split)
-    (most,) = ranks.max_over([float(lacking)], label="repartition: comparing room")
+    (most,) = ranks.max_over([float(lacking)], label=f"{reader}: comparing room")
     if most > 0:
         said = f", and its averages are to take {format_nbytes(kept_nbytes)} of HOST" if kept_nbytes else ""
         cap_nbytes = ledgers[0].limit_nbytes or ledgers[1].limit_nbytes
         needed_nbytes = cap_nbytes + int(most)
         raise CapacityError(
-            f"repartition: while chunks move, this rank has up to {format_nbytes(max(0, extra))} more than before, and "
+            f"{reader}: while chunks move, this rank has up to {format_nbytes(max(0, extra))} more than before, and "
             f"{format_nbytes(spare_nbytes)} are free{said}; a rank lacks {format_nbytes(int(most))}: raise memory.host "
             f"to at least {format_nbytes(needed_nbytes)} ({needed_nbytes} bytes)",
             needed_nbytes=needed_nbytes,

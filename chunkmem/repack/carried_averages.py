@@ -1,4 +1,4 @@
-"""Averages of weights that are carried over when a pipeline is divided into another number of stages."""
+"""Averages of weights that are carried over when the parts of a manager are made again."""
 
 from __future__ import annotations
 

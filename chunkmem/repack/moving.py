@@ -16,8 +16,8 @@ from chunkmem.assembly import Runtime
 from chunkmem.comm.neighbours import Message, Neighbours
 from chunkmem.comm.ranks import Ranks
 from chunkmem.optim.rule import StateSpec
-from chunkmem.pipeline.inventory import Contents, agreed_moves, require_room, tier_of
 from chunkmem.plan.moves import HeldGroup, WantedGroup
+from chunkmem.repack.inventory import Contents, agreed_moves, require_room, tier_of
 from chunkmem.runtime.chunk import FIRST_CONTENT, Chunk
 from chunkmem.runtime.device import give_back_freed_ram, runtime_mode
 from chunkmem.types import ChunkId, Role, Tier
@@ -37,6 +37,7 @@ class ChunkMover:
         *,
         ranks: Ranks,
         numbers: Mapping[int, int],
+        reader: str,
     ) -> None:
         """Decide what goes where; see [Note: Moving chunks].
 
@@ -47,12 +48,14 @@ class ChunkMover:
             specs: of optimizer states.
             ranks: those that have one replica, before and after.
             numbers: by the identity of a Parameter, its number on all ranks.
+            reader: what all ranks call.
 
         Raises:
             CapacityError: a rank has no room for what it has meanwhile; on all ranks.
             RankError: a rank is missing.
         """
         self._before, self._after, self._ranks, self._contents = before, after, ranks, contents
+        self._reader = reader
         self._neighbours = Neighbours(ranks, torch.device("cpu"))
         self._params = {
             group: tuple(numbers[id(managed.param)] for managed in members)
@@ -69,9 +72,9 @@ class ChunkMover:
         layouts = (group for model in after.registry.models for group in model.layout.groups)
         owned = [group for group in layouts if after.owns(after.gradients.members[group.id][0])]
         own = contents.wanted([(group, self._params[group.id]) for group in owned], specs, rank=ranks.rank)
-        self._moves = agreed_moves(contents, own, ranks=ranks)
+        self._moves = agreed_moves(contents, own, ranks=ranks, reader=reader)
         self._tags = {place: number for number, place in enumerate(self._moves.sources)}
-        require_room(contents, self._moves, after.tiers, ranks=ranks)
+        require_room(contents, self._moves, after.tiers, ranks=ranks, reader=reader)
 
     def run(self) -> None:
         """Move all. All ranks call it.
@@ -109,7 +112,7 @@ class ChunkMover:
         filled = self._chunks(wanted.group, phase)
         for chunk in filled:
             pager = self._after.memory.pager
-            replica = (pager.place_anywhere if chunk.is_kept else pager.place)(chunk, reader="repartition")
+            replica = (pager.place_anywhere if chunk.is_kept else pager.place)(chunk, reader=self._reader)
             if phase is not Role.PARAM:
                 with runtime_mode():
                     replica.flat.zero_()
@@ -142,7 +145,7 @@ class ChunkMover:
             return
         role = Role.MASTER if phase is Role.PARAM and param in self._contents.masters_of[source.rank] else phase
         place = self._contents.phases.index(phase) * len(self._tags) + self._tags[wanted.rank, wanted.group, param]
-        tag, label = _FIRST_TAG + place % _NUM_TAGS, f"repartition: {role.value} of parameter {param}"
+        tag, label = _FIRST_TAG + place % _NUM_TAGS, f"{self._reader}: {role.value} of parameter {param}"
         with runtime_mode():
             if source.rank == wanted.rank:
                 assert slot is not None
@@ -180,13 +183,13 @@ class ChunkMover:
         for group, params in self._params.items():
             param = after.memory.store.chunks[ChunkId(Role.PARAM, group)]
             if param.is_copy:
-                after.memory.pager.place(param, reader="repartition")
+                after.memory.pager.place(param, reader=self._reader)
             elif param.is_remote:
                 param.version = FIRST_CONTENT
             if param.master is not None and param.master.is_remote and self._contents.has_master(param.group, params):
                 param.master.version = FIRST_CONTENT
         if after.sharding.shards is not None:
-            after.sharding.shards.send_on_host(reader="repartition")
+            after.sharding.shards.send_on_host(reader=self._reader)
 
 
 def _flat_slots(chunk: Chunk) -> list[torch.Tensor]:
