@@ -40,17 +40,17 @@ def note_step_(
 
     Args:
         average: float32, in the shape of the weight; 0 before the first update.
-        state: of the optimizer, after the update.
+        state: of the optimizer, after the update, of any dtype.
         options: of the parameter group.
         rate: the learning rate of the update.
     """
     if "exp_avg" in state:
         beta1, beta2 = map(float, options["betas"])
         step = float(state["step"])
-        denominator = (state["exp_avg_sq"].sqrt() / math.sqrt(1 - beta2**step)).add_(float(options["eps"]))
-        direction = (state["exp_avg"] / denominator).mul_(rate / (1 - beta1**step))
+        denominator = (state["exp_avg_sq"].float().sqrt() / math.sqrt(1 - beta2**step)).add_(float(options["eps"]))
+        direction = (state["exp_avg"].float() / denominator).mul_(rate / (1 - beta1**step))
     else:
-        beta2, direction = _SGD_DECAY, state["momentum_buffer"]
+        beta2, direction = _SGD_DECAY, state["momentum_buffer"].float()
     average.mul_(beta2).addcmul_(direction, direction, value=1 - beta2)
 
 

@@ -75,7 +75,8 @@ def predict_(
 
     Args:
         weight: of any shape.
-        state: of the optimizer, in the same shape; before the first update there is none, and the weight stays.
+        state: of the optimizer, in the same shape and of any dtype; before the first update there is none, and the
+            weight stays.
         options: of the parameter group.
         rates: of the next updates.
     """
@@ -90,7 +91,7 @@ def _predict_adam_(
 ) -> None:
     beta1, beta2 = map(float, options["betas"])
     decay, eps = float(options["weight_decay"]), float(options["eps"])
-    exp_avg, root = state["exp_avg"].clone(), state["exp_avg_sq"].sqrt()
+    exp_avg, root = state["exp_avg"].float().clone(), state["exp_avg_sq"].float().sqrt()
     step = float(state["step"])
     for number, lr in enumerate(rates, start=1):
         exp_avg.mul_(beta1)
@@ -106,7 +107,7 @@ def _predict_sgd_(
     weight: torch.Tensor, momentum_buffer: torch.Tensor, options: Mapping[str, Any], rates: Sequence[float]
 ) -> None:
     momentum, decay = float(options["momentum"]), float(options["weight_decay"])
-    buffer = momentum_buffer.clone()
+    buffer = momentum_buffer.float().clone()
     for lr in rates:
         buffer.mul_(momentum)
         direction = weight * decay if decay else torch.zeros_like(weight)

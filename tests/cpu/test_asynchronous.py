@@ -66,6 +66,15 @@ def test_other_models(pair: Team, task: AsynchronousTask) -> None:
     assert different(stashed(task), pair.run(train, task)) == []
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("versions", ["stash", "predict", "predict+gap"])
+def test_an_overlapped_optimizer_has_the_same_bits(pair: Team, versions: str, clip: float) -> None:
+    task = AsynchronousTask(versions, clip=clip, checkpoint="never")
+    outcomes = pair.run(train, replace(task, overlaps=True))
+    assert different(pair.run(train, task)[0], outcomes) == []
+
+
 def test_a_norm_is_that_of_all_stages(pair: Team) -> None:
     task = AsynchronousTask(clip=0.05)
     plain = stashed(task)

@@ -70,11 +70,13 @@ def test_weights_are_what_they_are_at_any_time(pair: Team, versions: str) -> Non
 
 
 def save_after_a_flush(rank: int, task: AsynchronousTask, folder: str) -> None:
+    """A thread writes while the next batches are trained on, whose stages exchange their weights."""
+
     def watch(pipe: AsynchronousPipeline, manager: chunkmem.ChunkManager, step: int) -> None:
         if step == SAVED:
             pipe.flush()
             assert pipe._updates is not None
-            manager.save(folder, pipe._updates.optimizer)
+            manager.save(folder, pipe._updates.optimizer, asynchronous=True)
 
     train(rank, task, watch)
 
@@ -93,7 +95,7 @@ def test_what_was_saved_after_a_flush_resumes_to_the_bit(
 ) -> None:
     task = AsynchronousTask(versions, checkpoint="never", scheduled=False, precision=precision)
     folder = str(tmp_path / "saved")
-    pair.run(save_after_a_flush, replace(task, steps=SAVED + 1), folder)
+    pair.run(save_after_a_flush, task, folder)
     resumed = pair.run(train, replace(task, begin=SAVED + 1, loads=folder))
     whole = pair.run(train, replace(task, flush_after=(SAVED,)))
     for found, expected in zip(resumed, whole, strict=True):

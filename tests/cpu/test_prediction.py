@@ -9,6 +9,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import chunkmem
+from chunkmem.optim.gap_aware import note_step_
 from chunkmem.optim.prediction import learning_rates, predict_
 
 NUM = 3
@@ -71,6 +72,23 @@ def test_adam_continues_with_the_squares_it_has(name: str, decay: float) -> None
         weight = weight - lr * exp_avg / (1 - 0.8 ** (4 + i)) / (root + 1e-8)
     assert torch.allclose(found.double(), weight, rtol=0, atol=1e-6)
     assert (found - param).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_states_in_bf16_are_taken_in_float32(name: str) -> None:
+    """Of bf16 without master weights: a weight in float32 is moved by them as if they had been given in it."""
+    options = {"lr": 0.1, "momentum": 0.9} if name == "SGD" else {"lr": 0.1}
+    param, optimizer = trained(name, **options)
+    low = {key: value.bfloat16() for key, value in optimizer.state[param].items() if key != "step"}
+    step = {key: value for key, value in optimizer.state[param].items() if key == "step"}
+    found, expected = param.detach().clone(), param.detach().clone()
+    predict_(found, {**low, **step}, defaults(optimizer), [0.1] * NUM)
+    predict_(expected, {key: value.float() for key, value in low.items()} | step, defaults(optimizer), [0.1] * NUM)
+    assert torch.equal(found, expected)
+    averages = torch.zeros(2, 40)
+    note_step_(averages[0], {**low, **step}, defaults(optimizer), 0.1)
+    note_step_(averages[1], {key: value.float() for key, value in low.items()} | step, defaults(optimizer), 0.1)
+    assert torch.equal(averages[0], averages[1])
 
 
 def test_without_a_state_a_weight_stays() -> None:

@@ -55,13 +55,17 @@ class AsynchronousTask:
     initial_scale_power: int = 14
     """Of fp16: gradients of the model "hot" overflow in the first batches."""
     clip: float = 0.0
+    overlaps: bool = False
+    """The optimizer overlaps with backward, where a stage has no delay."""
     two_groups: bool = False
     """Every other parameter has a third of the learning rate, and weight decay of its own."""
     device_nbytes: int = 4 << 20
 
     def make_config(self) -> chunkmem.Config:
         memory = {"device": self.device_nbytes, "host": 8 << 20}
-        base = {"default_chunk_size": 1600, "memory": memory, "distributed": {"timeout_s": 60.0}}
+        base: dict[str, Any] = {"default_chunk_size": 1600, "memory": memory, "distributed": {"timeout_s": 60.0}}
+        if self.overlaps:
+            base |= {"client": {"opts": {"overlap_optimizer": True}}}
         low: dict[str, Any] = {} if self.precision == "fp32" else {"precision": self.precision}
         if self.precision == "fp16":
             low |= {"fp16": {"initial_scale_power": self.initial_scale_power, "loss_scale_window": 2}}
