@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -20,9 +21,12 @@ from chunkmem.nn.ordinary import OrdinaryTensors
 from chunkmem.optim.scaler import LossScaler
 from chunkmem.parts import Memory, Modules, Sharding, require_open
 from chunkmem.runtime.tiers import Tiers
+from chunkmem.runtime.timestamps import Interval
 from chunkmem.steps.controller import StepController
 from chunkmem.steps.trial import AheadTrial
 from chunkmem.tracing.compiles import CompileWatch
+
+_NUM_UPDATES = 16
 
 
 class EntryPoints:
@@ -60,6 +64,8 @@ class EntryPoints:
         self.batches_under_way = 0
         """Of an asynchronous pipeline: their graphs are older than the last step."""
         self._stepping = False
+        self.updates: deque[Interval] = deque(maxlen=_NUM_UPDATES)
+        """When the last ones were made; who reads them empties it."""
         self._has_given_up = False
         """Gradients were discarded since the last step."""
         self._updated: frozenset[int] = frozenset()
@@ -162,6 +168,7 @@ class EntryPoints:
         if self._modules.gradients.shared is not None:
             label += self._modules.gradients.shared.in_words()
         with self._modules.turn.taken(), self._sharding.ranks.telling():
+            began = self._memory.store.clock.timestamp()
             self._look_over()
             self._stepping = True
             try:
@@ -170,6 +177,7 @@ class EntryPoints:
                 self._modules.access.refresh_held()
                 if updates:
                     self._end_step()
+                    self.updates.append(Interval(began, self._memory.store.clock.timestamp()))
             finally:
                 self._stepping = False
             if updates and self._after_first_step is not None:

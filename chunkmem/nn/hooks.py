@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -101,6 +102,8 @@ class ModuleHooks:
         self._fitted = FittedModules()
         self._about: WeakKeyDictionary[nn.Module, FittedModule] = WeakKeyDictionary()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.spent_s = 0.0
+        """In hooks, since they were made; what a step begins with is not counted."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # Every fitted module refers to it, those without parameters of their own too.
@@ -180,6 +183,12 @@ class ModuleHooks:
         self._roots.clear()
 
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
+        began_s = time.perf_counter()
+        if not self._open(fitted, module, args, kwargs):
+            self.spent_s += time.perf_counter() - began_s
+
+    def _open(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """A call begins; tell whether it comes from outside of the model."""
         access = self._access
         _check_runs_itself(fitted.name)
         recomputing = in_backward()
@@ -212,6 +221,7 @@ class ModuleHooks:
             frame.guard = self._calls.make_guard()
             if frame.guard is not None:
                 frame.guard.__enter__()  # type: ignore[no-untyped-call]
+        return is_root
 
     def _may_be_root(self, module: nn.Module) -> bool:
         """Tell whether a call may be an outermost one although others seem to run."""
@@ -227,8 +237,10 @@ class ModuleHooks:
             frame.opened = unit
 
     def _leave(self, fitted: FittedModule, module: nn.Module, _args: Any, result: Any) -> None:
+        began_s = time.perf_counter()
         try:
             self._close(fitted, module, result)
+            self.spent_s += time.perf_counter() - began_s
         finally:
             # torch calls the hook while it handles what the module has raised.
             error = sys.exception() if result is None and not self._access.stack and not in_backward() else None

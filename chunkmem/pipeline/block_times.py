@@ -5,16 +5,19 @@ for its weights. Backward is timed as schedules call it, for all blocks of a sta
 proportion to their forward. A block passes it on if something before it is trained, which takes about as long as
 forward, and has gradients of its own if it is trained itself, which takes as long again. So times of steps in which
 other blocks were frozen are scaled.
+
+Of a call, what hooks take does not depend on how many samples the micro-batch has. Where the host computes, that is
+known, and told apart. Backward has hooks, too, inside of autograd, and is taken to spend as long in them as forward.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -41,6 +44,17 @@ class _Step:
     """By modules that were timed together."""
     returned_nbytes: dict[int, int] = field(default_factory=dict)
     """By block, of all micro-batches."""
+    hooks_s: dict[int, list[float]] = field(default_factory=dict)
+    """By module: of each call, the time in hooks."""
+    trained: tuple[int, ...] = ()
+    """By block: elements that are trained."""
+    division: int = 0
+    """How often the ranks had been divided."""
+    width: int = 1
+    """Data-parallel ranks, each with so many samples."""
+    whole: Interval | None = None
+    """All of it, but for the update."""
+    updates: list[Interval] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,29 @@ class SampleCost:
     forward_s: float
     backward_s: float
     output_nbytes: int
+    call_s: float = 0.0
+    """In addition: of each call for a micro-batch, forward or backward, however many samples that has."""
+
+
+@dataclass(frozen=True)
+class LastSteps:
+    """Steps that were like each other, on this rank."""
+
+    step_s: float
+    """The shortest, without updates: what others do on the machine is no part of it."""
+    update_s: float
+    """Likewise, all updates after a step together."""
+    kinds: tuple[int, ...]
+    """See `BlockTimes.kinds`, at the time."""
+    trained: tuple[int, ...]
+    """See `BlockTimes.trained`."""
+
+
+class Hooks(Protocol):
+    """Of the modules."""
+
+    spent_s: float
+    """Time in them."""
 
 
 class BlockTimes:
@@ -67,6 +104,19 @@ class BlockTimes:
         self._clock = clock
         self._steps: deque[_Step] = deque(maxlen=_NUM_STEPS)
         self._now: _Step | None = None
+        self._hooks: Hooks | None = None
+        self._width = 1
+        self._num_divisions = 0
+
+    def divided(self, hooks: Hooks | None, *, width: int = 1) -> None:
+        """From now on other ranks run the blocks: times are not mixed with those of steps before.
+
+        Args:
+            hooks: of the modules, if the host computes; None: what they take is part of computing.
+            width: data-parallel ranks, each of which has its part of a batch.
+        """
+        self._hooks, self._width = hooks, width
+        self._num_divisions += 1
 
     def begin(self, *, num_samples: int, num_parts: int) -> None:
         """A step begins.
@@ -76,6 +126,7 @@ class BlockTimes:
             num_parts: micro-batches of it.
         """
         self._now = _Step(num_samples, num_parts, self.kinds())
+        self._now.trained, self._now.division, self._now.width = self.trained(), self._num_divisions, self._width
 
     def end(self) -> None:
         """The step is over, and counts."""
@@ -83,10 +134,32 @@ class BlockTimes:
             self._steps.append(self._now)
         self._now = None
 
+    def took(self, whole: Interval) -> None:
+        """The last step took so long, with what comes before and after its calls."""
+        if self._steps:
+            self._steps[-1].whole = whole
+
+    def updated(self, intervals: Iterable[Interval]) -> None:
+        """After the last step, weights were updated."""
+        if self._steps:
+            self._steps[-1].updates += intervals
+
+    def last(self) -> LastSteps | None:
+        """Return what is known of the last steps; None: there are not enough that were like each other."""
+        same = [step for step in self._same() if step.division == self._num_divisions and step.whole is not None]
+        if len(same) < _NUM_STEPS:
+            return None
+        return LastSteps(
+            min(step.whole.duration_s for step in same if step.whole is not None),
+            min(sum(update.duration_s for update in step.updates) for step in same),
+            same[-1].kinds,
+            same[-1].trained,
+        )
+
     @property
     def num_samples(self) -> int:
-        """Of the last step's batch; 0: there was none."""
-        return self._steps[-1].num_samples if self._steps else 0
+        """Of the last step's batch, that of all data-parallel ranks together; 0: there was none."""
+        return self._steps[-1].num_samples * self._steps[-1].width if self._steps else 0
 
     @contextlib.contextmanager
     def forward(self, module: nn.Module | None) -> Iterator[None]:
@@ -94,10 +167,12 @@ class BlockTimes:
         if self._now is None:
             yield
             return
-        start = self._clock.timestamp()
+        start, spent_s = self._clock.timestamp(), 0.0 if self._hooks is None else self._hooks.spent_s
         yield
         key = -1 if module is None else id(module)
         self._now.forward.setdefault(key, []).append(Interval(start, self._clock.timestamp()))
+        if self._hooks is not None:
+            self._now.hooks_s.setdefault(key, []).append(self._hooks.spent_s - spent_s)
 
     @contextlib.contextmanager
     def backward(self, modules: Sequence[nn.Module | None]) -> Iterator[None]:
@@ -126,39 +201,72 @@ class BlockTimes:
             passes = passes or is_trained
         return tuple(found)
 
-    def per_sample(self) -> Mapping[int, SampleCost]:
-        """Return by block, of those that this rank has run, what one sample takes as things are now."""
-        same = [step for step in self._steps if step.kinds == self._steps[-1].kinds]
-        found = [self._of(step) for step in same]
+    def trained(self) -> tuple[int, ...]:
+        """Return by block the elements that are trained as things are now."""
+        return tuple(
+            sum(
+                p.numel()
+                for p in {id(p): p for module in modules for p in module.parameters()}.values()
+                if p.requires_grad
+            )
+            for modules in self._chain
+        )
+
+    def _same(self) -> list[_Step]:
+        """Return the last steps, those that are like the last one."""
+        return [
+            step
+            for step in self._steps
+            if (step.kinds, step.division) == (self._steps[-1].kinds, self._steps[-1].division)
+        ]
+
+    def per_sample(self, *, then: bool = False) -> Mapping[int, SampleCost]:
+        """Return by block, of those that this rank has run, what one sample takes as things are now; or as they were.
+
+        Args:
+            then: as they were in the last steps.
+        """
+        same = self._same()
+        found = [self._of(step, step.kinds if then else self.kinds()) for step in same]
         return {
             block: SampleCost(
                 median_low(step[block][0] for step in found),
                 median_low(step[block][1] for step in found),
                 same[-1].returned_nbytes.get(block, 0) // same[-1].num_samples,
+                median_low(step[block][2] for step in found),
             )
             for block in (found[-1] if found else ())
             if all(block in step for step in found)
         }
 
-    def _of(self, step: _Step) -> dict[int, tuple[float, float]]:
-        """Return the times of one step."""
+    def _of(self, step: _Step, kinds: Sequence[int]) -> dict[int, tuple[float, float, float]]:
+        """Return by block the times of one step for a sample, forward and backward, and in hooks of a call."""
         scale = step.num_parts / step.num_samples
-        per_module = {key: _median_s(calls) for key, calls in step.forward.items()}
         forward: dict[int, float] = {}
-        for key, seconds in per_module.items():
-            at = self._block.get(key, len(self._chain) - 1)
-            forward[at] = forward.get(at, 0.0) + scale * seconds
+        calls: dict[int, float] = {}
+        for key, intervals in step.forward.items():
+            at, seconds = self._block.get(key, len(self._chain) - 1), _median_s(intervals)
+            call_s = min(seconds, median_low(step.hooks_s.get(key, [0.0])))
+            forward[at] = forward.get(at, 0.0) + scale * (seconds - call_s)
+            calls[at] = calls.get(at, 0.0) + call_s
         backward = dict.fromkeys(forward, 0.0)
-        for keys, calls in step.backward.items():
+        for keys, intervals in step.backward.items():
             blocks = sorted({self._block.get(key, len(self._chain) - 1) for key in keys} & forward.keys())
             weights = [forward[at] * _PER_FORWARD[step.kinds[at]] for at in blocks]
+            in_hooks_s = sum(calls[at] for at, weight in zip(blocks, weights, strict=True) if weight)
+            seconds = max(0.0, _median_s(intervals) - in_hooks_s)
             for at, weight in zip(blocks, weights, strict=True):
-                backward[at] += scale * _median_s(calls) * weight / (sum(weights) or 1.0)
-        return {at: (forward[at], self._as_now(at, forward[at], backward[at], step)) for at in forward}
+                backward[at] += scale * seconds * weight / (sum(weights) or 1.0)
+        return {
+            at: (forward[at], _scaled(forward[at], backward[at], step.kinds[at], kinds[at]), calls[at])
+            for at in forward
+        }
 
-    def _as_now(self, block: int, forward_s: float, backward_s: float, step: _Step) -> float:
-        then, now = _PER_FORWARD[step.kinds[block]], _PER_FORWARD[self.kinds()[block]]
-        return backward_s * now / then if then and backward_s else forward_s * now
+
+def _scaled(forward_s: float, backward_s: float, kind_then: int, kind_now: int) -> float:
+    """Return the time of backward of a block that was, or is, frozen."""
+    then, now = _PER_FORWARD[kind_then], _PER_FORWARD[kind_now]
+    return backward_s * now / then if then and backward_s else forward_s * now
 
 
 def _median_s(calls: Sequence[Interval]) -> float:

@@ -25,6 +25,7 @@ from chunkmem.pipeline.staged import StagedPipeline
 from chunkmem.pipeline.width_costs import WidthCosts
 from chunkmem.plan.pipeline_schedule import Schedule
 from chunkmem.plan.pipeline_width import Division, WidthChoice
+from chunkmem.runtime.timestamps import Interval
 
 
 class ElasticPipeline:
@@ -63,6 +64,9 @@ class ElasticPipeline:
         self._use(make_pipeline(runtime, options, adopt=adopt_here))
 
     def _use(self, pipeline: Any) -> None:
+        # Hooks run on the host, which an accelerator does not wait for.
+        hooks = self._runtime.hooks if self._runtime.device.type == "cpu" else None
+        self._times.divided(hooks, width=self.width)
         pipeline.times = self._times
         self._pipeline = pipeline
 
@@ -120,7 +124,18 @@ class ElasticPipeline:
 
     def step(self, inputs: Any, target: Any = None, **options: Any) -> torch.Tensor:
         """Run forward and backward of this rank's part of a batch; see `step` of the pipeline of this width."""
-        return self._pipeline.step(inputs, target, **options)
+        self._note_updates()
+        clock = self._runtime.memory.store.clock
+        began = clock.timestamp()
+        loss = self._pipeline.step(inputs, target, **options)
+        self._times.took(Interval(began, clock.timestamp()))
+        return loss
+
+    def _note_updates(self) -> None:
+        """Those made since the last step count to that."""
+        updates = self._runtime.entry_points.updates
+        self._times.updated(updates)
+        updates.clear()
 
     def evaluate(self, inputs: Any, target: Any = None, **options: Any) -> torch.Tensor:
         """Run forward of this rank's part of a batch; see `evaluate` of the pipeline of this width."""
@@ -141,6 +156,7 @@ class ElasticPipeline:
         """
         runtime = self._runtime
         runtime.require_open()
+        self._note_updates()
         choice = self._costs.choose(runtime, self._now())
         if isinstance(choice, str):
             self.reason = choice

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from statistics import median_low
 
 import torch
 from torch import nn
@@ -13,13 +16,23 @@ from chunkmem.assembly import Runtime
 from chunkmem.comm.mesh import ranks_by_stage
 from chunkmem.comm.ranks import Ranks
 from chunkmem.errors import ConfigError, LayoutError
-from chunkmem.pipeline.block_times import BlockTimes, SampleCost
+from chunkmem.pipeline.block_times import BlockTimes, LastSteps, SampleCost
 from chunkmem.pipeline.modules import divide, with_ends
 from chunkmem.pipeline.options import PipelineOptions
 from chunkmem.pipeline.staged import with_schedule
 from chunkmem.plan.balance import Block
 from chunkmem.plan.pipeline_schedule import Schedule
-from chunkmem.plan.pipeline_width import Division, WidthChoice, WidthMachine, WidthTask, choose_width
+from chunkmem.plan.pipeline_width import (
+    CallCost,
+    Division,
+    WidthChoice,
+    WidthMachine,
+    WidthTask,
+    choose_width,
+    num_calls,
+    predicted_s,
+    trained_nbytes,
+)
 from chunkmem.runtime.device import runtime_mode
 from chunkmem.types import Tier
 
@@ -38,6 +51,10 @@ class WidthCosts:
         self._options = options
         self._times = times
         self._exchange_Bps = inf
+        self._exchange_s: float | None = None
+        self._update_Bps: float | None = None
+        self._overheads_s: dict[int, float] = {}
+        """By number of stages on different ranks, of the last steps with so many: see `WidthMachine`."""
         self._chain = with_ends(options.blocks, first=options.first, last=options.last)
 
     def choose(self, runtime: Runtime, now: Division) -> WidthChoice | str:
@@ -51,24 +68,66 @@ class WidthCosts:
             RankError: a rank is missing.
         """
         ranks = runtime.ranks
-        costs = ranks.over_stages(self._times.per_sample(), label="resize: times of blocks")
-        missing = [at for at in range(len(self._chain)) if at not in costs]
-        known = ranks.from_first((costs, missing, self._times.num_samples), label="resize: times of blocks")
-        costs, missing, num_samples = known
-        if missing:
-            return f"nothing is known of block {missing[0]} yet: call pipe.step() before pipe.resize()"
-        task = self._task(runtime, costs, num_samples * ranks.size, now)
+        per_sample = [self._times.per_sample(), self._times.per_sample(then=True)]
+        own = [ranks.over_stages(each, label="resize: times of blocks") for each in per_sample]
+        costs, then = ranks.from_first(own, label="resize: times of blocks of all stages")
+        num_samples = ranks.from_first(self._times.num_samples, label="resize: samples of a batch")
+        kinds = self._times.kinds()
+        # What has no backward, and was not run although others were, comes from a cache.
+        first = min(costs, default=0)
+        missing = [at for at in range(len(self._chain)) if at not in costs and (at > first or kinds[at])]
+        if missing or not costs:
+            return f"nothing is known of block {(missing or [0])[0]} yet: call pipe.step() before pipe.resize()"
+        schedules = self._schedules(runtime, now)
+        task = self._task(runtime, costs, num_samples, schedules, kinds, self._times.trained())
         machine = self._machine(runtime)
+        last = self._last(runtime)
+        if last is not None:
+            before = self._task(runtime, then, num_samples, schedules, last.kinds, last.trained)
+            self._learn(before, now, machine, last)
+        machine = replace(
+            machine,
+            update_Bps=self._update_Bps or inf,
+            overheads_s=dict(self._overheads_s),
+            overhead_s=max(0.0, self._overheads_s.get(now.num_ranks, 0.0)),
+        )
         return ranks.from_first(choose_width(task, now, machine), label="resize: another number of stages")
 
-    def _task(self, runtime: Runtime, costs: Mapping[int, SampleCost], num_samples: int, now: Division) -> WidthTask:
-        """Return what is trained with a global batch of so many samples."""
-        kinds, blocks, exchanged, held = self._times.kinds(), [], [], []
+    def _last(self, runtime: Runtime) -> LastSteps | None:
+        """Return what is known of the last steps, on the slowest rank; None: nothing on one of them."""
+        own = self._times.last()
+        missing, step_s, update_s = _max_over(
+            runtime.ranks, [1.0, 0.0, 0.0] if own is None else [0.0, own.step_s, own.update_s]
+        )
+        return None if missing or own is None else replace(own, step_s=step_s, update_s=update_s)
+
+    def _learn(self, task: WidthTask, now: Division, machine: WidthMachine, last: LastSteps) -> None:
+        """Know from the last steps how fast updates are, and what else they took."""
+        updated_nbytes = trained_nbytes(task, now)
+        if updated_nbytes and last.update_s:  # where there is little to update, other things take the time
+            self._update_Bps = max(self._update_Bps or 0.0, updated_nbytes / last.update_s)
+        with contextlib.suppress(ConfigError):  # else the batch has changed since, and cannot be divided so
+            machine = replace(machine, update_Bps=self._update_Bps or inf)
+            more_s = last.step_s + last.update_s - predicted_s(task, now, machine)
+            self._overheads_s[now.num_ranks] = more_s / max(1, num_calls(task, now))
+
+    def _task(
+        self,
+        runtime: Runtime,
+        costs: Mapping[int, SampleCost],
+        num_samples: int,
+        schedules: dict[int, tuple[Schedule, int]],
+        kinds: Sequence[int],
+        trained: Sequence[int],
+    ) -> WidthTask:
+        """Return what is trained with a global batch of so many samples; blocks that `costs` lacks are not run."""
+        blocks, calls, exchanged, held = [], [], [], []
         replicas = 1 if runtime.ranks.replicate is None else runtime.ranks.replicate.size
         num_samples //= replicas
+        itemsize = runtime.dtype.itemsize
         for at, modules in enumerate(self._chain):
-            block, trained_nbytes = _block(at, modules, runtime)
-            cost = costs[at]
+            block, cost = _block(at, modules, trained[at], itemsize), costs.get(at, SampleCost(0.0, 0.0, 0))
+            is_run, trained_nbytes = at in costs, itemsize * trained[at]
             blocks.append(
                 replace(
                     block,
@@ -77,11 +136,11 @@ class WidthCosts:
                     output_nbytes=num_samples * cost.output_nbytes,
                 )
             )
-            exchanged.append(block.weight_nbytes * (2 if kinds[at] else 1) + trained_nbytes)
+            num = is_run + (kinds[at] > 0)
+            calls.append(CallCost(num, cost.call_s, num + (trained[at] > 0), trained_nbytes))
+            exchanged.append(block.weight_nbytes * num + trained_nbytes)
             held.append(block.weight_nbytes + trained_nbytes)
-        return WidthTask(
-            blocks, exchanged, held, num_samples, self._options.micro_batches, self._schedules(runtime, now)
-        )
+        return WidthTask(blocks, exchanged, held, num_samples, self._options.micro_batches, schedules, calls)
 
     def _schedules(self, runtime: Runtime, now: Division) -> dict[int, tuple[Schedule, int]]:
         """Return by number of stages, of those that these ranks and blocks can have, what runs them."""
@@ -112,18 +171,32 @@ class WidthCosts:
             exchange_Bps=self._speed(runtime),
             fetch_Bps=fetch_Bps,
             keeps_all=caps.shared,
+            exchange_s=self._latency_s(runtime),
         )
 
     def _speed(self, runtime: Runtime) -> float:
         """Return how fast these ranks exchange, measured once."""
         if self._exchange_Bps == inf and _num_ranks(runtime.ranks) > 1:
-            largest = max(_block(at, modules, runtime)[0].weight_nbytes for at, modules in enumerate(self._chain))
+            itemsize = runtime.dtype.itemsize
+            largest = max(_block(at, modules, 0, itemsize).weight_nbytes for at, modules in enumerate(self._chain))
             nbytes = min(_LARGEST_NBYTES, max(1, largest))
             ranks = runtime.ranks if runtime.ranks.stages is None else runtime.ranks.stages
             own = [_broadcast_s(runtime, ranks, nbytes) for _ in range(_NUM_TRIALS)]
             (seconds,) = _max_over(runtime.ranks, [min(own)])
             self._exchange_Bps = nbytes / max(seconds, 1e-9)
         return self._exchange_Bps
+
+    def _latency_s(self, runtime: Runtime) -> float:
+        """Return how long an exchange of little takes, which ranks agree on before it begins: measured once."""
+        if self._exchange_s is None:
+            ranks = runtime.ranks if runtime.ranks.stages is None else runtime.ranks.stages
+            own = []
+            for _ in range(_NUM_TRIALS):
+                began_s = time.perf_counter()
+                ranks.barrier(label="resize: measuring exchanges")
+                own.append(time.perf_counter() - began_s)
+            (self._exchange_s,) = _max_over(runtime.ranks, [median_low(own)])
+        return self._exchange_s
 
 
 def _num_ranks(ranks: Ranks) -> int:
@@ -148,11 +221,8 @@ def _broadcast_s(runtime: Runtime, ranks: Ranks, nbytes: int) -> float:
         return runtime.memory.compute.time_s(lambda: group.broadcast(sent, 0).wait())
 
 
-def _block(at: int, modules: list[nn.Module], runtime: Runtime) -> tuple[Block, int]:
-    """Return a block without times, and the bytes of its gradients."""
-    params = {id(param): param for module in modules for param in module.parameters()}.values()
-    itemsize = runtime.dtype.itemsize
-    trained = sum(param.numel() for param in params if param.requires_grad)
-    frozen = sum(param.numel() for param in params if not param.requires_grad)
-    nbytes = _BYTES_A_PARAMETER * trained + itemsize * frozen
-    return Block(str(at), 0.0, 0.0, nbytes, weight_nbytes=itemsize * (trained + frozen)), itemsize * trained
+def _block(at: int, modules: list[nn.Module], trained: int, itemsize: int) -> Block:
+    """Return a block without times, of which so many elements are trained."""
+    num = sum(param.numel() for param in {id(p): p for module in modules for p in module.parameters()}.values())
+    nbytes = _BYTES_A_PARAMETER * trained + itemsize * (num - trained)
+    return Block(str(at), 0.0, 0.0, nbytes, weight_nbytes=itemsize * num)

@@ -8,14 +8,16 @@ same, so each stage of a pipeline half as long computes half of it. Three blocks
             rank 1   .. f0 b0 f1 b1 f2 b2 f3 b3                rank 1   F2 F3 f2 f3 b3 b2 | reduce
 
 What that costs is exchanges of weights and gradients, which a width of 1 has none of. They are added to the simulated
-step as if nothing overlapped with them. Updates are left out: they are the fewer on a rank, the wider the pipeline is.
+step as if nothing overlapped with them, and so is the update of what one rank has most of. A call of a block takes some
+time however few samples it has (hooks, launches): a rank of 1 x 2 calls twice as many blocks as one of 2 x 1, with half
+of the samples each. What a step has taken longer than all of that, or less, is added for each call at that width.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import inf
 
@@ -45,6 +47,22 @@ class WidthTask:
     """Parts that each pipeline splits its batch into; fewer, if it has fewer samples."""
     schedules: Mapping[int, tuple[Schedule, int]]
     """By number of stages on different ranks, each that is possible: what runs them, and the stages of each rank."""
+    costs: Sequence[CallCost] = ()
+    """By block; empty: there are none."""
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """What a block costs that does not depend on the number of samples."""
+
+    num_calls: int
+    """For each micro-batch: forward, and backward if it has one."""
+    call_s: float = 0.0
+    """Of each of them."""
+    num_exchanges: int = 0
+    """Gathers and reductions, of data-parallel ranks in a step."""
+    trained_nbytes: int = 0
+    """Of weights that are updated."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +79,14 @@ class WidthMachine:
     """From HOST to DEVICE."""
     keeps_all: bool = False
     """DEVICE and HOST are one piece of RAM: nothing is fetched."""
+    exchange_s: float = 0.0
+    """Of each exchange between data-parallel ranks, however small."""
+    update_Bps: float = inf
+    """Of trained weights."""
+    overheads_s: Mapping[int, float] = field(default_factory=dict)
+    """By number of stages on different ranks: what steps took longer than predicted, for each call of a block."""
+    overhead_s: float = 0.0
+    """The same where no step was run with so many."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +102,7 @@ class Division:
     schedule: Schedule = Schedule.BY_LAYER
     """What runs the stages."""
     step_s: float = inf
-    """Predicted, without updates."""
+    """Predicted."""
 
     def __str__(self) -> str:
         even = len(set(self.num_blocks)) < 2
@@ -115,7 +141,7 @@ def choose_width(task: WidthTask, now: Division, machine: WidthMachine) -> Width
             if num_ranks != now.num_ranks:
                 said.append(f"{num_ranks} x {machine.num_ranks // num_ranks} is not possible: {error}")
     with contextlib.suppress(ConfigError):  # else it takes for ever
-        now = replace(now, step_s=_predicted(task, now, machine))
+        now = replace(now, step_s=predicted_s(task, now, machine))
     # Of those that are as fast, the one with fewer stages has the smaller bubble when batches get smaller.
     best = min(found, key=lambda each: (each.step_s, each.num_ranks), default=now)
     if now.step_s < _LEAST_GAIN * best.step_s or (best.num_blocks == now.num_blocks and best.width == now.width):
@@ -155,13 +181,13 @@ def _balanced(task: WidthTask, num_ranks: int, machine: WidthMachine) -> Divisio
         balance(task.blocks, 1, cap_nbytes=cap_nbytes)
         division = Division(1, width, (len(task.blocks),))
     else:
-        stages = balance(task.blocks, num_ranks * per_rank, cap_nbytes=cap_nbytes)
+        stages = balance(_with_calls(task, width), num_ranks * per_rank, cap_nbytes=cap_nbytes)
         division = Division(num_ranks, width, tuple(len(stage.blocks) for stage in stages), schedule)
-    return replace(division, step_s=_predicted(task, division, machine))
+    return replace(division, step_s=predicted_s(task, division, machine))
 
 
-def _predicted(task: WidthTask, division: Division, machine: WidthMachine) -> float:
-    """Return the time of a step.
+def predicted_s(task: WidthTask, division: Division, machine: WidthMachine) -> float:
+    """Return the time of a step and its update.
 
     Raises:
         ConfigError: the schedule cannot have so many micro-batches, or there are fewer samples than ranks.
@@ -171,10 +197,8 @@ def _predicted(task: WidthTask, division: Division, machine: WidthMachine) -> fl
         raise ConfigError(f"a global batch of {task.num_samples} samples cannot be divided by {width} ranks")
     schedule = division.schedule
     cuts = [0, *accumulate(division.num_blocks)]
-    shares = [_share(block, width) for block in task.blocks]
+    shares = [_share(block, width) for block in _with_calls(task, width)]
     stages = [Stage(tuple(shares[first:stop])) for first, stop in pairwise(cuts)]
-    exchanged = [sum(task.exchanged_nbytes[first:stop]) for first, stop in pairwise(cuts)]
-    by_rank = [sum(exchanged[rank::num_ranks]) for rank in range(num_ranks)]
     if num_ranks == 1:
         schedule, stages = Schedule.BY_LAYER, [Stage((share,)) for share in shares]
     step = try_schedule(
@@ -188,7 +212,44 @@ def _predicted(task: WidthTask, division: Division, machine: WidthMachine) -> fl
             kept_nbytes=None if machine.keeps_all else machine.device_nbytes,
         ),
     ).step
-    return step.step_s + (max(by_rank) / machine.exchange_Bps if width > 1 else 0.0)
+    exchanging_s = [0.0] * len(task.blocks)
+    if width > 1:
+        exchanging_s = [nbytes / machine.exchange_Bps for nbytes in task.exchanged_nbytes]
+        for at, cost in enumerate(task.costs):
+            exchanging_s[at] += cost.num_exchanges * machine.exchange_s
+    overhead_s = machine.overheads_s.get(num_ranks, machine.overhead_s) * num_calls(task, division)
+    updating_s = trained_nbytes(task, division) / machine.update_Bps
+    # Where exchanges overlap with computing, steps are faster than predicted, but never than what computes.
+    return max(step.step_s, step.step_s + _of_one_rank(exchanging_s, division) + overhead_s) + updating_s
+
+
+def num_calls(task: WidthTask, division: Division) -> int:
+    """Return how many calls of blocks one rank makes in a step at most, backward included."""
+    parts = _num_parts(task.num_samples // division.width, task.micro_batches)
+    return int(_of_one_rank([parts * cost.num_calls for cost in task.costs], division))
+
+
+def trained_nbytes(task: WidthTask, division: Division) -> float:
+    """Return the bytes of weights that one rank updates at most."""
+    return _of_one_rank([cost.trained_nbytes for cost in task.costs], division) / division.width
+
+
+def _of_one_rank(of_blocks: Sequence[float], division: Division) -> float:
+    """Return the largest sum that a rank of a pipeline has of what blocks have."""
+    cuts = [0, *accumulate(division.num_blocks)]
+    by_stage = [sum(of_blocks[first:stop]) for first, stop in pairwise(cuts)]
+    return max(sum(by_stage[rank :: division.num_ranks]) for rank in range(division.num_ranks))
+
+
+def _with_calls(task: WidthTask, width: int) -> list[Block]:
+    """Return the blocks with what their calls take in addition, where each of so many ranks makes all of them."""
+    blocks, num = list(task.blocks), width * _num_parts(max(1, task.num_samples // width), task.micro_batches)
+    for at, cost in enumerate(task.costs):
+        forward_s, backward_s = num * cost.call_s, num * cost.call_s * (cost.num_calls - 1)
+        if cost.num_calls:
+            block = blocks[at]
+            blocks[at] = replace(block, forward_s=block.forward_s + forward_s, backward_s=block.backward_s + backward_s)
+    return blocks
 
 
 def _share(block: Block, width: int) -> Block:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from chunkmem.pipeline.block_times import BlockTimes, SampleCost
-from chunkmem.runtime.timestamps import HostTimestamp
+from chunkmem.pipeline.block_times import BlockTimes, LastSteps, SampleCost
+from chunkmem.runtime.timestamps import HostTimestamp, Interval
 
 
 class Clock:
@@ -98,3 +98,68 @@ def test_the_last_three_steps_count_and_those_that_raised_do_not() -> None:
     assert timed.times.per_sample()[1].forward_s == 2.0 / 2
     timed.times.begin(num_samples=8, num_parts=4)  # and never ends
     assert timed.times.per_sample()[1].forward_s == 2.0 / 2
+
+
+class Hooks:
+    spent_s = 0.0
+
+
+def test_what_hooks_take_is_of_a_call_and_not_of_its_samples() -> None:
+    """0.5 s of each forward, and as much of each backward: blocks 0 and 1 take 10 s together, less 2 x 0.5 and 0.5."""
+    timed, hooks = Timed(), Hooks()
+    timed.times.divided(hooks)
+
+    def forward_s(at: int, part: int) -> float:
+        hooks.spent_s += 0.5
+        return 1.0 + at
+
+    timed.step(forward_s, 10.0)
+    costs = timed.times.per_sample()
+    assert [costs[at].call_s for at in range(3)] == [1.0, 0.5, 0.5]
+    # Less that, block 0 takes 1 s forward for 2 samples, block 1 1.5 s, and block 2 2.5 s and 0.5 s for the loss.
+    assert [costs[at].forward_s for at in range(3)] == [0.5, 0.75, 1.5]
+    # Gradients of block 0's weights alone, weight 1 of its 0.5 s, and all of block 1, weight 2 of its 0.75 s.
+    assert [costs[at].backward_s for at in range(3)] == pytest.approx([8.5 / 2 * 0.5 / 2, 8.5 / 2 * 1.5 / 2, 0.75])
+
+
+def test_steps_of_other_divisions_are_not_mixed() -> None:
+    timed = Timed()
+    for seconds in (1.0, 1.0, 1.0):
+        timed.step(lambda at, part, seconds=seconds: seconds, 1.0)
+    timed.times.divided(None, width=2)
+    assert timed.times.per_sample()[1].forward_s == 1.0 / 2, "until a step was run by these ranks"
+    assert timed.times.num_samples == 8
+    assert timed.times.last() is None
+    timed.step(lambda at, part: 5.0, 1.0)
+    assert timed.times.per_sample()[1].forward_s == 5.0 / 2
+    assert timed.times.num_samples == 2 * 8
+
+
+def test_the_shortest_of_the_last_steps_counts() -> None:
+    timed = Timed()
+
+    def interval(seconds: float) -> Interval:
+        return Interval(HostTimestamp(1.0), HostTimestamp(1.0 + seconds))
+
+    for step_s, update_s in ((2.0, 0.5), (7.0, 0.25), (3.0, 8.0)):
+        assert timed.times.last() is None, "three are needed"
+        timed.step(lambda at, part: 1.0, 1.0)
+        timed.times.took(interval(step_s))
+        timed.times.updated([interval(update_s), interval(update_s)])
+    kinds, trained = timed.times.kinds(), timed.times.trained()
+    assert trained == (12, 6, 6)
+    assert timed.times.last() == LastSteps(2.0, 0.5, kinds, trained)
+    timed.chain[0][0].requires_grad_(False)
+    assert timed.times.last() == LastSteps(2.0, 0.5, kinds, trained), "as things were"
+    timed.step(lambda at, part: 1.0, 1.0)
+    assert timed.times.last() is None
+    assert timed.times.trained() == (6, 6, 6)
+
+
+def test_times_as_they_were() -> None:
+    timed = Timed()
+    timed.step(lambda at, part: 1.0, 9.0)
+    before = timed.times.per_sample()
+    timed.chain[1][0].requires_grad_(False)
+    assert timed.times.per_sample() != before
+    assert timed.times.per_sample(then=True) == before

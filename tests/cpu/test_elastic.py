@@ -253,6 +253,24 @@ def test_measured_times(pair: Team, tmp_path: Path) -> None:
     assert different([first, second], pair.run(by_checkpoints, run, first.shapes, str(tmp_path))) == []
 
 
+def learn(rank: int, run: Elastic) -> list[int]:
+    """Resize where data parallelism is predicted to be the faster one, and takes longer than that."""
+    one = Run(run, run.sizes)
+    with one.manager:
+        found = []
+        for _ in range(3):
+            one.steps(0)
+            with fixed(FAST_BPS, {2: 0.120, 1: 0.200}):
+                one.pipe.resize()
+            found.append(one.pipe.num_stages)
+        return found
+
+
+def test_a_width_that_was_slower_than_predicted_is_given_up(pair: Team) -> None:
+    """Four blocks of 48 ms: 1F1B takes 5 slots of 24 ms; by layer is predicted to take 96 ms, and takes 200."""
+    assert pair.run(learn, Elastic((2, 1), ())) == [[1, 2, 2]] * 2
+
+
 def go_and_return(rank: int, run: Elastic) -> Ended:
     """Freeze by a schedule of the pipeline, until one block is left; then train all of it again."""
     one = Run(run, run.sizes, freeze=True)

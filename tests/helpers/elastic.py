@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
-from chunkmem.pipeline.block_times import BlockTimes, SampleCost
+from chunkmem.assembly import Runtime
+from chunkmem.pipeline.block_times import BlockTimes, LastSteps, SampleCost
 from chunkmem.pipeline.width_costs import WidthCosts
 from tests.helpers.staged_training import Net, StagedTask, loss_of
 
@@ -116,15 +117,30 @@ class Run:
 
 
 @contextlib.contextmanager
-def fixed(speed_Bps: float) -> Iterator[None]:
-    """Have blocks take 1 ms a sample forward, and 2 backward where they are trained, and exchanges a known time."""
+def fixed(speed_Bps: float, steps_s: Mapping[int, float] | None = None) -> Iterator[None]:
+    """Have blocks take 1 ms a sample forward, and 2 backward where they are trained, and exchanges a known time.
 
-    def per_sample(self: BlockTimes) -> Mapping[int, SampleCost]:
-        found = usual(self)
+    By number of stages, `steps_s` is what the last steps took; None: what was predicted.
+    """
+
+    def last(self: WidthCosts, runtime: Runtime) -> LastSteps | None:
+        if steps_s is None:
+            return None
+        stages = runtime.ranks.stages
+        step_s = steps_s[1 if stages is None else stages.size]
+        return LastSteps(step_s, 0.0, self._times.kinds(), self._times.trained())
+
+    def per_sample(self: BlockTimes, *, then: bool = False) -> Mapping[int, SampleCost]:
+        found = usual(self, then=then)
         return {at: SampleCost(1e-3, 1e-3 * self.kinds()[at], each.output_nbytes) for at, each in found.items()}
 
     usual = BlockTimes.per_sample
-    with patch.object(BlockTimes, "per_sample", per_sample), patch.object(WidthCosts, "_speed", lambda *_: speed_Bps):
+    with (
+        patch.object(BlockTimes, "per_sample", per_sample),
+        patch.object(WidthCosts, "_last", last),
+        patch.object(WidthCosts, "_speed", lambda *_: speed_Bps),
+        patch.object(WidthCosts, "_latency_s", lambda *_: 0.0),
+    ):
         yield
 
 

@@ -11,7 +11,16 @@ import pytest
 
 from chunkmem.plan.balance import Block
 from chunkmem.plan.pipeline_schedule import Schedule
-from chunkmem.plan.pipeline_width import Division, WidthMachine, WidthTask, choose_width
+from chunkmem.plan.pipeline_width import (
+    CallCost,
+    Division,
+    WidthMachine,
+    WidthTask,
+    choose_width,
+    num_calls,
+    predicted_s,
+    trained_nbytes,
+)
 
 MIB = 1 << 20
 ROOMY = WidthMachine(4, device_nbytes=1 << 30, cap_nbytes=1 << 31)
@@ -139,3 +148,83 @@ def test_after_unfreezing_stages_come_back() -> None:
     slow = replace(ROOMY, exchange_Bps=MIB)
     now = Division(1, 4, (8,))
     assert choose_width(task(), now, slow).best.num_ranks == 4
+
+
+PAIR = replace(ROOMY, num_ranks=2)
+TWO, ONE = Division(2, 1, (4, 4), Schedule.ONE_F_ONE_B), Division(1, 2, (8,))
+ONLY = {1: (Schedule.BY_LAYER, 1), 2: (Schedule.ONE_F_ONE_B, 1)}
+
+
+def costly(prefix: int = 0, **cost: Any) -> WidthTask:
+    """Blocks of which the first ones are frozen, and whose calls cost something however small they are."""
+    costs = [
+        CallCost(1 if at < prefix else 2, num_exchanges=1 if at < prefix else 3, trained_nbytes=(at >= prefix) * MIB)
+        for at in range(8)
+    ]
+    return task(prefix=prefix, costs=[replace(each, **cost) for each in costs], schedules=ONLY)
+
+
+def test_a_rank_that_calls_more_blocks_pays_for_each_call() -> None:
+    """Over 4 micro-batches, a call of 8 samples takes 0.25 + 0.1 s forward, one of 4 samples 0.125 + 0.1 s."""
+    given = costly(call_s=0.1)
+    assert [num_calls(given, division) for division in (TWO, ONE)] == [4 * 4 * 2, 8 * 4 * 2]
+    # 1F1B of two equal stages: 5 slots of 4 blocks; by layer: 4 slots of 8 blocks, a call forward and one back each.
+    assert predicted_s(given, TWO, PAIR) == pytest.approx(5 * 4 * (0.75 + 0.2))
+    assert predicted_s(given, ONE, PAIR) == pytest.approx(4 * 8 * (0.375 + 0.2))
+    # There is no bubble by layer, but from 0.125 s a call on two stages are the faster ones: 15 + 40 c and 12 + 64 c.
+    assert choose_width(costly(), TWO, PAIR).best.num_ranks == 1
+    assert choose_width(costly(call_s=0.35), ONE, PAIR).best.num_ranks == 2
+
+
+def test_a_frozen_block_is_called_once_for_each_micro_batch() -> None:
+    given = costly(prefix=4, call_s=0.1)
+    assert [num_calls(given, division) for division in (TWO, ONE)] == [4 * 4 * 2, 4 * 4 + 4 * 4 * 2]
+    # The second stage waits for the first one, then computes 4 micro-batches of all that has a backward.
+    assert predicted_s(given, TWO, PAIR) == pytest.approx(4 * (0.25 + 0.1) + 4 * 4 * (0.75 + 0.2))
+    assert predicted_s(given, ONE, PAIR) == pytest.approx(4 * (4 * (0.125 + 0.1) + 4 * (0.375 + 0.2)))
+
+
+def test_what_a_cache_has_is_not_called() -> None:
+    given = costly(prefix=4, call_s=0.1)
+    costs = [CallCost(0, num_exchanges=0) if at < 4 else cost for at, cost in enumerate(given.costs)]
+    blocks = [replace(block, forward_s=0.0) if at < 4 else block for at, block in enumerate(given.blocks)]
+    cached = replace(given, blocks=blocks, costs=costs)
+    assert num_calls(cached, ONE) == num_calls(cached, TWO) == 4 * 4 * 2
+    assert predicted_s(cached, TWO, PAIR) == pytest.approx(4 * 4 * (0.75 + 0.2))
+    assert choose_width(cached, TWO, PAIR).best.num_ranks == 1, "one rank of two has nothing to do"
+
+
+def test_each_exchange_takes_some_time_however_small() -> None:
+    """8 blocks of 3 exchanges each where ranks share chunks, and none where each has its own stage."""
+    slow = replace(PAIR, exchange_s=0.5)
+    assert predicted_s(costly(), ONE, slow) == pytest.approx(12 + 8 * 3 * 0.5)
+    assert predicted_s(costly(), TWO, slow) == pytest.approx(15)
+    assert predicted_s(costly(prefix=4), ONE, slow) == pytest.approx(8 + (4 * 1 + 4 * 3) * 0.5)
+
+
+def test_updates_are_those_of_the_rank_that_has_most() -> None:
+    slow = replace(PAIR, update_Bps=MIB)
+    assert [trained_nbytes(costly(), division) for division in (TWO, ONE)] == [4 * MIB, 4 * MIB]
+    given = costly(prefix=4)
+    assert [trained_nbytes(given, division) for division in (TWO, ONE)] == [4 * MIB, 2 * MIB]
+    assert predicted_s(given, TWO, slow) - predicted_s(given, TWO, PAIR) == pytest.approx(4)
+    assert predicted_s(given, ONE, slow) - predicted_s(given, ONE, PAIR) == pytest.approx(2)
+
+
+def test_what_steps_took_longer_than_predicted_counts_for_each_call() -> None:
+    given = costly()
+    known = replace(PAIR, overheads_s={2: 0.01, 1: 0.2}, overhead_s=9.0)
+    assert predicted_s(given, TWO, known) == pytest.approx(15 + 0.01 * 32)
+    assert predicted_s(given, ONE, known) == pytest.approx(12 + 0.2 * 64)
+    # Two stages are the better ones as long as the other number is known to be slow; where it is not known, it is
+    # taken to be like the present one.
+    assert choose_width(given, TWO, known).best.num_ranks == 2
+    assert choose_width(given, ONE, known).best.num_ranks == 2
+    first = replace(PAIR, overheads_s={2: 0.01}, overhead_s=0.01)
+    assert choose_width(given, TWO, first).best.step_s == pytest.approx(12 + 0.01 * 64)
+
+
+def test_exchanges_that_overlap_hide_no_more_than_themselves() -> None:
+    fast = replace(PAIR, exchange_Bps=24 * MIB, overheads_s={1: -1.0})
+    assert predicted_s(costly(), ONE, fast) == pytest.approx(12)
+    assert predicted_s(costly(), ONE, replace(fast, overheads_s={1: -0.5 / 64})) == pytest.approx(12.5)
