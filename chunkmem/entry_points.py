@@ -83,6 +83,14 @@ class EntryPoints:
             return "backward"
         return "forward" if self._modules.access.stack else ""
 
+    def require_drained(self, call: str) -> None:
+        """Raise a `StateError` if an asynchronous pipeline has batches under way, which `call` would be wrong for."""
+        if self.batches_under_way:
+            raise StateError(
+                f"{call} with {self.batches_under_way} batches under way, whose gradients are those of what is trained "
+                "now; call pipe.flush() on all ranks first"
+            )
+
     def begin_root(self, root: nn.Module) -> None:
         """A model is called from outside: drop what an interrupted call left, and look the parameters over."""
         require_open(self._memory.pager)

@@ -349,8 +349,10 @@ class ChunkManager(ModelBuilding, Reporting):
         Raises:
             CheckpointError: keys are missing or unexpected (`strict`), or shapes differ. All are named, and nothing
                 has been changed.
+            StateError: an asynchronous pipeline has batches under way; likewise.
         """
         self.runtime.require_open()
+        self.runtime.entry_points.require_drained("manager.load_state_dict()")
         self.runtime.registry.check()
         return self.runtime.load_state_dict(state_dict, self.runtime.root(model), strict=strict)
 
@@ -416,8 +418,10 @@ class ChunkManager(ModelBuilding, Reporting):
 
         Raises:
             CheckpointError: it is damaged, or does not fit. Nothing has been changed.
+            StateError: an asynchronous pipeline has batches under way; likewise.
         """
         self.runtime.require_open()
+        self.runtime.entry_points.require_drained("manager.load()")
         self.runtime.registry.check()
         where = Path(path).resolve()
         self._saver.before_load(where)

@@ -175,11 +175,7 @@ def _require_between_steps(runtime: Runtime, call: str) -> None:
     if runtime.entry_points.phase or runtime.entry_points.gathers_open:
         where = runtime.entry_points.phase or "manager.gather()"
         raise StateError(f"manager.{call}() inside of {where}: call it between two steps")
-    if num := runtime.entry_points.batches_under_way:
-        raise StateError(
-            f"manager.{call}() with {num} batches under way, whose graphs have gradients of what is trained now; call "
-            "pipe.flush() on all ranks first"
-        )
+    runtime.entry_points.require_drained(f"manager.{call}()")
     runtime.gradients.settle(runtime.registry.parameters)
     if runtime.gradients.any_landed(list(runtime.registry.parameters)):
         raise StateError(

@@ -205,6 +205,9 @@ def change_under_way(rank: int, task: AsynchronousTask) -> dict[str, Tensor]:
         x, y = next(task.batches())
         with pytest.raises(chunkmem.StateError, match=r"manager.freeze\(\) with 1 batches under way.*pipe.flush\(\)"):
             manager.freeze(model.blocks, prefix=1)
+        for load in (lambda: manager.load("nowhere"), lambda: manager.load_state_dict(model.state_dict())):
+            with pytest.raises(chunkmem.StateError, match=r"manager.load.*with 1 batches under way.*pipe.flush\(\)"):
+                load()
         own = [block for block in model.blocks if next(block.parameters()).requires_grad]
         for block in own:
             block.requires_grad_(False)
