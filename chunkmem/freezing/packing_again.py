@@ -70,7 +70,15 @@ class PackingAgain:
             self._masters[id(managed.param)] = master
 
     def is_worth_it(self) -> bool:
-        """Tell whether a group is trained by less than half, and packing again gives back more than it takes."""
+        """Tell whether a group is trained by less than half, and packing again gives back more than it takes.
+
+        All ranks call it, and are told the same.
+        """
+        own = float(self._seems_worth_it())
+        (most,) = self._runtime.ranks.max_over([own], label="manager.freeze(): is packing again worth it?")
+        return most > 0
+
+    def _seems_worth_it(self) -> bool:
         groups = self._groups().values()
         if not any(map(_is_half_frozen, groups)):
             return False

@@ -9,12 +9,14 @@ import threading
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 import chunkmem
+from chunkmem.repack import inventory
 from tests.cpu.test_freezing import content_nbytes
 from tests.helpers.audit import audit
 from tests.helpers.half_frozen import CHUNK_NUMEL, SCENES, HalfFrozen, peak_of
@@ -268,6 +270,75 @@ def test_with_any_optimizer_and_zero_grad_at_the_beginning(kind: type[torch.opti
 
     with chunkmem.ChunkManager(config(32 << 10, default_chunk_size=CHUNK_NUMEL)) as manager:
         assert_equal(run(manager), run(None))
+
+
+def test_a_lack_of_room_meanwhile_is_told() -> None:
+    with chunkmem.ChunkManager(config(32 << 10, default_chunk_size=CHUNK_NUMEL)) as manager:
+        training = HalfFrozen(Chunked(manager))
+        training.steps(3)
+        with patch.object(inventory, "extra_nbytes", return_value=1 << 40):
+            report = manager.freeze(training.model.blocks[::2])
+        assert "packing again: while chunks move, this rank has up to 1.00 TiB more" in report.not_packed
+        assert report.left_nbytes > 0 == report.packed_nbytes
+        training.steps(2)
+        audit(manager)
+
+
+class Words(nn.Module):
+    """Has a tied weight, and an embedding that may be on HOST."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 16)
+        self.inner = Blocks(num_blocks=8)
+        self.inner.blocks[5][0].weight = self.inner.blocks[1][0].weight
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(self.words(x))
+
+
+def trained_words(kind: str, chunk_numel: int) -> tuple[Any, int]:
+    keys: dict[str, Any] = {"on host": {"use_cpu_embedding": True}, "fp16": {"precision": "fp16"}}.get(kind, {})
+    torch.manual_seed(SEED)
+    packed_nbytes, losses = 0, []
+    with chunkmem.ChunkManager(config(64 << 10, default_chunk_size=chunk_numel, **keys)) as manager:
+        with manager.init():
+            model = Words()
+            if kind == "excluded":
+                with manager.exclude():
+                    model.inner.head = nn.Linear(16, 4)
+        if kind == "compiled":
+            manager.compile(model.inner)
+        params = list(model.parameters())
+        parts = [params[::2], params[1::2]] if kind == "two optimizers" else [params]
+        options: dict[str, Any] = {"lr": 1e-2, "manager": manager} | ({"states": "8bit"} if kind == "8 bits" else {})
+        optimizers = [chunkmem.AdamW(part, **options) for part in parts]
+        for step in range(8):
+            loss = model(torch.arange(step, step + 8, device=manager.runtime.device)).square().mean()
+            manager.backward(loss)
+            losses.append(loss.item())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 3:
+                packed_nbytes = manager.freeze(model.inner.blocks[::2]).packed_nbytes
+            if step == 5:
+                manager.unfreeze(model)
+            audit(manager)
+        return (losses, copied(manager.state_dict())), packed_nbytes
+
+
+KINDS = ("tied", "two optimizers", "on host", "8 bits", "fp16", "excluded", "compiled")
+
+
+@pytest.mark.few(1)
+@spread(kind=KINDS)
+def test_other_parts_of_a_run(kind: str) -> None:
+    """As with chunks that are too small to be packed again."""
+    found, packed_nbytes = trained_words(kind, CHUNK_NUMEL)
+    expected, nothing = trained_words(kind, 256)
+    assert_equal(found, expected)
+    assert packed_nbytes > 0 == nothing
 
 
 def test_old_parts_are_gone() -> None:

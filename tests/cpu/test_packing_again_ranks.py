@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkmem
@@ -75,6 +75,7 @@ def train(rank: int, packs: bool, precision: str, device_nbytes: int, replicas: 
     return found
 
 
+@pytest.mark.few(1)
 @spread(precision=["fp32", "bf16"], device_nbytes=[28 << 10, AMPLE_NBYTES], replicas=[1, 2])
 def test_the_numbers_are_those_of_chunks_that_stay(
     precision: str, device_nbytes: int, replicas: int, pair: Team
@@ -96,3 +97,28 @@ def test_the_numbers_are_those_of_chunks_that_stay(
         assert sum(report.freed_nbytes for report in reports) >= replicas * frozen_nbytes
     chunk_nbytes = 4 * CHUNK_NUMEL
     assert max(found.extra_nbytes for found in ours) <= (num_roles + 1) * chunk_nbytes
+
+
+def add_on_one(rank: int) -> tuple[str, int]:
+    """Rank 1 adds a module that nobody calls; return what all are told."""
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, default_chunk_size=CHUNK_NUMEL)) as manager:
+        with manager.init():
+            model = Blocks(num_blocks=12)
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(3):
+            manager.backward(model(features(10 * step + rank)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                if rank == 1:
+                    model.added = nn.Linear(4, 4)
+                report = manager.freeze(model.blocks[::2])
+        audit(manager)
+        return report.not_packed, report.packed_nbytes
+
+
+@pytest.mark.full
+def test_what_stands_against_it_on_one_rank_is_told_to_all(pair: Team) -> None:
+    assert pair.run(add_on_one) == [("parameters were added to the model after it was packed", 0)] * 2

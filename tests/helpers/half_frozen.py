@@ -94,8 +94,20 @@ def again(training: Training) -> Any:
     yield from training.steps(3)
 
 
+def by_hand_first(training: Training) -> Any:
+    """What was never trained, and frozen by hand, keeps all bits that it was built with."""
+    training.model.blocks[0].requires_grad_(False)
+    yield from training.steps(3)
+    training.freeze(training.model.blocks[2:])
+    training.unfreeze([block[2] for block in training.model.blocks[2:]])
+    training.freeze([block[0] for block in training.model.blocks[1:]])
+    yield from training.steps(3)
+    training.unfreeze([training.model])
+    yield from training.steps(2)
+
+
 SCENES: dict[str, Callable[[Training], Any]] = {
-    scene.__name__: scene for scene in (every_second, adapters, at_random, again)
+    scene.__name__: scene for scene in (every_second, adapters, at_random, again, by_hand_first)
 }
 
 
