@@ -137,6 +137,15 @@ def _require_stages(runtime: Runtime, options: PipelineOptions, num_stages: int,
             "pipe.repartition(): modules were built in manager.exclude(reduce=False): each rank has parameters of its "
             "own there, and other ranks cannot choose between them"
         )
+    ordinary = {id(param) for module in added.excluded for param in module.parameters(recurse=False)}
+    for root in added.roots:
+        for name, param in root.named_parameters():
+            is_packed = runtime.registry.find(param) is not None or runtime.registry.is_elsewhere(param)
+            if not is_packed and id(param) not in ordinary:
+                raise StateError(
+                    f"pipe.repartition(): parameter {name} was added after the model was packed, and is in no chunk; "
+                    "make adapters (get_peft_model) before the model is packed"
+                )
     if num_stages > 1:
         _, per_rank = check_schedule(_options_for(options, num_stages).schedule, options.stages_per_rank)
         num = per_rank * num_stages

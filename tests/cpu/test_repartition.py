@@ -315,6 +315,38 @@ def test_replicas_keep_their_ranks(four: Team) -> None:
         assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
 
 
+class Adapted(nn.Module):
+    """A layer with an adapter."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.adapter = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x) + self.adapter(x)
+        return result
+
+
+def add_adapter(rank: int) -> None:
+    """A rank looked for it in chunks: KeyError, "no rank has parameter 3"."""
+    task = StagedTask(sizes=(1, 2))
+    training = Training(Change(task), task.sizes)
+    with training.manager:
+        block = training.model.blocks[0]
+        block.down = Adapted(block.down)
+        training.optimizers = [chunkmem.AdamW(training.model.parameters(), manager=training.manager, lr=1e-2)]
+        batches = list(task.batches(rank))
+        training.steps(batches[:2])
+        with pytest.raises(chunkmem.StateError, match=r"blocks\.0\.down\.adapter\.weight was added after"):
+            training.pipe.repartition(stages=2)
+        training.steps(batches[2:4])
+
+
+def test_parameters_that_were_added_later_are_refused(pair: Team) -> None:
+    pair.run(add_adapter)
+
+
 class Hooked:
     """Hooks on Parameters, of which every rank has values at one time and has none at another."""
 
