@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from chunkmem.errors import StateError
@@ -92,7 +93,7 @@ class AccessGuard(TorchDispatchMode):
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(tensor, torch.Tensor):
                         self._check(tensor, func)
-            if func._schema.is_mutable:
+            if not isinstance(func, HigherOrderOperator) and func._schema.is_mutable:
                 self._note_writes(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():  # what comes here has been served
             if self._run is not None and not self._disarmed:
@@ -120,5 +121,7 @@ class AccessGuard(TorchDispatchMode):
 
 def only_makes_a_view(func: Any) -> bool:
     """Tell whether an operator hands memory on without touching it, as views and detaches do."""
+    if isinstance(func, HigherOrderOperator):  # a compiled checkpoint keeps random numbers by one
+        return False
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)

@@ -10,8 +10,8 @@ come in every backward, and not always in time:
     a node that leads to no gradient waited for          it may run after they have landed
 
 In these cases the nodes of the call are looked up when backward comes to it: those that have saved memory of a chunk,
-or may use it in ways that nobody sees (a Python function's own). Each has the chunk pinned from when it begins until it
-has run, and nothing is pinned in between:
+or may use it in ways that nobody sees (a Python function's own, or that of a checkpoint in a compiled module). Each has
+the chunk pinned from when it begins until it has run, and nothing is pinned in between:
 
     forward    | read W |
     backward            | grad of output | ... | node that saved W | ... | grad of W
@@ -124,7 +124,7 @@ class NodePins:
         for node in nodes_between((torch._C._current_autograd_node(),), call.nodes.first, call.nodes.stop):
             if node in task.runs or node._sequence_nr() not in call.nodes:
                 continue
-            if isinstance(node, BackwardCFunction):
+            if isinstance(node, BackwardCFunction) or self._graphs.is_checkpointed(node):
                 groups = tuple(dict.fromkeys(storages.values()))
             else:
                 groups = tuple(self._graphs.saved_in(node, storages, params))

@@ -78,6 +78,11 @@ class GraphSearch:
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
             return self._saved_in(node, groups, params, {})
 
+    def is_checkpointed(self, node: Any) -> bool:
+        """Tell whether a checkpoint keeps what a node has saved: it may be memory of anything that was read in it."""
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
+            return any(type(packed).__module__ == "torch.utils.checkpoint" for packed in self._packed_in(node))
+
     def _search(self, frame: Frame, outputs: Collection[torch.Tensor]) -> Findings:
         # To show what it has saved, a node runs operators, which no mode of the user's has to see.
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
@@ -140,6 +145,13 @@ class GraphSearch:
         return found
 
     def _tensors_of(self, node: Any) -> Iterator[torch.Tensor]:
+        for packed in self._packed_in(node):
+            tensor = packed.tensor if isinstance(packed, SavedReference) else packed
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
+
+    def _packed_in(self, node: Any) -> Iterator[Any]:
+        """Yield what is kept of the tensors that a node has saved."""
         fields = self._fields.get(type(node))
         if fields is None:
             names = (name for name in dir(type(node)) if name.startswith("_raw_saved_"))
@@ -150,10 +162,8 @@ class GraphSearch:
             except RuntimeError:  # it has been freed, or cannot be shown: then it is not found
                 continue
             for saved in value if isinstance(value, _LIST) else (value,):
-                tensor = None if saved is None else saved.data
-                tensor = tensor.tensor if isinstance(tensor, SavedReference) else tensor
-                if isinstance(tensor, torch.Tensor):
-                    yield tensor
+                if saved is not None:
+                    yield saved.data
 
 
 def _end(node: Any, params: Mapping[int, ManagedParameter], inputs: Collection[object]) -> set[int]:

@@ -426,6 +426,36 @@ class Breaking(nn.Module):
         return torch.tanh(self.second(x)) + x
 
 
+class CheckpointInside(Block):
+    """As layers of transformers with gradient checkpointing: the graph has an operator that keeps random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+class BreakingInCheckpoint(nn.Module):
+    """What is not compiled saves frozen weights, of which a checkpoint shows nothing: "setStorage: out of bounds"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.requires_grad_(False)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        result: Tensor = self.third(torch.tanh(self.second(x))) + x
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.body, x, use_reentrant=False)
+        return result
+
+
 class Hooked(Block):
     """A user's hooks, on the module and inside of it."""
 
@@ -446,6 +476,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen part": partial(blocks, FrozenPart),
     "attention": partial(blocks, Attention),
     "breaking": partial(blocks, Breaking),
+    "checkpoint inside": partial(blocks, CheckpointInside),
+    "breaking in a checkpoint": partial(blocks, BreakingInCheckpoint),
     "hooked": partial(blocks, Hooked),
 }
 

@@ -232,3 +232,11 @@ def test_prompts_around_a_managed_model_are_refused() -> None:
         model = peft.get_peft_model(manager.wrap(llama()), ADAPTERS["prompt"]())
         with pytest.raises(chunkmem.StateError, match=r"neither managed nor excluded.*manager\.wrap\(\) first"):
             chunkmem.AdamW([p for p in model.parameters() if p.requires_grad], manager=manager)
+
+
+def test_copies_of_modules_in_chunks_are_refused() -> None:
+    with manager_of(AMPLE_NBYTES) as manager:
+        model = manager.wrap(llama())
+        settings = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        with pytest.raises(chunkmem.StateError, match="a managed model cannot be copied"):
+            peft.get_peft_model(model, settings)
