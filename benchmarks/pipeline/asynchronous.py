@@ -30,13 +30,14 @@ from benchmarks.stats import median_interval, paired_ratios
 from chunkmem.pipeline.asynchronous import AsynchronousPipeline
 
 DRAINED, AGAIN = "1f1b", "1f1b-again"
-VERSIONS = {"async-stash": "stash", "async-predict": "predict"}
+VERSIONS = {"async-stash": "stash", "async-predict": "predict", "async-gap": "predict+gap"}
 """By variant: the weights that backward runs on."""
 TITLES = {
     DRAINED: "`1f1b`, drained after each batch",
     AGAIN: "the same again (A/A)",
     "async-stash": '`async-1f1b`, `versions="stash"`',
     "async-predict": '`async-1f1b`, `versions="predict"`',
+    "async-gap": '`async-1f1b`, `versions="predict+gap"`',
 }
 CLOCKS = ("epoch_s", "full_s")
 NUM_WARMUP_STEPS = 14
@@ -183,8 +184,8 @@ def table(results: dict[str, Any]) -> str:
         "| HOST peak, MiB | loss at the end |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, title in TITLES.items():
-        row, cells = rows[name], []
+    for name, row in rows.items():
+        title, cells = TITLES[name], []
         for clock in reversed(CLOCKS):
             found = median_interval(paired_ratios(rows[DRAINED][clock], row[clock]))
             cells.append(f"{statistics.median(row[clock]):.3f}")
