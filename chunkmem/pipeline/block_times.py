@@ -16,6 +16,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median_low
 from typing import Any, Protocol
 
@@ -150,7 +151,7 @@ class BlockTimes:
         if len(same) < _NUM_STEPS:
             return None
         return LastSteps(
-            min(step.whole.duration_s for step in same if step.whole is not None),
+            min(map(_whole_s, same)),
             min(sum(update.duration_s for update in step.updates) for step in same),
             same[-1].kinds,
             same[-1].trained,
@@ -224,9 +225,11 @@ class BlockTimes:
         """Return by block, of those that this rank has run, what one sample takes as things are now; or as they were.
 
         Args:
-            then: as they were in the last steps.
+            then: as they were in the one of the last steps that `last` tells the time of.
         """
         same = self._same()
+        if then and all(step.whole is not None for step in same):
+            same = sorted(same, key=_whole_s)[:1]
         found = [self._of(step, step.kinds if then else self.kinds()) for step in same]
         return {
             block: SampleCost(
@@ -267,6 +270,10 @@ def _scaled(forward_s: float, backward_s: float, kind_then: int, kind_now: int) 
     """Return the time of backward of a block that was, or is, frozen."""
     then, now = _PER_FORWARD[kind_then], _PER_FORWARD[kind_now]
     return backward_s * now / then if then and backward_s else forward_s * now
+
+
+def _whole_s(step: _Step) -> float:
+    return inf if step.whole is None else step.whole.duration_s
 
 
 def _median_s(calls: Sequence[Interval]) -> float:

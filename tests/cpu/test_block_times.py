@@ -163,3 +163,12 @@ def test_times_as_they_were() -> None:
     timed.chain[1][0].requires_grad_(False)
     assert timed.times.per_sample() != before
     assert timed.times.per_sample(then=True) == before
+
+
+def test_times_as_they_were_are_those_of_the_shortest_step() -> None:
+    timed = Timed()
+    for seconds, step_s in ((4.0, 9.0), (3.0, 2.0), (2.0, 5.0), (1.0, 6.0)):
+        timed.step(lambda at, part, seconds=seconds: seconds, 1.0)
+        timed.times.took(Interval(HostTimestamp(0.0), HostTimestamp(step_s)))
+    assert timed.times.per_sample(then=True)[1].forward_s == 3.0 / 2
+    assert timed.times.per_sample()[1].forward_s == 2.0 / 2, "the median"
