@@ -240,3 +240,12 @@ def test_copies_of_modules_in_chunks_are_refused() -> None:
         settings = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
         with pytest.raises(chunkmem.StateError, match="a managed model cannot be copied"):
             peft.get_peft_model(model, settings)
+
+
+def test_an_adapter_in_bf16_is_not_loaded_by_peft(tmp_path: Path) -> None:
+    """It would put others in fp32 in place of them, as Trainer does when it resumes; `manager.load` has no need to."""
+    with manager_of(AMPLE_NBYTES, precision="bf16") as manager:
+        model = manager.wrap(adapted("lora"))
+        model.save_pretrained(tmp_path)
+        with pytest.raises(chunkmem.StateError, match=r"lora_A\.default\.weight was packed .* cannot be replaced"):
+            model.load_adapter(tmp_path, "default", is_trainable=True)
