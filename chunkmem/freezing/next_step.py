@@ -82,6 +82,7 @@ def _expect(
         groups=groups,
         emptied=of_training(trace) - kept,
         exchanges=exchanges,
+        unpredictable={managed.name for managed in runtime.modules.backward.unpredictable},
     )
     if fewer.is_certain:
         runtime.controller.expect(key, fewer.trace, source)

@@ -8,17 +8,20 @@ from the first gradient of one of its outputs until the gradients of the paramet
     pinned     |<- frame ->|      |<---------------- call ---------------------->|
 
 A frozen parameter gets no gradient; it stays until the inputs of its module have theirs, where that is certain to come
-last (the module has no children). Where neither comes, or comes late, the nodes of the call are pinned one by one
-([Note: Ends by nodes] in `chunkmem.nn.nodes`). Under checkpoints, whose saved tensors nobody else sees, and over ranks,
-references are counted: the chunk stays until as many are gone as the calls announced so far had left.
+last (the module has no children): before what has made these is announced, which their gradients tell, too. Where
+neither comes, or comes late, the nodes of the call are pinned one by one ([Note: Ends by nodes] in
+`chunkmem.nn.nodes`). Under checkpoints, whose saved tensors nobody else sees, and over ranks, references are counted:
+the chunk stays until as many are gone as the calls announced so far had left.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from functools import partial
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.backward_calls import BackwardCall
@@ -74,6 +77,11 @@ class BackwardTracker:
         self._nodes = NodePins(
             pager, access, turn, graphs=self._graphs, watch=self.watch, then=lambda: self._settle_left()
         )
+        self.unpredictable: set[ManagedParameter] = set()
+        """Read by calls of recorded steps of which nobody can tell when backward would be done with them if these were
+        frozen: their inputs have no gradients, or have them when backward has left the unit."""
+        self._readers: MutableMapping[torch.Tensor, tuple[int, list[Callable[[], None]]]] = WeakIdKeyDictionary()
+        """By output of a call, as it was at that version: ends of calls that had it as an input."""
         self._counted: set[int] = set()
         """Groups that some call of a unit is uncertain about."""
         self._left: list[tuple[BackwardCall, int]] = []
@@ -142,18 +150,29 @@ class BackwardTracker:
             is_hidden=is_hidden,
         )
         call.module = id(frame.module) if frame.module is not None else 0
+        call.region = self._regions.current
 
-        def announce(_grad: torch.Tensor) -> None:
+        def announce(_grad: torch.Tensor, readers: Sequence[Callable[[], None]]) -> None:
             took_turn = self._turn.take_in_hook()
             try:
+                for end in readers:
+                    end()
                 self._announce(call)
             finally:
                 if took_turn:
                     self._turn.give_back()
 
+        self._note_end(call, frame)
         for tensor in outputs:
-            tensor.register_hook(announce)
+            readers: list[Callable[[], None]] = []
+            self._readers[tensor] = tensor._version, readers
+            tensor.register_hook(partial(announce, readers=readers))
         self._watch_inputs(call, frame)
+
+    @property
+    def is_recorded(self) -> bool:
+        """The step is recorded, and something of it has been."""
+        return self._regions.now() > 0
 
     def landed(self, managed: ManagedParameter) -> None:
         """The gradient of a parameter is complete for this backward."""
@@ -183,7 +202,7 @@ class BackwardTracker:
         self._units.announce(call.unit)  # also if it is announced: another unit may have come in between
         if call.open:
             return
-        self._regions.settle()
+        self._regions.settle(inside=call.region)
         self._settle_left()
         task = torch._C._current_graph_task_id()
 
@@ -271,20 +290,51 @@ class BackwardTracker:
             return  # the module wrote to its input: that tensor is an output of the module now
         call.inputs = len(frame.inputs)
 
-        def on_gradient(index: int) -> None:
+        def end(index: int) -> None:
+            call.inputs_left.discard(index)
+            if not call.inputs_left:
+                for group in reversed(call.open.copy()):  # as gradients land
+                    self._settle(call, group)
+            self._settle_left()
+
+        def on_gradient(_grad: torch.Tensor, index: int) -> None:
             took_turn = self._turn.take_in_hook()
             try:
-                call.inputs_left.discard(index)
-                if not call.inputs_left:
-                    for group in list(call.open):
-                        self._settle(call, group)
-                self._settle_left()
+                end(index)
             finally:
                 if took_turn:
                     self._turn.give_back()
 
-        for index, (tensor, _) in enumerate(frame.inputs):
-            tensor.register_hook(lambda _grad, index=index: on_gradient(index))
+        for index, (tensor, version) in enumerate(frame.inputs):
+            # What has made it is announced by the same gradient, and comes after this call.
+            if not self._ends_before_maker(tensor, version, partial(end, index)):
+                tensor.register_hook(partial(on_gradient, index=index))
+
+    def _ends_before_maker(self, tensor: torch.Tensor, version: int, end: Callable[[], None]) -> bool:
+        """Have a call end when the gradient of its input is there, before the call that has made it is announced.
+
+        Return false if nobody announces that.
+        """
+        made_at, readers = self._readers.get(tensor, (None, []))
+        readers.append(end)
+        return made_at == version
+
+    def _note_end(self, call: BackwardCall, frame: Frame) -> None:
+        """In a recorded step, find out whether the end of a call would be known if all that it reads were frozen."""
+        if frame.recomputing or not self.is_recorded or not all(managed.requires_grad for managed in call.reads):
+            return
+        left = set(range(len(frame.noted_inputs)))
+
+        def end(index: int) -> None:
+            left.discard(index)
+            if not left and call.unit is not None and not self._units.is_held(call.unit):
+                self.unpredictable.update(call.reads)
+
+        if not left:
+            self.unpredictable.update(call.reads)
+        for index, (tensor, version) in enumerate(frame.noted_inputs):
+            if not self._ends_before_maker(tensor, version, partial(end, index)):
+                tensor.register_hook(lambda _grad, index=index: end(index))
 
     def _end(self, task: int) -> None:
         self.num_ended += 1

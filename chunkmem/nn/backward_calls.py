@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from chunkmem.nn.access import AccessTracker
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.nodes import CallNodes
+from chunkmem.nn.region_calls import CallRecord
 from chunkmem.shard.units import Unit
 
 
@@ -15,7 +16,7 @@ class BackwardCall:
 
     __slots__ = (
         "access", "counter", "frozen", "inputs", "inputs_left", "is_hidden", "made_in_step", "module", "name", "nodes",
-        "open", "reads", "references", "uncertain", "unit",
+        "open", "reads", "references", "region", "uncertain", "unit",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +49,8 @@ class BackwardCall:
             self.counter.update(reads)
         self.module = 0
         """The identity of the module; 0 for an operator."""
+        self.region: CallRecord | None = None
+        """The call of a region that it was part of, also where that was recomputed."""
         self.is_hidden = is_hidden
         """Its graph saves nothing itself, or saves it elsewhere: gradients have to land, too."""
         self.inputs = 0

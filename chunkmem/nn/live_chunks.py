@@ -130,11 +130,14 @@ class LiveChunks:
             if took_turn:
                 self._turn.give_back()
 
-    def look_after_gone(self) -> None:
-        """Free the chunks of calls that autograd has let go of."""
-        while self._gone:
+    def look_after_gone(self, *, inside: CallRecord | None = None) -> None:
+        """Free the chunks of calls that autograd has let go of, but for those of the call that backward is `inside`."""
+        for _ in range(len(self._gone)):
             sight = self._gone.popleft()
             assert isinstance(sight, _Sight)
+            if inside is not None and sight.record is inside:
+                self._gone.append(sight)
+                continue
             if self._sights.get(sight.chunk.id) is sight:
                 if len(sight.record.backward) == 1:
                     sight.record.backward.append(self.now())

@@ -43,8 +43,10 @@ class _Call:
         tensors: Sequence[torch.Tensor],
         *,
         is_later: bool,
+        on_copies: Callable[[Iterable[torch.Tensor]], None],
     ) -> None:
         """Call `function`; `is_later`: for a later time, as somebody else makes the first call."""
+        self._on_copies = on_copies
         self._function, self._packed, self._keys = function, packed, keys
         self._inputs = copies_of({index: tensor for index, tensor in enumerate(tensors) if is_state(tensor)})
         """Running statistics may be arguments, too."""
@@ -53,7 +55,9 @@ class _Call:
     def __call__(self, *tensors: torch.Tensor) -> Any:
         given = list(tensors)
         if self._num_runs:
-            for index, copy in copies_of(self._inputs).items():
+            copies = copies_of(self._inputs)
+            self._on_copies(copies.values())
+            for index, copy in copies.items():
                 given[index] = copy
         self._num_runs += 1
         positional, *values = _unpacked(self._packed, given)
@@ -70,6 +74,8 @@ class Recomputation:
         preserve_rng_state: repeat torch's random numbers.
         determinism_check: as for `torch.utils.checkpoint.checkpoint`.
         early_stop: stop a recomputation as soon as everything that was saved is there again.
+        on_copies: called, before a call runs again, with the arguments that are copied for it: small tensors without
+            gradient.
     """
 
     rng: tuple[RandomSource, ...] = ()
@@ -77,6 +83,7 @@ class Recomputation:
     preserve_rng_state: bool = True
     determinism_check: str = "default"
     early_stop: bool = True
+    on_copies: Callable[[Iterable[torch.Tensor]], None] = lambda copies: None
 
     def run(
         self,
@@ -145,7 +152,7 @@ class Recomputation:
         tensors: list[torch.Tensor] = []
         packed = _packed((tuple(args), *kwargs.values()), tensors)
         # Positional tensors are what torch saves, under the hooks around this call, and compares the versions of.
-        call = _Call(function, packed, tuple(kwargs), tensors, is_later=is_later)
+        call = _Call(function, packed, tuple(kwargs), tensors, is_later=is_later, on_copies=self.on_copies)
         return call, tensors, partial(self._contexts, function, named, label)
 
     def _contexts(self, function: Callable[..., Any], named: list[tuple[str, object]], label: str) -> Contexts:

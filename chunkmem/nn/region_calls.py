@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -91,6 +91,10 @@ class Recomputed(Protocol):
         """It has been, and has saved so many bytes."""
         ...
 
+    def end_recomputation(self) -> None:
+        """It is over, or was interrupted."""
+        ...
+
     def counts(self, call: RegionCall, storage: int) -> bool:
         """Tell whether a storage that is saved when a call is recomputed is one that it makes."""
         ...
@@ -104,12 +108,14 @@ class _Count(OwnHooks):
     def __init__(self, counts: Callable[[int], bool], pack: Callable[[torch.Tensor], object]) -> None:
         self.nbytes: dict[int, int] = {}
         self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self.given: set[int | None] = set()
+        """Storages of copies that the call is given, by identity."""
         self._counts = counts
         self._pack = pack
 
     def pack(self, tensor: torch.Tensor) -> object:
         key = storage_id(tensor)
-        if key is not None and key not in self.nbytes and self._counts(key):
+        if key is not None and key not in self.nbytes and key not in self.given and self._counts(key):
             storage = tensor.untyped_storage()
             self.nbytes[key] = aligned(storage.nbytes())
             self.storages.append(weakref.ref(storage))
@@ -133,8 +139,16 @@ class Recomputing(contextlib.AbstractContextManager[None]):
         self._runs.append(count)
         torch._C._autograd._push_saved_tensors_default_hooks(count.pack, hooks[1])
 
+    def give(self, copies: Iterable[torch.Tensor]) -> None:
+        """Small arguments without gradient are copied for the run that has begun: it does not make them.
+
+        So what a call saves when it is recomputed does not depend on whether blocks before it are trained.
+        """
+        self._runs[-1].given.update(map(storage_id, copies))
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._regions.end_recomputation()
         count = self._runs.pop()
         nbytes = sum(count.nbytes.values())
         if nbytes and (kind is None or kind is _StopRecomputationError):

@@ -12,8 +12,8 @@ memory where they are. All others (outputs that are used on, a mask of the calle
     CONSUME                                               1             0
 
 The chunk is brought back when autograd asks for the first of its tensors, and its content is used up when autograd has
-let go of the last. A call that autograd has not let go of when the step is over gives its memory up to autograd: then
-it is no chunk any more.
+let go of the last and backward has left the region. A call that autograd has not let go of when the step is over gives
+its memory up to autograd: then it is no chunk any more.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ class RegionActivations(OwnHooks):
         """Runs now."""
         self._depth = 0
         """Calls of regions that run; those inside of another one are parts of it."""
+        self._recomputing: list[CallRecord] = []
+        """Calls whose forward runs again, the last one inside of the others."""
         self._pending: RegionCall | None = None
         """Has been left, and is not looked over yet."""
         self._live = LiveChunks(pager, turn, chunks, before_end=self.settle)
@@ -158,7 +160,7 @@ class RegionActivations(OwnHooks):
         if record.is_recomputed:
             again = Recomputing(self, self._open)
             contexts = contextlib.nullcontext(), again
-            recomputation = Recomputation(rng=("python", "numpy"), context_fn=lambda: contexts)
+            recomputation = Recomputation(rng=("python", "numpy"), context_fn=lambda: contexts, on_copies=again.give)
             around = recomputation.around(module, args, kwargs, name=name)
             next(around)
             self._open.around = around
@@ -188,14 +190,25 @@ class RegionActivations(OwnHooks):
                 call.record.forward.append(self.now())
                 self._pending = call
 
-    def settle(self) -> None:
+    @property
+    def current(self) -> CallRecord | None:
+        """The call that runs, or runs again; None: what runs is part of none."""
+        if self._recomputing:
+            return self._recomputing[-1]
+        return None if self._open is None else self._open.record
+
+    def settle(self, *, inside: CallRecord | None = None) -> None:
         """Make a chunk of what the last region has saved, if that is not done yet.
+
+        Args:
+            inside: the call that backward is in: its chunk stays until backward has left it, whatever autograd keeps of
+                it until then. So the end of a chunk does not depend on what is trained in the region.
 
         Raises:
             CapacityError: it fits no tier.
         """
         call, self._pending = self._pending, None
-        self._live.look_after_gone()
+        self._live.look_after_gone(inside=inside)
         if call is None:
             return
         storages, call.storages = call.storages, {}
@@ -267,6 +280,11 @@ class RegionActivations(OwnHooks):
         """A call is about to be recomputed."""
         self._begin_backward(call)
         call.record.again.append(self.now())
+        self._recomputing.append(call.record)
+
+    def end_recomputation(self) -> None:
+        """Its forward has run, or was interrupted."""
+        self._recomputing.pop()
 
     def recomputed(self, call: RegionCall, nbytes: int) -> None:
         """A call has been recomputed: that many bytes are saved until its backward is over.

@@ -10,18 +10,19 @@ are frozen are not updated, and have neither gradients, nor master weights, nor 
 A region that backward does not come to any more saves nothing. Over ranks, what was gathered for modules that are not
 entered is not, see `chunkmem.trace.frozen_exchanges`.
 
-What a step leaves out of its plan does no harm, so what cannot be told for certain stays: with several micro-batches,
-the backwards of all but the last one. Two things are not said of a step, which has to be recorded then (`is_certain`):
+Modules of which all is frozen and that come before that, as those between trained ones, are entered as before: their
+weights are read for the gradients of their inputs. Backward is done with them when these are there, and with what a
+region has saved when it leaves the region: [Note: Backward is not nested by module] in `chunkmem.nn.backward`.
 
-    frozen parameters between trained ones, over      when backward is done with them, and what their blocks save, is
-    ranks or with managed activations                 seen in a recorded step
-    the first trained block is recomputed             from a copy of its inputs, now that these have no gradients
+What a step leaves out of its plan does no harm, so what cannot be told for certain stays: with several micro-batches,
+the backwards of all but the last one. Over ranks, or with managed activations, a step has to be recorded (`is_certain`)
+that has such backwards, or modules of which the trace does not say when backward is done with them if they are frozen.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
@@ -36,7 +37,7 @@ class Fewer:
 
     trace: Trace
     exchanges: Exchanges | None
-    """Over ranks."""
+    """Over ranks; None: they cannot be told."""
     is_certain: bool
     """It is all in the trace."""
 
@@ -48,6 +49,7 @@ def without_training(
     groups: Collection[int],
     emptied: Collection[ChunkId],
     exchanges: Exchanges | None = None,
+    unpredictable: Collection[str] = (),
 ) -> Fewer:
     """Return the same step if some parameters were frozen; see [Note: Frozen parameters].
 
@@ -57,6 +59,7 @@ def without_training(
         groups: those of which all parameters are.
         emptied: chunks of master weights and optimizer states that have been given back.
         exchanges: of the step, over ranks.
+        unpredictable: names of parameters of which nobody knows when backward is done with them if they are frozen.
     """
     labels = {f"{name} gradient" for name in params}
     gone = {ChunkId(Role.GRAD, group) for group in groups}
@@ -80,10 +83,18 @@ def without_training(
     used = {moment.chunk for _, moment in step.moments}
     lost = gone | set(emptied) | {key for key in trace.chunk_nbytes if key.role is Role.ACTIVATION and key not in used}
     sizes = {key: nbytes for key, nbytes in trace.chunk_nbytes.items() if key not in lost}
-    gone_early = any(at < step.cut and is_landing(m) and not is_left(m) for at, m in enumerate(trace.moments))
+    early, late = ({m.label for m in part if is_landing(m)} & labels for part in _divided(trace.moments, step.cut))
+    unknown = early & (late | {f"{name} gradient" for name in unpredictable})
     counts = exchanges is not None or any(moment.chunk.role is Role.ACTIVATION for _, moment in step.moments)
-    is_certain = not _recomputes_first(trace, step) and not (counts and gone_early)
-    return Fewer(_renumbered(trace, step, sizes=sizes), after, is_certain)
+    return Fewer(
+        _renumbered(trace, step, sizes=sizes),
+        None if early & late else after,
+        is_certain=not (counts and unknown),
+    )
+
+
+def _divided(moments: Sequence[Moment], cut: int) -> tuple[Sequence[Moment], Sequence[Moment]]:
+    return moments[:cut], moments[cut:]
 
 
 def _without_tail(step: Step) -> list[tuple[int, Moment]]:
@@ -118,17 +129,6 @@ def _regions_without_backward(trace: Trace, step: Step) -> set[int]:
         if moment.kind is Kind.CONSUME and at >= step.cut and not is_trained:
             found.update(life)
     return found
-
-
-def _recomputes_first(trace: Trace, step: Step) -> bool:
-    """Tell whether what backward comes to last is recomputed, and backward has come to more than that before."""
-    is_recomputed = any(_is_recomputed(moment) for _, moment in step.moments)
-    return is_recomputed and any(is_landing(moment) for moment in trace.moments[step.cut :])
-
-
-def _is_recomputed(moment: Moment) -> bool:
-    is_made = moment.chunk.role is Role.ACTIVATION and moment.kind is Kind.CREATE
-    return is_made and moment.label.endswith(" backward")
 
 
 def _renumbered(trace: Trace, step: Step, *, sizes: Mapping[ChunkId, int]) -> Trace:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import chunkmem
 from tests.helpers.audit import audit
 from tests.helpers.ranks import Team
-from tests.helpers.twins import AMPLE_NBYTES, SEED, Blocks, config, copied, features
+from tests.helpers.twins import AMPLE_NBYTES, SEED, WIDTH, Blocks, config, copied, features
 
 NUM_STEPS = 20
 
@@ -128,3 +132,72 @@ def test_both_ways_are_compared_at_once_if_both_are_known(pair: Team) -> None:
     for found in pair.run(freeze_once, 3):
         assert found.steps == ["on demand", "recorded", "recorded", *["planned"] * 6]
         assert found.is_over
+
+
+class Turned(nn.Module):
+    """Reads its layers in another order once nothing before it is trained; has one that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        for block in self.blocks[1:] if x.requires_grad else reversed(self.blocks[1:]):
+            x = block(x)
+        return self.head(x)
+
+
+def freeze_at_random(
+    rank: int, build: Callable[[], Any], policy: str | None, device_nbytes: int, by_manager: bool
+) -> Found:
+    """Freeze some and train others again before each step, the same on all ranks."""
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    keys = {} if policy is None else {"activations": {"policy": policy}}
+    found = Found()
+    with chunkmem.ChunkManager(config(device_nbytes, **keys)) as manager:
+        with manager.init():
+            model = build()
+        modules = [*model.blocks, *(m for name, m in model.named_children() if name != "blocks")]
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        generator = torch.Generator().manual_seed(SEED)
+        for step in range(NUM_STEPS):
+            drawn = torch.randperm(len(modules), generator=generator).tolist()
+            num_frozen = int(torch.randint(len(modules), (), generator=generator))
+            frozen, trained = ([modules[at] for at in part] for part in (drawn[:num_frozen], drawn[num_frozen:]))
+            if by_manager:
+                manager.freeze(frozen, keep_states=True)
+                manager.unfreeze(trained)
+            else:
+                for module in modules:
+                    module.requires_grad_(module in trained)
+            loss = model(features(10 * step + rank)).square().mean()
+            if loss.requires_grad:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            audit(manager)
+        found.weights = copied(manager.state_dict())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*missed their plans", "ignore:.*could not follow its plan")
+@pytest.mark.parametrize(
+    ("build", "policy", "device_nbytes"),
+    [
+        (Turned, None, 12 << 10),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in product((Turned, Blocks), (None, "offload", "recompute"), (12 << 10, AMPLE_NBYTES))
+        ),
+    ],
+)
+def test_in_any_order_every_step(build: Callable[[], Any], policy: str | None, device_nbytes: int, pair: Team) -> None:
+    ours = pair.run(freeze_at_random, build, policy, device_nbytes, True)
+    theirs = pair.run(freeze_at_random, build, policy, device_nbytes, False)
+    for found in (ours[1], *theirs):
+        assert found.weights.keys() == ours[0].weights.keys()
+        assert all(torch.equal(value, found.weights[name]) for name, value in ours[0].weights.items())

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import chunkmem
 from tests.cpu.test_freezing import moments_of, recorded_again
+from tests.cpu.test_freezing_often import kind_of_step
 from tests.helpers.audit import audit
 from tests.helpers.ranks import RankFailure, Team
 from tests.helpers.spread import spread
-from tests.helpers.twins import AMPLE_NBYTES, SEED, Blocks, config, copied, features
+from tests.helpers.twins import AMPLE_NBYTES, SEED, WIDTH, Blocks, config, copied, features
 
 NUM_STEPS = 5
 
@@ -128,8 +129,6 @@ def follow(rank: int, device_nbytes: int, policy: str | None, every_second: bool
         manager.freeze(model.blocks[1::2] if every_second else [model.inner, *model.blocks[:4]])
         expected = prefetch.schedule
         step()
-        if every_second:
-            step()
         found.made = look()
         assert prefetch.schedule == expected
         recorded_again(manager)
@@ -141,11 +140,15 @@ def follow(rank: int, device_nbytes: int, policy: str | None, every_second: bool
     return found
 
 
-@spread(policy=(None, "keep", "offload", "auto"), device_nbytes=(24 << 10, AMPLE_NBYTES), every_second=(False, True))
+@spread(
+    policy=(None, "keep", "offload", "auto", "recompute"),
+    device_nbytes=(24 << 10, AMPLE_NBYTES),
+    every_second=(False, True),
+)
 def test_the_next_step_follows_a_plan_on_all_ranks(
     policy: str | None, device_nbytes: int, every_second: bool, pair: Team
 ) -> None:
-    """Frozen blocks in front are in the trace that is made; others are recorded, once."""
+    """Also if frozen blocks lie between trained ones."""
     for found in pair.run(follow, device_nbytes, policy, every_second):
         assert found.misses == [0, 0, 0, 0]
         assert all(found.have_plans)
@@ -155,6 +158,46 @@ def test_the_next_step_follows_a_plan_on_all_ranks(
         assert len(set(reduced[1])) < len(set(reduced[0]))
         if not every_second:
             assert len(found.exchanged[1]) < len(found.exchanged[0])
+
+
+class Reading(nn.Module):
+    """Has children, and reads a parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x) @ self.weight)
+
+
+def freeze_what_cannot_be_told(rank: int, reads_itself: bool) -> list[str]:
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    kinds = []
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        with manager.init():
+            model = Blocks(*([Reading()] if reads_itself else []), num_blocks=3)
+            model.blocks.insert(0, nn.Linear(WIDTH, WIDTH))
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        for step in range(10):
+            if step == 6:
+                manager.freeze(model.blocks[1] if reads_itself else [model.inner, model.blocks[0]])
+            for _ in range(1 if reads_itself else 2):
+                model(features(rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kinds.append(kind_of_step(manager))
+    return kinds[5:]
+
+
+@pytest.mark.parametrize("reads_itself", [False, True], ids=["micro-batches", "a module that has children"])
+def test_what_the_trace_cannot_tell_is_recorded(reads_itself: bool, pair: Team) -> None:
+    """Backward is done with the parameter at its end. Of backwards but the last, exchanges cannot be told either."""
+    expected = ["planned", *([] if reads_itself else ["on demand"]), "recorded", "planned", "planned"]
+    for found in pair.run(freeze_what_cannot_be_told, reads_itself):
+        assert found[: len(expected)] == expected
 
 
 def freeze_something_else(rank: int) -> str:
