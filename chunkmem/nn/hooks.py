@@ -183,6 +183,7 @@ class ModuleHooks:
         self._roots.clear()
 
     def _enter(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> None:
+        _check_runs_itself(fitted.name)  # first: the compiler cannot follow the rest
         began_s = time.perf_counter()
         if not self._open(fitted, module, args, kwargs):
             self.spent_s += time.perf_counter() - began_s
@@ -190,7 +191,6 @@ class ModuleHooks:
     def _open(self, fitted: FittedModule, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """A call begins; tell whether it comes from outside of the model."""
         access = self._access
-        _check_runs_itself(fitted.name)
         recomputing = in_backward()
         took_turn = self._turn.take_in_hook() if recomputing else self._turn.take()
         is_stale = not recomputing and self._may_be_root(module) and access.is_stale(module)
