@@ -252,6 +252,8 @@ class Optimizer(RuleOptimizer):
         for param in self._blank.intersection(params):
             del self.state.excluded[param]
         self._blank.difference_update(params)
+        for param in params:
+            self._form_for(param, hyper)  # a class that updates nothing in chunks was not tried so far
         self._rule.update_excluded(params, self.state.excluded, hyper, multiplier=multiplier)
 
     # Loading.

@@ -74,6 +74,21 @@ def test_an_adapter_made_after_wrapping_is_trained(frozen: bool) -> None:
         assert_equal(scenario(manager), scenario(None))
 
 
+def test_any_class_trains_an_adapter_alone() -> None:
+    """No trial of the class was made, as it has no parameter in chunks: AssertionError in `step()`."""
+
+    def scenario(manager: chunkmem.ChunkManager | None) -> Any:
+        model = adapted(manager, frozen=True)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        kind = torch.optim.RAdam
+        optimizer: Any = kind(trained) if manager is None else chunkmem.Optimizer(kind, trained, manager=manager)
+        seen = train(model, optimizer, 0, 1, 2)
+        return copied([seen, dict(model.state_dict()), optimizer.state_dict()["state"]])
+
+    with chunkmem.ChunkManager(config(CAP_NBYTES)) as manager:
+        assert_equal(scenario(manager), scenario(None))
+
+
 def test_the_norm_of_our_own_has_its_place_in_the_order() -> None:
     plain = adapted(None, frozen=False)
     plain(features(0)).square().mean().backward()
