@@ -155,6 +155,9 @@ class RehearsedChunk:
     def detach(self) -> None:
         """The parameters stay where they are."""
 
+    def abandon(self) -> None:
+        """The parameters stay where they are."""
+
     def take_written(self) -> bool:
         """Nothing is kept of what is written."""
         return False

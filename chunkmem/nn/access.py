@@ -266,7 +266,11 @@ class AccessTracker:
         """The manager is closed: nothing is held any more."""
         self.reset(step=True)
         for group in list(self._held):
-            self._let_go(group)
+            if self.chunks[group].is_remote:  # unpinned, its memory would go, and somebody refers to it
+                self._pager.held.discard(self.chunks[group])
+                del self._held[group]
+            else:
+                self._let_go(group)
 
     def _is_kept(self, group: int) -> bool:
         if group in self._addressed:

@@ -308,12 +308,22 @@ class BoundChunk:
 
     def detach(self) -> None:
         """Point the parameters at their placeholders and give the memory back to its slab."""
+        self._unbind()
+        self._storage.detach()
+
+    def abandon(self) -> None:
+        """Point the parameters at their placeholders; tensors of others keep the memory."""
+        self._unbind()
+        for managed in self.parameters:
+            managed.view = None
+        self._storage.abandon()
+
+    def _unbind(self) -> None:
         for managed in self.parameters if self.is_bound else ():
             assert managed.view is not None
             managed.point(managed.placeholder, at=managed.view)
         self.is_bound = False
         assert self._slab is not None
-        self._storage.detach()
         self._slab = None
 
     def num_references(self) -> int:

@@ -58,7 +58,7 @@ def gathered(
             stack.callback(_send, {chunk.id.group for chunk in weights}, shards, pager)
         own = [chunk for chunk in weights if not chunk.is_remote]
         stack.enter_context(_pinned(own, pager))
-        stack.callback(_hold_kept, own, pager, access)
+        stack.callback(_hold_kept, weights, pager, access)  # those of other ranks, too: theirs is the memory here
         stack.callback(_take_writes, own, pager, sync_masters)
         stack.enter_context(_open(wanted))
         lent = [m for m in landed if shards is not None and not shards.owns(m.group)]
@@ -76,9 +76,9 @@ def _send(groups: set[int], shards: ShardStore, pager: Pager) -> None:
         shards.send_on_host(groups, reader="gather")
 
 
-def _hold_kept(own: list[Chunk], pager: Pager, access: AccessTracker) -> None:
+def _hold_kept(weights: list[Chunk], pager: Pager, access: AccessTracker) -> None:
     if pager.closed is None:
-        access.hold_kept(chunk.id.group for chunk in own)
+        access.hold_kept(chunk.id.group for chunk in weights)
 
 
 @contextmanager

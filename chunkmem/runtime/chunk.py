@@ -37,6 +37,14 @@ class ChunkHome(Protocol):
         """Point the parameters at their placeholders and give the memory back to the slab."""
         ...
 
+    def abandon(self) -> None:
+        """Point the parameters at their placeholders, and leave the memory to those who have references to it."""
+        ...
+
+    def num_foreign_references(self, *, besides: int) -> int:
+        """Return how many references others have to the memory; the caller knows of `besides` views."""
+        ...
+
     def take_written(self) -> bool:
         """Tell, once, whether a user has written to a bound parameter since the last time this was asked."""
         ...

@@ -129,6 +129,14 @@ class ChunkStorage:
         self._backend.exchange(slab, self.storage)
         return slab
 
+    def abandon(self) -> None:
+        """Leave the memory to the tensors of others, and have none any more."""
+        if self._slab is None:
+            raise StateError("no slab is attached to this chunk")
+        self._slab = None
+        self.storage = torch.UntypedStorage(0, device=self.storage.device)
+        self.flat = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+
 
 class HostStorage(ChunkStorage):
     """The memory of a chunk that is computed with on HOST: its slab, which it has for good, as a storage of its own."""

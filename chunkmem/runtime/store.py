@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from chunkmem.errors import TierIOError
 from chunkmem.runtime.arena import HostArena
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica, slot_views
 from chunkmem.runtime.device import runtime_mode
@@ -302,13 +303,28 @@ class ChunkStore:
         return +found
 
     def close(self) -> None:
-        """Drop every replica and give all memory back."""
+        """Drop every replica and give all memory back, but for weights that others have references to: it is theirs."""
         self.issued.clear()
         for chunk in self.chunks.values():
             for tier in list(chunk.replicas):
-                self._give_slab_back(chunk, tier)
+                if not self._leave_to_others(chunk, tier):
+                    self._give_slab_back(chunk, tier)
         for pool in self.pools.values():
             pool.close()
+
+    def _leave_to_others(self, chunk: Chunk, tier: Tier) -> bool:
+        """Take a replica out of the pool if somebody outside would read its memory; else return False."""
+        home, replica = chunk.home, chunk.replicas[tier]
+        if home is None or not tier is chunk.compute_tier is Tier.DEVICE:
+            return False
+        if home.num_foreign_references(besides=len(replica.views or ())) <= 0:
+            return False
+        with contextlib.suppress(TierIOError):  # the newest values are here, if anywhere
+            replica.slab.rest(self._device_pool.wait)
+        del chunk.replicas[tier], self.resident[tier][chunk.id]
+        with runtime_mode():
+            self._device_pool.dismiss(chunk.id.role.value, replica.slab, home.abandon)
+        return True
 
     def _give_slab_back(self, chunk: Chunk, tier: Tier) -> None:
         with contextlib.nullcontext() if self.snapshot is None else self.snapshot.leaving(chunk, tier):

@@ -517,6 +517,38 @@ def test_gather_is_whole_on_every_rank_and_keeps_what_owners_write(teams: dict[i
         assert any(torch.equal(written[0], value * (2 + rank)) for rank in range(2))
 
 
+def keep_aliases(rank: int) -> tuple[list[bool], bool, bool]:
+    """Keep other tensors over the memory of all weights: over steps, and when the manager is closed."""
+    task = Task()
+    with chunkmem.ChunkManager(make_config(task)) as manager:
+        torch.manual_seed(0)
+        with manager.init():
+            model = Net()
+        optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
+        with manager.gather():
+            kept = {key: param.detach() for key, param in model.named_parameters()}
+        seen = []
+        for step in range(3):
+            weights = manager.state_dict()
+            loss = loss_of(model, batch_of(task, step, 0, rank))
+            seen.append(all(torch.equal(alias, weights[key]) for key, alias in kept.items()))
+            manager.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        shards = manager.runtime.sharding.shards
+        assert shards is not None
+        owned = {managed.name for managed in manager.runtime.registry.parameters if shards.owns(managed.group)}
+        assert owned
+        newest = all(torch.equal(kept[key], value) for key, value in manager.state_dict().items() if key in owned)
+        expected = {key: alias.clone() for key, alias in kept.items()}
+    return seen, newest, all(torch.equal(kept[key], value) for key, value in expected.items())
+
+
+def test_aliases_are_memory_that_can_be_read(teams: dict[int, Team]) -> None:
+    """On each rank as of the last forward, on the owner's as of the last update, and after all of it as they were."""
+    assert teams[2].run(keep_aliases) == [([True] * 3, True, True)] * 2
+
+
 def look_at_gradients(rank: int, how: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[bool]]:
     """Gather gradients between backward and step, and halve them; return them, and the weights after the step."""
     task = Task(config={"client": {"opts": {"with_async_move": how != "blocking"}}})

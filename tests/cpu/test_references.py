@@ -13,7 +13,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import chunkmem
-from tests.helpers.twins import CHUNK_NUMEL, WIDTH, Blocks, Twin, assert_equal, config, cpu_only, features, mlp, same
+from tests.helpers.twins import (
+    AMPLE_NBYTES,
+    CHUNK_NUMEL,
+    WIDTH,
+    Blocks,
+    Twin,
+    assert_equal,
+    config,
+    cpu_only,
+    features,
+    mlp,
+    same,
+)
 
 CHUNK_NBYTES = 4 * CHUNK_NUMEL
 
@@ -161,21 +173,22 @@ class Keeps(Weight):
         return x @ self.weight
 
 
+ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "data": lambda w: w.data,
+    "detach": lambda w: w.detach(),
+    "numpy": lambda w: torch.from_numpy(w.detach().numpy()),
+    "view": lambda w: w.view(-1)[3:40].detach(),
+    "storage": lambda w: torch.empty(0).set_(w.untyped_storage()),
+    "dlpack": lambda w: torch.from_dlpack(w.detach()),
+}
+
+
 @pytest.mark.few(3)
 @cpu_only
-@pytest.mark.parametrize("how", ["data", "detach", "numpy", "view", "storage", "dlpack"])
+@pytest.mark.parametrize("how", list(ALIASES))
 def test_an_alias_that_outlives_its_moment_sees_every_update(how: str) -> None:
-    alias: dict[str, Callable[[Tensor], Any]] = {
-        "data": lambda w: w.data,
-        "detach": lambda w: w.detach(),
-        "numpy": lambda w: torch.from_numpy(w.detach().numpy()),
-        "view": lambda w: w.view(-1)[3:40].detach(),
-        "storage": lambda w: torch.empty(0).set_(w.untyped_storage()),
-        "dlpack": lambda w: torch.from_dlpack(w.detach()),
-    }
-
     def scenario(twin: Twin) -> list[Any]:
-        kept = alias[how](twin.model.blocks[1][0].weight)
+        kept = ALIASES[how](twin.model.blocks[1][0].weight)
         seen: list[Any] = []
         for _ in range(3):
             seen += [*steps(twin), kept.clone()]
@@ -185,6 +198,24 @@ def test_an_alias_that_outlives_its_moment_sees_every_update(how: str) -> None:
         return [*seen, *steps(twin)]
 
     same(Blocks, scenario)
+
+
+@cpu_only
+@pytest.mark.parametrize("how", list(ALIASES))
+def test_an_alias_outlives_the_manager(how: str) -> None:
+    """It is its memory then; all other memory is given back."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES)) as manager:
+        twin = Twin(manager, Blocks)
+        twin.train()
+        with manager.gather(twin.model):
+            kept = [ALIASES[how](param) for param in twin.model.parameters()]
+        twin.model(features(0))
+        expected = [alias.clone() for alias in kept]
+        pools = manager.runtime.memory.store.pools
+    others = [torch.full((1 << 16,), 7.0) for _ in range(8)]  # would take memory that was given back
+    assert all(map(torch.equal, kept, expected))
+    assert {tier: pool.ledger.total_nbytes for tier, pool in pools.items() if pool.ledger.total_nbytes} == {}
+    del others
 
 
 @cpu_only
