@@ -468,6 +468,7 @@ def test_a_graph_of_the_model_that_outlives_the_step_raises_what_torch_does() ->
 
 
 @pytest.mark.parametrize("num_calls", [2, 3])
+@pytest.mark.few(1)
 def test_several_calls_before_one_backward(num_calls: int) -> None:
     def scenario(twin: Twin) -> list[float]:
         return train(twin, lambda seed: sum(twin.loss(features(seed + 10 * n)) for n in range(num_calls)))  # type: ignore[arg-type, misc]
@@ -513,6 +514,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.few(1)
 def test_checkpoints_inside_of_blocks(reentrant: bool) -> None:
     same(
         stack(lambda: Checkpointed(reentrant=reentrant)),
@@ -521,6 +523,7 @@ def test_checkpoints_inside_of_blocks(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.few(1)
 def test_checkpoints_around_blocks(reentrant: bool) -> None:
     class Model(Blocks):
         def forward(self, x: Tensor) -> Tensor:
@@ -552,7 +555,7 @@ class WithHooks(nn.Module):
         return self.more(x)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_around_the_model(name: str) -> None:
     def scenario(twin: Twin) -> list[float]:
@@ -566,6 +569,7 @@ def test_hooks_around_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["save_on_cpu", "clones"])
+@pytest.mark.few(1)
 def test_hooks_in_a_block(name: str) -> None:
     same(stack(lambda: WithHooks(HOOKS[name])), lambda twin: train(twin, lambda seed: twin.loss(features(seed))))
 
@@ -610,6 +614,7 @@ class Writes(nn.Module):
 
 
 @pytest.mark.parametrize("write", [lambda t: t.add_(1), lambda t: t[:, 0].zero_(), lambda t: t.detach().mul_(2)])
+@pytest.mark.few(2)
 @pytest.mark.parametrize("after", [False, True])
 def test_a_write_to_what_was_saved_in_the_block(write: Callable[[Tensor], object], after: bool) -> None:
     written(stack(lambda: Writes(write, after=after)))

@@ -41,6 +41,7 @@ class OrdinaryClass(ClassTwin):
 
 
 @spread(kind=KINDS, clip=CLIPS, is_compiled=[True, False], num_micro=[2, 1])
+@pytest.mark.few(2)
 def test_clipped_and_accumulated(kind: str, clip: str, is_compiled: bool, num_micro: int) -> None:
     def scenario(twin: Any) -> Any:
         found = []
@@ -70,6 +71,7 @@ def train_from_scratch(rank: int, task: Task) -> Outcome:
     compiler=[{"backend": "aot_eager"}, None],
     micro_batches=[2, 1],
 )
+@pytest.mark.few(1)
 def test_over_two_ranks(
     pair: Team, optimizer: str, clip: str, compiler: dict[str, Any] | None, micro_batches: int
 ) -> None:

@@ -44,6 +44,7 @@ ALTERNATE = ((0, 2),)
     model=["plain", "tied"],
     schedule=["1f1b", "looped-bfs"],
 )
+@pytest.mark.few(1)
 def test_two_stages_become_two_data_parallel_ranks(
     pair: Team, frozen: tuple[tuple[int, ...], ...], precision: str, model: str, schedule: str, tmp_path: Path
 ) -> None:
@@ -74,6 +75,7 @@ def test_four_ranks_halve_twice(
 
 
 @spread(precision=["fp32", "bf16"], model=["plain", "tied"])
+@pytest.mark.few(1)
 def test_stages_are_cut_again_where_exchanges_are_slow(pair: Team, precision: str, model: str, tmp_path: Path) -> None:
     """Two frozen blocks of four have no backward: the two stages stay, and the first one gets three blocks."""
     run = Elastic((2, 1), ((0, 1),), precision, model, speeds=(SLOW_BPS,))

@@ -103,7 +103,7 @@ def test_the_moments_are_those_of_the_step(case: ZooModel, variant: Variant) -> 
     assert mine.digest == trace.digest
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("case", "variant"), CASES)
 def test_bytes_by_role(case: ZooModel, variant: Variant) -> None:
     _, roles, _ = recorded(case, variant)
@@ -129,6 +129,7 @@ def test_a_plan_of_the_estimate_is_followed_and_peaks_as_predicted(case: ZooMode
 
 
 @pytest.mark.parametrize(("case", "variant"), CASES)
+@pytest.mark.few(12)
 def test_activations(case: ZooModel, variant: Variant) -> None:
     _, _, peak = recorded(case, variant)
     assert estimated(case, variant).activation_nbytes == pytest.approx(peak, rel=0.03)

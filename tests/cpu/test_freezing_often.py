@@ -96,6 +96,7 @@ REST = [(every, policy) for every in (1, 2, 3, 4) for policy in (None, "keep", "
 
 
 @pytest.mark.parametrize("device_nbytes", [AMPLE_NBYTES, pytest.param(24 << 10, marks=pytest.mark.full)])
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("every", "policy"),
     [*ORDINARY, *(pytest.param(*case, marks=pytest.mark.full) for case in REST if case not in ORDINARY)],

@@ -145,6 +145,7 @@ def follow(rank: int, device_nbytes: int, policy: str | None, every_second: bool
     device_nbytes=(24 << 10, AMPLE_NBYTES),
     every_second=(False, True),
 )
+@pytest.mark.few(2)
 def test_the_next_step_follows_a_plan_on_all_ranks(
     policy: str | None, device_nbytes: int, every_second: bool, pair: Team
 ) -> None:

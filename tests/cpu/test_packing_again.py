@@ -29,6 +29,7 @@ OTHERS = (torch.optim.Adafactor, torch.optim.Rprop, torch.optim.SGD, torch.optim
 
 
 @spread(scene=SCENES, precision=("fp32", "bf16"), cap=("ample", "smallest"))
+@pytest.mark.few(3)
 def test_it_has_the_numbers_of_plain_pytorch(scene: str, precision: str, cap: str) -> None:
     plain: Side = Plain() if precision == "fp32" else LowPlain(torch.bfloat16)
     reference = HalfFrozen(plain)
@@ -52,6 +53,7 @@ def half_frozen(manager: chunkmem.ChunkManager) -> tuple[HalfFrozen, chunkmem.Fr
 
 
 @spread(precision=["fp32", "bf16"], device_nbytes=[AMPLE_NBYTES, 24 << 10])
+@pytest.mark.few(1)
 def test_what_is_given_back_and_the_peak_meanwhile(precision: str, device_nbytes: int) -> None:
     """8 bytes a frozen parameter, and 4 of its master weight, less a chunk a role; never a chunk a role more."""
     chosen = config(device_nbytes, precision=precision, default_chunk_size=CHUNK_NUMEL)
@@ -209,6 +211,7 @@ def next_to_an_alias(training: HalfFrozen) -> Any:
         (next_to_an_alias, "somebody keeps the memory of"),
     ],
 )
+@pytest.mark.few(2)
 def test_what_stands_against_it_is_told_and_freezing_does_not_fail(hold: Any, reason: str) -> None:
     with chunkmem.ChunkManager(config(32 << 10, default_chunk_size=CHUNK_NUMEL)) as manager:
         training = HalfFrozen(Chunked(manager))

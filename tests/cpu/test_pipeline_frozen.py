@@ -122,6 +122,7 @@ def groups_of(manager: chunkmem.ChunkManager, *modules: nn.Module) -> set[int]:
 
 
 @spread(checkpoint=("auto", "always"), device_nbytes=(20 << 10, AMPLE_NBYTES), host=(HOST_NBYTES, 10 * WIDTH * 4))
+@pytest.mark.few(1)
 def test_losses_are_those_without_a_cache(checkpoint: str, device_nbytes: int, host: int) -> None:
     """The larger cache has room for all samples, the smaller one for less than half of them."""
     found, host_nbytes = [], host
