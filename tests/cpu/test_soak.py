@@ -23,6 +23,7 @@ CAP_NBYTES = 8 * 4 * CHUNK_NUMEL
 """Of 32 chunks, which are 8 layers with gradients and two states each."""
 WARM_UP = 10
 """The first step is recorded, the second is planned, the third may follow a better plan; the rest is margin."""
+NUM_STEPS = 210
 
 
 @dataclass(frozen=True)
@@ -109,16 +110,16 @@ def num_objects() -> int:
     return len(gc.get_objects())
 
 
-def test_sixty_steps_hold_no_more_than_ten(loop: Loop) -> None:
+def test_many_steps_hold_no_more_than_ten(loop: Loop) -> None:
     for _ in range(WARM_UP):
         loop.step()
     before, objects_before = loop.holdings(), num_objects()
-    for _ in range(WARM_UP, 60):
+    for _ in range(WARM_UP, NUM_STEPS):
         loop.step()
         loop.require_planned_step()
         assert loop.holdings() == before
-    # Some copies are under way as a step ends, in one step more than in another; what leaks at all leaks every step.
-    assert num_objects() - objects_before < 60 - WARM_UP
+    # As a step ends, up to 32 copies are kept account of, and their times; what leaks at all leaks every step.
+    assert num_objects() - objects_before < NUM_STEPS - WARM_UP
 
 
 @pytest.mark.full
