@@ -34,7 +34,7 @@ class HostMemory:
         chunk = Chunk(key, group, torch.uint8, str(key), ((torch.Size([nbytes]), (1,)),), memory=memory)
         pager.store.add(chunk)
         try:
-            pager.create(chunk, Tier.HOST, reader="chunkmem.FrozenCache", zero=False, elastic=True)
+            pager.create(chunk, Tier.HOST, reader="chunkmem.FrozenCache", zero=False, elastic=True, is_of_step=False)
         except BaseException:
             del pager.store.chunks[key]
             raise

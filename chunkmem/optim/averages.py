@@ -62,7 +62,7 @@ class AverageChunks:
         """
         try:
             for chunk in self._of.values():
-                self._pager.create(chunk, self.tier, reader=_READER, zero=True, elastic=True)
+                self._pager.create(chunk, self.tier, reader=_READER, zero=True, elastic=True, is_of_step=False)
                 slab = chunk.replicas[self.tier].slab
                 if isinstance(slab, DiskSlab):
                     slab.write(torch.zeros(chunk.group.numel, dtype=chunk.dtype, device="cpu"))

@@ -139,7 +139,7 @@ class GroupUpdater:
 
     def _begin_state(self, chunk: Chunk) -> Replica:
         tier = self._places.tier_for(chunk)
-        return self._pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True)
+        return self._pager.create(chunk, tier, reader="optimizer states", zero=True, elastic=True, is_of_step=False)
 
     def make_master(self, group: int) -> None:
         """Let a group that was frozen when it was packed have its master copy; see [Note: Master copies]."""
@@ -153,7 +153,7 @@ class GroupUpdater:
         assert source is not None
         param.replicas[source].pins += 1  # room is made for the other
         try:
-            self._pager.create(master, tier, reader="master weights", zero=False, elastic=True)
+            self._pager.create(master, tier, reader="master weights", zero=False, elastic=True, is_of_step=False)
         finally:
             param.replicas[source].pins -= 1
             self._store.on_sooner(param, source)

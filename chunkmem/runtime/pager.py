@@ -278,18 +278,21 @@ class Pager:
         reader: object,
         zero: bool,
         elastic: bool = False,
+        is_of_step: bool = True,
         saved: SavedMemory | None = None,
     ) -> Replica:
         """Begin new content of `chunk` on `tier`, making room first; see `ChunkStore.create`.
 
         Content that is there already is that of `saved`. A plan may free and allocate the chunk until then.
+        `is_of_step`: steps to come do the same, and plan for it.
         """
         self._require_open(reader)
-        if tier is Tier.DEVICE and not elastic:
+        is_event = tier is Tier.DEVICE and is_of_step
+        if is_event:
             self.policy.event(Kind.CREATE, chunk, reader)
         if saved is not None:
             chunk.saved = saved
-        if elastic or tier not in chunk.replicas:
+        if not is_event or tier not in chunk.replicas:
             self.policy.before_demand()
         try:
             if tier not in chunk.replicas:
@@ -309,11 +312,12 @@ class Pager:
         """Begin content on HOST, or on DEVICE where HOST has no room left: how a model is packed."""
         if chunk.compute_tier is Tier.DEVICE and not self.store.has_disk:
             return self.place_anywhere(chunk, reader=reader)
-        return self.create(chunk, Tier.HOST, reader=reader, zero=False, elastic=True)
+        return self.create(chunk, Tier.HOST, reader=reader, zero=False, elastic=True, is_of_step=False)
 
     def place_anywhere(self, chunk: Chunk, *, reader: object) -> Replica:
         """Begin content on HOST, or on DEVICE where HOST has no room left, wherever the chunk stays afterwards."""
-        return self.create(chunk, self._tier_with_room(chunk), reader=reader, zero=False, elastic=True)
+        tier = self._tier_with_room(chunk)
+        return self.create(chunk, tier, reader=reader, zero=False, elastic=True, is_of_step=False)
 
     def in_memory(self, chunk: Chunk, *, reader: object) -> Tier | None:
         """Return a tier on which the newest content is in memory, to be read or written in place; None: there is none.
