@@ -4,14 +4,17 @@
 is watched, and guesses what a region saves when it is kept. When a plan has been followed for a few steps, and refined,
 both are known better: the search is repeated, some of it after each step. If it finds a step that is faster by
 `_WORTH`, that is recorded, for a plan of its own. A few times at most, as each costs a step without a plan.
+
+Where some choice leads to a step that cannot be planned, steps stay as they are, with a warning.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from chunkmem.errors import CapacityError
+from chunkmem.errors import CapacityError, PlanError, TraceError
 from chunkmem.plan.candidate import PlanOptions
 from chunkmem.plan.machine import Machine
 from chunkmem.plan.model import Plan
@@ -85,6 +88,9 @@ class RegionChoices:
             return _kept(trace, search)
         except CapacityError:
             return frozenset()  # what comes of it is said when the plan is made
+        except (PlanError, TraceError) as error:
+            _warn_left_out(error)
+            return frozenset()
 
     @no_collections()
     def choose_again(self, key: Key, trace: Trace, plan: Plan) -> bool:
@@ -111,8 +117,10 @@ class RegionChoices:
             now_s = min(search.now_s, simulate(plan, trace).step_s)
             is_worth_it = search.choice().step_s < (1 - _WORTH) * now_s
             kept = _kept(kind.recorded, search)
-        except CapacityError:
-            kind.recorded = None
+        except (PlanError, TraceError) as error:
+            if not isinstance(error, CapacityError):
+                _warn_left_out(error)
+            kind.recorded = kind.search = None
             return False
         is_worth_it = is_worth_it and kept != kind.kept
         if not is_worth_it or kind.num_searches == _MAX_AGAIN:
@@ -171,6 +179,11 @@ class RegionChoices:
             spare_nbytes=spare_nbytes,
             most_work=most_work,
         )
+
+
+def _warn_left_out(error: Exception) -> None:
+    text = f"which activations are recomputed stays as it is, as steps with another choice cannot be planned: {error}"
+    warnings.warn(text, stacklevel=3)
 
 
 def _kept(trace: Trace, search: RegionSearch) -> frozenset[int]:

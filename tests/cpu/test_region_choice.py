@@ -15,7 +15,7 @@ from chunkmem.plan.machine import Machine, host_links
 from chunkmem.plan.planner import make_plan
 from chunkmem.steps.plan_cache import Key
 from chunkmem.steps.region_choice import RegionChoices
-from chunkmem.trace.model import Trace
+from chunkmem.trace.model import Kind, Trace
 from chunkmem.trace.recomputed import with_recomputed
 from chunkmem.trace.shared import shared_bytes
 from chunkmem.trace.uncharged import uncharged
@@ -88,6 +88,22 @@ def test_an_adopted_choice_stays() -> None:
     of = blocks(forward_s=4e-3)
     found.adopt(measured(of, frozenset()))
     assert settle(found, of) == [frozenset()]
+
+
+def test_where_no_step_can_be_planned_the_recorded_one_stays() -> None:
+    """Training does not end with it; here a gradient is read after it was given up."""
+    of = blocks(forward_s=4e-3)
+    trace = as_recorded(of, inputs_nbytes=MIB)
+    read = replace(trace.moments[-1], kind=Kind.HOLD, label="gather")
+    trace = replace(trace, moments=(*trace.moments, read, replace(read, kind=Kind.RELEASE)))
+    found = choices(cap_mib=150, link_Bps=2e9)
+    with pytest.warns(UserWarning, match="stays as it is, .* has no content"):
+        found.keep(KEY, found.choose(trace))
+    followed = measured(of, frozenset())
+    plan = make_plan(followed, found._machine())
+    with pytest.warns(UserWarning, match="stays as it is, .* has no content"):
+        assert not any(found.choose_again(KEY, followed, plan) for _ in range(NUM_STEPS))
+    assert found.kept(KEY) == frozenset()
 
 
 @cpu_only
