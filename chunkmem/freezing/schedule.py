@@ -119,9 +119,6 @@ class FreezeSchedule:
             with manager.gather(block, grads=True):
                 grads: Sequence[torch.Tensor] = [p.grad for p in block.parameters() if p.grad is not None]
                 own[at] = float(sum(float(grad.float().square().sum()) for grad in grads))
-        if manager.runtime.ranks.size > 1:
-            # Its reductions come earlier than those of other steps, and gradients come back from their owners.
-            manager.runtime.controller.excuse_iteration()
         for at, square in enumerate(_on_all_ranks(own, manager.runtime.ranks)):
             self._squares[at] += square
 

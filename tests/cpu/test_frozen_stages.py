@@ -354,7 +354,7 @@ def test_an_adaptive_schedule_decides_as_on_one_rank(pair: Team, precision: str)
 @pytest.mark.full
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_ranks_that_share_chunks_decide_alike(four: Team, num_stages: int) -> None:
-    """What they gather for it is not planned for: steps with regions could not be."""
+    """What they gather for it is part of steps with regions, too."""
     first, *others = four.run(adaptive, (num_stages, 4 // num_stages), "fp32")
     for found in others:
         assert_equal(found, first)
