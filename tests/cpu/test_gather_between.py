@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import chunkmem
+from tests.cpu.test_frozen_stages import Here
 from tests.helpers.ranks import Team
 from tests.helpers.shared_training import Block, mean_of
 from tests.helpers.spread import spread
@@ -75,7 +76,11 @@ class Found:
 
 def between(manager: chunkmem.ChunkManager | None, model: Net, what: str) -> list[Tensor]:
     """Do what training loops do between backward and step; return what was seen."""
-    seen = []
+    seen: list[Tensor] = []
+    if what == "observed":
+        schedule = chunkmem.FreezeSchedule(model.blocks, adaptive=True)
+        schedule.observe(Here() if manager is None else manager)
+        return [torch.tensor(schedule.state_dict()["squares"], dtype=torch.float64)]
     modules: list[nn.Module] = list(model.blocks) if what == "blocks" else [model]
     for module in modules:
         gathered: Any = nullcontext() if manager is None else manager.gather(module, grads=what != "weights")
@@ -170,6 +175,12 @@ def test_means_are_exact(pair: Team, how: tuple[str, str], what: str, when: str,
     """Gradients come back to ranks that do not own them, which steps to come plan for."""
     expected = serial(what, when, PARTS[how[0]])
     assert_equal(pair.run(train, what, when, *how, device_nbytes), expected)
+
+
+@pytest.mark.parametrize("how", [("loop", "off"), pytest.param(("pipeline", "auto"), marks=pytest.mark.full)])
+def test_steps_that_a_schedule_looks_at_are_planned(pair: Team, how: tuple[str, str]) -> None:
+    expected = serial("observed", "each", PARTS[how[0]])
+    assert_equal(pair.run(train, "observed", "each", *how, AMPLE_NBYTES), expected)
 
 
 @pytest.mark.full
