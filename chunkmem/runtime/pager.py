@@ -287,12 +287,11 @@ class Pager:
         `is_of_step`: steps to come do the same, and plan for it.
         """
         self._require_open(reader)
-        is_event = tier is Tier.DEVICE and is_of_step
-        if is_event:
+        if tier is Tier.DEVICE and is_of_step:
             self.policy.event(Kind.CREATE, chunk, reader)
         if saved is not None:
             chunk.saved = saved
-        if not is_event or tier not in chunk.replicas:
+        if not is_of_step or tier not in chunk.replicas:
             self.policy.before_demand()
         try:
             if tier not in chunk.replicas:
