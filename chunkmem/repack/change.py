@@ -88,17 +88,18 @@ class Change:
             RankError: a rank is missing.
         """
         before = self.before
+        found = [(group, params) for layout, params in layouts for group in layout.groups]
         groups = [
             (group, tuple(self.numbers[id(params[slot.tensor])] for slot in group.slots))
-            for layout, params in layouts
-            for group in layout.groups
+            for group, params in found
             if owns(group.id)
         ]
+        copies_nbytes = sum(group.nbytes for group, _ in found if group.is_on_host and not owns(group.id))
         own = self._contents.wanted(groups, self._specs, rank=self.ranks.rank)
         moves = agreed_moves(self._contents, own, ranks=self.ranks, reader=self._reader)
         chunks = [chunk for key, chunk in before.memory.store.chunks.items() if key.role is not Role.ACTIVATION]
         chunks = [chunk for chunk in chunks if chunk.id.group >= 0]  # others stay
-        freed_nbytes = sum(chunk.nbytes * len(chunk.replicas) for chunk in chunks) - self._own_nbytes
+        freed_nbytes = sum(chunk.nbytes * len(chunk.replicas) for chunk in chunks) - self._own_nbytes - copies_nbytes
         ranks, reader = self.ranks, self._reader
         require_room(self._contents, moves, before.tiers, ranks=ranks, reader=reader, freed_nbytes=freed_nbytes)
 

@@ -301,7 +301,7 @@ def _nbytes_by_group(manager: chunkmem.ChunkManager) -> dict[int, int]:
     """By group that this rank owns: the bytes of its weights and states, once each."""
     found: dict[int, int] = {}
     for key, chunk in manager.runtime.memory.store.chunks.items():
-        is_own = chunk.version >= 0 and not chunk.is_remote
+        is_own = chunk.version >= 0 and not (chunk.is_remote or chunk.is_copy)
         if is_own and key.role not in (Role.GRAD, Role.ACTIVATION):
             found[key.group] = found.get(key.group, 0) + chunk.nbytes
     return found
