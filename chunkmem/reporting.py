@@ -93,7 +93,11 @@ class Reporting:
         self.runtime.controller.adopt_plan(plan)
 
     def timeline(self) -> Timeline | None:
-        """Return what happened in the last step that is over; `str()` is one line. None before the first."""
+        """Return what happened in the last step that is over; `str()` is one line. None before the first.
+
+        Nothing is waited for but the step's own computation: copies and updates that are under way for the next step
+        still are spans of no length at its end, and have their length when asked again later.
+        """
         return self.runtime.controller.timelines.last()
 
     def record(self, directory: str | os.PathLike[str]) -> None:
