@@ -260,10 +260,12 @@ class BoundChunk:
         """Parameters that were written to while they were away, past what serves them."""
         self.was_assigned = False
         """A parameter's `.data` has been assigned, and the values put into the chunk."""
+        self.on_other_storage: Callable[[int, int], None] = lambda before, now: None
+        """Called with the identities of the storage that was the chunk's, and of the one that is, on HOST."""
 
     @property
     def storage_id(self) -> int:
-        """Identity of the chunk's storage, the same for life."""
+        """Identity of the chunk's storage: on DEVICE the same for life, on HOST as long as it has memory."""
         return int(self._storage.storage._cdata)
 
     def storage_of(self, managed: ManagedParameter) -> int:
@@ -289,9 +291,15 @@ class BoundChunk:
 
     def attach(self, slab: Slab) -> torch.Tensor:
         """Take the slab's memory; see `ChunkHome`."""
+        before = self.storage_id
         self._storage.take(slab.bytes)
+        self._tell_of_other(before)
         self._slab = slab
         return self._storage.flat
+
+    def _tell_of_other(self, before: int) -> None:
+        if self.storage_id != before:
+            self.on_other_storage(before, self.storage_id)
 
     def bind(self) -> None:
         """Point the parameters at their slots."""
@@ -309,7 +317,9 @@ class BoundChunk:
     def detach(self) -> None:
         """Point the parameters at their placeholders and give the memory back to its slab."""
         self._unbind()
+        before = self.storage_id
         self._storage.detach()
+        self._tell_of_other(before)
 
     def abandon(self) -> None:
         """Point the parameters at their placeholders; tensors of others keep the memory."""

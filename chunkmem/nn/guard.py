@@ -27,6 +27,11 @@ class DeclaredReads:
         for managed in parameters:
             self._chunks[managed.storage_id] = chunks[managed.group]
             self._away[int(managed.placeholder.untyped_storage()._cdata)] = f"parameter {managed.name}"
+            managed.bound.on_other_storage = self._replace
+
+    def _replace(self, before: int, now: int) -> None:
+        # The identity of a storage that is gone may soon be that of a tensor of the user.
+        self._chunks[now] = self._chunks.pop(before)
 
     def is_chunk(self, storage_id: int) -> bool:
         """Tell whether parameters live in a storage."""

@@ -27,6 +27,7 @@ def audit(manager: ChunkManager) -> None:
     audit_pins(manager)
     audit_ledgers(manager.runtime.memory.store, log_nbytes=manager.runtime.updater.ahead._log.reserved_nbytes)
     audit_leaving(manager.runtime.memory.pager)
+    audit_declared(manager)
     manager.runtime.memory.pager.policy.drain()  # what a plan has prefetched may be under way
     for chunk in manager.runtime.memory.store.chunks.values():
         assert chunk.compute_tier is Tier.DEVICE or Tier.DEVICE not in chunk.replicas, f"{chunk.label} is on DEVICE"
@@ -51,6 +52,13 @@ def audit_pins(manager: ChunkManager) -> None:
     for chunk in manager.runtime.memory.store.chunks.values():
         assert all(replica.pins == 0 for replica in chunk.replicas.values()), f"{chunk.label} is pinned"
     assert set(manager.runtime.memory.pager.pinned_nbytes.values()) == {0}
+
+
+def audit_declared(manager: ChunkManager) -> None:
+    """Assert that chunk memory is known by the storages that parameters are in now: others are tensors of a user."""
+    modules = manager.runtime.modules
+    expected = {m.storage_id: modules.access.chunks[m.group] for m in manager.runtime.registry.parameters}
+    assert modules.declared._chunks == expected
 
 
 def audit_ledgers(store: ChunkStore, *, log_nbytes: int = 0) -> None:

@@ -18,6 +18,7 @@ from chunkmem.plan.moves import HeldGroup, Moves, WantedGroup, plan_moves
 from chunkmem.repack import inventory
 from chunkmem.runtime.ledger import Ledger
 from chunkmem.types import Role
+from tests.helpers.audit import audit_declared
 from tests.helpers.shared_training import WIDTH, WORDS
 from tests.helpers.staged_training import AMPLE, Head, Net, StagedTask, loss_of
 
@@ -172,6 +173,7 @@ def divided(rank: int, change: Change) -> Outcome:
         before = list(training.model.parameters())
         training.pipe = training.pipe.repartition(stages=change.stages)
         assert all(one is other for one, other in zip(before, training.model.parameters(), strict=True))
+        audit_declared(training.manager)
         training.steps(change.batches(rank, change.width)[change.before :])
         return training.outcome()
 
