@@ -80,7 +80,8 @@ def operations_of(manager: chunkmem.ChunkManager) -> list[tuple[object, ...]]:
     """Return what the last step did: without times, which copies that are under way for the next step still lack."""
     timeline = manager.timeline()
     assert timeline is not None
-    return sorted((span.lane.value, span.label, span.moment, span.nbytes) for span in timeline.spans if not span.is_stall)
+    spans = [span for span in timeline.spans if not span.is_stall]
+    return sorted((span.lane.value, span.label, span.moment, span.nbytes) for span in spans)
 
 
 def test_what_a_user_holds_stays() -> None:
