@@ -38,7 +38,7 @@ from chunkmem.types import TIERS, Tier
 
 _POLL_S = 0.002
 """How often the thread looks for a chunk to read while copies are filling all of them, or all are pinned."""
-_LOST_S = 1.0
+_LOST_S = 10.0
 """A chunk that has been without content for so long is lost: what a failed copy was to save is brought back sooner."""
 _PLACES = (Tier.HOST, Tier.DEVICE, *TIERS[2:])
 """Where a chunk is read: the first that has it, HOST before DEVICE, where reading is in the way of computing."""

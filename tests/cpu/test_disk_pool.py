@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkmem.errors import StateError
+from chunkmem.runtime.disk_calls import SystemCalls
 from chunkmem.runtime.disk_pool import DiskPool, DiskSlab
-from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk, ThrottledDisk
+from chunkmem.testing.disk import Fault, FaultKind, FaultyDisk
 from tests.helpers.disk import BLOCK, ROLE, disk_threads, numbers, opened, wait_until
 from tests.helpers.spread import spread
 
@@ -288,9 +288,17 @@ def test_slabs_are_read_and_written_by_several_threads(pool: DiskPool) -> None:
 
 
 def test_a_short_read_is_not_held_up_by_a_long_write(tmp_path: Path) -> None:
-    # write |W W W W W W W W W W W W W W W W ...   128 blocks, 10 ms each: 1.28 s
+    # write |W W W W W W W W W W W W W W W W ...   128 blocks; from the 50th on they come after the read
     # read       |R|                               one block, in its turn
-    calls = FaultyDisk(calls=ThrottledDisk(1e12, BLOCK / 0.01))
+    has_read = threading.Event()
+
+    class Patient(SystemCalls):
+        def pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if calls.num_calls["pwritev"] >= 50:
+                has_read.wait(60)
+            return super().pwritev(descriptor, buffers, offset)
+
+    calls = FaultyDisk(calls=Patient())
     with opened(tmp_path, calls=calls) as pool:
         long, short = pool.alloc(ROLE, 128 * BLOCK), pool.alloc(ROLE, BLOCK)
         short.write(numbers(BLOCK))
@@ -299,14 +307,28 @@ def test_a_short_read_is_not_held_up_by_a_long_write(tmp_path: Path) -> None:
         wait_until(lambda: calls.num_calls["pwritev"] >= 3)
         short.read(numbers(BLOCK))
         assert calls.num_calls["pwritev"] < 100
+        has_read.set()
         writer.join()
         assert calls.num_calls["pwritev"] == 1 + 128
 
 
+class Together(SystemCalls):
+    """Writes that end once so many are under way."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.is_on = False
+        self._meet = threading.Barrier(num, timeout=60)
+
+    def pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.is_on:
+            self._meet.wait()
+        return super().pwritev(descriptor, buffers, offset)
+
+
 def test_blocks_are_moved_at_the_same_time(tmp_path: Path) -> None:
-    begin_s = 0.0
-    with opened(tmp_path, depth=8, calls=ThrottledDisk(1e12, 1e12, latency_s=0.2)) as pool:
+    calls = Together(8)
+    with opened(tmp_path, depth=8, calls=calls) as pool:
         slab = pool.alloc(ROLE, 8 * BLOCK)
-        begin_s = time.perf_counter()
+        calls.is_on = True
         slab.write(numbers(8 * BLOCK))
-        assert 0.2 <= time.perf_counter() - begin_s < 1.4

@@ -323,7 +323,8 @@ def test_nobody_waits_for_one_that_was_given_up() -> None:
         snapshot.take()
 
 
-def test_a_chunk_that_is_lost_fails_it() -> None:
+def test_a_chunk_that_is_lost_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chunkmem.runtime.snapshot._LOST_S", 0.1)
     world, (chunk,) = world_of(1)
     snapshot = snapshot_of(world, [chunk], opened())
     chunk.replicas[DEVICE].version = NO_CONTENT  # as after a failed copy

@@ -363,21 +363,22 @@ def test_the_cap_covers_messages(pair: Team, model: str, checkpoint: str) -> Non
 class Slow(Block):
     """Computes for a long time."""
 
+    def __init__(self, slow_s: float) -> None:
+        super().__init__()
+        self.slow_s = slow_s
+
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(SLOW_S)  # what the other stage waits for has to be longer than anything that it computes
+        time.sleep(self.slow_s)  # what the other stage waits for has to be longer than anything that it computes
         return super().forward(x)
 
 
-SLOW_S = 0.1
-
-
-def wait_for_a_slow_stage(rank: int) -> tuple[float, float]:
+def wait_for_a_slow_stage(rank: int, slow_s: float) -> tuple[float, float]:
     """The seconds that the last stage has computed in its recorded step, and has waited in the last one."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
     with chunkmem.ChunkManager(StagedTask().make_config(), mesh=mesh) as manager:
         with manager.init():
             model = Net()
-            model.blocks[0] = Slow()
+            model.blocks[0] = Slow(slow_s)
         pipe = manager.pipeline(
             model.blocks, first=model.words, last=model.head, loss_fn=loss_of, micro_batches=4, schedule="1f1b"
         )
@@ -393,10 +394,13 @@ def wait_for_a_slow_stage(rank: int) -> tuple[float, float]:
 
 
 def test_waiting_for_another_stage_is_no_compute(pair: Team) -> None:
-    (first_s, _), (last_s, waited_s) = pair.run(wait_for_a_slow_stage)
-    assert first_s >= 4 * SLOW_S
-    assert last_s < 4 * SLOW_S
-    assert waited_s >= 2 * SLOW_S
+    for slow_s in (0.1, 0.8):  # on a busy machine, what the last stage computes may take as long as a short wait
+        (first_s, _), (last_s, waited_s) = pair.run(wait_for_a_slow_stage, slow_s)
+        if last_s < 4 * slow_s:
+            break
+    assert first_s >= 4 * slow_s
+    assert last_s < 4 * slow_s
+    assert waited_s >= 2 * slow_s
 
 
 def record_stages(rank: int, folder: str) -> tuple[str, list[tuple[str, int]], float, float]:

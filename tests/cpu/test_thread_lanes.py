@@ -66,10 +66,14 @@ def test_a_program_ends_without_closing_its_lanes() -> None:
 def test_a_program_ends_while_an_update_is_under_way() -> None:
     """A thread that torch's code runs in cannot just be ended with the interpreter: the process would be aborted."""
     program = (
-        "import time, torch; from chunkmem.runtime.lanes import ThreadLanes\n"
-        "lanes, one = ThreadLanes(), torch.ones(200, 200)\n"
-        "lanes.work(lambda: [one @ one for _ in range(3000)] and print('updated'), after=(), label='update')\n"
-        "time.sleep(0.2); print('the end')"
+        "import threading, torch; from chunkmem.runtime.lanes import ThreadLanes\n"
+        "lanes, one, begun, said = ThreadLanes(), torch.ones(200, 200), threading.Event(), threading.Event()\n"
+        "def update():\n"
+        "    begun.set(); said.wait()\n"
+        "    for _ in range(3000): one @ one\n"
+        "    print('updated')\n"
+        "lanes.work(update, after=(), label='update')\n"
+        "begun.wait(); print('the end'); said.set()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "the end\nupdated\n", "")
@@ -77,7 +81,7 @@ def test_a_program_ends_while_an_update_is_under_way() -> None:
 
 def test_lanes_run_beside_each_other_and_beside_the_caller(threads: ThreadLanes) -> None:
     # Each lane's copy ends only once the other's has begun and the caller has done something else.
-    meet = threading.Barrier(3, timeout=10)
+    meet = threading.Barrier(3, timeout=60)
     threads._move = lambda target, source, nbytes: meet.wait()
     events = [threads.copy(lane, torch.zeros(8), torch.ones(8), after=[], label="x") for lane in (Lane.H2D, Lane.D2H)]
     assert not any(event.done() for event in events)

@@ -279,8 +279,13 @@ def test_a_function_that_ends_by_itself_is_told_when(tmp_path: Path) -> None:
 
 def test_what_ends_at_its_limit_leaves_its_last_words(tmp_path: Path) -> None:
     path = tmp_path / "begun"
-    store = real(tmp_path, task_of("count", arguments={"path": str(path), "seconds": 60}, limit_s=3))
-    assert [row.why_not for row in store] == ["not done after 3 s: half way there"]
+    for limit_s in (3, 30):  # on a busy machine, a process may not have begun after 3 s
+        folder = tmp_path / f"{limit_s} s"
+        folder.mkdir()
+        store = real(folder, task_of("count", arguments={"path": str(path), "seconds": 60}, limit_s=limit_s))
+        if path.exists():
+            break
+    assert [row.why_not for row in store] == [f"not done after {limit_s} s: half way there"]
 
 
 def test_a_row_ends_with_the_call_that_began_it(tmp_path: Path) -> None:
