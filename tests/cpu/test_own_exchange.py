@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,8 @@ from torch import Tensor
 
 import chunkmem
 from chunkmem.comm.exchange import Shard
-from tests.helpers.ranks import RankFailure, Team
+from tests.helpers.ranks import Team
 from tests.helpers.shared_training import MODELS, Task, batch_of, loss_of, make_config, serial
-
-SOON_S = 20.0
-"""Less than the ranks' timeout."""
 
 
 class Plainly(chunkmem.ExchangeMethod):
@@ -135,25 +133,19 @@ def test_an_exchange_of_ones_own_trains_to_the_bit(
     [
         (Failing, "rank 1 raised KeyError: 'no such chunk'"),
         (FailingLater, "rank 1 raised ValueError: gradients that nobody ordered"),
-        (FailingAsTorchDoes, "rank 1 after 0.0 s (the switch is on fire)"),
+        (FailingAsTorchDoes, "rank 1 after … s (the switch is on fire)"),
     ],
 )
 def test_what_one_rank_raises_in_it_is_raised_on_all(
     pair: Team, method: type[chunkmem.ExchangeMethod], words: str
 ) -> None:
-    with pytest.raises(RankFailure) as caught:
-        pair.run(train, (method, method), Task(), timeout_s=SOON_S)
-    said = [line.strip() for line in str(caught.value).splitlines() if line.strip().startswith("chunkmem.errors.")]
-    assert len(said) == 2
-    for line in said:
+    for line in pair.errors(train, (method, method), Task()):
         assert line.startswith("chunkmem.errors.RankError: ")
-        assert words in line
+        assert words in re.sub(r"after \d+\.\d s", "after … s", line)
 
 
 def test_ranks_with_different_exchanges_stop_alike(pair: Team) -> None:
-    with pytest.raises(RankFailure) as caught:
-        pair.run(train, (Plainly, None), Task(), timeout_s=SOON_S)
-    said = [line.strip() for line in str(caught.value).splitlines() if line.strip().startswith("chunkmem.errors.")]
+    said = pair.errors(train, (Plainly, None), Task())
     assert said[0] == said[1]
     assert (
         "the exchange method differs between ranks: tests.cpu.test_own_exchange.Plainly on rank 0, chunkmem's on rank 1"

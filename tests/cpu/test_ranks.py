@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from tests.helpers.ranks import RankFailure, Team
+from tests.helpers.ranks import Team
 from tests.helpers.shared_training import (
     MODELS,
     Block,
@@ -264,19 +264,9 @@ def test_each_rank_keeps_its_share(teams: dict[int, Team]) -> None:
 
 
 def test_another_configuration_on_a_rank_stops_all(teams: dict[int, Team]) -> None:
-    said = refusals(teams[2], train_otherwise)
+    said = teams[2].errors(train_otherwise)
     assert said[0] == said[1]
     assert "memory.device of the configuration differs between ranks: 65536 on rank 0, 65537 on rank 1" in said[0]
-
-
-def refusals(team: Team, function: Callable[[int], object]) -> list[str]:
-    """Run what every rank refuses; return their messages."""
-    with pytest.raises(RankFailure) as caught:
-        team.run(function)
-    lines = [line.strip() for line in str(caught.value).splitlines()]
-    said = [line for line in lines if line.startswith("chunkmem.errors.")]
-    assert len(said) == team.size
-    return said
 
 
 def train_otherwise(rank: int) -> None:
@@ -284,7 +274,7 @@ def train_otherwise(rank: int) -> None:
 
 
 def test_another_model_on_a_rank_stops_all(teams: dict[int, Team]) -> None:
-    said = refusals(teams[2], train_another_model)
+    said = teams[2].errors(train_another_model)
     assert said[0] == said[1]
     assert "the layout of the chunks differs between ranks" in said[0]
 

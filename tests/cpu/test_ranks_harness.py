@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from chunkmem.errors import StateError
 from tests.helpers import ranks
 from tests.helpers.ranks import RankFailure, Team
 
@@ -131,6 +132,24 @@ def test_a_rank_that_a_signal_kills_fails_the_test_and_there_are_new_ones(team: 
 @pytest.mark.parametrize("status", [0, pytest.param(3, marks=pytest.mark.full)])
 def test_a_rank_that_leaves_fails_the_test(team: Team, status: int) -> None:
     assert failure(team, leave, 1, status) == f"leave on 2 ranks:\nrank 1 left with status {status}"
+
+
+def refuse(rank: int, late: int, only: tuple[int, ...]) -> None:
+    if rank == late:
+        time.sleep(ranks.GRACE_S + 0.2)
+    if rank in only:
+        raise StateError(f"rank {rank} refuses\nfor good reasons")
+
+
+def test_errors_of_all_ranks_need_not_come_soon_after_each_other(team: Team) -> None:
+    assert team.errors(refuse, 1, (0, 1)) == [f"chunkmem.errors.StateError: rank {rank} refuses" for rank in (0, 1)]
+    assert children() == []
+
+
+def test_a_rank_without_an_error_fails_the_test(team: Team) -> None:
+    with pytest.raises(RankFailure, match="refuse on 2 ranks, one error each:\nrank 0 done\nrank 1 raised"):
+        team.errors(refuse, -1, (1,))
+    assert children() == []
 
 
 @pytest.mark.full

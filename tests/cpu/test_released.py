@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from tests.helpers.ranks import RankFailure, Team
+from tests.helpers.ranks import Team
 from tests.helpers.scales import Scales
 from tests.helpers.shared_training import WIDTH, Block, Frozen, Net, Task, make_config
 
@@ -250,12 +250,12 @@ def test_own_share_is_all_that_has_to_fit(teams: dict[int, Team]) -> None:
     keys = {"memory": {"device": CHUNK_NBYTES, "host": 3 * CHUNK_NBYTES}}
     found = teams[2].run(weigh, "fp32", keys)
     assert [packed for _, packed, _ in found] == [4 * CHUNK_NBYTES, 3 * CHUNK_NBYTES]
-    for words in failures(teams[2], weigh, "fp32", {**keys, "release_after_init": True}):
+    for words in teams[2].errors(weigh, "fp32", {**keys, "release_after_init": True}):
         assert words.startswith("chunkmem.errors.CapacityError: packing: the weights take 43.75 KiB in chunks, and ")
 
 
 def test_a_rank_without_room_stops_all(teams: dict[int, Team]) -> None:
-    first, second = failures(teams[2], weigh, "fp32", {"memory": {"device": CHUNK_NBYTES, "host": 2 * CHUNK_NBYTES}})
+    first, second = teams[2].errors(weigh, "fp32", {"memory": {"device": CHUNK_NBYTES, "host": 2 * CHUNK_NBYTES}})
     start = "chunkmem.errors.CapacityError: packing: the weights take "
     end = (
         "; raise memory.host from 12.50 KiB to at least 18.75 KiB (19200 bytes); training takes gradients and "
@@ -264,16 +264,6 @@ def test_a_rank_without_room_stops_all(teams: dict[int, Team]) -> None:
     together = "in chunks, and DEVICE and HOST together have 18.75 KiB free"
     assert first == f"{start}25.00 KiB {together}{end}"
     assert second == f"{start}18.75 KiB {together}, and another rank lacks 6.25 KiB{end}"
-
-
-def failures(team: Team, function: Callable[..., object], *args: Any) -> list[str]:
-    """Run what every rank refuses; return their messages."""
-    with pytest.raises(RankFailure) as caught:
-        team.run(function, *args)
-    lines = [line.strip() for line in str(caught.value).splitlines()]
-    said = [line for line in lines if line.startswith("chunkmem.errors.")]
-    assert len(said) == team.size, str(caught.value)
-    return said
 
 
 def share_memory(rank: int, kind: str) -> None:
@@ -290,7 +280,7 @@ def share_memory(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["a buffer's, later", "another parameter's, before"])
 def test_shared_memory_is_refused_on_every_rank(teams: dict[int, Team], kind: str) -> None:
     """Whoever holds which of them."""
-    first, second = failures(teams[2], share_memory, kind)
+    first, second = teams[2].errors(share_memory, kind)
     assert first == second
     assert "share memory, which chunks cannot keep up" in first
 
@@ -340,7 +330,7 @@ def build_more(rank: int) -> None:
 
 
 def test_ranks_that_build_in_another_order_are_told(teams: dict[int, Team]) -> None:
-    first, second = failures(teams[2], build_more)
+    first, second = teams[2].errors(build_more)
     assert first == second
     assert "the order in which modules are built differs between ranks" in first
 

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 import chunkmem
 from chunkmem.nn.released import BuiltOverRanks
 from chunkmem.nn.released_memory import Released
-from tests.helpers.ranks import RankFailure, Team
+from tests.helpers.ranks import Team
 from tests.helpers.scales import Scales
 from tests.helpers.shared_training import WIDTH, WORDS, Block, Net, Task, make_config
 
@@ -296,16 +296,6 @@ def test_a_rank_has_two_weights_more_while_they_are_converted(teams: dict[int, T
 # Errors.
 
 
-def failures(team: Team, function: Callable[..., object], *args: Any) -> list[str]:
-    """Run what every rank refuses; return their messages."""
-    with pytest.raises(RankFailure) as caught:
-        team.run(function, *args)
-    lines = [line.strip() for line in str(caught.value).splitlines()]
-    said = [line for line in lines if line.startswith("chunkmem.errors.")]
-    assert len(said) == team.size, str(caught.value)
-    return said
-
-
 HANDED_OUT: dict[str, Callable[[nn.Parameter], object]] = {
     "numpy": lambda param: param.detach().numpy(),
     "__array__": lambda param: param.detach().__array__(),
@@ -344,7 +334,7 @@ def read_on_one(rank: int) -> None:
 
 
 def test_a_rank_that_reads_alone_stops_all(teams: dict[int, Team]) -> None:
-    first, second = failures(teams[2], read_on_one)
+    first, second = teams[2].errors(read_on_one)
     assert first == second
     assert first.startswith("chunkmem.errors.RankError: the ranks are in different places: rank 0 in ")
     assert "rank 1 in 'comparing what is computed from weights while the model is built" in first

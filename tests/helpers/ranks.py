@@ -25,6 +25,8 @@ from typing import Any, Self
 
 START_S = 120.0
 """What starting may take on a machine that does other things too."""
+ANSWER_S = 240.0
+"""What a call may take there: the longest takes ten seconds where nothing else runs."""
 GRACE_S = 1.0
 """How long the others may take to answer after one has failed."""
 STACK_S = 5.0
@@ -80,7 +82,7 @@ class Team:
         return [member.process.pid for member in self._members if member.process.pid is not None]
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, lost: Collection[int] = ()
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = ANSWER_S, lost: Collection[int] = ()
     ) -> list[Any]:
         """Call ``function(rank, *args)`` on every rank at once; return what it returned, by rank.
 
@@ -93,10 +95,7 @@ class Team:
         Raises:
             RankFailure: a rank raised, did not answer in time, or died; or one of `lost` answered.
         """
-        if not self._members:
-            self._start()
-        for member in self._members:
-            member.connection.send((function, args))
+        self._ask(function, args)
         found = self._collect(time.monotonic() + timeout_s, [m for m in self._members if m.rank not in lost])
         # The lost ones had all the time that the others needed.
         found |= {m.rank: ("answered", None) for m in self._members if m.rank in lost and self._has_answered(m)}
@@ -108,6 +107,26 @@ class Team:
         if problems:
             raise RankFailure("\n".join([f"{function.__name__} on {self.size} ranks:", *problems]))
         return [found[rank][1] if rank in found else None for rank in range(self.size)]
+
+    def errors(self, function: Callable[..., Any], *args: Any, timeout_s: float = ANSWER_S) -> list[str]:
+        """Call what raises an error of chunkmem on every rank; return it, by rank: its class and first line.
+
+        They need not raise soon after each other. All processes end with the call.
+
+        Raises:
+            RankFailure: a rank raised none, or did not answer in time.
+        """
+        self._ask(function, args)
+        found = self._collect(time.monotonic() + timeout_s, self._members, grace_s=timeout_s)
+        self._kill()
+        said = {}
+        for rank, (kind, what) in found.items():
+            lines = [line for line in str(what or "").splitlines() if line.startswith("chunkmem.errors.")]
+            said[rank] = lines[0] if kind == "raised" and len(lines) == 1 else ""
+        if not all(said.values()):
+            all_said = [f"rank {rank} {kind}{_indented(what)}" for rank, (kind, what) in sorted(found.items())]
+            raise RankFailure("\n".join([f"{function.__name__} on {self.size} ranks, one error each:", *all_said]))
+        return [said[rank] for rank in range(self.size)]
 
     def close(self) -> None:
         """End the processes. They start again if they are needed."""
@@ -142,8 +161,16 @@ class Team:
             what = [f"rank {rank} {kind}{_indented(text)}" for rank, (kind, text) in bad.items()]
             raise RankFailure("\n".join([f"{name} {self.size} ranks:", *what]))
 
-    def _collect(self, deadline_s: float, members: Collection[_Member]) -> dict[int, tuple[str, Any]]:
-        """Wait for an answer of each; after the first that is bad, the others have `GRACE_S`."""
+    def _ask(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if not self._members:
+            self._start()
+        for member in self._members:
+            member.connection.send((function, args))
+
+    def _collect(
+        self, deadline_s: float, members: Collection[_Member], *, grace_s: float = GRACE_S
+    ) -> dict[int, tuple[str, Any]]:
+        """Wait for an answer of each; after the first that is bad, the others have `grace_s`."""
         found: dict[int, tuple[str, Any]] = {}
         waiting = {member.connection: member for member in members}
         while waiting:
@@ -158,7 +185,7 @@ class Team:
                 except (EOFError, ConnectionError):
                     found[member.rank] = member.fate(), ""
                 if found[member.rank][0] != "done":
-                    deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+                    deadline_s = min(deadline_s, time.monotonic() + grace_s)
         for member in waiting.values():
             found[member.rank] = "did not answer; it is in", _where(member)
         return found
