@@ -328,7 +328,12 @@ class Runtime:
             yield
 
     def together(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """Surround a call that all ranks make; see `EntryPoints.together`."""
+        """Surround a call that all ranks make; see `EntryPoints.together`.
+
+        Raises:
+            StateError: in addition, if weights were updated inside a backward that no step has followed.
+        """
+        self.updater.in_backward.require_stepped(call)
         return self.entry_points.together(call)
 
     def step(self, options: str, *, updates: bool) -> contextlib.AbstractContextManager[None]:

@@ -54,6 +54,11 @@ class OptimizerParams(Section, at="optimizer.params"):
         about="What updates go to in bf16; none: weights themselves, rounded stochastically; needs 8bit states.",
     )
     seed: int = option(integer(0), 0, about="Of the random bits of stochastic rounding, which 8bit updates by.")
+    in_backward: bool = option(
+        BOOL,
+        False,
+        about="Update each chunk group inside backward, so that gradients never exist all at once; without clipping.",
+    )
     use_hybrid_adam: bool = option(
         BOOL, True, about="Optimizer states may live on DEVICE, within `margin_use_ratio`; false: never (CPU offload)."
     )

@@ -196,6 +196,8 @@ class ChunkManager(ModelBuilding, Reporting):
         self.runtime.require_open()
         if not isinstance(loss, torch.Tensor):
             raise StateError(f"manager.backward() takes the loss as a tensor, not a {type(loss).__name__}")
+        if last is False:
+            self.runtime.updater.in_backward.require_none("manager.backward(loss, last=False)")
         self.runtime.sharding.units.declared = last
         if self.runtime.scaler is not None and not is_scaled:
             loss = loss.float() * self.runtime.scaler.scale
@@ -216,9 +218,17 @@ class ChunkManager(ModelBuilding, Reporting):
         self.runtime.require_open()
         if not isinstance(num_backwards, int) or isinstance(num_backwards, bool) or num_backwards < 1:
             raise StateError(f"manager.accumulate() takes a number of backwards of at least 1, not {num_backwards!r}")
+        if num_backwards > 1:
+            self.runtime.updater.in_backward.require_none(f"manager.accumulate({num_backwards})")
         self.runtime.sharding.units.accumulate(num_backwards)
 
-    def optimizer(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None = None) -> StatefulOptimizer:
+    def optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float | None = None,
+        in_backward: bool | None = None,
+    ) -> StatefulOptimizer:
         """Return an optimizer over chunks with the parameter groups, options and states of another one.
 
         For scripts whose model makes its optimizer: `manager.optimizer(model.configure_optimizers(...))`.
@@ -226,13 +236,14 @@ class ChunkManager(ModelBuilding, Reporting):
         Args:
             optimizer: of torch.optim, or of any class that `chunkmem.Optimizer` takes; it is not stepped any more.
             max_grad_norm: clip the global norm to this in `step()`; default: the configuration's `gradient_clipping`.
+            in_backward: see `chunkmem.AdamW`; default: the configuration's `optimizer.params.in_backward`.
 
         Raises:
             ConfigError: its class needs all parameters at once, as LBFGS does.
             StateError: a parameter is in no model of the manager.
             CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
         """
-        return converted(optimizer, manager=self, max_grad_norm=max_grad_norm)
+        return converted(optimizer, manager=self, max_grad_norm=max_grad_norm, in_backward=in_backward)
 
     @property
     def loss_scale(self) -> float:

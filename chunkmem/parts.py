@@ -255,6 +255,7 @@ def make_modules(
     """Return what models are packed and served by; `is_rehearsal` is as for `BackwardTracker`."""
     pager, size = memory.pager, config.default_chunk_size
     access = AccessTracker(pager)
+    access.updated, access.refuse_updated = updater.in_backward.updated, updater.in_backward.require_stepped
     host = HostModules(
         access,
         memory.compute.device,
@@ -288,7 +289,7 @@ def make_modules(
         access,
         backward,
         gradients,
-        GradientHooks(gradients, backward, turn),
+        GradientHooks(gradients, backward, turn, updates=updater.in_backward),
         server,
         ModuleSurface(
             read=partial(_read, pager, sharding, updater),

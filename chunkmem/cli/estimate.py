@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=DTYPES, default="fp32", help="of weights and gradients (default: fp32)")
     add("--no-master-weights", action="store_true", help="update weights in the low precision: master_weights false")
     add("--states", choices=("fp32", "8bit"), default="fp32", help="optimizer.params.states (default: fp32)")
+    add("--in-backward", action="store_true", help="update inside backward: optimizer.params.in_backward")
     add("--master", choices=("fp32", "none"), default="fp32", help="optimizer.params.master (default: fp32)")
     add("--optimizer", default="adamw", metavar="NAME", help=f"{OPTIMIZERS} (default: adamw)")
     add("--checkpointing", action="store_true", help="recompute each block in backward, by torch's checkpoint")
@@ -148,6 +149,11 @@ def _question(options: argparse.Namespace) -> Question:
                 f"--states and --master are about chunkmem's AdamW and Adam, and --optimizer is {options.optimizer}; "
                 "leave them out"
             )
+    if options.in_backward and (options.world > 1 or options.precision == "fp16"):
+        raise ConfigError(
+            "--in-backward is for one process, in fp32 or bf16: over ranks gradients are divided already, and in fp16 "
+            "a step may be skipped; leave it out"
+        )
     if options.activations and options.checkpointing:
         raise ConfigError("--checkpointing and --activations are two ways to recompute blocks; leave one of them out")
     hardware = HARDWARE[options.hardware]
@@ -179,6 +185,7 @@ def _question(options: argparse.Namespace) -> Question:
         master_weights=not options.no_master_weights,
         states=options.states,
         master=options.master,
+        in_backward=options.in_backward,
         optimizer=options.optimizer,
         checkpointing=options.checkpointing,
         cpu_embedding=options.cpu_embedding,

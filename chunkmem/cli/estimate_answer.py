@@ -204,7 +204,11 @@ def _subject_text(question: Question, rehearsal: Rehearsal, other: Rehearsal | N
     subject = _subject_line(question, rehearsal)
     params = max(1, rehearsal.num_params)
     rows = [
-        (_ROLES.get(role, role.value), format_nbytes(nbytes), f"{nbytes / params:.2f}")
+        (
+            "gradients, at one time" if question.in_backward and role is Role.GRAD else _ROLES.get(role, role.value),
+            format_nbytes(nbytes),
+            f"{nbytes / params:.2f}",
+        )
         for role, nbytes in rehearsal.role_nbytes.items()
         if role is not Role.ACTIVATION
     ]

@@ -18,6 +18,7 @@ from chunkmem.layout.spec import Layout, Slot
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
 from chunkmem.optim.adam_rule import AdamRule
+from chunkmem.optim.in_backward import BackwardUpdates
 from chunkmem.optim.rule import StateSpec
 from chunkmem.runtime.chunk import Chunk, Replica
 from chunkmem.runtime.pager import Pager
@@ -42,6 +43,8 @@ class Asked(enum.Enum):
     """Its content is used up."""
     LAND = "land"
     """A gradient is final for this backward."""
+    LANDED = "landed"
+    """What has read its parameter in backward is over: its group may be updated inside backward."""
     ENTER = "enter"
     """A call of a unit begins."""
     LEAVE = "leave"
@@ -119,6 +122,8 @@ class StepCalls:
     """Of the optimizer that the configuration names, for which chunks are packed."""
     kept: Mapping[RehearsedParameter, tuple[StateSpec, ...]] | None = None
     """Of another optimizer, by parameter."""
+    in_backward: bool = False
+    """The optimizer updates inside backward."""
 
 
 class CallLog:
@@ -182,6 +187,18 @@ class LoggedGradients(GradientBook):
     def land(self, managed: ManagedParameter, grad: torch.Tensor, *, replacing: bool = False) -> None:
         self._log.add(Asked.LAND, self.parameters[managed])
         super().land(managed, grad, replacing=replacing)
+
+
+class LoggedUpdates(BackwardUpdates):
+    """Logs where groups may be updated inside backward. Nothing is updated."""
+
+    def __init__(self, pager: Pager, gradients: LoggedGradients, log: CallLog) -> None:
+        super().__init__(pager, gradients, owner_of=lambda managed: None)
+        self._parameters = gradients.parameters
+        self._log = log
+
+    def landed(self, managed: ManagedParameter) -> None:
+        self._log.add(Asked.LANDED, self._parameters[managed])
 
 
 class LoggedUnits(Units):

@@ -106,6 +106,8 @@ def _alone(question: Question, rehearsal: Rehearsal, rehearse: Rehearse) -> Iter
         yield from _tried(replace(question, cpu_embedding=True), "cpu embedding", ("--cpu-embedding",), rehearse)
     yield from _smaller_batch(question, rehearse)
     yield from _with_disk(question, rehearsal)
+    if question.world == 1 and not question.in_backward:
+        yield from _tried(replace(question, in_backward=True), "in backward", ("--in-backward",), rehearse)
     if question.dtype is torch.float32:
         yield from _tried(replace(question, dtype=torch.bfloat16), "precision", ("--precision", "bf16"), rehearse)
     yield from _more_ranks(question, rehearsal, rehearse)

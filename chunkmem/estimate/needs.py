@@ -75,6 +75,16 @@ def least_over_disk(trace: Trace) -> int:
     )
 
 
+def gradient_peak_nbytes(trace: Trace) -> int:
+    """Return the most bytes of gradients that exist at one time."""
+    now = most = 0
+    for moment in trace.moments:
+        if moment.chunk.role is Role.GRAD and moment.kind in (Kind.CREATE, Kind.CONSUME):
+            now += trace.chunk_nbytes[moment.chunk] * (1 if moment.kind is Kind.CREATE else -1)
+            most = max(most, now)
+    return most
+
+
 def _living(trace: Trace) -> Iterator[int]:
     """Yield by moment the bytes of chunks with content that is not to be had from elsewhere, or in use."""
     states = {chunk for chunk in trace.chunk_nbytes if chunk.role.is_state}

@@ -54,6 +54,7 @@ class Question:
     master_weights: bool = True
     states: str = "fp32"
     master: str = "fp32"
+    in_backward: bool = False
     optimizer: str = "adamw"
     checkpointing: bool = False
     cpu_embedding: bool = False
@@ -83,6 +84,7 @@ class Question:
                 master_weights=self.master_weights,
                 states=self.states,
                 master=self.master,
+                in_backward=self.in_backward,
                 optimizer=self.optimizer,
                 checkpointing=self.checkpointing,
                 cpu_embedding=self.cpu_embedding,
@@ -105,7 +107,7 @@ class Change:
 
     what: str
     """"device", "host", "disk", "batch", "checkpointing", "activations", "cpu embedding", "precision", "tile",
-    "accumulate" or "world"; several are joined by " + ".
+    "accumulate", "in backward" or "world"; several are joined by " + ".
     """
     options: tuple[str, ...]
     """Of the command line, to add or to replace: ``("--batch", "2")``."""

@@ -98,7 +98,11 @@ class _TimedRecorder(Recorder):
 
 
 class _Optimizer:
-    """Owns the states; nothing is updated before its step."""
+    """Owns the states; nothing is updated before its step, or all groups inside backward."""
+
+    def __init__(self, update: Callable[[int], None], *, in_backward: bool) -> None:
+        self.in_backward = in_backward
+        self.update_in_backward = update
 
     def intent(self, group: int) -> Intent | None:
         """Return that it cannot tell."""
@@ -141,7 +145,10 @@ class RankStage:
         self._layout = digest([step.layout])
         if ranks.size > 1:
             self._layout += f" on rank {ranks.rank} of {ranks.size}"
-        self._optimizer, self._rule = _Optimizer(), AdamRule(self._updater.native, decoupled=True)
+        self._optimizer = _Optimizer(lambda group: self._update([group]), in_backward=step.in_backward)
+        if step.in_backward:
+            self._updater.in_backward.optimizers.add(self._optimizer)
+        self._rule = AdamRule(self._updater.native, decoupled=True)
         self._pack(step, memory)
         self._has_states: set[int] = set()
 
@@ -162,7 +169,7 @@ class RankStage:
             self._store.add(activation_chunk(number, kept.label, kept.nbytes))
         self._slots.add(self._parameters)
         self.units.add(step.units)
-        self._updater.claims.require_room(self._states)
+        self._updater.claims.require_room(self._states, self._optimizer)
         self._updater.claim(self._states, self._optimizer, forget_plans=lambda: None)
 
     def measure_links(self) -> None:
@@ -228,21 +235,31 @@ class RankStage:
                     Asked.RECOMPUTE: self.units.recompute,
                 }
                 by_name.get(call.asked, self.units.announce)(subject)
+        elif call.asked is Asked.LANDED:
+            self._updater.in_backward.landed(cast(ManagedParameter, subject))
         elif subject is not None:
             self._slots.land(cast(ManagedParameter, subject), _NOTHING, replacing=True)
         elif call.asked is Asked.END_BACKWARD:
             self.units.end_backward()
         else:
-            self._update()
+            self._end_step()
 
-    def _update(self) -> None:
+    def _end_step(self) -> None:
         """Do what `optimizer.step()` does: reduce what has not been, make states, update, use the gradients up."""
-        slots, updater = self._slots, self._updater
+        slots = self._slots
         if self._sharding.reduction is not None:
             self._sharding.reduction.reduce(self._parameters)
+        self._update([group for group, landed in slots.landed.items() if landed])
+        if self._sharding.shards is not None:
+            trained = {managed.group for managed in self._parameters if managed.requires_grad}
+            self._sharding.shards.send_on_host(trained, reader="updated weights on HOST")
+        slots.forget(self._parameters)  # as `zero_grad` does: frozen ones have zeros, which were reduced with others
+
+    def _update(self, groups: Sequence[int]) -> None:
+        """Make states, update groups, and use their gradients up."""
+        slots, updater = self._slots, self._updater
         updater.place(filter(self._sharding.owns, self._parameters))
-        groups = [group for group, landed in slots.landed.items() if landed]
-        updated = [managed for managed in self._parameters if managed in slots.landed.get(managed.group, ())]
+        updated = [managed for group in groups for managed in slots.members[group] if managed in slots.landed[group]]
         roles = {spec.role for managed in updated for spec in self._states[managed]}
         for managed in updated:
             if managed.group not in self._has_states:
@@ -255,10 +272,6 @@ class RankStage:
                 moved_nbytes = 2 * sum(chunk.nbytes for chunk in updater.claims.chunks(group))
                 self._meter.wait(moved_nbytes / self._host_Bps)
             slots.forget(set(slots.landed[group]))
-        if self._sharding.shards is not None:
-            trained = {managed.group for managed in self._parameters if managed.requires_grad}
-            self._sharding.shards.send_on_host(trained, reader="updated weights on HOST")
-        slots.forget(self._parameters)  # as `zero_grad` does: frozen ones have zeros, which were reduced with others
 
 
 def _moved(region: Region, places: Sequence[int]) -> Region:

@@ -38,6 +38,7 @@ from chunkmem.estimate.calls import (
     LoggedGradients,
     LoggedPager,
     LoggedUnits,
+    LoggedUpdates,
     Measured,
     RehearsedParameter,
     StepCalls,
@@ -45,6 +46,7 @@ from chunkmem.estimate.calls import (
 from chunkmem.estimate.clock import OperatorClock
 from chunkmem.estimate.host_operators import HostOperators
 from chunkmem.estimate.model import Model, checkpointed
+from chunkmem.estimate.needs import gradient_peak_nbytes
 from chunkmem.estimate.optimizers import BUILT_IN, states_kept
 from chunkmem.estimate.peers import UnisonRanks
 from chunkmem.estimate.rank_steps import RankSteps, replay
@@ -85,6 +87,8 @@ class Setting:
     """`optimizer.params.states` of the configuration."""
     master: str = "fp32"
     """`optimizer.params.master`."""
+    in_backward: bool = False
+    """`optimizer.params.in_backward`."""
     optimizer: str = "adamw"
     """Of `BUILT_IN`, or a name of `class_named`."""
     checkpointing: bool = False
@@ -191,10 +195,12 @@ class Rehearsal:
 
     @property
     def role_nbytes(self) -> Mapping[Role, int]:
-        """Bytes of the chunks in each role, pads included."""
+        """Bytes of the chunks in each role, pads included; of gradients with `in_backward`, those at one time."""
         found = Counter(self.over(1).first.on_host_nbytes)
         for chunk, nbytes in self.trace.chunk_nbytes.items():
             found[chunk.role] += nbytes
+        if self.step.in_backward:
+            found[Role.GRAD] = gradient_peak_nbytes(self.trace)
         return {role: found[role] for role in sorted(found, key=lambda role: role.order)}
 
 
@@ -283,6 +289,9 @@ class _Stage:
         self._units = LoggedUnits(self.log, is_alone=setting.num_ranks == 1)
         sharding = Sharding(UnisonRanks(0, setting.num_ranks), None, None, self._units)
         self._updater = make_updater(memory, self._gradients, places, BlockingLanes(memory.compute))
+        self._in_backward = setting.in_backward
+        if setting.in_backward:
+            self._updater.in_backward = LoggedUpdates(memory.pager, self._gradients, self.log)
         self._modules = make_modules(config, memory, sharding, self._gradients, self._updater, is_rehearsal=True)
         added = self._modules.registry.add([module], [], _Fake())
         if not added:
@@ -317,6 +326,7 @@ class _Stage:
             self._modules.regions.recorded(),
             self._states,
             self._kept(),
+            self._in_backward,
         )
 
     def _kept(self) -> Mapping[RehearsedParameter, tuple[StateSpec, ...]] | None:

@@ -55,6 +55,10 @@ class AccessTracker:
         """Groups of which somebody has an address: it is kept until the next call of a model or step."""
         self.before_lookup: Callable[[], None] = lambda: None
         """Called before each one inside of modules."""
+        self.updated: Collection[ManagedParameter] = ()
+        """Updated inside backward since the last step; who reads one is refused."""
+        self.refuse_updated: Callable[[str, Collection[ManagedParameter]], None] = lambda reader, params: None
+        """Raises the error for a reader of some of them."""
         self._held: dict[int, None] = {}
         """Groups that are pinned for somebody who keeps references; see [Note: References]."""
         pager.holder = self
@@ -89,6 +93,8 @@ class AccessTracker:
         if self._pager.closed is not None:
             raise StateError(f"parameter {managed.name}: {self._pager.closed}")
         check_transforms(managed.name)
+        if managed in self.updated:
+            self.refuse_updated(f"{frame} reads parameter {managed.name}", (managed,))
         group = managed.group
         if group not in frame.groups:
             chunk = self.chunks[group]

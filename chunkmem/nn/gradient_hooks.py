@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
@@ -13,11 +14,26 @@ from chunkmem.nn.gradients import GradientBook
 from chunkmem.nn.turn import Turn
 
 
-class GradientHooks:
-    """Hands each gradient to the book, then tells the backward that waits for it."""
+class UpdatesInBackward(Protocol):
+    """What may update parameters once their gradients are there."""
 
-    def __init__(self, book: GradientBook, backward: BackwardTracker, turn: Turn) -> None:
+    def before_landing(self, managed: ManagedParameter) -> None:
+        """A gradient is about to land."""
+        ...
+
+    def landed(self, managed: ManagedParameter) -> None:
+        """It has landed, and what has read the parameter for it is over."""
+        ...
+
+
+class GradientHooks:
+    """Hands each gradient to the book, tells the backward that waits for it, and then who updates inside backward."""
+
+    def __init__(
+        self, book: GradientBook, backward: BackwardTracker, turn: Turn, *, updates: UpdatesInBackward
+    ) -> None:
         self._book = book
+        self._updates = updates
         self._backward = backward
         self._turn = turn
 
@@ -44,8 +60,10 @@ class GradientHooks:
                 took_turn = hooks._turn.take_in_hook()
                 try:
                     landed = hooks._book.members[group][position]
+                    hooks._updates.before_landing(landed)
                     hooks._book.take_final(landed)
                     hooks._backward.landed(landed)
+                    hooks._updates.landed(landed)
                 finally:
                     if took_turn:
                         hooks._turn.give_back()

@@ -96,8 +96,12 @@ class GradientSlots:
                 landed.add(managed)
         if len(chunk.replicas) > 1:
             self._pager.store.mark_written(chunk, chunk.compute_tier)
-        is_settled = len(landed) >= self._expected[managed.group] and self._settles(managed.group)
+        is_settled = self.is_complete(managed.group) and self._settles(managed.group)
         self._pager.store.settle(chunk, is_settled=is_settled)
+
+    def is_complete(self, group: int) -> bool:
+        """Tell whether each parameter of a group that was trainable when the first gradient landed has one."""
+        return len(self._landed.get(group, ())) >= self._expected.get(group, 1)
 
     def complete(self, group: int, wanted: Collection[ManagedParameter], *, reader: str) -> None:
         """Have a gradient, of zeros where none has landed, for parameters of a group on DEVICE: to be reduced."""

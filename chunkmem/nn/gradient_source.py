@@ -123,8 +123,9 @@ class GradientSource:
         """Return the error for what needs the values of a gradient that is not there."""
         if self.state is GradientState.CONSUMED:
             return StateError(
-                f"the gradient of {self.name} was consumed by step() and has no values any more; read it, or take "
-                "p.grad.clone(), between backward and step(), and call optimizer.zero_grad() before the next backward"
+                f"the gradient of {self.name} was consumed by step(), or inside backward by an optimizer with "
+                "in_backward=True, and has no values any more; read it, or take p.grad.clone(), between backward and "
+                "step(), and call optimizer.zero_grad() before the next backward"
             )
         if self.state is GradientState.OVERDUE:
             return self.is_overdue()

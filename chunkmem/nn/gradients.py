@@ -205,6 +205,12 @@ class GradientBook(GradientValues):
     def _unset(self, landed: Iterable[ManagedParameter]) -> set[ManagedParameter]:
         return {managed for managed in landed if managed.grad is None} - self.exposed
 
+    def is_consumed(self, managed: ManagedParameter) -> bool:
+        """Tell whether `.grad` is a gradient that an update has used, and nobody has touched it since."""
+        source, grad = self._sources[managed], managed.grad
+        is_shown = isinstance(grad, LazyGradient) and grad.is_all_of(source)
+        return is_shown and source.state is GradientState.CONSUMED
+
     def discard(self, params: Collection[ManagedParameter]) -> None:
         """Forget the gradients of `params`, as after their update."""
         for managed in params:

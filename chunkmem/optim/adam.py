@@ -25,6 +25,9 @@ class Adam(RuleOptimizer):
         states: "fp32", or "8bit": exp_avg and exp_avg_sq as codes of 8 bits with a scale for each 256 elements; wins,
             too. `state_dict()` has fp32 values either way.
         max_grad_norm: clip the global norm to this in `step()`; default: the configuration's `gradient_clipping`.
+        in_backward: update each chunk group inside backward, as soon as its gradients are complete, so that these never
+            exist all at once; default: the configuration's `optimizer.params.in_backward`. For loops with one backward
+            a step that neither clip nor look at gradients: what does not go is refused.
 
     Raises:
         ConfigError: an option is out of range.
@@ -45,6 +48,7 @@ class Adam(RuleOptimizer):
         weight_decay: float | None = None,
         states: Literal["fp32", "8bit"] | None = None,
         max_grad_norm: float | None = None,
+        in_backward: bool | None = None,
     ) -> None:
         host = manager.runtime
         host.require_open()
@@ -66,7 +70,7 @@ class Adam(RuleOptimizer):
         if states is not None:
             configured = replace(configured, states=states)
         rule = adam_rule(configured, host.updater.native, decoupled=self._decoupled)
-        super().__init__(params, defaults, rule=rule, host=host, max_grad_norm=max_grad_norm)
+        super().__init__(params, defaults, rule=rule, host=host, max_grad_norm=max_grad_norm, in_backward=in_backward)
 
 
 class AdamW(Adam):

@@ -40,6 +40,9 @@ class Optimizer(RuleOptimizer):
         params: parameters or parameter groups, as in torch.optim; None if `classes` is a list.
         manager: the manager that holds the parameters.
         max_grad_norm: clip the global norm to this in `step()`; default: the configuration's `gradient_clipping`.
+        in_backward: update each chunk group inside backward, as soon as its gradients are complete, so that these never
+            exist all at once; default: the configuration's `optimizer.params.in_backward`. For loops with one backward
+            a step that neither clip nor look at gradients: what does not go is refused.
         options: of the constructor of each class; those of a list's entry win.
 
     Raises:
@@ -59,6 +62,7 @@ class Optimizer(RuleOptimizer):
         *,
         manager: HasRuntime,
         max_grad_norm: float | None = None,
+        in_backward: bool | None = None,
         **options: Any,
     ) -> None:
         host = manager.runtime
@@ -74,7 +78,9 @@ class Optimizer(RuleOptimizer):
         """Excluded parameters whose states are zeros to be loaded into."""
         self._kinds: list[Hashable] = []
         """What the states of each group depended on at the last step."""
-        super().__init__(groups, {}, rule=ClassRule(trials), host=host, max_grad_norm=max_grad_norm)
+        super().__init__(
+            groups, {}, rule=ClassRule(trials), host=host, max_grad_norm=max_grad_norm, in_backward=in_backward
+        )
 
     def __repr__(self) -> str:
         names = ", ".join(trial.made.name for trial in self._rule.trials)
@@ -229,13 +235,14 @@ class Optimizer(RuleOptimizer):
         self._blank.clear()
         super().__setstate__(state)
 
-    def _make_states(self, pending: list[ManagedParameter], hypers: Sequence[Any]) -> set[ManagedParameter]:
+    def _make_states(
+        self, pending: list[ManagedParameter], hypers: Sequence[Any], *, anywhere: list[ManagedParameter]
+    ) -> set[ManagedParameter]:
         needs = [self._rule.needs(hyper) for hyper in hypers]
         if needs != self._kinds:
             self._hypers_of.clear()
             self._claim_more(self._wanted(self.param_groups))
             self._kinds = needs
-        anywhere = self._pending_anywhere()
         self._states.prepare(pending)
         self._states.note(m for m in anywhere if m not in self._states and self._form_of(m).is_there)
         self._updater.complete_states(pending)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.optim.in_backward import BackwardUpdater
 from chunkmem.optim.room import require_room
 from chunkmem.optim.rule import StateSpec
 from chunkmem.optim.shaped_state import merged
@@ -21,7 +22,7 @@ Wanted = Mapping[ManagedParameter, Sequence[StateSpec]]
 """By parameter: the states that its optimizer keeps."""
 
 
-class Owner(Protocol):
+class Owner(BackwardUpdater, Protocol):
     """An optimizer."""
 
     def intent(self, group: int) -> Intent | None:
@@ -155,19 +156,29 @@ class Claims:
         self._chunks[group] = [store.chunks[key] for role in roles if (key := ChunkId(role, group)) in store.chunks]
 
     def require_room(
-        self, wanted: Wanted, *, kept: Mapping[Tier, int] = MappingProxyType({}), name: str = "optimizer"
+        self,
+        wanted: Wanted,
+        owner: Owner | None = None,
+        *,
+        kept: Mapping[Tier, int] = MappingProxyType({}),
+        name: str = "optimizer",
     ) -> None:
         """Check that weights, and gradients and states of what is trained, fit the tiers together.
 
         Args:
             wanted: what is about to be claimed.
+            owner: by which optimizer; None: by those that have it.
             kept: by tier, bytes that are about to be there for good.
             name: begins the message of the error.
 
         Raises:
             CapacityError: they cannot, whatever is moved.
         """
-        trained = {managed.group for managed in (*wanted, *self._owner) if managed.requires_grad}
+        owners = {managed: self.owner(managed) for managed in (*wanted, *self._owner)}
+        if owner is not None:
+            owners |= dict.fromkeys(wanted, owner)
+        trained = {managed.group for managed in owners if managed.requires_grad}
+        waiting = {managed.group for managed, own in owners.items() if own is None or not own.in_backward}
         specs = self._specs | self._after(wanted)
         params = {group: self._store.chunks[ChunkId(Role.PARAM, group)] for group in specs}
         states_nbytes = {
@@ -175,4 +186,5 @@ class Claims:
             for group, param in params.items()
             if not (param.is_remote or param.is_copy)
         }
-        require_room(trained & states_nbytes.keys(), states_nbytes, self._store, kept=kept, name=name)
+        groups = trained & states_nbytes.keys()
+        require_room(groups, states_nbytes, self._store, kept=kept, name=name, in_backward=groups - waiting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from chunkmem.optim.checks import check_number
 from chunkmem.optim.chunk_states import FIRST_STEP
 from chunkmem.optim.excluded import update_excluded
 from chunkmem.optim.host import OptimizerHost
+from chunkmem.optim.in_backward import BegunStep, require_possible
 from chunkmem.optim.pending import PendingGradients
 from chunkmem.optim.rule import StateSpec, UpdateItem, UpdateRule
 from chunkmem.optim.saved import StatefulOptimizer
@@ -31,6 +32,7 @@ class RuleOptimizer(StatefulOptimizer):
         rule: UpdateRule[Any],
         host: OptimizerHost,
         max_grad_norm: float | None,
+        in_backward: bool | None,
     ) -> None:
         """Claim parameters.
 
@@ -40,9 +42,10 @@ class RuleOptimizer(StatefulOptimizer):
             rule: the update.
             host: of the manager that holds the parameters.
             max_grad_norm: clip the global norm to this in `step()`; default: the configuration's `gradient_clipping`.
+            in_backward: update groups inside backward; default: the configuration's `optimizer.params.in_backward`.
 
         Raises:
-            ConfigError: an option is out of range.
+            ConfigError: an option is out of range, or cannot be had inside backward.
             StateError: a parameter is in no model of the manager.
             CapacityError: weights, gradients and states do not fit DEVICE and HOST together.
         """
@@ -51,6 +54,11 @@ class RuleOptimizer(StatefulOptimizer):
             check_number("max_grad_norm", max_grad_norm)
         self.max_grad_norm = host.config.gradient_clipping if max_grad_norm is None else max_grad_norm
         """0 or less: gradients are not clipped."""
+        self._in_backward = host.config.optimizer.params.in_backward if in_backward is None else in_backward
+        if self._in_backward:
+            require_possible(self.max_grad_norm, scaler=host.scaler, num_ranks=host.ranks.size)
+        self._begun: BegunStep | None = None
+        """What was updated inside backward since the last step."""
         self._options_of: dict[ManagedParameter, int] = {}
         """Which parameter group each one was in at the last step."""
         self._numbers: dict[ManagedParameter, int] = {}
@@ -59,6 +67,13 @@ class RuleOptimizer(StatefulOptimizer):
         """The states that the options of each parameter group called for at the last step."""
         super().__init__(params, defaults, rule=rule, host=host)
         self._updater.claim(self._wanted(self.param_groups), self, forget_plans=host.forget_plans)
+        if self._in_backward:
+            self._updater.in_backward.optimizers.add(self)
+
+    @property
+    def in_backward(self) -> bool:
+        """Groups are updated inside backward; see [Note: Updates in backward] in `chunkmem.optim.in_backward`."""
+        return self._in_backward
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch.optim; its parameters have to be in models of the manager."""
@@ -68,7 +83,7 @@ class RuleOptimizer(StatefulOptimizer):
             self._host.adopt(self.param_groups[-1]["params"])
             self._rule.check(self.param_groups[-1])
             wanted = self._wanted(self.param_groups[-1:])
-            self._updater.claims.require_room(self._wanted(self.param_groups))
+            self._updater.claims.require_room(self._wanted(self.param_groups), self)
         except Exception:
             self.param_groups.pop()
             raise
@@ -88,7 +103,8 @@ class RuleOptimizer(StatefulOptimizer):
 
         Raises:
             StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable. Over
-                ranks nothing is updated then: all of them may have left out their batch.
+                ranks nothing is updated then: all of them may have left out their batch. Or, with `in_backward`,
+                options or gradients have changed since they were used.
         """
         self._host.require_open()
         for group in self.param_groups:
@@ -99,16 +115,30 @@ class RuleOptimizer(StatefulOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        with self._host.step(self._options_in_words(), updates=True):
+        options = self._options_in_words()
+        updated = self._end_backward(options)
+        with self._host.step(options, updates=True):
             self._updater.claims.check(self._managed(), self)
-            pending, anywhere = self._pending(), self._pending_anywhere()
+            pending, anywhere = self._pending(besides=updated), self._pending_anywhere(besides=updated)
             has_gradients = anywhere or any(p.grad is not None for p in self._excluded())
             if has_gradients or self._is_counted_on():
                 self._step_over(pending)
                 self._updater.gradients.anywhere.difference_update(anywhere)
+            elif updated:
+                self._updater.ahead.end_step()
             elif self._is_trainable() and not self._host.is_shared:
                 raise StateError("step() without a gradient: call manager.backward(loss) or loss.backward() before it")
         return result
+
+    def _end_backward(self, options: str) -> Collection[ManagedParameter]:
+        """Return what backward has updated since the last step, which ends here. Raises what `step` does."""
+        if self._begun is None:
+            return ()
+        self._begun.require_options(options)
+        begun, self._begun = self._begun, None
+        self._updater.in_backward.end_step(begun.updated)
+        begun.require_consumed(self._updater.gradients)
+        return begun.updated
 
     def _step_over(self, pending: list[ManagedParameter]) -> None:
         if not self._host.is_lowered:
@@ -136,11 +166,13 @@ class RuleOptimizer(StatefulOptimizer):
         super().move_to(host)
         self._options_of, self._numbers, self._needs = {}, {}, []
         wanted = self._wanted(self.param_groups)
-        self._updater.claims.require_room(wanted)
+        self._updater.claims.require_room(wanted, self)
         self._updater.claim(wanted, self, forget_plans=host.forget_plans)
 
     def intent(self, group: int) -> Intent | None:
         """Return what `step()` would do with a chunk group now if nothing is clipped; None if it cannot be told yet."""
+        if self._in_backward:  # in place, and for good
+            return None
         items: dict[int, UpdateItem] = {}
         for managed in self._updater.gradients.landed.get(group, ()):
             index = self._options_of.get(managed)
@@ -158,8 +190,14 @@ class RuleOptimizer(StatefulOptimizer):
         return Intent(self._rule, list(items.values()), multiplier, needs_norm=needs_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that `step()` has not consumed, or set them to 0."""
+        """Discard gradients that `step()` has not consumed, or set them to 0.
+
+        Raises:
+            StateError: some have been used inside backward, and `step()` has to come first.
+        """
         self._host.require_open()
+        if self._begun is not None:
+            self._updater.in_backward.require_stepped("zero_grad()", self._begun.updated)
         super().zero_grad(set_to_none)  # with lazy gradients, zeros reach the chunks
         if set_to_none:
             self._host.gradients_given_up([m for m in self._looked_up() if m is not None])
@@ -174,6 +212,8 @@ class RuleOptimizer(StatefulOptimizer):
         Raises:
             StateError: there is no gradient at all, although a managed parameter of this optimizer is trainable.
         """
+        if self._begun is not None:
+            self._updater.in_backward.require_stepped("clip_grad_norm_()", self._begun.updated)
         with self._host.step(f"a norm of {float(max_norm)}", updates=False):
             pending = self._pending()
             excluded = self._excluded()
@@ -198,10 +238,10 @@ class RuleOptimizer(StatefulOptimizer):
         """Tell whether a managed parameter, of any rank, may get a gradient."""
         return any(managed is not None and managed.param.requires_grad for managed in self._looked_up())
 
-    def _pending_anywhere(self) -> list[ManagedParameter]:
+    def _pending_anywhere(self, *, besides: Collection[ManagedParameter] = ()) -> list[ManagedParameter]:
         """Return the parameters of which a rank has a gradient; the same on all of them."""
         if not self._host.is_shared:
-            return self._pending()
+            return self._pending(besides=besides)
         return [m for m in self._looked_up() if m is not None and m in self._updater.gradients.anywhere]
 
     def _gradients(self, pending: list[ManagedParameter]) -> PendingGradients:
@@ -238,37 +278,76 @@ class RuleOptimizer(StatefulOptimizer):
     def _update_managed(
         self, pending: list[ManagedParameter], hypers: Sequence[Hashable], multiplier: float | None
     ) -> None:
-        stateless = self._make_states(pending, hypers)
-        waiting, steps = set(pending), self._states.steps
-        by_group: dict[int, dict[int, UpdateItem]] = {}
+        self._number_parameters()
+        anywhere = self._pending_anywhere() if self._host.is_shared else pending
+        stateless = self._make_states(pending, hypers, anywhere=anywhere)
+        by_group: dict[int, list[ManagedParameter]] = {}
+        for managed in pending:
+            by_group.setdefault(managed.group, []).append(managed)
+        for group in self._updater.in_order(by_group):
+            self._update_group(group, by_group[group], hypers, stateless, multiplier)
+
+    def _number_parameters(self) -> None:
+        """Note the place of each parameter in the parameter groups as they are now."""
         number = -1
-        for index, (options, hyper) in enumerate(zip(self.param_groups, hypers, strict=True)):
+        for index, options in enumerate(self.param_groups):
             for param in options["params"]:
                 number += 1
                 managed = self._host.registry.lookup(param)
                 if managed is not None:
                     self._options_of[managed], self._numbers[managed] = index, number
-                    if managed in waiting:
-                        items = by_group.setdefault(managed.group, {})
-                        if index not in items:
-                            items[index] = self._new_item(hyper)
-                        step = FIRST_STEP if managed in stateless else steps[managed] + 1
-                        self._add_to(items[index], managed, step, number)
-        for group in self._updater.in_order(by_group):
-            found = list(by_group[group].values())
-            self._updater.update(group, found, self._rule, multiplier=multiplier)
-            done = {m: step for item in found for m, step in zip(item.params, item.steps, strict=True)}
-            self._states.steps.update(done if not stateless else {m: s for m, s in done.items() if m not in stateless})
-            self._updater.gradients.discard(done.keys())
-            self._updater.mark_updated(done)
 
-    def _make_states(self, pending: list[ManagedParameter], hypers: Sequence[Hashable]) -> set[ManagedParameter]:
-        """Make the states that are missing, also those that options call for only now; return what needs none."""
+    def _update_group(
+        self,
+        group: int,
+        params: Iterable[ManagedParameter],
+        hypers: Sequence[Hashable],
+        stateless: Collection[ManagedParameter],
+        multiplier: float | None,
+    ) -> None:
+        """Update parameters of one chunk group, which have their states, in the order of the parameter groups."""
+        items: dict[int, UpdateItem] = {}
+        for managed in params:
+            index = self._options_of[managed]
+            if index not in items:
+                items[index] = self._new_item(hypers[index])
+            step = FIRST_STEP if managed in stateless else self._states.steps[managed] + 1
+            self._add_to(items[index], managed, step, self._numbers[managed])
+        found = list(items.values())
+        self._updater.update(group, found, self._rule, multiplier=multiplier)
+        done = {m: step for item in found for m, step in zip(item.params, item.steps, strict=True)}
+        self._states.steps.update(done if not stateless else {m: s for m, s in done.items() if m not in stateless})
+        self._updater.gradients.discard(done.keys())
+        self._updater.mark_updated(done)
+
+    @torch.no_grad()
+    def update_in_backward(self, group: int) -> None:
+        """Update a chunk group, all of whose gradients have landed, as `step()` would with the options there are now.
+
+        Raises:
+            CapacityError: its states fit neither tier.
+        """
+        if self._begun is None:
+            self._number_parameters()
+            hypers = [self._rule.hyper(options) for options in self.param_groups]
+            self._begun = BegunStep(self._options_in_words(), hypers)
+        params = sorted(self._updater.gradients.landed[group], key=self._numbers.__getitem__)
+        stateless = self._make_states(params, self._begun.hypers, anywhere=params)
+        self._update_group(group, params, self._begun.hypers, stateless, None)
+        self._begun.updated.update(dict.fromkeys(params))
+        self._updater.in_backward.updated.update(dict.fromkeys(params))
+
+    def _make_states(
+        self, pending: list[ManagedParameter], hypers: Sequence[Hashable], *, anywhere: list[ManagedParameter]
+    ) -> set[ManagedParameter]:
+        """Make the states that are missing, also those that options call for only now; return what needs none.
+
+        `anywhere` are the parameters of which a rank has a gradient.
+        """
         needs = [self._rule.states(hyper) for hyper in hypers]
         if needs != self._needs:  # else a look at each parameter would find nothing
             self._claim_more(self._wanted(self.param_groups))
             self._needs = needs
-        anywhere = self._pending_anywhere()
         updated = pending
         stateless = set(self._wanted(group for group, specs in zip(self.param_groups, needs, strict=True) if not specs))
         if stateless:

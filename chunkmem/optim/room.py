@@ -21,6 +21,7 @@ def require_room(
     *,
     kept: Mapping[Tier, int],
     name: str,
+    in_backward: Collection[int] = (),
 ) -> None:
     """Check that all weights, and gradients and states of `groups`, fit the tiers together.
 
@@ -30,6 +31,7 @@ def require_room(
         store: has all other chunks; those of states are not looked at, but for averages.
         kept: by tier, bytes that are about to be there for good, in addition to the averages that there are.
         name: begins the message of the error.
+        in_backward: those of `groups` whose gradients need never exist together.
 
     Raises:
         CapacityError: they cannot, whatever is moved.
@@ -42,6 +44,8 @@ def require_room(
     # Gradients take the place of weights that can be rounded again; while a group is updated it has both.
     twice = [sizes[ChunkId(Role.PARAM, group)] for group in groups if ChunkId(Role.MASTER, group) in sizes]
     need -= sum(twice) - max(twice, default=0)
+    one_by_one = [nbytes for key, nbytes in sizes.items() if key.role is Role.GRAD and key.group in in_backward]
+    need -= sum(one_by_one) - max(one_by_one, default=0)
     # What is computed with on HOST never leaves it: it takes room of HOST, and none is needed to move it.
     on_host_nbytes = _in_training(on_host, groups, states_nbytes, store)
     limits = {tier: ledger.limit_nbytes for tier, ledger in ledgers.items()}

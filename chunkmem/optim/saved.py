@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -178,6 +178,14 @@ class StatefulOptimizer(ChunkedOptimizer):
                 if managed is not None:
                     yield index, managed
 
+    @property
+    def in_backward(self) -> bool:
+        """Groups are updated inside backward; see [Note: Updates in backward] in `chunkmem.optim.in_backward`."""
+        return False
+
+    def update_in_backward(self, group: int) -> None:
+        """See `chunkmem.optim.in_backward.BackwardUpdater`."""
+
     def intent(self, group: int) -> Intent | None:
         """See `chunkmem.optim.claims.Owner`."""
         return None
@@ -236,10 +244,14 @@ class StatefulOptimizer(ChunkedOptimizer):
     def _name_of(self, param: torch.Tensor, index: int) -> str:
         return managed.name if (managed := self._host.registry.lookup(param)) is not None else f"parameter {index}"
 
-    def _pending(self) -> list[ManagedParameter]:
-        """Return the managed parameters that this rank owns and that have a gradient."""
+    def _pending(self, *, besides: Collection[ManagedParameter] = ()) -> list[ManagedParameter]:
+        """Return the managed parameters that this rank owns and that have a gradient; `besides` have had their update.
+
+        Raises:
+            StateError: plain PyTorch would use a gradient that is gone.
+        """
         landed = self._updater.gradients.landed
-        self._updater.gradients.require_known(m for m in self._looked_up() if m is not None)
+        self._updater.gradients.require_known(m for m in self._looked_up() if m is not None and m not in besides)
         return [managed for managed in self._managed() if managed in landed.get(managed.group, ())]
 
     def _is_initialization(self) -> bool:
@@ -352,7 +364,7 @@ class StatefulOptimizer(ChunkedOptimizer):
         claims = self._updater.claims
         lacking = {m: specs for m, specs in wanted.items() if not set(specs) <= set(claims.states_of(m))}
         if lacking:
-            claims.require_room(lacking)
+            claims.require_room(lacking, self)
             self._updater.claim(lacking, self, forget_plans=self._host.forget_plans)
 
     def _adopt(self, taken: Mapping[ManagedParameter, Mapping[str, Any]]) -> None:

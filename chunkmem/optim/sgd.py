@@ -91,6 +91,9 @@ class SGD(RuleOptimizer):
         manager: the manager that holds the parameters.
         lr, momentum, dampening, weight_decay, nesterov: as in torch.optim; the configuration has none for SGD.
         max_grad_norm: clip the global norm to this in `step()`; default: the configuration's `gradient_clipping`.
+        in_backward: update each chunk group inside backward, as soon as its gradients are complete, so that these never
+            exist all at once; default: the configuration's `optimizer.params.in_backward`. For loops with one backward
+            a step that neither clip nor look at gradients: what does not go is refused.
 
     Raises:
         ConfigError: an option is out of range.
@@ -109,6 +112,7 @@ class SGD(RuleOptimizer):
         weight_decay: float = 0,
         nesterov: bool = False,
         max_grad_norm: float | None = None,
+        in_backward: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -122,4 +126,6 @@ class SGD(RuleOptimizer):
             "differentiable": False,
             "fused": None,
         }
-        super().__init__(params, defaults, rule=SGDRule(), host=manager.runtime, max_grad_norm=max_grad_norm)
+        super().__init__(
+            params, defaults, rule=SGDRule(), host=manager.runtime, max_grad_norm=max_grad_norm, in_backward=in_backward
+        )

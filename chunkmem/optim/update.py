@@ -15,6 +15,7 @@ from chunkmem.nn.lazy_gradient import LazyGradient
 from chunkmem.nn.lazy_tensor import copy_values
 from chunkmem.optim.averages import AverageChunks, averages_number
 from chunkmem.optim.claims import Claims, Owner, Wanted
+from chunkmem.optim.in_backward import BackwardUpdates
 from chunkmem.optim.native import NativeUpdate
 from chunkmem.optim.order import in_order_of_update
 from chunkmem.optim.places import StatePlaces
@@ -47,6 +48,7 @@ class GroupUpdater:
         self.native = native
         self.claims = Claims(self._store)
         self.ahead = make_ahead(self._intent_of, self.claims.chunks)
+        self.in_backward = BackwardUpdates(pager, gradients, owner_of=self.claims.owner)
         self._blank: set[ManagedParameter] = set()
         """Not updated yet, with states of zero all the same."""
         self.kept: set[ManagedParameter] = set()
@@ -276,6 +278,7 @@ class GroupUpdater:
 
     def read(self, chunk: Chunk, managed: ManagedParameter) -> torch.Tensor:
         """Return a CPU copy of a parameter's slot in `chunk`, in the parameter's shape."""
+        self.in_backward.require_stepped(f"reading {chunk.label}", (managed,))
         self._pager.policy.drain()
         self._pager.notice_writes(chunk)
         if chunk.newest_tier() is None:
@@ -284,6 +287,7 @@ class GroupUpdater:
 
     def write(self, chunk: Chunk, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Set a parameter's slot in `chunk`, where the newest version is."""
+        self.in_backward.require_stepped(f"writing {chunk.label}", (managed,))
         self._blank.discard(managed)
         self._pager.policy.before_demand()
         self._pager.notice_writes(chunk)
@@ -299,6 +303,7 @@ class GroupUpdater:
 
     def weight(self, managed: ManagedParameter) -> torch.Tensor:
         """Return what `read_weight` does, where it is, to be read only; of DISK a copy."""
+        self.in_backward.require_stepped(f"reading parameter {managed.name}", (managed,))
         self._pager.policy.drain()
         self._pager.notice_writes(self._chunk(Role.PARAM, managed.group))
         chunk = self.weight_chunk(managed)

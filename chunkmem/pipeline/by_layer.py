@@ -143,6 +143,7 @@ class ByLayerPipeline(OfWidth):
         self.require_current()
         runtime = self._runtime
         runtime.require_open()
+        runtime.updater.in_backward.require_none("pipe.step()")
         if not torch.is_grad_enabled():
             raise StateError("pipe.step() computes gradients; under torch.no_grad() call the model itself")
         access = runtime.modules.access

@@ -193,6 +193,7 @@ class StagedPipeline(OfWidth):
             CapacityError: something does not fit; the other ranks then raise a `RankError`, and training is over.
             RankError: a rank is missing, or has raised something.
         """
+        self._runtime.updater.in_backward.require_none("pipe.step()")
         step, schedule = self._prepare(inputs, target, ids, is_training=True)
         with self._running(), self._statistics.mini_batch(), self.timed(step.parts):
             # What is received for the first call is part of the step.

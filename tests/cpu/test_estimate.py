@@ -100,6 +100,14 @@ def test_mixed_precision_has_a_master_copy(capsys: pytest.CaptureFixture[str]) -
         assert said["role_nbytes"][role] * 2 == said["role_nbytes"]["param"] * nbytes
 
 
+def test_gradients_that_never_exist_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Gradients of a block, of one chunk, are gone before those of the one before it begin."""
+    words = (MLP, "--precision", "bf16", "--chunk-size", "8320")
+    before, said = asked(capsys, *words), asked(capsys, *words, "--in-backward")
+    assert said["role_nbytes"].pop("grad") * 3 == before["role_nbytes"].pop("grad")
+    assert said["role_nbytes"] == before["role_nbytes"]
+
+
 @pytest.mark.full
 def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = transformers.LlamaConfig(
@@ -345,6 +353,7 @@ WRONG = {
     "no file": (["nowhere/config.json"], r"nowhere/config.json cannot be read: No such file"),
     "a size in words": ([MLP, "--device", "much"], r"--device: 'much' is not a size in bytes"),
     "no bytes": ([MLP, "--host", "0"], r"--host is 0 bytes; give at least 1"),
+    "updates in backward over ranks": ([MLP, "--in-backward", "--world", "2"], r"--in-backward is for one process"),
     "no speed": ([MLP, "--link", "fast"], r"--link: 'fast' is not a size"),
 }
 REFUSED = {

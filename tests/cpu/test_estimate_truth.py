@@ -19,7 +19,7 @@ from chunkmem.estimate.rehearse import Rehearsal, Setting, rehearse
 from chunkmem.plan.simulate import simulate
 from chunkmem.trace.model import Trace
 from chunkmem.tracing.probe import LiveStorageProbe
-from chunkmem.types import Tier
+from chunkmem.types import Role, Tier
 from tests.helpers.training import VARIANTS, WIDTH, Chunked, Trainer, Variant, capped, footprint, freeze_half
 from tests.helpers.zoo import ZOO, ZooModel
 
@@ -101,6 +101,24 @@ def test_the_moments_are_those_of_the_step(case: ZooModel, variant: Variant) -> 
     assert [str(m) for m in mine.moments] == [str(m) for m in trace.moments]
     assert mine.chunk_nbytes == trace.chunk_nbytes
     assert mine.digest == trace.digest
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("case", "variant"), CASES)
+def test_updates_inside_backward_stand_where_they_do_in_the_step(case: ZooModel, variant: Variant) -> None:
+    sizes = footprint(case, variant, freezes_first=True)
+    with chunkmem.ChunkManager(capped(case, 4 * sizes.param_nbytes)) as manager:
+        trainer = Trainer(case, variant, Chunked(manager, in_backward=True), freezes_first=True)
+        for _ in range(2):
+            trainer.optimizer.zero_grad()
+            trainer.loss().backward()
+            trainer.optimizer.step()
+        trace = manager.trace
+    mine = rehearse(as_model(case, variant), Setting(chunk_numel=case.chunk_numel, in_backward=True))
+    assert trace is not None
+    assert [str(moment) for moment in mine.trace.moments] == [str(moment) for moment in trace.moments]
+    assert mine.trace.digest == trace.digest
+    assert mine.role_nbytes[Role.GRAD] <= sum(n for c, n in trace.chunk_nbytes.items() if c.role is Role.GRAD)
 
 
 @pytest.mark.few(8)

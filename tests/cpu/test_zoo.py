@@ -56,6 +56,27 @@ def test_training_is_plain_pytorch_bit_for_bit(case: ZooModel, variant: Variant,
     assert_same(train_chunked(case, variant, STEPS, capped(case, device_nbytes)), train_plain(case, variant))
 
 
+def in_backward() -> list[Any]:
+    cases = []
+    for case in ZOO:
+        for variant in variants_of(case):
+            if variant.micro_batches == 1:
+                marks = () if variant.name in ("plain", "checkpoint") else pytest.mark.full
+                cases.append(pytest.param(case, variant, id=f"{case.name}-{variant.name}", marks=marks))
+    return cases
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("case", "variant"), in_backward())
+def test_updates_inside_backward_have_the_same_bits(case: ZooModel, variant: Variant) -> None:
+    """With room for all gradients, and in as little of DEVICE as updates at the step need."""
+    sizes = footprint(case, variant)
+    for cap_nbytes in (4 * sizes.param_nbytes, sizes.required_nbytes):
+        with chunkmem.ChunkManager(capped(case, cap_nbytes)) as manager:
+            trainer = Trainer(case, variant, Chunked(manager, in_backward=True))
+            assert_same(trainer.run(), train_plain(case, variant))
+
+
 def below_smallest() -> list[Any]:
     cases = []
     for case in ZOO:

@@ -72,6 +72,7 @@ KEYS: Mapping[str, Key] = {
     "optimizer.params.states": Key("fp32", same("fp32", "8bit"), ("x", "bf16", "8BIT", None, 8), '"fp32" or "8bit"'),
     "optimizer.params.master": Key("fp32", same("fp32"), ("x", "split", "bf16", None, 0), '"fp32" or "none"'),
     "optimizer.params.seed": Key(0, same(0, 1, 1000), (-1, 2**63, *NOT_INTEGERS), "an integer from 0 to 2**63 - 1"),
+    "optimizer.params.in_backward": Key(False, *BOOLEAN),
     "optimizer.params.use_hybrid_adam": Key(True, *BOOLEAN),
     "precision": Key(
         "fp32", same("fp32", "bf16", "fp16"), ("x", "", "FP32", "float32", None, 32), '"fp32", "bf16" or "fp16"'

@@ -106,10 +106,11 @@ class Plain:
 class Chunked:
     """chunkmem; every step ends with an audit."""
 
-    def __init__(self, manager: chunkmem.ChunkManager, *, follows: bool = False) -> None:
-        """`follows`: as soon as there is a plan, every step has to follow it to the end."""
+    def __init__(self, manager: chunkmem.ChunkManager, *, follows: bool = False, **options: Any) -> None:
+        """`follows`: as soon as there is a plan, every step has to follow it to the end; `options` of the optimizer."""
         self.manager = manager
         self.follows = follows
+        self.options = options
 
     def building(self) -> AbstractContextManager[Any]:
         return self.manager.init()
@@ -118,7 +119,7 @@ class Chunked:
         return model
 
     def optimizer(self, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
-        return chunkmem.AdamW(params, manager=self.manager, **options)
+        return chunkmem.AdamW(params, manager=self.manager, **options, **self.options)
 
     def backward(self, loss: Tensor, *, last: bool, by_manager: bool) -> None:
         if by_manager:

@@ -1,0 +1,186 @@
+"""Updates inside backward: a chunk group is updated once its gradients are complete, and their memory is free again.
+
+[Note: Updates in backward] With `in_backward=True` an optimizer does not wait for `step()`, so that gradients of a few
+groups exist at a time. It is the update that `step()` would make, in place and for good:
+
+    backward    | grad of block 3 | grad of block 2          | grad of block 1 |
+    weights 3      -- in use -->    update   (new from here on)
+    gradient 3     -------------------------> free
+
+A group waits until each of its trainable parameters has a gradient and nothing in this backward reads its weights any
+more. What is left then, because a parameter took no part in the loss, or somebody holds on to weights, is updated by
+`step()`, which ends the step as always. So there is one backward for each step, and nothing can come between them that
+looks at all gradients: clipping by their norm, skipping a step in fp16, accumulating.
+
+From its update to `step()`, a weight is newer than in plain PyTorch. Nobody may read it there: see `require_stepped`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+from weakref import WeakSet
+
+from chunkmem.errors import ConfigError, StateError
+from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.gradients import GradientBook
+from chunkmem.runtime.pager import Pager
+from chunkmem.types import ChunkId, Role
+
+
+def require_possible(max_grad_norm: float, *, scaler: object | None, num_ranks: int) -> None:
+    """Raise if updates inside backward are not those that `step()` would make.
+
+    Raises:
+        ConfigError: gradients are clipped, steps may be skipped, or several ranks train together.
+    """
+    if max_grad_norm > 0:
+        raise ConfigError(
+            f"in_backward updates a group before the others have gradients, and gradients are clipped to a global norm "
+            f"of {max_grad_norm}, which needs all of them: leave out max_grad_norm (gradient_clipping), or in_backward"
+        )
+    if scaler is not None:
+        raise ConfigError(
+            "in_backward updates a group before it is known whether other gradients overflow, and in fp16 such a step "
+            'is skipped: make precision "bf16", or leave out in_backward'
+        )
+    if num_ranks > 1:
+        raise ConfigError(
+            f"in_backward is for one rank, and {num_ranks} train together: leave it out; there each rank has the "
+            "gradients of its own shard alone"
+        )
+
+
+class BackwardUpdater(Protocol):
+    """An optimizer."""
+
+    @property
+    def in_backward(self) -> bool:
+        """It updates inside backward."""
+        ...
+
+    def update_in_backward(self, group: int) -> None:
+        """Update a chunk group all of whose gradients have landed."""
+        ...
+
+
+class BackwardUpdates:
+    """Has groups updated inside backward as soon as that may be."""
+
+    def __init__(
+        self, pager: Pager, gradients: GradientBook, *, owner_of: Callable[[ManagedParameter], BackwardUpdater | None]
+    ) -> None:
+        """Begin with no optimizer that does so; `owner_of` returns the one of a parameter, None if it has none."""
+        self._pager = pager
+        self._gradients = gradients
+        self._owner_of = owner_of
+        self.optimizers = WeakSet[BackwardUpdater]()
+        """Those that update inside backward."""
+        self.updated: dict[ManagedParameter, None] = {}
+        """Since the last step of their optimizer."""
+        self._complete: dict[int, None] = {}
+        """Groups all of whose gradients have landed, and which something still reads."""
+
+    def before_landing(self, managed: ManagedParameter) -> None:
+        """A gradient is about to land. Raises a `StateError` if its parameter was updated since the last step."""
+        if managed in self.updated:
+            raise StateError(
+                f"parameter {managed.name} got a second gradient, and the first one was used by its update inside "
+                "backward already: call optimizer.step() after each backward, or make the optimizer without "
+                "in_backward to accumulate gradients"
+            )
+
+    def landed(self, managed: ManagedParameter) -> None:
+        """A gradient has landed: update what is ready."""
+        if not self.optimizers:
+            return
+        if self._gradients.is_complete(managed.group):
+            self._complete[managed.group] = None
+        for group in list(self._complete):
+            owner = self._owner(group)
+            if owner is None:
+                del self._complete[group]
+            elif not self._is_read(group):
+                del self._complete[group]
+                owner.update_in_backward(group)
+
+    def _owner(self, group: int) -> BackwardUpdater | None:
+        """Return what updates a whole group inside backward; None: nobody does, or several optimizers share it."""
+        owners = {self._owner_of(managed) for managed in self._gradients.landed.get(group, ())}
+        owner = owners.pop() if len(owners) == 1 else None
+        return owner if owner is not None and owner.in_backward else None
+
+    def _is_read(self, group: int) -> bool:
+        chunk = self._pager.store.chunks[ChunkId(Role.PARAM, group)]
+        return any(replica.pins for replica in chunk.replicas.values())
+
+    def require_none(self, call: str) -> None:
+        """Raise if there is an optimizer that updates inside backward.
+
+        Raises:
+            StateError: with it, one backward is all that a step has.
+        """
+        if self.optimizers:
+            raise StateError(
+                f"{call} with an optimizer that has in_backward=True: it updates weights in the first backward of a "
+                "step, and others would be computed with the new ones; make the optimizer without in_backward"
+            )
+
+    def end_step(self, params: Iterable[ManagedParameter]) -> None:
+        """The optimizer of `params` has stepped."""
+        for managed in params:
+            self.updated.pop(managed, None)
+        self._complete.clear()
+
+    def require_stepped(self, call: str, params: Collection[ManagedParameter] | None = None) -> None:
+        """Raise if some of `params`, by default of all, have been updated inside a backward that no step has followed.
+
+        Raises:
+            StateError: plain PyTorch would have the values of before the update.
+        """
+        found = self.updated if params is None else [managed for managed in params if managed in self.updated]
+        for managed in found:
+            raise StateError(
+                f"{call} between backward and optimizer.step(): {len(found)} parameters, among them {managed.name}, "
+                "were updated inside backward, and have other values here than in plain PyTorch; call "
+                "optimizer.step() first, or make the optimizer without in_backward"
+            )
+
+
+@dataclass
+class BegunStep:
+    """What an optimizer has updated inside backward since its last step, and by which options."""
+
+    options: str
+    """In words."""
+    hypers: list[Hashable]
+    """By parameter group, as its rule has read them."""
+    updated: dict[ManagedParameter, None] = field(default_factory=dict)
+
+    def require_options(self, options: str) -> None:
+        """Raise if `step()` would have updated otherwise.
+
+        Raises:
+            StateError: options were changed after backward.
+        """
+        if options != self.options:
+            raise StateError(
+                f"the optimizer's options were changed between backward and step(), from {self.options} to {options}; "
+                f"{len(self.updated)} parameters have been updated with the former inside backward. Change them after "
+                "step(), or make the optimizer without in_backward"
+            )
+
+    def require_consumed(self, gradients: GradientBook) -> None:
+        """Raise if `step()` would have seen other gradients.
+
+        Raises:
+            StateError: some were discarded or replaced after backward.
+        """
+        changed = [managed for managed in self.updated if not gradients.is_consumed(managed)]
+        if changed:
+            raise StateError(
+                f"the gradients of {len(changed)} parameters, among them {changed[0].name}, were discarded or replaced "
+                "between backward and step(), and had been used by updates inside backward already: call zero_grad() "
+                "after step(), or make the optimizer without in_backward"
+            )
