@@ -59,6 +59,7 @@ bench: $(VENV)/.test
 	$(RUN) -m benchmarks.adam.run
 	$(RUN) -m benchmarks.tiled.run
 	$(RUN) -m benchmarks.compile.run
+	$(RUN) -m benchmarks.in_backward.run
 	$(RUN) -m benchmarks.activations.run
 	$(RUN) -m benchmarks.overlap.run
 	$(RUN) -m benchmarks.distributed.run
