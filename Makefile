@@ -16,7 +16,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # torch looks for ninja on the PATH to build the native library.
-RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
+# Tests start many processes, and each would compile the package again if Python were told not to keep bytecode.
+RUN := PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 
 .DELETE_ON_ERROR:
 .PHONY: venv demo test test-full matrix check bench clean

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
+import pytest  # noqa: F401 - the files of tests import it
 import torch
 import torch.distributed
 from torch import nn
 
+import chunkmem
 import chunkmem.assembly
-import chunkmem.optim.adam  # noqa: F401
+import chunkmem.optim.adam
+import tests.helpers.audit
+import tests.helpers.shared_training
+import tests.helpers.staged_training
+import tests.helpers.twins  # noqa: F401
 
+
+def _do_nothing(*_: object, **__: Any) -> None:
+    pass
+
+
+# What users find in the package is imported when it is first used.
+for name in chunkmem.__all__:
+    getattr(chunkmem, name)
+# torch.manual_seed() has accelerators seeded when they are first used, and formats a stack of Python for each kind, in
+# case that fails. That takes a hundred times as long as to seed, for nothing if this torch was built for CPUs alone.
+if torch.accelerator.current_accelerator(check_available=False) is None:
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        kind._lazy_call = _do_nothing  # type: ignore[assignment]
 # A rank has one thread. Setting it starts none, and there must be none in a process that is forked.
 torch.set_num_threads(1)
 # Imports most of torch.
