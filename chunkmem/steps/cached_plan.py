@@ -21,7 +21,7 @@ from chunkmem.runtime.device import give_back_freed_ram
 from chunkmem.runtime.plan_executor import PlanExecutor
 from chunkmem.sizes import format_nbytes
 from chunkmem.steps.plan_log import log_planning
-from chunkmem.steps.planning import StepPlanner
+from chunkmem.steps.planning import WORK_A_STEP, StepPlanner
 from chunkmem.trace.model import Mode, Trace
 from chunkmem.types import Tier
 
@@ -113,6 +113,14 @@ class CachedPlan:
                 return False
             self.take(trace)
             self._planner, self.plan = planner, planner.plan
+        return True
+
+    def fits(self, trace: Trace) -> bool:
+        """Tell whether there is a plan for a trace: the first one that is found will do."""
+        try:
+            self._make_planner(trace, work=0)
+        except PlanError:
+            return False
         return True
 
     def planned_stall_s(self, trace: Trace) -> float:
@@ -225,7 +233,7 @@ class CachedPlan:
             self.adopt(replace(trace, moments=moments))
             self._charged_nbytes = charged_nbytes
 
-    def _make_planner(self, trace: Trace) -> StepPlanner:
+    def _make_planner(self, trace: Trace, *, work: int = WORK_A_STEP) -> StepPlanner:
         kept_nbytes = self._kept_nbytes()
         try:
             return StepPlanner(
@@ -234,6 +242,7 @@ class CachedPlan:
                 options=self._options,
                 bystanders_nbytes=self._bystanders_nbytes(trace),
                 kept_nbytes=kept_nbytes,
+                work=work,
             )
         except CapacityError as error:
             tier = Tier.DISK if error.on_disk else Tier.HOST if error.on_host else Tier.DEVICE

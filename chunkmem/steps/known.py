@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from math import inf
 
 from chunkmem.errors import PlanError, TraceError
 from chunkmem.plan.model import Plan
@@ -216,7 +215,7 @@ class KnownSteps:
                 trace = recorder.trace(self._layout(), self._pager.store.chunks)
             except TraceError:
                 return False  # it was torn down in the middle
-        return trace is None or self._maker.make(Mode.TRAIN).planned_stall_s(overlapped(trace)) < inf
+        return trace is None or self._maker.make(Mode.TRAIN).fits(overlapped(trace))
 
     def compare(self) -> tuple[float, float] | None:
         """Return how long computing stalls in steps of both ways, as planned; inf: there is no plan for it.

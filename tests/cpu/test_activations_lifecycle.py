@@ -805,9 +805,11 @@ class Disk:
 
 
 @pytest.mark.filterwarnings("error:no plan is followed")
-@pytest.mark.parametrize("fails_in", [pytest.param(0, marks=pytest.mark.full), 3])
-def test_each_copy_of_a_step_fails(fails_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is named, the step can be repeated, and nothing but the step is lost."""
+@pytest.mark.parametrize(
+    ("fails_in", "stride"), [(3, 3), *(pytest.param(step, 1, marks=pytest.mark.full) for step in (0, 3))]
+)
+def test_each_copy_of_a_step_fails(fails_in: int, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is named, the step can be repeated, and nothing but the step is lost. Copies are a stride apart."""
     disk = Disk()
 
     def transfer(store: ChunkStore, target: Tensor, source: Tensor) -> None:
@@ -846,5 +848,5 @@ def test_each_copy_of_a_step_fails(fails_in: int, monkeypatch: pytest.MonkeyPatc
                 if seed == fails_in and at == 0:
                     total = num_copies
             assert seen == expected[: len(seen)], at
-        at += 1
+        at += stride
     assert any("activation" in text for text in told), told

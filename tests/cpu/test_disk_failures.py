@@ -119,19 +119,27 @@ def resume(training: Training, step: int, plain: list[list[torch.Tensor]]) -> in
 
 @pytest.mark.few(1)
 @cpu_only
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.full)])
 @spread(
     call=["pwritev", "preadv"], kind=[FaultKind.ERROR, FaultKind.TORN], fails_in=[FAILS_IN, 0], overlap=[True, False]
 )
 def test_each_call_of_a_step_fails_once(
-    call: str, kind: FaultKind, fails_in: int, overlap: bool, tmp_path: Path, plain: list[list[torch.Tensor]]
+    call: str,
+    kind: FaultKind,
+    fails_in: int,
+    overlap: bool,
+    stride: int,
+    tmp_path: Path,
+    plain: list[list[torch.Tensor]],
 ) -> None:
-    """Nothing is lost: what failed is done again, in the order in which it was issued."""
+    """Nothing is lost: what failed is done again, in the order in which it was issued. With a stride, so many calls
+    apart."""
     if kind is FaultKind.TORN and call == "preadv":
         kind = FaultKind.ERROR
     found = 0
     calls = calls_of_the_step(tmp_path, call, fails_in, overlap=overlap)
     assert len(calls) > DEPTH
-    for at in calls:
+    for at in calls[::stride]:
         disk = FaultyDisk(Fault(kind, call, at=at))
         with training_on(disk, tmp_path, overlap=overlap) as training:
             num_raised = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from chunkmem.plan.model import Lane
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.ranks import RankFailure, Team
 
-WIDTH, NUM_BLOCKS = 32, 24
+WIDTH, NUM_BLOCKS = 32, 12
+"""The blocks are as many for each rank of the run that is killed."""
 CHUNK_NUMEL = WIDTH * (WIDTH + 1)
 SAVED_AT, DIES_AT, NUM_STEPS = 4, 6, 9
 ROLES = 4
@@ -27,6 +28,7 @@ ROLES = 4
 @dataclass(frozen=True)
 class Task:
     num_ranks: int
+    num_blocks: int
     saved: Path
     disk: Path | None
     """None: ample memory, and no DISK."""
@@ -34,7 +36,10 @@ class Task:
     @property
     def rank_nbytes(self) -> int:
         """Model data of a rank."""
-        return ROLES * sum(parameter.nbytes for parameter in model_of().parameters()) // self.num_ranks
+        return ROLES * sum(parameter.nbytes for parameter in self.model().parameters()) // self.num_ranks
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(self.num_blocks)))
 
     def open(self) -> tuple[chunkmem.ChunkManager, nn.Module, chunkmem.AdamW]:
         memory: dict[str, Any] = {"device": 64 << 20, "host": 64 << 20}
@@ -46,12 +51,8 @@ class Task:
         manager = chunkmem.ChunkManager(config)
         torch.manual_seed(0)
         with manager.init():
-            model = model_of()
+            model = self.model()
         return manager, model, chunkmem.AdamW(model.parameters(), lr=1e-2, manager=manager)
-
-
-def model_of() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(NUM_BLOCKS)))
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -83,7 +84,7 @@ def train_and_die(rank: int, task: Task) -> None:
     manager.save(task.saved, optimizer, extra={"step": SAVED_AT})
     if task.disk is not None:
         train(task, manager, model, optimizer, rank, range(SAVED_AT, DIES_AT))
-        middle = model[NUM_BLOCKS // 2]
+        middle = model[task.num_blocks // 2]
         middle.register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         manager.backward(loss_of(model, rank, DIES_AT))
     manager.close()
@@ -105,15 +106,17 @@ def test_a_killed_run_resumes_on_twice_the_ranks(num_ranks: int, tmp_path: Path)
     """HOST has 25 % of the model data of a rank. The other run had ample memory, and nobody killed it."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    ample, tight = Task(num_ranks, tmp_path / "ample", None), Task(num_ranks, tmp_path / "tight", disk)
+    num_blocks = NUM_BLOCKS * num_ranks
+    ample = Task(num_ranks, num_blocks, tmp_path / "ample", None)
+    tight = Task(num_ranks, num_blocks, tmp_path / "tight", disk)
     with Team(num_ranks) as team:
         team.run(train_and_die, ample)
         with pytest.raises(RankFailure, match="died of SIGKILL"):
             team.run(train_and_die, tight)
     assert list(disk.iterdir()) == [], "a file is left of those who were killed"
     with Team(2 * num_ranks) as team:
-        expected = team.run(resume, Task(2 * num_ranks, tmp_path / "ample", None))
-        found = team.run(resume, Task(2 * num_ranks, tmp_path / "tight", disk))
+        expected = team.run(resume, replace(ample, num_ranks=2 * num_ranks))
+        found = team.run(resume, replace(tight, num_ranks=2 * num_ranks))
     for (losses, weights, states), (other_losses, others, other_states) in zip(found, expected, strict=True):
         assert losses == other_losses
         assert all(torch.equal(weights[name], value) for name, value in others.items())

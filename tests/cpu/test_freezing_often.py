@@ -91,12 +91,11 @@ def train(rank: int, every: int, policy: str | None, device_nbytes: int, by_mana
     return found
 
 
-ORDINARY = ((2, None), (3, "auto"))
+ORDINARY = ((3, "auto"),)
 REST = [(every, policy) for every in (1, 2, 3, 4) for policy in (None, "keep", "offload", "auto")]
 
 
 @pytest.mark.parametrize("device_nbytes", [AMPLE_NBYTES, pytest.param(24 << 10, marks=pytest.mark.full)])
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("every", "policy"),
     [*ORDINARY, *(pytest.param(*case, marks=pytest.mark.full) for case in REST if case not in ORDINARY)],

@@ -7,6 +7,7 @@ import graphlib
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,12 @@ def level(module: str) -> int:
     return found[0]
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a module; the same one each time, which is not to be changed."""
+    return ast.parse(source)
+
+
 class _WithoutTypeChecking(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
@@ -100,9 +107,7 @@ def absolute_imports(source: str, *, for_types: bool = True) -> set[str]:
 
     Without `for_types`, what stands under ``if TYPE_CHECKING:`` is left out.
     """
-    tree: ast.AST = ast.parse(source)
-    if not for_types:
-        tree = _WithoutTypeChecking().visit(tree)
+    tree: ast.AST = parsed(source) if for_types else _WithoutTypeChecking().visit(ast.parse(source))
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -139,7 +144,7 @@ def upward_imports(imports: Mapping[str, set[str]]) -> list[str]:
 
 def uses(source: str) -> set[str]:
     """The dotted names that a module reaches, through imports and attributes: ``import os as o; o.environ`` too."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -237,7 +242,7 @@ def test_only_optimizers_name_their_states() -> None:
     named = {
         module
         for module, source in SOURCES.items()
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         for name in (getattr(node, field, None) for field in ("value", "id", "attr", "arg"))
         if isinstance(name, str) and name.lower().strip("_") in states
     }

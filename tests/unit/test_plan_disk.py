@@ -25,7 +25,7 @@ from chunkmem.types import ChunkId, Role, Tier
 from tests.helpers.traces import grad, param, random_trace, training_trace
 
 DEVICE, HOST, DISK = Tier
-NUM_TRACES = 60
+NUM_TRACES, FEW_TRACES = 60, 16
 
 
 def machine_of(device_nbytes: int, host_nbytes: int, *, disk_nbytes: int = 2**40, disk_Bps: float = 1e6) -> Machine:
@@ -45,11 +45,11 @@ def smallest_device(trace: Trace) -> int:
 
 
 @cache
-def subjects() -> tuple[tuple[Plan, Trace], ...]:
+def subjects(num: int = NUM_TRACES) -> tuple[tuple[Plan, Trace], ...]:
     """Plans of random traces under caps that make chunks move between all tiers."""
     rng = random.Random(19)
     found: list[tuple[Plan, Trace]] = []
-    while len(found) < NUM_TRACES:
+    while len(found) < num:
         trace = random_trace(
             rng,
             num_groups=rng.randint(2, 5),
@@ -84,13 +84,13 @@ def without(plan: Plan, moment: int, at: int) -> Plan:
     return replace(plan, actions=tuple(actions))
 
 
-@pytest.mark.few(1)
+@pytest.mark.parametrize("num_traces", [FEW_TRACES, pytest.param(NUM_TRACES, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", [Wait, Copy, Alloc, Free])
-def test_nothing_that_disk_does_can_be_left_out(kind: type[Action]) -> None:
+def test_nothing_that_disk_does_can_be_left_out(kind: type[Action], num_traces: int) -> None:
     """Of what touches DISK or waits for it, each action by itself: without it, something would be read too early, or
     from where it is not."""
     num = 0
-    for plan, trace in subjects():
+    for plan, trace in subjects(num_traces):
         for moment, actions in enumerate(plan.actions):
             for at, action in enumerate(actions):
                 if not (isinstance(action, kind) and touches_disk(action)):
@@ -110,7 +110,7 @@ def touches_disk(action: Action) -> bool:
 
 
 def test_nothing_is_updated_on_disk() -> None:
-    plan, trace = subjects()[0]
+    plan, trace = subjects(FEW_TRACES)[0]
     tiers = dict.fromkeys(plan.update_tiers, DISK)
     actions = tuple(
         tuple(replace(action, tier=DISK) if isinstance(action, Update) else action for action in listed)
@@ -279,15 +279,16 @@ def test_a_disk_that_is_too_small_is_named() -> None:
     make_plan(trace, replace(machine, disk_nbytes=raised.value.needed_nbytes))
 
 
-def test_no_plan_moves_less_than_the_bound() -> None:
+@pytest.mark.parametrize("num_traces", [FEW_TRACES, pytest.param(NUM_TRACES, marks=pytest.mark.full)])
+def test_no_plan_moves_less_than_the_bound(num_traces: int) -> None:
     """Whatever the trace, its caps and the speed of the disk."""
     num_bound = 0
-    for plan, trace in subjects():
+    for plan, trace in subjects(num_traces):
         bound, moved = disk_bound(trace, plan.machine), simulate(plan, trace).moved_nbytes
         assert bound.read_nbytes <= moved[Lane.DISK_READ]
         assert bound.write_nbytes <= moved[Lane.DISK_WRITE]
         num_bound += bound.read_nbytes > 0
-    assert num_bound > NUM_TRACES // 4
+    assert num_bound > num_traces // 4
 
 
 @pytest.mark.parametrize("num_on_host", [4, 6, 9])

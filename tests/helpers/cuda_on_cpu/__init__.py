@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from pathlib import Path
 
 import torch
 
 from chunkmem.optim.kernels import Kernels
-from chunkmem.runtime.build import CXX_FLAGS, Recipe, cpu_recipe, ensure_library
+from chunkmem.runtime.build import CXX_FLAGS, Recipe, cpu_recipe, ensure_library, source_dir
 
 _FOLDER = Path(__file__).parent
+
+
+def _hash_of_included() -> str:
+    """What a recipe does not see: headers here, and the code of the kernels."""
+    digest = hashlib.sha256()
+    for path in (_FOLDER / "cuda_runtime.h", *sorted((source_dir() / "cuda").iterdir())):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 class KernelsOnCpu:
@@ -22,7 +31,8 @@ class KernelsOnCpu:
         traps = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
         flags = (*CXX_FLAGS, *traps, "-fno-strict-aliasing", f"-I{_FOLDER}")
         units = (("ops.cpp", CXX_FLAGS), (str(_FOLDER / "kernels.cpp"), flags))
-        recipe = Recipe("cuda-on-cpu", cpu_recipe().compiler, units, (*cpu_recipe().link_flags, "-Wl,-Bsymbolic"))
+        link_flags = (*cpu_recipe().link_flags, "-Wl,-Bsymbolic")
+        recipe = Recipe(f"cuda-on-cpu-{_hash_of_included()}", cpu_recipe().compiler, units, link_flags)
         path = ensure_library(recipe, cache_dir)
         torch.ops.load_library(str(path))
         self._count = ctypes.CDLL(str(path)).num_launches
