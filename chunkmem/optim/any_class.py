@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -235,9 +235,17 @@ class Optimizer(RuleOptimizer):
         self._blank.clear()
         super().__setstate__(state)
 
+    def _stateless(self, hypers: Sequence[Any]) -> Collection[ManagedParameter]:
+        return ()  # whether a parameter has an entry is for its class to say
+
     def _make_states(
-        self, pending: list[ManagedParameter], hypers: Sequence[Any], *, anywhere: list[ManagedParameter]
-    ) -> set[ManagedParameter]:
+        self,
+        pending: list[ManagedParameter],
+        hypers: Sequence[Any],
+        stateless: Collection[ManagedParameter],
+        *,
+        anywhere: list[ManagedParameter],
+    ) -> None:
         needs = [self._rule.needs(hyper) for hyper in hypers]
         if needs != self._kinds:
             self._hypers_of.clear()
@@ -246,7 +254,6 @@ class Optimizer(RuleOptimizer):
         self._states.prepare(pending)
         self._states.note(m for m in anywhere if m not in self._states and self._form_of(m).is_there)
         self._updater.complete_states(pending)
-        return set()
 
     def _new_item(self, hyper: Any, *, ahead: bool = False) -> UpdateItem:
         return new_item(hyper, ahead=ahead)

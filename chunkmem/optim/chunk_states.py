@@ -73,19 +73,23 @@ class ChunkStates:
             return FIRST_STEP
         return None if managed not in self.steps else self.steps[managed] + 1
 
-    def prepare(self, params: Iterable[ManagedParameter]) -> None:
+    def prepare(self, params: Iterable[ManagedParameter], *, others: Iterable[ManagedParameter] = ()) -> None:
         """Make states of zero where there are none, so that a lack of room is known before anything is updated.
+
+        `others` get no states, but have their places decided, too.
 
         Raises:
             CapacityError: they fit neither tier; nothing has been made.
         """
+        params = list(params)
         new = [managed for managed in params if managed not in self.steps]
         for managed in new:
             if not managed.placeholder.is_floating_point():
                 raise ConfigError(
                     f"parameter {managed.name} is {managed.placeholder.dtype}; {self._rule.name} takes reals"
                 )
-        self._updater.place(self._owned())
+        if self._updater.has_no_place([*params, *others]):
+            self._updater.place(self._owned())
         self._updater.make_states(new, self._roles_of(new))
         for managed in new:
             self.steps[managed] = torch.zeros((), dtype=torch.float32, device="cpu")

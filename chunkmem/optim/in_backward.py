@@ -156,6 +156,8 @@ class BegunStep:
     """In words."""
     hypers: list[Hashable]
     """By parameter group, as its rule has read them."""
+    stateless: Collection[ManagedParameter]
+    """Parameters that need no state with these."""
     updated: dict[ManagedParameter, None] = field(default_factory=dict)
 
     def require_options(self, options: str) -> None:

@@ -280,7 +280,8 @@ class RuleOptimizer(StatefulOptimizer):
     ) -> None:
         self._number_parameters()
         anywhere = self._pending_anywhere() if self._host.is_shared else pending
-        stateless = self._make_states(pending, hypers, anywhere=anywhere)
+        stateless = self._stateless(hypers)
+        self._make_states(pending, hypers, stateless, anywhere=anywhere)
         by_group: dict[int, list[ManagedParameter]] = {}
         for managed in pending:
             by_group.setdefault(managed.group, []).append(managed)
@@ -330,35 +331,48 @@ class RuleOptimizer(StatefulOptimizer):
         if self._begun is None:
             self._number_parameters()
             hypers = [self._rule.hyper(options) for options in self.param_groups]
-            self._begun = BegunStep(self._options_in_words(), hypers)
+            self._begun = BegunStep(self._options_in_words(), hypers, self._stateless(hypers))
+        begun = self._begun
         params = sorted(self._updater.gradients.landed[group], key=self._numbers.__getitem__)
-        stateless = self._make_states(params, self._begun.hypers, anywhere=params)
-        self._update_group(group, params, self._begun.hypers, stateless, None)
-        self._begun.updated.update(dict.fromkeys(params))
+        self._make_states(params, begun.hypers, begun.stateless, anywhere=params)
+        self._update_group(group, params, begun.hypers, begun.stateless, None)
+        begun.updated.update(dict.fromkeys(params))
         self._updater.in_backward.updated.update(dict.fromkeys(params))
 
-    def _make_states(
-        self, pending: list[ManagedParameter], hypers: Sequence[Hashable], *, anywhere: list[ManagedParameter]
-    ) -> set[ManagedParameter]:
-        """Make the states that are missing, also those that options call for only now; return what needs none.
+    def _stateless(self, hypers: Sequence[Hashable]) -> Collection[ManagedParameter]:
+        """Return the parameters whose options call for no state."""
+        rows = zip(self.param_groups, hypers, strict=True)
+        return set(self._wanted(group for group, hyper in rows if not self._rule.states(hyper)))
 
-        `anywhere` are the parameters of which a rank has a gradient.
+    def _make_states(
+        self,
+        pending: list[ManagedParameter],
+        hypers: Sequence[Hashable],
+        stateless: Collection[ManagedParameter],
+        *,
+        anywhere: list[ManagedParameter],
+    ) -> None:
+        """Make the states that are missing, also those that options call for only now.
+
+        Args:
+            pending: what is about to be updated.
+            hypers: by parameter group, its options.
+            stateless: parameters that need none.
+            anywhere: the parameters of which a rank has a gradient.
         """
         needs = [self._rule.states(hyper) for hyper in hypers]
         if needs != self._needs:  # else a look at each parameter would find nothing
             self._claim_more(self._wanted(self.param_groups))
             self._needs = needs
         updated = pending
-        stateless = set(self._wanted(group for group, specs in zip(self.param_groups, needs, strict=True) if not specs))
         if stateless:
             for group in {managed.group for managed in pending if managed in stateless}:
                 self._updater.make_master(group)
             pending = [managed for managed in pending if managed not in stateless]
             anywhere = [managed for managed in anywhere if managed not in stateless]
-        self._states.prepare(pending)
+        self._states.prepare(pending, others=updated)
         self._states.note(anywhere)
         self._updater.complete_states(updated)
-        return stateless
 
 
 def _plain(value: object) -> object:

@@ -110,6 +110,10 @@ class GroupUpdater:
         groups = self._places.undecided({managed.group for managed in params})
         self._places.decide({group: self.claims.chunks(group) for group in groups})
 
+    def has_no_place(self, params: Iterable[ManagedParameter]) -> bool:
+        """Tell whether the place of some group of `params` is not decided yet."""
+        return bool(self._places.undecided({managed.group for managed in params}))
+
     def make_states(self, params: Iterable[ManagedParameter], roles: Collection[Role]) -> None:
         """Give `params`, which have none yet, states of zero in `roles`, and a master copy if that comes with them.
 
