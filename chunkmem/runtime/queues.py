@@ -137,7 +137,7 @@ class Queued:
                 raise StateError(f"{self.task.label}: it was left to process {self.pid}, this is a fork of it")
             self.over.wait()
         if self.failure is not None:
-            raise self.failure
+            raise _for_who_waits(self.failure)
 
     def attempt(self, move: Move) -> BaseException | None:
         """Do it once `after` is done, in the lane's thread; return what it raised, or what one it came after did."""
@@ -217,7 +217,20 @@ def drain_workers(workers: Collection[Worker]) -> None:
     failures = [worker.take_failure() for worker in workers]
     for failure in failures:
         if failure is not None:
-            raise failure
+            raise _for_who_waits(failure)
+
+
+def _for_who_waits(failure: BaseException) -> BaseException:
+    """Return an exception like one that an event has, and will have as long as somebody looks at the event.
+
+    When one is raised, it gets the frames of who waits, and what is in them: the call of a model, with what it saved.
+    """
+    kind = type(failure)
+    builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins")  # arguments of others are their own
+    made: BaseException = builtin.__new__(kind, *failure.args)
+    made.__dict__.update(failure.__dict__)
+    made.__cause__, made.__suppress_context__ = failure.__cause__, failure.__suppress_context__
+    return made.with_traceback(failure.__traceback__)
 
 
 def stop_workers(workers: Collection[Worker]) -> None:

@@ -120,7 +120,8 @@ def test_numbers_and_caps_hold_while_the_choice_changes(is_ample: bool, monkeypa
 
     monkeypatch.setattr(RegionChoices, "choose", choose_badly)
     cap = config(case, AMPLE_NBYTES if is_ample else 2 * least, "auto")
-    with chunkmem.ChunkManager(cap, make_lanes=adversarial(1)) as manager:
+    machine = Machine(AMPLE_NBYTES, 0, host_links(h2d_Bps=2e10, d2h_Bps=2e10))  # with slow links, nothing is kept
+    with chunkmem.ChunkManager(cap, make_lanes=adversarial(1), machine=machine) as manager:
         side = Watched(manager)
         assert_same(Trainer(case, variant, side).run(num_steps), train_plain(case, variant, num_steps))
     num_kept = [step for step in side.num_kept if step is not None]

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from chunkmem.errors import StateError
+from chunkmem.errors import StateError, TierIOError
 from chunkmem.plan.model import Lane
 from chunkmem.runtime.events import Event
 from chunkmem.runtime.lanes import ThreadLanes
@@ -116,6 +117,30 @@ def test_an_error_is_raised_by_who_waits_and_once_by_drain(threads: ThreadLanes)
     with pytest.raises(OSError, match="the link is down"):
         threads.drain()
     threads.drain()
+
+
+class Held:
+    """Something in a frame."""
+
+
+@pytest.mark.parametrize("how", ["wait", "compute_waits", "drain"])
+def test_an_event_keeps_nothing_of_who_was_told_of_its_failure(threads: ThreadLanes, how: str) -> None:
+    """A model's call that ended so kept its graph, which pinned weights: the step could not be repeated."""
+    broken(threads)
+    bad = fail(threads, Lane.H2D)
+    seen: list[weakref.ref[Held]] = []
+
+    def wait() -> None:
+        held = Held()
+        seen.append(weakref.ref(held))
+        {"wait": bad.wait, "compute_waits": lambda: threads.compute_waits(bad), "drain": threads.drain}[how]()
+
+    with pytest.raises(TierIOError, match="the link is down") as raised:
+        wait()
+    assert str(raised.value.__cause__) == "the link is down"
+    del raised
+    assert seen[0]() is None
+    assert bad.failure is not None
 
 
 def test_what_relies_on_a_failed_copy_fails_too(threads: ThreadLanes) -> None:
