@@ -256,6 +256,7 @@ def make_modules(
     pager, size = memory.pager, config.default_chunk_size
     access = AccessTracker(pager)
     access.updated, access.refuse_updated = updater.in_backward.updated, updater.in_backward.require_stepped
+    updater.in_backward.is_awaited = lambda group: access.awaited.get(group, 0) > 0
     host = HostModules(
         access,
         memory.compute.device,

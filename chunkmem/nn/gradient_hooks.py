@@ -25,6 +25,10 @@ class UpdatesInBackward(Protocol):
         """It has landed, and what has read the parameter for it is over."""
         ...
 
+    def landed_for_now(self, managed: ManagedParameter) -> None:
+        """It has landed, in a backward that keeps its graph: another one may add to it."""
+        ...
+
 
 class GradientHooks:
     """Hands each gradient to the book, tells the backward that waits for it, and then who updates inside backward."""
@@ -63,7 +67,10 @@ class GradientHooks:
                     hooks._updates.before_landing(landed)
                     hooks._book.take_final(landed)
                     hooks._backward.landed(landed)
-                    hooks._updates.landed(landed)
+                    if torch._C._autograd._get_current_graph_task_keep_graph():
+                        hooks._updates.landed_for_now(landed)
+                    else:
+                        hooks._updates.landed(landed)
                 finally:
                     if took_turn:
                         hooks._turn.give_back()

@@ -103,6 +103,10 @@ class GradientSlots:
         """Tell whether each parameter of a group that was trainable when the first gradient landed has one."""
         return len(self._landed.get(group, ())) >= self._expected.get(group, 1)
 
+    def is_touched(self, group: int) -> bool:
+        """Tell whether a user has replaced or discarded a gradient of a group that has landed."""
+        return False
+
     def complete(self, group: int, wanted: Collection[ManagedParameter], *, reader: str) -> None:
         """Have a gradient, of zeros where none has landed, for parameters of a group on DEVICE: to be reduced."""
         chunk = self.chunks[group]

@@ -77,8 +77,10 @@ class GradientValues(GradientSlots):
         assert self.shared is not None
         return self.shared
 
-    def require_known(self, params: Iterable[ManagedParameter]) -> None:
+    def require_known(self, params: Iterable[ManagedParameter], *, has_new: bool = False) -> None:
         """Raise if plain PyTorch would use a gradient that is gone, by itself or in a sum with a new one.
+
+        `has_new`: others than `params` have got gradients since.
 
         Raises:
             StateError: there was no `zero_grad()` after a step, and a backward since.
@@ -88,7 +90,7 @@ class GradientValues(GradientSlots):
             if source.state is GradientState.OVERDUE:
                 raise source.is_overdue()
         consumed = [source for source in sources if source.state is GradientState.CONSUMED]
-        if consumed and any(source.state is GradientState.LIVE for source in sources):
+        if consumed and (has_new or any(source.state is GradientState.LIVE for source in sources)):
             raise consumed[0].lacks_values()
 
     def consumed(self, params: Iterable[ManagedParameter]) -> None:

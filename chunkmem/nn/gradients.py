@@ -205,6 +205,15 @@ class GradientBook(GradientValues):
     def _unset(self, landed: Iterable[ManagedParameter]) -> set[ManagedParameter]:
         return {managed for managed in landed if managed.grad is None} - self.exposed
 
+    def is_touched(self, group: int) -> bool:
+        for managed in self._landed.get(group, ()):
+            grad, source = managed.grad, self._sources[managed]
+            if source.state is not GradientState.LIVE or not isinstance(grad, LazyGradient):
+                return True
+            if not grad.is_all_of(source):
+                return True
+        return False
+
     def is_consumed(self, managed: ManagedParameter) -> bool:
         """Tell whether `.grad` is a gradient that an update has used, and nobody has touched it since."""
         source, grad = self._sources[managed], managed.grad

@@ -25,6 +25,7 @@ from weakref import WeakSet
 from chunkmem.errors import ConfigError, StateError
 from chunkmem.nn.binding import ManagedParameter
 from chunkmem.nn.gradients import GradientBook
+from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.pager import Pager
 from chunkmem.types import ChunkId, Role
 
@@ -79,11 +80,16 @@ class BackwardUpdates:
         """Those that update inside backward."""
         self.updated: dict[ManagedParameter, None] = {}
         """Since the last step of their optimizer."""
+        self.is_awaited: Callable[[int], bool] = lambda group: False
+        """Tells whether graphs whose backward is to come have saved memory of a group's weights."""
         self._complete: dict[int, None] = {}
         """Groups all of whose gradients have landed, and which something still reads."""
+        self._unfinished: set[int] = set()
+        """Groups with gradients of a backward that has kept its graph: the step updates them."""
 
     def before_landing(self, managed: ManagedParameter) -> None:
         """A gradient is about to land. Raises a `StateError` if its parameter was updated since the last step."""
+        self.begin_again(managed.group)
         if managed in self.updated:
             raise StateError(
                 f"parameter {managed.name} got a second gradient, and the first one was used by its update inside "
@@ -95,25 +101,42 @@ class BackwardUpdates:
         """A gradient has landed: update what is ready."""
         if not self.optimizers:
             return
-        if self._gradients.is_complete(managed.group):
-            self._complete[managed.group] = None
+        self._complete[managed.group] = None
         for group in list(self._complete):
             owner = self._owner(group)
             if owner is None:
                 del self._complete[group]
             elif not self._is_read(group):
                 del self._complete[group]
+                self._pager.notice_writes(self._param_chunk(group))  # of modules, in forward
                 owner.update_in_backward(group)
 
+    def landed_for_now(self, managed: ManagedParameter) -> None:
+        """A gradient has landed to which another backward over the same graph may add: `step()` updates its group."""
+        self._unfinished.add(managed.group)
+
+    def begin_again(self, group: int) -> None:
+        """If none of a group's gradients is left, what lands next is updated inside backward again."""
+        if group in self._unfinished and not self._gradients.landed.get(group):
+            self._unfinished.discard(group)
+
     def _owner(self, group: int) -> BackwardUpdater | None:
-        """Return what updates a whole group inside backward; None: nobody does, or several optimizers share it."""
-        owners = {self._owner_of(managed) for managed in self._gradients.landed.get(group, ())}
+        """Return what updates a group now; None: the step does, as something is missing, or may still change."""
+        if group in self._unfinished or not self._gradients.is_complete(group) or self._gradients.is_touched(group):
+            return None
+        owners = {self._owner_of(managed) for managed in self._gradients.landed[group]}
         owner = owners.pop() if len(owners) == 1 else None
-        return owner if owner is not None and owner.in_backward else None
+        return owner if owner in self.optimizers else None
 
     def _is_read(self, group: int) -> bool:
-        chunk = self._pager.store.chunks[ChunkId(Role.PARAM, group)]
-        return any(replica.pins for replica in chunk.replicas.values())
+        """Tell whether something in this backward uses the weights, or is going to.
+
+        A graph may have saved them in ways that lead to no gradient, as `weight.detach()` and `weight.data` do.
+        """
+        return self.is_awaited(group) or any(replica.pins for replica in self._param_chunk(group).replicas.values())
+
+    def _param_chunk(self, group: int) -> Chunk:
+        return self._pager.store.chunks[ChunkId(Role.PARAM, group)]
 
     def require_none(self, call: str) -> None:
         """Raise if there is an optimizer that updates inside backward.
@@ -126,6 +149,19 @@ class BackwardUpdates:
                 f"{call} with an optimizer that has in_backward=True: it updates weights in the first backward of a "
                 "step, and others would be computed with the new ones; make the optimizer without in_backward"
             )
+
+    def take_over(self, params: Iterable[ManagedParameter], owner: object) -> None:
+        """An optimizer is about to have `params`. One that had some of them can step no more, so it updates no more.
+
+        Raises:
+            StateError: it has updated some inside a backward that no step has followed.
+        """
+        taken = {managed: self._owner_of(managed) for managed in params}
+        taken = {managed: former for managed, former in taken.items() if former is not owner}
+        self.require_stepped("another optimizer for the same parameters", taken)
+        for former in taken.values():
+            if former is not None:
+                self.optimizers.discard(former)
 
     def end_step(self, params: Iterable[ManagedParameter]) -> None:
         """The optimizer of `params` has stepped."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -116,8 +117,9 @@ class RuleOptimizer(StatefulOptimizer):
             with torch.enable_grad():
                 result = closure()
         options = self._options_in_words()
+        begun = self._begun
         updated = self._end_backward(options)
-        with self._host.step(options, updates=True):
+        with self._begun_again_after_an_error(begun), self._host.step(options, updates=True):
             self._updater.claims.check(self._managed(), self)
             pending, anywhere = self._pending(besides=updated), self._pending_anywhere(besides=updated)
             has_gradients = anywhere or any(p.grad is not None for p in self._excluded())
@@ -139,6 +141,17 @@ class RuleOptimizer(StatefulOptimizer):
         self._updater.in_backward.end_step(begun.updated)
         begun.require_consumed(self._updater.gradients)
         return begun.updated
+
+    @contextmanager
+    def _begun_again_after_an_error(self, begun: BegunStep | None) -> Iterator[None]:
+        """Let a step that fails be tried again: what backward has updated is no part of what is missing."""
+        try:
+            yield
+        except BaseException:
+            if begun is not None:
+                self._begun = begun
+                self._updater.in_backward.updated.update(begun.updated)
+            raise
 
     def _step_over(self, pending: list[ManagedParameter]) -> None:
         if not self._host.is_lowered:
@@ -198,6 +211,7 @@ class RuleOptimizer(StatefulOptimizer):
         self._host.require_open()
         if self._begun is not None:
             self._updater.in_backward.require_stepped("zero_grad()", self._begun.updated)
+            self._begun = None
         super().zero_grad(set_to_none)  # with lazy gradients, zeros reach the chunks
         if set_to_none:
             self._host.gradients_given_up([m for m in self._looked_up() if m is not None])
@@ -319,6 +333,7 @@ class RuleOptimizer(StatefulOptimizer):
         done = {m: step for item in found for m, step in zip(item.params, item.steps, strict=True)}
         self._states.steps.update(done if not stateless else {m: s for m, s in done.items() if m not in stateless})
         self._updater.gradients.discard(done.keys())
+        self._updater.in_backward.begin_again(group)
         self._updater.mark_updated(done)
 
     @torch.no_grad()
@@ -328,7 +343,7 @@ class RuleOptimizer(StatefulOptimizer):
         Raises:
             CapacityError: its states fit neither tier.
         """
-        if self._begun is None:
+        if self._begun is None or not self._begun.updated:
             self._number_parameters()
             hypers = [self._rule.hyper(options) for options in self.param_groups]
             self._begun = BegunStep(self._options_in_words(), hypers, self._stateless(hypers))

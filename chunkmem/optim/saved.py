@@ -251,7 +251,8 @@ class StatefulOptimizer(ChunkedOptimizer):
             StateError: plain PyTorch would use a gradient that is gone.
         """
         landed = self._updater.gradients.landed
-        self._updater.gradients.require_known(m for m in self._looked_up() if m is not None and m not in besides)
+        others = (m for m in self._looked_up() if m is not None and m not in besides)
+        self._updater.gradients.require_known(others, has_new=bool(besides))
         return [managed for managed in self._managed() if managed in landed.get(managed.group, ())]
 
     def _is_initialization(self) -> bool:

@@ -60,7 +60,11 @@ class GroupUpdater:
         """Make `owner` the one optimizer of some parameters; see `Claims.claim`.
 
         `forget_plans` is called if that changes the states of groups that had an optimizer.
+
+        Raises:
+            StateError: in addition, if another one has updated some of them inside backward, and not stepped since.
         """
+        self.in_backward.take_over(wanted, owner)
 
         def before_change() -> None:
             self.ahead.forget()
