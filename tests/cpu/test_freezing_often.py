@@ -16,7 +16,7 @@ from tests.helpers.audit import audit
 from tests.helpers.ranks import Team
 from tests.helpers.twins import AMPLE_NBYTES, SEED, WIDTH, Blocks, config, copied, features
 
-NUM_STEPS = 20
+NUM_STEPS, FEW_STEPS = 20, 10
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Turned(nn.Module):
 
 
 def freeze_at_random(
-    rank: int, build: Callable[[], Any], policy: str | None, device_nbytes: int, by_manager: bool
+    rank: int, build: Callable[[], Any], policy: str | None, device_nbytes: int, num_steps: int, by_manager: bool
 ) -> Found:
     """Freeze some and train others again before each step, the same on all ranks."""
     torch.set_num_threads(1)
@@ -164,7 +164,7 @@ def freeze_at_random(
         modules = [*model.blocks, *(m for name, m in model.named_children() if name != "blocks")]
         optimizer = chunkmem.AdamW(model.parameters(), manager=manager, lr=1e-2)
         generator = torch.Generator().manual_seed(SEED)
-        for step in range(NUM_STEPS):
+        for step in range(num_steps):
             drawn = torch.randperm(len(modules), generator=generator).tolist()
             num_frozen = int(torch.randint(len(modules), (), generator=generator))
             frozen, trained = ([modules[at] for at in part] for part in (drawn[:num_frozen], drawn[num_frozen:]))
@@ -186,18 +186,20 @@ def freeze_at_random(
 
 @pytest.mark.filterwarnings("ignore:.*missed their plans", "ignore:.*could not follow its plan")
 @pytest.mark.parametrize(
-    ("build", "policy", "device_nbytes"),
+    ("build", "policy", "device_nbytes", "num_steps"),
     [
-        (Turned, None, 12 << 10),
+        (Turned, None, 12 << 10, FEW_STEPS),
         *(
-            pytest.param(*case, marks=pytest.mark.full)
+            pytest.param(*case, NUM_STEPS, marks=pytest.mark.full)
             for case in product((Turned, Blocks), (None, "offload", "recompute"), (12 << 10, AMPLE_NBYTES))
         ),
     ],
 )
-def test_in_any_order_every_step(build: Callable[[], Any], policy: str | None, device_nbytes: int, pair: Team) -> None:
-    ours = pair.run(freeze_at_random, build, policy, device_nbytes, True)
-    theirs = pair.run(freeze_at_random, build, policy, device_nbytes, False)
+def test_in_any_order_every_step(
+    build: Callable[[], Any], policy: str | None, device_nbytes: int, num_steps: int, pair: Team
+) -> None:
+    ours = pair.run(freeze_at_random, build, policy, device_nbytes, num_steps, True)
+    theirs = pair.run(freeze_at_random, build, policy, device_nbytes, num_steps, False)
     for found in (ours[1], *theirs):
         assert found.weights.keys() == ours[0].weights.keys()
         assert all(torch.equal(value, found.weights[name]) for name, value in ours[0].weights.items())

@@ -166,8 +166,8 @@ def assert_equal(found: list[Found], expected: Found) -> None:
 
 
 @spread(
-    how=[("pipeline", "auto"), ("loop", "auto"), ("loop", "off")],
-    what=["clipped", "blocks", "weights", "read"],
+    how=[("loop", "off"), ("loop", "auto"), ("pipeline", "auto")],
+    what=["weights", "blocks", "clipped", "read"],
     when=WHEN,
     device_nbytes=[AMPLE_NBYTES, TIGHT_NBYTES],
 )

@@ -1,7 +1,7 @@
 """A notebook cell that makes a manager and trains, run again and again without `close()`: memory stays flat.
 
 What a rebound name referred to is garbage in cycles (modules, hooks and the manager refer to each other), which Python
-collects when it has made enough new objects: far too late for these few that hold hundreds of MiB.
+collects when it has made enough new objects: far too late for these few that hold tens of MiB.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.helpers.twins import cpu_only
 
 ROOT = Path(__file__).parents[2]
 CELL = """
-manager = chunkmem.ChunkManager(chunkmem.Config.from_dict({"memory": {"device": "24MiB", "host": "512MiB"}}))
+manager = chunkmem.ChunkManager(chunkmem.Config.from_dict({"memory": {"device": "6MiB", "host": "128MiB"}}))
 with manager.init():
-    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
 optimizer = chunkmem.AdamW(model.parameters(), manager=manager)
 for step in range(3):
-    loss = model(torch.randn(8, 1024)).square().mean()
+    loss = model(torch.randn(8, 512)).square().mean()
     manager.backward(loss)
     if step == FAILS_AT:
         manager.gather(7).__enter__()
