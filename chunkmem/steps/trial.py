@@ -119,8 +119,8 @@ class AheadTrial:
     def _chosen(self) -> None:
         kept: frozenset[int] = frozenset()
         if self._controller.is_choosing_regions:
-            mine = self._controller.choose_regions()
-            kept = self._ranks.broadcast_object(mine, label="choosing which regions are recomputed")
+            chosen = self._controller.choose_regions() if self._ranks.rank == 0 else kept
+            kept = self._ranks.broadcast_object(chosen, label="choosing which regions are recomputed")
             self._controller.keep_regions(kept)
         if not kept:  # the step that was recorded is like those to come
             self._states.popleft()()

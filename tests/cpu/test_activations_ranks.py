@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import chunkmem
+from chunkmem.steps.region_choice import RegionChoices
 from chunkmem.types import Role, Tier
 from tests.helpers.audit import assert_as_predicted
 from tests.helpers.low_precision import LowPlain
@@ -59,13 +61,16 @@ class Found:
     activation_nbytes: int
     """The most on DEVICE."""
     required_nbytes: int
+    num_searches: int
+    """For what had better not be recomputed."""
 
 
 def train(rank: int, policy: str, device_nbytes: int, precision: str = "fp32") -> Found:
     torch.set_num_threads(1)
     values = {"default_chunk_size": BLOCK_NUMEL, "activations": {"policy": policy}, "precision": precision}
     memory = {"device": device_nbytes, "host": 8 << 20}
-    with chunkmem.ChunkManager(chunkmem.Config.from_dict(values | {"memory": memory})) as manager:
+    searches = patch.object(RegionChoices, "choose", autospec=True, side_effect=RegionChoices.choose)
+    with searches as search, chunkmem.ChunkManager(chunkmem.Config.from_dict(values | {"memory": memory})) as manager:
         torch.manual_seed(0)
         with manager.init():
             model = Model()
@@ -76,7 +81,8 @@ def train(rank: int, policy: str, device_nbytes: int, precision: str = "fp32") -
             optimizer.zero_grad()
         assert_as_predicted(manager)
         peak_nbytes = manager.runtime.memory.store.pools[Tier.DEVICE].ledger.peak[Role.ACTIVATION]
-        return Found(manager.state_dict(), peak_nbytes, manager.memory().device.required_nbytes)
+        required_nbytes = manager.memory().device.required_nbytes
+        return Found(manager.state_dict(), peak_nbytes, required_nbytes, search.call_count)
 
 
 def serial(precision: str) -> dict[str, Tensor]:
@@ -110,6 +116,7 @@ def test_means_are_exact(pair: Team, policy: str, precision: str) -> None:
 
 
 def test_all_ranks_choose_the_same(pair: Team) -> None:
-    """With room for everything, auto keeps what recomputation would drop."""
+    """With room for everything, auto keeps what recomputation would drop. The first rank alone looks for that."""
     kept, auto = (pair.run(train, policy, AMPLE_NBYTES) for policy in ("keep", "auto"))
+    assert [found.num_searches for found in auto] == [1, 0]
     assert [found.activation_nbytes for found in auto] == [found.activation_nbytes for found in kept]
