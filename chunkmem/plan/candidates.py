@@ -389,4 +389,7 @@ def _program(
     program = emit(problem, stays, home_residents=problem.trace.mode is Mode.TRAIN)
     if program.below_peak_nbytes > machine.host_nbytes:
         program = emit(problem, stays, home_residents=False)
+    if program.below_peak_nbytes > machine.host_nbytes and not machine.disk_nbytes:
+        other = emit(problem, stays, home_residents=False, rounds=True)
+        program = min(program, other, key=lambda each: each.below_peak_nbytes)
     return program

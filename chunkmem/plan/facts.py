@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chunkmem.plan.ahead import updates_ahead
-from chunkmem.plan.model import Copy, Lane, Plan, Update, Wait
+from chunkmem.plan.model import Copy, Lane, Plan, Round, Update, Wait
 from chunkmem.plan.simulate import peak_nbytes
 from chunkmem.trace.model import Kind, Trace
 from chunkmem.types import ChunkId, Tier
@@ -52,7 +52,7 @@ class PlanFacts:
         for at, (moment, actions) in enumerate(zip(trace.moments, plan.actions, strict=True)):
             copies_before.append(dict(issued))
             for action in actions:
-                if isinstance(action, Copy):
+                if isinstance(action, Copy | Round):
                     issued[action.lane] += 1
             issued[Lane.HOST_UPDATE] += num_ahead[at]
             if moment.kind is Kind.UPDATE:

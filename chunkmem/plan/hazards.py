@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from chunkmem.errors import PlanError
 from chunkmem.plan.lane_times import Bandwidth, Queue, end_times
-from chunkmem.plan.model import DIRECTIONS, FETCH, Lane, is_reused
+from chunkmem.plan.model import DIRECTIONS, FETCH, Lane, is_reused, rounding_of
 from chunkmem.plan.timeline import Span
 from chunkmem.trace.model import Moment
-from chunkmem.types import ChunkId, Tier
+from chunkmem.types import ChunkId, Role, Tier
 
 LANES = tuple(Lane)
 """In a program a lane is an index into these."""
@@ -306,6 +306,8 @@ class SimulatedLanes:
         lane, moment, chunk, began_s = operation.lane, operation.moment, operation.chunk, iteration.began_s
         ready_s, start_s, end_s = ready_s - began_s, start_s - began_s, end_s - began_s
         label = str(chunk) if operation.nbytes else str(self._program.moments[moment])
+        if lane == HOST_UPDATE and chunk.role is Role.MASTER:
+            label = rounding_of(chunk)
         # On one processor an update on the host that waits keeps COMPUTE waiting.
         stands_still = lane == HOST_UPDATE and (self._one_processor or operation.settles) and not operation.is_ahead
         if start_s > ready_s and (lane == COMPUTE or stands_still):
@@ -321,7 +323,8 @@ class SimulatedLanes:
         doing = {
             COMPUTE: f"computing the {moments[operation.moment].kind.value}",
             **{INDEX[each]: f"Copy {operation.chunk} {where}" for each, where in DIRECTIONS.items()},
-            HOST_UPDATE: f"Update group {operation.chunk.group} on HOST",
+            HOST_UPDATE: f"{'Round' if operation.chunk.role is Role.MASTER else 'Update'} group "
+            f"{operation.chunk.group} on HOST",
             COLLECTIVE: f"exchanging {operation.chunk}",
         }[operation.lane]
         # Counts reach one iteration back; to wait for something older, the first operation of the iteration before will

@@ -112,6 +112,17 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class Round:
+    """Make the weights of a PARAM chunk again on HOST, where it has a slab, from their master weights there."""
+
+    chunk: ChunkId
+
+    @property
+    def lane(self) -> Lane:
+        return Lane.HOST_UPDATE
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """Hold back what is issued on `lane` from now on until `on` has done its first `count` operations of this
     iteration.
@@ -125,7 +136,12 @@ class Wait:
     count: Integer
 
 
-Action = Alloc | Free | Copy | Update | Wait
+Action = Alloc | Free | Copy | Round | Update | Wait
+
+
+def rounding_of(chunk: ChunkId) -> str:
+    """Say how timelines call the rounding of a group, to which `chunk` belongs."""
+    return f"rounding of group {chunk.group}"
 
 
 def is_reused(chunk: ChunkId, tier: Tier) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from chunkmem.plan.gaps import Problem
 from chunkmem.plan.intervals import Stay, Stays
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Update
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Round, Update
 from chunkmem.trace.model import Kind
 from chunkmem.types import ChunkId, Tier, neighbor
 
@@ -29,19 +29,20 @@ class Program:
     disk_peak_nbytes: int = 0
 
 
-def emit(problem: Problem, stays: Stays, *, home_residents: bool) -> Program:
+def emit(problem: Problem, stays: Stays, *, home_residents: bool, rounds: bool = False) -> Program:
     """Write the actions down.
 
     Chunks that DEVICE never writes have their home on the tier below: a copy that is always there, so leaving DEVICE is
     free. With `home_residents`, also those that never leave; it costs room there, and spares copies when another plan
     takes turns with this one. Weights that an update there rounds again are there from then to their last fetch only:
-    the gradient takes their place.
+    the gradient takes their place. With `rounds` they are there while they are fetched only, and are rounded again each
+    time.
     """
-    return _Emitter(problem, stays, home_residents=home_residents).run()
+    return _Emitter(problem, stays, home_residents=home_residents, rounds=rounds).run()
 
 
 class _Emitter:
-    def __init__(self, problem: Problem, stays: Stays, *, home_residents: bool) -> None:
+    def __init__(self, problem: Problem, stays: Stays, *, home_residents: bool, rounds: bool) -> None:
         self.problem = problem
         self.stays = stays
         n = self.n = len(problem.trace.moments)
@@ -65,6 +66,10 @@ class _Emitter:
         }
         self.rounding, self.last_fetches = self._rounded_below()
         self.homes -= set(self.rounding.values())
+        self.rounded = set(self.rounding.values()) if rounds else set[int]()
+        """Chunks that are rounded for each fetch."""
+        self.dropping = {(at + 1) % n: chunk for at, chunk in self.rounding.items() if chunk in self.rounded}
+        """What goes from below after its update, by the moment in whose list."""
         self.below = set(self.homes)
         self.below_nbytes = sum(problem.nbytes[chunk] for chunk in self.homes)
         self.below_peak_nbytes = self.below_nbytes
@@ -99,7 +104,13 @@ class _Emitter:
 
     def _busy(self) -> list[int]:
         """Return the moments that may have actions: in the others a chunk is held or released, and stays."""
-        by_stays = self.leaving.keys() | self.ending.keys() | self.creating.keys() | self.fetching.keys()
+        by_stays = (
+            self.dropping.keys()
+            | self.leaving.keys()
+            | self.ending.keys()
+            | self.creating.keys()
+            | self.fetching.keys()
+        )
         moments = self.problem.trace.moments
         return sorted(by_stays.union(at for at, moment in enumerate(moments) if moment.kind in _CHANGING))
 
@@ -123,6 +134,9 @@ class _Emitter:
         chunks = self.problem.chunks
         moment = self.problem.trace.moments[at]
         actions: list[Action] = []
+        if self.dropping.get(at) in self.below:
+            self._leave(self.dropping[at])
+            actions.append(Free(chunks[self.dropping[at]], BELOW))
         for stay in self.leaving.get(at, ()):
             if stay.chunk not in self.below:
                 self._enter(stay.chunk)
@@ -133,9 +147,17 @@ class _Emitter:
         if at in self.creating:
             actions.append(Alloc(moment.chunk, Tier.DEVICE))
         for stay in self.fetching.get(at, ()):
+            if stay.chunk in self.rounded:
+                self._enter(stay.chunk)
+                actions += (Alloc(chunks[stay.chunk], BELOW), Round(chunks[stay.chunk]))
             actions += (Alloc(chunks[stay.chunk], Tier.DEVICE), Copy(chunks[stay.chunk], BELOW, Tier.DEVICE))
+            if stay.chunk in self.rounded:
+                self._leave(stay.chunk)
+                actions.append(Free(chunks[stay.chunk], BELOW))
         for last in self.last_fetches.get(at, ()):
-            if last in self.below:  # not so in the first iteration that is only followed to see
+            if (
+                last in self.below and last not in self.rounded
+            ):  # not so in the first iteration that is only followed to see
                 self._leave(last)
                 actions.append(Free(chunks[last], BELOW))
         # After the fetches: what this moment writes may only now have come from below.

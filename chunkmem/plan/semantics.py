@@ -9,7 +9,7 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Plan, Update
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Placed, Plan, Round, Update
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import PLACE, TIERS, ChunkId, Role, Tier
 
@@ -129,6 +129,8 @@ class State:
             self.free(self.replica(action.chunk, action.tier))
         elif isinstance(action, Copy):
             self.write(self.replica(action.chunk, action.target))
+        elif isinstance(action, Round):
+            self.write(self.replica(action.chunk, Tier.HOST))
 
     def count(self, replica: int, nbytes: int) -> None:
         """So many bytes of a replica's tier are taken, or given back."""

@@ -21,7 +21,7 @@ from chunkmem.plan.hazards import (
     Unhold,
 )
 from chunkmem.plan.machine import Machine
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Update, Wait
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Plan, Round, Update, Wait
 from chunkmem.plan.residency import CheckedState, Position
 from chunkmem.plan.semantics import ABSENT, NEWEST, arrives
 from chunkmem.trace.model import Kind, Moment, Trace
@@ -101,6 +101,8 @@ class Reader:
             self._free(action)
         elif isinstance(action, Copy):
             self._copy(action)
+        elif isinstance(action, Round):
+            self._round(action)
         else:
             self._update(action)
 
@@ -157,6 +159,29 @@ class Reader:
         state.write(target)
         nbytes = state.nbytes[source]
         self._issue(INDEX[copy.lane], (source,), (target,), link.copy_s(nbytes), copy.chunk, nbytes, host_nbytes=nbytes)
+
+    def _round(self, action: Round) -> None:
+        state, machine, master = self.state, self.machine, ChunkId(Role.MASTER, action.chunk.group)
+        if not self._trace.is_rounded(action.chunk):
+            self._position.fail("it has no master weights")
+        source, target = state.replica(master, Tier.HOST), state.replica(action.chunk, Tier.HOST)
+        state.need_newest(source)
+        if state.states[target] == NEWEST:
+            self._position.fail("HOST holds the newest version already")
+        state.need_slab(target)
+        self._need_quiet(target)
+        state.write(target)
+        nbytes = state.nbytes[source] + state.nbytes[target]
+        duration_s = nbytes / machine.host_update_Bps if isfinite(machine.host_update_Bps) else 0.0
+        self._issue(
+            HOST_UPDATE,
+            (source,),
+            (target,),
+            duration_s,
+            master,
+            is_ahead=True,
+            host_nbytes=nbytes,
+        )
 
     def _update(self, update: Update) -> None:
         moment = self._trace.moments[self._position.index]

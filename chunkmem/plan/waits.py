@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Update, Wait, is_reused
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Lane, Placed, Round, Update, Wait, is_reused
 from chunkmem.trace.model import Kind, Moment, Trace
 from chunkmem.types import TIERS, ChunkId, Role, Tier
 
@@ -127,6 +127,10 @@ class _Reader:
                 found.append(_Take(self._replica(action.chunk, action.tier), self._idle(action.chunk, action.tier)))
             elif isinstance(action, Free):
                 found.append(self._give(action.chunk, action.tier))
+            elif isinstance(action, Round):
+                master, param = ChunkId(Role.MASTER, action.chunk.group), action.chunk
+                reads, writes = (self._replica(chunk, Tier.HOST) for chunk in (master, param))
+                found.append(_Operate(_HOST_UPDATE, (reads,), (writes,)))
             elif isinstance(action, Copy):
                 reads, writes = (self._replica(action.chunk, tier) for tier in (action.source, action.target))
                 found.append(_Operate(_INDEX[action.lane], (reads,), (writes,)))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Update
+from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Round, Update
 from chunkmem.plan.semantics import ABSENT, ReplicaState
 from chunkmem.plan.verify import Reader
 from chunkmem.trace.model import Kind, Trace
@@ -83,7 +83,7 @@ def _chunks_of(action: Action, trace: Trace) -> tuple[ChunkId, ...]:
     """Return the chunks that an action may change."""
     if isinstance(action, Update):
         return trace.update(action.group).chunks
-    return (action.chunk,) if isinstance(action, Alloc | Free | Copy) else ()
+    return (action.chunk,) if isinstance(action, Alloc | Free | Copy | Round) else ()
 
 
 def _uses(trace: Trace) -> Iterable[tuple[ChunkId, int, int]]:

@@ -19,7 +19,7 @@ from functools import partial
 
 from chunkmem.plan.ahead import updates_ahead
 from chunkmem.plan.facts import PlanFacts
-from chunkmem.plan.model import LANE_LINKS, Action, Alloc, Copy, Free, Plan, Update, Wait
+from chunkmem.plan.model import LANE_LINKS, Action, Alloc, Copy, Free, Plan, Round, Update, Wait, rounding_of
 from chunkmem.plan.semantics import ABSENT, NEWEST
 from chunkmem.runtime.chunk import NO_CONTENT, Chunk, Replica
 from chunkmem.runtime.copy_order import CopyOrder, Step
@@ -47,7 +47,8 @@ class PlanActions(ABC):
         self._store = pager.store
         self._tiers = tiers
         is_host, defers_updates = not tiers.compute.is_accelerator, plan.machine.defers_updates
-        self._order = CopyOrder(lanes, self.step_log, is_host=is_host, defers_updates=defers_updates)
+        rounds = any(isinstance(action, Round) for actions in plan.actions for action in actions)
+        self._order = CopyOrder(lanes, self.step_log, is_host=is_host, defers_updates=defers_updates, rounds=rounds)
         self._facts = PlanFacts.of(plan, trace, COPY_LANES)
         self._updated: Chunk | None = None
         """The PARAM chunk of the group whose update on HOST is this moment's, and may be left to its lane."""
@@ -107,6 +108,8 @@ class PlanActions(ABC):
             return lambda: self._alloc(chunk, action.tier)
         if isinstance(action, Free):
             return lambda: self._free(chunk, action.tier)
+        if isinstance(action, Round):
+            return lambda: self._round(chunk)
         assert isinstance(action, Copy)
         return lambda: self._copy(chunk, action)
 
@@ -217,6 +220,31 @@ class PlanActions(ABC):
         self.step_log.copied(lane, chunk, event)
         if isinstance(event, DoneEvent):  # lanes that block
             self.step_log.waited(lane, event)
+
+    def _round(self, chunk: Chunk) -> None:
+        if not self._on_plan:
+            return
+        master = chunk.master
+        self._order.update_passed()
+        if chunk.on(Tier.HOST) is NEWEST:
+            self._order.is_exact = False
+            return
+        self._pager.notice_writes(chunk)
+        if master is None or chunk.on(Tier.HOST) is ABSENT or master.on(Tier.HOST) is not NEWEST:
+            self.depart()
+            return
+        source, target = master.replicas[Tier.HOST], chunk.replicas[Tier.HOST]
+        target.version = chunk.version
+        update = LeftUpdate(
+            partial(target.flat.copy_, source.flat), chunk.id.group, (source.slab, target.slab), (target.slab,)
+        )
+        after = self._order.before_update(source.slab, target.slab)
+        event = update.event = self._order.lanes.work(update.run, after=after, label=rounding_of(chunk.id))
+        self._order.update_left(event)
+        for slab in update.slabs:
+            slab.used_by(event)
+        self._store.note_issued(update)
+        self.step_log.rounded(chunk, event)
 
     def _issue(self, copy: Copy, target: Replica, source: Replica, after: Sequence[Event], label: str) -> Event:
         lanes, lane = self._order.lanes, copy.lane

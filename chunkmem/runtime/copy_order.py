@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from chunkmem.plan.model import FETCH, LINK_LANES, Lane, Wait
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import COPY_LANES, Event, Lanes, host_waits
+from chunkmem.runtime.pool import Slab
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.types import TIERS, Tier, neighbor
 
@@ -28,7 +29,7 @@ ORDERED_LANES = (*COPY_LANES, Lane.HOST_UPDATE)
 class CopyOrder:
     """The events that the next operation on each lane comes after."""
 
-    def __init__(self, lanes: Lanes, step_log: StepLog, *, is_host: bool, defers_updates: bool) -> None:
+    def __init__(self, lanes: Lanes, step_log: StepLog, *, is_host: bool, defers_updates: bool, rounds: bool) -> None:
         """Begin with nothing under way.
 
         Args:
@@ -36,10 +37,12 @@ class CopyOrder:
             step_log: is told of what was waited for.
             is_host: what was computed is over when a copy is issued, as both are done by the host.
             defers_updates: `step()` leaves updates on HOST to their lane.
+            rounds: weights are rounded there.
         """
         self.lanes = lanes
         self.is_host = is_host
         self.defers_updates = defers_updates
+        self._uses_lane = defers_updates or rounds
         self.step_log = step_log
         self.is_exact = False
         """Everything is as the plan has it, so that its waits are enough; see [Note: Two ways to order copies]."""
@@ -80,7 +83,7 @@ class CopyOrder:
 
     def wait_step(self, wait: Wait) -> Step | None:
         """Return what carries out a wait of a plan; None if there is nothing to do for it."""
-        if wait.on is Lane.HOST_UPDATE and not self.defers_updates:
+        if wait.on is Lane.HOST_UPDATE and not self._uses_lane:
             return None  # the host that issues copies has done the update, or waited for it at its moment
         if wait.on is Lane.COMPUTE:
             if self.is_host:
@@ -121,10 +124,14 @@ class CopyOrder:
         for lane, event in after:
             self._wait_for(lane, event)
 
-    def before_update(self) -> list[Event]:
-        """Return what the update that is about to be left to its lane comes after."""
+    def before_update(self, *slabs: Slab) -> list[Event]:
+        """Return what the update that is about to be left to its lane, or what touches `slabs` there, comes after."""
         after, self._update_after, self._ahead_after = self._update_after, [], []
-        return [event for _, event in after]
+        return [*(event for _, event in after), *self._uses_of(*slabs)]
+
+    def _uses_of(self, *slabs: Slab) -> list[Event]:
+        """Return what touches slabs, where the plan's waits do not tell."""
+        return [] if self.is_exact else [event for slab in slabs for event in slab.uses]
 
     def _wait_for(self, lane: Lane, event: Event) -> None:
         self.step_log.waited(lane, host_waits(event, self.step_log.clock))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 
-from chunkmem.plan.model import DIRECTIONS, FETCH, LINK_LANES, Lane
+from chunkmem.plan.model import DIRECTIONS, FETCH, LINK_LANES, Lane, rounding_of
 from chunkmem.plan.timeline import Span, StageCall, StageWork, StepFigures, Timeline, no_bytes_moved
 from chunkmem.runtime.chunk import Chunk
 from chunkmem.runtime.events import DoneEvent, Event
@@ -44,6 +44,8 @@ class StepLog:
         """By chunk: the moment its last exchange was issued in."""
         self.updates: list[tuple[int, int, Chunk, Event]] = []
         """(moment it is for, moment it was begun in, PARAM chunk, event)"""
+        self.roundings: list[tuple[int, Chunk, Event]] = []
+        """(the moment, the PARAM chunk, when it was rounded on HOST_UPDATE)."""
         self.stage_calls: list[tuple[StageWork, int, int, Interval]] = []
         """(what, pipeline stage, micro-batch, when)"""
         self.device_nbytes: list[int] = []
@@ -83,6 +85,10 @@ class StepLog:
     def left_to_lane(self, chunk: Chunk, event: Event) -> None:
         """The update of this moment runs on its lane while the step continues; `chunk` is its group's PARAM."""
         self.updates.append((self._moment, self._moment, chunk, event))
+
+    def rounded(self, chunk: Chunk, event: Event) -> None:
+        """Weights are made again from their master weights, on HOST_UPDATE."""
+        self.roundings.append((self._moment, chunk, event))
 
     def exchanged(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         """A chunk that was exchanged with other ranks since `issued` is there."""
@@ -184,6 +190,10 @@ class StepLog:
         for _, moment, chunk, event in self.updates:
             label = f"update of group {chunk.id.group}"
             spans.append(Span(Lane.HOST_UPDATE, label, *_times(event, first_s, last_s), moment, chunk.id))
+        for moment, chunk, event in self.roundings:
+            spans.append(
+                Span(Lane.HOST_UPDATE, rounding_of(chunk.id), *_times(event, first_s, last_s), moment, chunk.id)
+            )
         late = 0
         for lane, moment, stall in self.stalls:
             if (stall_s := stall.duration_s) > 0:

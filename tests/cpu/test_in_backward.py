@@ -147,18 +147,14 @@ def test_updates_stand_in_backward_and_are_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "per_parameter", "is_planned"),
-    [({}, 12, True), (BF16, 12, False), (EIGHT_BITS, 6.03, False), (NO_MASTERS, 4.03, True)],
+    ("keys", "per_parameter"),
+    [({}, 12), (BF16, 12), (EIGHT_BITS, 6.03), (NO_MASTERS, 4.03)],
     ids=["fp32", "masters", "8 bits", "no masters"],
 )
-@pytest.mark.filterwarnings("ignore:no plan is followed")
-def test_gradients_of_two_chunks_exist_at_a_time(
-    keys: dict[str, Any], per_parameter: float, *, is_planned: bool
-) -> None:
-    """HOST has weights that are updated, their states, and a chunk or two of gradients.
+def test_gradients_of_two_chunks_exist_at_a_time(keys: dict[str, Any], per_parameter: float) -> None:
+    """A planned step has the weights that are updated and their states, and a chunk or two of others and of gradients.
 
-    Weights that are rounded from masters are rounded again for each use where no plan is followed, and a plan has them
-    all at once.
+    Weights that are rounded from masters are rounded again for each use.
     """
     width = 64
 
@@ -180,7 +176,7 @@ def test_gradients_of_two_chunks_exist_at_a_time(
             ours.step(features(seed, shape=(2, width)))
         timeline = manager.timeline()
         assert timeline is not None
-        assert (manager.plan is not None) is is_planned
+        assert manager.plan is not None
         assert timeline.plan_misses == 0
         gradients = (nbytes for (_, role), nbytes in timeline.role_peak_nbytes.items() if role == "grad")
         assert sum(gradients) <= 5 * low_nbytes * numel

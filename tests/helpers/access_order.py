@@ -60,7 +60,7 @@ class AccessOrder:
         tiers = {self.memory.name(address) for each in spans for address, _ in each} - {None}
         of_compute = Tier.DEVICE.name in tiers or (self.runtime_depth and any(map(self._computed.has, reads)))
         if of_compute and self.runtime_depth and self._lane is None:
-            self._computed.add(results)
+            self._computed.add([result for result in results if not self._is_slab(result)])
         if tiers:
             actor = (Actor.COMPUTE if of_compute else self.caller) if self._lane is None else self._lane
             operation = self.launch(actor, label)
@@ -68,6 +68,11 @@ class AccessOrder:
             self.memory.access(operation, spans[1], writes=True)
         if of_compute and self._lane is None and (blocks or Tier.HOST.name in tiers):
             self.clocks.wait(self.caller, self.clocks.of(Actor.COMPUTE))
+
+    def _is_slab(self, tensor: Any) -> bool:
+        """Tell whether a tensor's memory is followed by itself."""
+        span = _span(tensor)
+        return span is not None and self.memory.name(span[0]) is not None
 
     def took(self, tier: Tier, memory: torch.Tensor) -> None:
         """A tier has got memory from the system, or from torch's allocator."""

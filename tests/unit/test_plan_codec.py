@@ -316,12 +316,12 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
         (
             ("actions", 2, 0),
             [],
-            'actions[2][0][0] is None, but must be "alloc", "free", "copy", "update" or "wait"',
+            'actions[2][0][0] is None, but must be "alloc", "free", "copy", "round", "update" or "wait"',
         ),
         (
             ("actions", 2, 0, 0),
             "move",
-            'actions[2][0][0] is \'move\', but must be "alloc", "free", "copy", "update" or "wait"',
+            'actions[2][0][0] is \'move\', but must be "alloc", "free", "copy", "round", "update" or "wait"',
         ),
         (("actions", 2, 0), ["free"], "actions[2][0] is ['free'], but must be a list of 3 values"),
         (("actions", 0, 2, 3), "host ", 'actions[0][2][3] is \'host \', but must be "device", "host" or "disk"'),
