@@ -17,6 +17,7 @@ import tests.helpers.audit
 import tests.helpers.shared_training
 import tests.helpers.staged_training
 import tests.helpers.twins  # noqa: F401
+from chunkmem.runtime.build import cpu_recipe
 
 
 def _do_nothing(*_: object, **__: Any) -> None:
@@ -26,6 +27,8 @@ def _do_nothing(*_: object, **__: Any) -> None:
 # What users find in the package is imported when it is first used.
 for name in chunkmem.__all__:
     getattr(chunkmem, name)
+# The kernels are looked for with what torch builds extensions with.
+cpu_recipe()
 # torch.manual_seed() has accelerators seeded when they are first used, and formats a stack of Python for each kind, in
 # case that fails. That takes a hundred times as long as to seed, for nothing if this torch was built for CPUs alone.
 if torch.accelerator.current_accelerator(check_available=False) is None:
