@@ -14,7 +14,7 @@ from chunkmem.runtime.meter import NonModelMeter
 from chunkmem.runtime.policy import SpeculativeUpdates
 from chunkmem.runtime.shortage import shortage_error
 from chunkmem.runtime.store import ChunkStore
-from chunkmem.types import Tier, neighbor
+from chunkmem.types import ChunkId, Tier, neighbor
 
 
 class Holder(Protocol):
@@ -140,13 +140,19 @@ class Evictor:
 
     def _without_unnoticed(self, outcome: RoomPlan | Shortage, nbytes: int, tier: Tier) -> RoomPlan | Shortage:
         """Decide again until nothing that is about to leave has writes that were not noticed."""
-        while isinstance(outcome, RoomPlan) and self._were_written(outcome):
+        noticed: set[ChunkId] = set()
+        while isinstance(outcome, RoomPlan) and self._were_written(outcome, noticed):
             outcome = self._decide(nbytes, tier)
         return outcome
 
-    def _were_written(self, plan: RoomPlan) -> bool:
-        """Notice writes to what is about to leave; tell whether there were any."""
+    def _were_written(self, plan: RoomPlan, noticed: set[ChunkId]) -> bool:
+        """Notice writes to what is about to leave, once each; tell whether there were any.
+
+        Where nothing tells of writes, a chunk with master weights is taken for written whenever it is looked at.
+        """
         leaving = (*plan.drops_below, *(eviction.chunk for eviction in plan.evictions_here))
+        leaving = tuple(key for key in leaving if key not in noticed)
+        noticed.update(leaving)
         chunks = [self._store.chunks[key] for key in leaving]
         before = [chunk.version for chunk in chunks]
         for chunk in chunks:

@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from tests.hostile.harness import User, script
+from tests.hostile.outputs import Body, Normalises
 
 
 def masters(user: User) -> dict[str, Any]:
@@ -65,6 +66,12 @@ def bf16_weight_clamp_by_data(user: User) -> None:
         for p in user.params:
             p.data.clamp_(-0.125, 0.125)
         user.check(is_within(user, 0.125), "masters are clamped")
+
+
+@script(precision="bf16", model=lambda: Body(Normalises, lambda layer, x: layer(x)))
+def bf16_weight_written_inside_of_forward(user: User) -> None:
+    """Nothing tells of such a write; its chunk has to leave a small DEVICE all the same."""
+    user.train(0, 1, 2)
 
 
 @bf16
