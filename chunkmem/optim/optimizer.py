@@ -33,7 +33,7 @@ class RuleOptimizer(StatefulOptimizer):
         rule: UpdateRule[Any],
         host: OptimizerHost,
         max_grad_norm: float | None,
-        in_backward: bool | None,
+        in_backward: bool | None = None,
     ) -> None:
         """Claim parameters.
 

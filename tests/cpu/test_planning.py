@@ -28,7 +28,7 @@ class SlowStepPlanner(StepPlanner):
     """Tries one candidate when it is made, and then less in each step than in training."""
 
     def __init__(self, trace: Trace, machine: Machine, **options: Any) -> None:
-        super().__init__(trace, machine, work=1, **options)
+        super().__init__(trace, machine, **{**options, "work": 1})
         self._work = WORK
         self.num_improved = 0
         """Steps that continued the search."""
