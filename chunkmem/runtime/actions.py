@@ -87,7 +87,7 @@ class PlanActions(ABC):
                 if not (is_left and self._order.defers_updates):
                     steps.append(self._order.wait_for_update)
                 if self.plan.update_tiers[moment.chunk.group] is Tier.HOST:
-                    steps.append(self._begin_update(self._store.chunks[moment.chunk]))
+                    steps.append(self._begin_update(self._store.chunks[moment.chunk], is_left=is_left))
             compiled.append(tuple(steps))
         return compiled
 
@@ -137,10 +137,12 @@ class PlanActions(ABC):
             assert moment is not None
             self.step_log.updated(moment, self._store.chunks[ChunkId(Role.PARAM, group)], event)
 
-    def _begin_update(self, chunk: Chunk) -> Step:
+    def _begin_update(self, chunk: Chunk, *, is_left: bool) -> Step:
         def begin() -> None:
             self._order.update_passed()
-            self._updated = chunk
+            # After a speculative update, the plan's waits take the gradients for read: one that has to be made again,
+            # or that the optimizer did not begin, is the host's own.
+            self._updated = chunk if is_left else None
 
         return begin
 

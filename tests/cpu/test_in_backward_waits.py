@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import chunkmem
-from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Twin, assert_equal, config, features
+from tests.helpers.lanes import adversarial
+from tests.helpers.twins import AMPLE_NBYTES, WIDTH, Blocks, Twin, assert_equal, config, features
 
 ONE_LAYER = WIDTH * WIDTH
 THREE_LAYERS = 3 * ONE_LAYER
@@ -104,6 +105,22 @@ def test_it_has_the_numbers_of_plain_pytorch(what: str) -> None:
             ours = Twin(manager, build, in_backward=True)
             assert_equal((scenario(ours), ours.left()), expected)
             cap_nbytes = manager.memory().device.required_nbytes
+
+
+def test_updates_overlap_with_backward() -> None:
+    """A gradient of the next layer takes the memory on HOST of one that an update reads, and waits for that."""
+    keys: dict[str, Any] = {"precision": "bf16", "default_chunk_size": ONE_LAYER}
+    keys["client"] = {"opts": {"overlap_optimizer": True}}
+    found, cap_nbytes = [], AMPLE_NBYTES
+    for in_backward in (False, True, True):
+        lanes = adversarial(3) if len(found) == 2 else None
+        with chunkmem.ChunkManager(config(cap_nbytes, **keys), make_lanes=lanes) as manager:
+            ours = Twin(manager, lambda: Blocks(num_blocks=6), in_backward=in_backward)
+            found.append((ours.steps(*range(6)), ours.left()))
+            assert manager.plan is not None
+            cap_nbytes = manager.memory().device.required_nbytes
+    assert_equal(found[1], found[0])
+    assert_equal(found[2], found[0])
 
 
 @pytest.fixture
