@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import chunkmem
 from tests.helpers.lanes import adversarial
@@ -175,6 +176,33 @@ def test_an_optimizer_that_has_lost_parameters_updates_none(ours: Twin) -> None:
             twin.model.zero_grad()
             twin.losses.append(loss.item())  # type: ignore[attr-defined]
     assert_equal((ours.losses, ours.weights()), (plain.losses, plain.weights()))  # type: ignore[attr-defined]
+
+
+def test_shared_layers_under_reentrant_checkpoints_are_refused(ours: Twin) -> None:
+    """Each is a backward of its own, inside of the other: the second gradient of a weight comes after its update."""
+    x = features(0).requires_grad_()
+    for _ in range(2):
+        x = checkpoint(ours.model.layers[0], x, use_reentrant=True)
+    with pytest.raises(chunkmem.StateError, match=r"layers\.0\.weight, were updated inside backward"):
+        x.square().mean().backward()
+
+
+def test_of_two_losses_one_may_leave_weights_out(ours: Twin) -> None:
+    """As in the two steps of a GAN: `inputs` says what gets gradients, and so what is updated."""
+    plain = Twin(None, Layers)
+    losses: dict[Twin, list[float]] = {plain: [], ours: []}
+    for twin, found in losses.items():
+        first, last = twin.model.layers[:3], twin.model.layers[3:]
+        options = {"lr": 1e-2} if twin is plain else {"lr": 1e-2, "in_backward": True}
+        optimizers = [twin.make("AdamW", list(part.parameters()), **options) for part in (first, last)]
+        for seed in range(4):
+            for part, optimizer in zip((first, last), optimizers, strict=True):
+                loss = twin.loss(features(seed))
+                loss.backward(inputs=list(part.parameters()))
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+    assert_equal((losses[ours], ours.weights()), (losses[plain], plain.weights()))
 
 
 class NoRoom:
