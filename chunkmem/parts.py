@@ -343,3 +343,4 @@ def _write(
     require_open(pager)
     if sharding.owns(managed) or updater.is_on_host(managed.group):
         updater.write_weight(managed, value)
+    updater.mark_written([managed])

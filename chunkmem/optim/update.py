@@ -266,9 +266,13 @@ class GroupUpdater:
         return work
 
     def mark_updated(self, params: Iterable[ManagedParameter]) -> None:
-        """Count the update in autograd's version counters: a backward of an older graph has to notice it."""
+        """Note that parameters were updated."""
         if self.rounded:
             self.rounded.difference_update(params := tuple(params))
+        self.mark_written(params)
+
+    def mark_written(self, params: Iterable[ManagedParameter]) -> None:
+        """Count the write in autograd's version counters: a backward of an older graph has to notice it."""
         with torch._C.DisableTorchFunctionSubclass():
             for managed in params:
                 torch.autograd.graph.increment_version(managed.param)

@@ -295,3 +295,26 @@ def test_what_data_returned_may_be_assigned_back() -> None:
         return losses + twin.steps(1, 2)
 
     same(Blocks, scenario)
+
+
+@pytest.mark.parametrize("whose", ["model", "module", "manager"])
+def test_a_backward_of_a_graph_from_before_loading_raises_as_in_torch(whose: str) -> None:
+    """Autograd notices by the version counters: without that, backward would mix activations and other weights."""
+
+    def scenario(twin: Twin) -> None:
+        twin.steps(0, 1)
+        state = copied(twin.model.state_dict())
+        loss = twin.loss(features(2))
+        if whose == "manager" and twin.manager is not None:
+            twin.manager.load_state_dict(state)
+        elif whose == "module":
+            twin.model.head.load_state_dict(copied(twin.model.head.state_dict()))
+        else:
+            twin.model.load_state_dict(state)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        del loss
+        twin.optimizer.zero_grad()
+        twin.steps(3, 4)
+
+    same(Blocks, scenario)
