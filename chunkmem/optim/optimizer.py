@@ -181,6 +181,8 @@ class RuleOptimizer(StatefulOptimizer):
         wanted = self._wanted(self.param_groups)
         self._updater.claims.require_room(wanted, self)
         self._updater.claim(wanted, self, forget_plans=host.forget_plans)
+        if self._in_backward:
+            self._updater.in_backward.optimizers.add(self)
 
     def intent(self, group: int) -> Intent | None:
         """Return what `step()` would do with a chunk group now if nothing is clipped; None if it cannot be told yet."""

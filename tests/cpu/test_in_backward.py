@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import chunkmem
 from chunkmem.trace.model import Kind
 from tests.helpers.spread import spread
-from tests.helpers.twins import AMPLE_NBYTES, Blocks, Twin, assert_equal, config, features, mlp
+from tests.helpers.twins import AMPLE_NBYTES, CHUNK_NUMEL, Blocks, Twin, assert_equal, config, features, mlp
 
 BF16 = {"precision": "bf16"}
 EIGHT_BITS = BF16 | {"optimizer": {"params": {"states": "8bit"}}}
@@ -241,6 +241,28 @@ def test_freezing_between_steps() -> None:
         assert_equal((ours.losses, ours.weights()), (plain.losses, plain.weights()))
         assert manager.plan is not None
         assert manager.timeline().plan_misses == 0  # type: ignore[union-attr]
+
+
+def test_chunks_that_are_packed_again_are_updated_inside_backward() -> None:
+    def build() -> nn.Module:
+        return Blocks(num_blocks=8)
+
+    plain = Twin(None, build)
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, default_chunk_size=4 * CHUNK_NUMEL)) as manager:
+        ours = Twin(manager, build, in_backward=True)
+        for twin in (plain, ours):
+            twin.losses = twin.steps(0, 1, 2)
+            frozen = [twin.model.inner, *twin.model.blocks[::2]]
+            if twin.manager is None:
+                for module in frozen:
+                    module.requires_grad_(requires_grad=False)
+            else:
+                assert manager.freeze(frozen).packed_nbytes > 0
+            twin.losses += twin.steps(3, 4, 5)
+        assert_equal((ours.losses, ours.weights()), (plain.losses, plain.weights()))
+        assert manager.trace is not None
+        kinds = [moment.kind for moment in manager.trace.moments]
+        assert Kind.CREATE in kinds[kinds.index(Kind.UPDATE) :]
 
 
 def test_a_checkpoint_goes_into_an_optimizer_that_waits(tmp_path: Any) -> None:
