@@ -52,6 +52,8 @@ class PlanActions(ABC):
         self._facts = PlanFacts.of(plan, trace, COPY_LANES)
         self._updated: Chunk | None = None
         """The PARAM chunk of the group whose update on HOST is this moment's, and may be left to its lane."""
+        self._ahead_numbers: dict[int, int] = {}
+        """By group: the number that its speculative update has among the updates on HOST of this iteration."""
         self._on_plan = False
 
     @abstractmethod
@@ -87,7 +89,7 @@ class PlanActions(ABC):
                 if not (is_left and self._order.defers_updates):
                     steps.append(self._order.wait_for_update)
                 if self.plan.update_tiers[moment.chunk.group] is Tier.HOST:
-                    steps.append(self._begin_update(self._store.chunks[moment.chunk], is_left=is_left))
+                    steps.append(self._begin_update(self._store.chunks[moment.chunk]))
             compiled.append(tuple(steps))
         return compiled
 
@@ -130,19 +132,17 @@ class PlanActions(ABC):
         if not self._on_plan:
             return
         event = self._pager.speculative.begin(group, self._order.before_speculative(self._group(group)))
-        self._order.update_passed()
+        self._ahead_numbers[group] = self._order.update_passed()
         if event is not None:
             self._order.speculative_began()
             moment = self._update_moment(group)
             assert moment is not None
             self.step_log.updated(moment, self._store.chunks[ChunkId(Role.PARAM, group)], event)
 
-    def _begin_update(self, chunk: Chunk, *, is_left: bool) -> Step:
+    def _begin_update(self, chunk: Chunk) -> Step:
         def begin() -> None:
             self._order.update_passed()
-            # After a speculative update, the plan's waits take the gradients for read: one that has to be made again,
-            # or that the optimizer did not begin, is the host's own.
-            self._updated = chunk if is_left else None
+            self._updated = chunk
 
         return begin
 
@@ -164,7 +164,7 @@ class PlanActions(ABC):
         after = self._order.before_update()
         event = self._order.lanes.work(update.run, after=after, label=f"update of group {chunks[0].id.group}")
         update.event = event
-        self._order.update_left(event)
+        self._order.update_left(event, instead_of=self._ahead_numbers.get(chunks[0].id.group))
         for slab in slabs.values():
             slab.used_by(event)
         self._store.note_issued(update)

@@ -136,17 +136,26 @@ class CopyOrder:
     def _wait_for(self, lane: Lane, event: Event) -> None:
         self.step_log.waited(lane, host_waits(event, self.step_log.clock))
 
-    def update_passed(self) -> None:
-        """An update on HOST is numbered: who waits for it waits for those before it that were left to their lane.
+    def update_passed(self) -> int:
+        """Number an update on HOST: who waits for it waits for those before it that were left to their lane.
 
         The host does the others itself, or waits for them, before it issues what comes after them.
         """
         known = self.events[Lane.HOST_UPDATE] or self._previous[Lane.HOST_UPDATE]
         self.events[Lane.HOST_UPDATE].append(known[-1] if known else None)
+        return len(self.events[Lane.HOST_UPDATE]) - 1
 
-    def update_left(self, event: Event) -> None:
-        """The update that was numbered last is left to its lane."""
+    def update_left(self, event: Event, *, instead_of: int | None = None) -> None:
+        """The update that was numbered last is left to its lane.
+
+        Args:
+            event: its end.
+            instead_of: the number of a speculative update of the group that was declined, or undone: who waits until
+                that has read the gradients waits for this one.
+        """
         self.events[Lane.HOST_UPDATE][-1] = event
+        if instead_of is not None:
+            self.events[Lane.HOST_UPDATE][instead_of] = event
 
     def updates_are_over(self) -> None:
         """Nothing is under way, and what had failed was made again or is lost: nobody waits for it."""

@@ -154,6 +154,7 @@ class PlanExecutor(PlanActions):
         was_complete, was_exact = self.is_at_end, self._order.is_exact
         self._begin_step_log(times_moments=times_moments)
         self._order.begin_iteration()
+        self._ahead_numbers.clear()
         if not (was_complete and was_exact):
             self._on_plan = False
             self._resume(0, is_next=was_complete)
@@ -360,6 +361,7 @@ class PlanExecutor(PlanActions):
         # Only now: on the way, HOST may hold more than the plan has there, and the log would take that room.
         self._way_back.reserve_shadow_buffers(on_host)
         self._order.resume(self._facts.copies_before[moment])
+        self._ahead_numbers.clear()
         self._cursor = moment
         self._on_plan = True
         self._order.is_exact = self._has(wanted)
