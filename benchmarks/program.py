@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,19 @@ def carry_out(
 def command(name: str) -> str:
     """Return the command line that this run of ``benchmarks.<name>`` can be repeated by."""
     return shlex.join(["python", "-m", f"benchmarks.{name}.run", *sys.argv[1:]])
+
+
+def heading(results: Mapping[str, Any], *, num_steps: int) -> list[str]:
+    """Return what stands above a table of steps of the GPT of `benchmarks.overhead`: the command, and where it ran."""
+    hardware, shape = results["hardware"], results["shape"]
+    return [
+        f"`{results['command']}`",
+        "",
+        f"{hardware['cpu']}, {hardware['num_cpus']} cores; torch {results['versions']['torch']}; "
+        f"{shape['num_params'] / 1e6:.1f} M parameters, {shape['num_sequences']} × {shape['num_tokens']} tokens a "
+        f"step; {num_steps} steps; load average at the end: {results['load_average'][0]:.1f}.",
+        "",
+    ]
 
 
 def write_readme(path: Path, text: str) -> None:

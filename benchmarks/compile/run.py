@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import chunkmem
 from benchmarks.overhead.variants import ADAMW, FULL, GPT, NUM_BATCHES, QUICK, Shape, num_params
-from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
+from benchmarks.program import BenchmarkError, carry_out, command, heading, parse, surroundings
 from benchmarks.stats import rows_of_times
 from benchmarks.worker import Worker
 
@@ -127,14 +127,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def table(results: Mapping[str, Any]) -> str:
     """Return the Markdown of results."""
-    hardware, shape, rows = results["hardware"], results["shape"], results["variants"]
+    rows = results["variants"]
     lines = [
-        f"`{results['command']}`",
-        "",
-        f"{hardware['cpu']}, {hardware['num_cpus']} cores; torch {results['versions']['torch']}; "
-        f"{shape['num_params'] / 1e6:.1f} M parameters, {shape['num_sequences']} × {shape['num_tokens']} tokens a "
-        f"step; {len(rows['plain']['step_s'])} steps; load average at the end: {results['load_average'][0]:.1f}.",
-        "",
+        *heading(results, num_steps=len(rows["plain"]["step_s"])),
         "| variant | step, median s | × plain, likewise | 95 % interval | CPU, median s | × plain, likewise "
         "| 95 % interval |",
         "|---|---|---|---|---|---|---|",

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import chunkmem
 from benchmarks.overhead.variants import ADAMW, FULL, GPT, NUM_BATCHES, QUICK, Shape, num_params
-from benchmarks.program import BenchmarkError, carry_out, command, parse, surroundings
+from benchmarks.program import BenchmarkError, carry_out, command, heading, parse, surroundings
 from benchmarks.stats import median_interval, paired_ratios
 from benchmarks.worker import Worker
 
@@ -147,14 +147,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def table(results: Mapping[str, Any]) -> str:
     """Return the Markdown of results."""
-    hardware, shape, rows = results["hardware"], results["shape"], results["variants"]
+    shape, rows = results["shape"], results["variants"]
     lines = [
-        f"`{results['command']}`",
-        "",
-        f"{hardware['cpu']}, {hardware['num_cpus']} cores; torch {results['versions']['torch']}; "
-        f"{shape['num_params'] / 1e6:.1f} M parameters, {shape['num_sequences']} × {shape['num_tokens']} tokens a "
-        f"step; {len(rows[BASELINE]['step_s'])} steps; load average at the end: {results['load_average'][0]:.1f}.",
-        "",
+        *heading(results, num_steps=len(rows[BASELINE]["step_s"])),
         "| variant | step, median s | × plain | 95 % interval | moved a step, MB | peak of RAM, bytes a parameter |",
         "|---|---|---|---|---|---|",
     ]
