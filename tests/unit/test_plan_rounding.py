@@ -9,8 +9,9 @@ import pytest
 
 from chunkmem.errors import CapacityError, PlanError
 from chunkmem.plan.candidate import PlanOptions
+from chunkmem.plan.facts import PlanFacts
 from chunkmem.plan.machine import Machine, host_links
-from chunkmem.plan.model import Action, Alloc, Copy, Free, Plan, Round, Update, Wait
+from chunkmem.plan.model import LANE_LINKS, Action, Alloc, Copy, Free, Lane, Plan, Round, Update, Wait
 from chunkmem.plan.planner import make_plan
 from chunkmem.plan.semantics import residency_before
 from chunkmem.plan.simulate import simulate
@@ -116,6 +117,19 @@ def test_no_action_can_be_left_out_or_be_elsewhere(one_processor: bool) -> None:
             continue
         survivors.append(name)
     assert survivors == []
+
+
+def test_waits_count_roundings_where_a_plan_is_taken_up_again() -> None:
+    """Whoever follows it from a moment on has to know how many operations of each lane came before."""
+    trace = trace_of()
+    plan = make_plan(trace, machine_of(), options=PlanOptions())
+    facts = PlanFacts.of(plan, trace, tuple(LANE_LINKS))
+    issued = 0
+    for at, (moment, actions) in enumerate(zip(trace.moments, plan.actions, strict=True)):
+        assert facts.copies_before[at][Lane.HOST_UPDATE] == issued
+        issued += sum(isinstance(action, Round) for action in actions)
+        issued += moment.kind is Kind.UPDATE and plan.update_tiers[moment.chunk.group] is Tier.HOST
+    assert facts.copies_before[-1][Lane.HOST_UPDATE] == issued > NUM_GROUPS
 
 
 def test_a_plan_with_roundings_is_read_as_it_was_written() -> None:
