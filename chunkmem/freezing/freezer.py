@@ -74,7 +74,10 @@ def freeze(
         adopt: has the manager take other parts over, where chunks are packed again.
         not_packed: why they must not be; "" if they may.
     """
-    params = [param for param in _params(what, prefix, "freeze") if param.requires_grad]
+    named = _params(what, prefix, "freeze")
+    trained = [param for param in named if param.requires_grad]
+    # What was frozen before, by hand or with its states, may still have states to give back.
+    params = trained if keep_states else named
     runtime.require_open()
     with runtime.together("manager.freeze()"):  # what is refused on one rank is told to the others
         _require_between_steps(runtime, "freeze")
@@ -122,7 +125,7 @@ def freeze(
     left_nbytes = 0
     if not keep_states:
         left_nbytes = _left_nbytes(runtime, [found for p in params if (found := runtime.registry.find(p)) is not None])
-    num_params = sum(param.numel() for param in params)
+    num_params = sum(param.numel() for param in trained)
     return FreezeReport(num_params, freed_nbytes + packed_nbytes, left_nbytes, packed_nbytes, not_packed)
 
 

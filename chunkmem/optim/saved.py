@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from chunkmem.errors import StateError
 from chunkmem.nn.binding import ManagedParameter
+from chunkmem.nn.lazy_tensor import LazyTensor
 from chunkmem.optim.checks import check_state
 from chunkmem.optim.chunk_states import ChunkStates
 from chunkmem.optim.excluded import first_state
@@ -335,7 +336,8 @@ class StatefulOptimizer(ChunkedOptimizer):
         keeps = self._kept_by({m: state for m, state in taken.items() if state}, state_dict["param_groups"])
         self._claim_more(keeps)
         self._states.prepare([managed for managed in keeps if self._host.owns(managed)])
-        return {**state_dict, "state": states}
+        # Those of excluded parameters, which torch takes as they are.
+        return {**state_dict, "state": tree_map_only(LazyTensor, LazyTensor.read, states)}
 
     def _to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is loaded of a parameter's saved state."""

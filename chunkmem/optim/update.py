@@ -348,7 +348,9 @@ class GroupUpdater:
         return self._weights(managed.group)[-1]
 
     def write_weight(self, managed: ManagedParameter, value: torch.Tensor) -> None:
-        """Set a parameter's values, and those of its master copy if there is one."""
+        """Set a parameter's values, and those of its master copy if there is one, which holds no more while frozen."""
+        if managed in self.rounded:
+            value = value.to(managed.placeholder.dtype)
         for chunk in self._weights(managed.group):
             self.write(chunk, managed, value)
 

@@ -136,9 +136,30 @@ def kept_next_to_forgotten(training: Training) -> Any:
     yield from training.steps(3)
 
 
+def forgotten_later(training: Training) -> Any:
+    """What was frozen by hand or with its states has them until it is frozen without; then it begins from zero."""
+    model = training.model
+    yield from training.steps(4)
+    model.inner.requires_grad_(False)
+    training.freeze(model.blocks[:3], keep_states=True)
+    yield from training.steps(3)
+    training.freeze([model.inner, *model.blocks[:3]])
+    yield from training.steps(3)
+    training.unfreeze([model])
+    yield from training.steps(4)
+
+
 SCENES: dict[str, Callable[[Training], Any]] = {
     scene.__name__: scene
-    for scene in (prefix, every_second, kept, kept_next_to_forgotten, before_the_first_step, all_but_the_head)
+    for scene in (
+        prefix,
+        every_second,
+        kept,
+        kept_next_to_forgotten,
+        forgotten_later,
+        before_the_first_step,
+        all_but_the_head,
+    )
 }
 
 
@@ -564,3 +585,21 @@ def test_checkpoints_of_a_frozen_model_fit_plain_pytorch_and_back() -> None:
         manager.load_state_dict(weights)
         ours.optimizer.load_state_dict(states)
         assert_equal((ours.steps(3), ours.left()), (plain.steps(3), plain.left()))
+
+
+@pytest.mark.parametrize("chunk_numel", [64, 1 << 14])
+def test_what_is_loaded_into_frozen_weights_does_not_depend_on_chunks(chunk_numel: int) -> None:
+    """In bf16, a frozen weight is what is computed with, also where its chunk has master weights of others."""
+    with chunkmem.ChunkManager(config(AMPLE_NBYTES, precision="bf16", default_chunk_size=chunk_numel)) as manager:
+        training = trained(manager)
+        manager.freeze(training.model.blocks[:3])
+        weights = {name: torch.rand_like(value) for name, value in manager.state_dict().items()}
+        manager.load_state_dict(weights)
+        frozen = {
+            f"blocks.{index}.{name}" for index in range(3) for name, _ in training.model.blocks[0].named_parameters()
+        }
+        expected = {name: w.bfloat16().float() if name in frozen else w for name, w in weights.items()}
+        assert_equal(manager.state_dict(), expected)
+        training.steps(1)
+        left = manager.state_dict()
+        assert_equal([left[name] for name in sorted(frozen)], [expected[name] for name in sorted(frozen)])
