@@ -78,6 +78,10 @@ class StepPolicy(Protocol):
 class OnDemand:
     """Nothing is known of what comes next."""
 
+    def __init__(self) -> None:
+        self.num_copies = 0
+        """So far: blocking copies between tiers."""
+
     @property
     def is_planned(self) -> bool:
         return False
@@ -104,7 +108,7 @@ class OnDemand:
         return
 
     def copied(self, chunk: Chunk, source: Tier, target: Tier, taken: Interval) -> None:
-        return
+        self.num_copies += 1
 
     def arrived(self, chunk: Chunk, issued: Timestamp, waited: Interval) -> None:
         return

@@ -39,6 +39,8 @@ class Outcome(enum.Enum):
     """Followed but for moments that the step left out."""
     MISSED = "missed"
     """Some events came that were not foreseen, or the step was over before the plan."""
+    NEEDLESS = "needless"
+    """Missed, and nothing was copied all the same: all that steps touch is on DEVICE."""
 
 
 class CachedPlan:
@@ -215,7 +217,7 @@ class CachedPlan:
                     f"is slower: {plan_executor.obstacle}",
                     stacklevel=2,
                 )
-            return Outcome.MISSED
+            return Outcome.MISSED if plan_executor.step_log.copies else Outcome.NEEDLESS
         if plan_executor.left_out.spans:
             return Outcome.LEFT_OUT
         if not (self.wants_durations and self._refine(plan_executor)):

@@ -248,6 +248,7 @@ class StepController(KnownSteps):
         if self._is_lone and is_recorded and self.is_choosing_regions:
             self.keep_regions(self.choose_regions())
         is_excused, self.now.is_excused = self.now.is_excused, False
+        on_demand, self.now.on_demand = self.now.on_demand, None
         self.now.mode, self.now.recorder, self.now.is_running = None, None, False
         if recorder is not None:
             recorder.end()
@@ -263,6 +264,8 @@ class StepController(KnownSteps):
             self.kinds[mode].learn(entry)
             if mode is Mode.TRAIN and self._is_lone:
                 self._choose_regions_again(entry)
+        elif mode is not None and on_demand is not None and on_demand.num_copies:
+            self.kinds[mode].needs_plans()
 
     def _learn_record(self, recorder: Recorder) -> None:
         is_even = recorder.mode is Mode.EVAL or self._iteration_end.is_even
@@ -338,7 +341,7 @@ class StepController(KnownSteps):
     def _serve_on_demand(self) -> None:
         self.now.step_log = self.now.entry = self.now.plan_executor = None
         self._leave_plans()
-        self._pager.policy = OnDemand()
+        self._pager.policy = self.now.on_demand = OnDemand()
 
     def _leave_plans(self) -> None:
         drain(self._lanes, self._pager.store)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from chunkmem.runtime.plan_executor import PlanExecutor
+from chunkmem.runtime.policy import OnDemand
 from chunkmem.runtime.step_log import StepLog
 from chunkmem.steps.cached_plan import CachedPlan
 from chunkmem.steps.plan_cache import Key
@@ -32,6 +33,8 @@ class Iteration:
     """The trace and plan that it follows."""
     plan_executor: PlanExecutor | None = None
     """Follows the plan of `entry`."""
+    on_demand: OnDemand | None = None
+    """Serves it if it neither is recorded nor follows a plan."""
     step_log: StepLog | None = None
     is_excused: bool = False
     """Nothing is to be learnt from it."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from chunkmem.errors import TraceError
 from chunkmem.plan.cursor import Said
 from chunkmem.steps.cached_plan import CachedPlan, Outcome
+from chunkmem.steps.plan_log import LOG
 from chunkmem.trace.merge import merge
 from chunkmem.trace.model import Mode, Trace
 
@@ -124,9 +125,10 @@ class PlanCache:
         self._num_followed = 0
         """In a row."""
         self._num_failed = 0
-        self._outcomes: deque[bool] = deque(maxlen=_LOOKED_BACK)
-        """Of the last steps: have they missed their plans?"""
+        self._outcomes: deque[Outcome] = deque(maxlen=_LOOKED_BACK)
+        """Of the last steps."""
         self._has_warned = False
+        self._needs_plans = True
 
     def stop(self, *, besides: CachedPlan | None = None) -> None:
         """Follow no other plan any further, until the next iteration begins."""
@@ -194,7 +196,9 @@ class PlanCache:
     # Before a step.
 
     def choose(self, key: Key) -> CachedPlan | None:
-        """Return what a step with this key is most likely to do; None if nothing is known of it."""
+        """Return what a step with this key is most likely to do; None if nothing is known of it, or need be."""
+        if not self._needs_plans:
+            return None
         known = list(self._known(key))
         if not known and self._is_lone:
             known = [entry for entry, other in self._of.items() if other is not None and other.root == key.root]
@@ -206,7 +210,7 @@ class PlanCache:
 
     def wants_record(self, key: Key) -> bool:
         """Tell whether a step with this key is to be recorded."""
-        if self._num_failed >= _MAX_FAILED_RECORDS:
+        if self._num_failed >= _MAX_FAILED_RECORDS or not self._needs_plans:
             return False
         if not self._of:
             self.why_recorded = "nothing is known of such steps"
@@ -310,14 +314,14 @@ class PlanCache:
     def learn(self, entry: CachedPlan) -> None:
         """A step is over that has followed `entry`: is there something to be recorded?"""
         outcome = entry.learn()
-        has_missed = outcome is Outcome.MISSED
+        has_missed = outcome in (Outcome.MISSED, Outcome.NEEDLESS)
         if entry in self._expected:
             self._expected.discard(entry)
             if has_missed:  # it was expected wrongly: the next step is recorded
                 self.record(self.key_of(entry))
                 self._let_go(entry)
                 return
-        self._outcomes.append(has_missed)
+        self._outcomes.append(outcome)
         self._num_followed = 0 if has_missed else self._num_followed + 1
         if self._num_followed >= (_FORGIVEN if self._is_lone else 1):
             self._patience.count = 0
@@ -341,11 +345,26 @@ class PlanCache:
         else:
             self._let_go(entry)
 
+    def needs_plans(self) -> None:
+        """A step that was served on demand, as none had to be planned, had to move something."""
+        if not self._needs_plans:
+            self._needs_plans = True
+            self._outcomes.clear()
+
     def _tell(self, entry: CachedPlan) -> None:
-        if sum(self._outcomes) < _LOOKED_BACK // 2 or entry.plan_executor is None:
+        num_needless = self._outcomes.count(Outcome.NEEDLESS)
+        num_missed = num_needless + self._outcomes.count(Outcome.MISSED)
+        if num_missed < _LOOKED_BACK // 2 or entry.plan_executor is None:
+            return
+        if self._is_lone and num_missed == num_needless:
+            # All fits, so that serving on demand moves nothing, while records and plans take time and are not followed.
+            self._needs_plans, self._tries = False, 0
+            LOG.info(
+                "%s steps: served on demand from now on, as they miss their plans and move nothing", self._mode.value
+            )
             return
         self._warn(
-            f"{sum(self._outcomes)} of the last {len(self._outcomes)} {self._mode.value} steps missed their "
+            f"{num_missed} of the last {len(self._outcomes)} {self._mode.value} steps missed their "
             "plans, as none of them did what one before had done: the last time, "
             f"{entry.plan_executor.first_plan_miss}. "
             "What comes after that is served on demand, which is slower; the numbers are the same. Have modules "

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from chunkmem.trace.model import Mode
 from tests.helpers.audit import assert_as_predicted, audit
 from tests.helpers.lanes import adversarial
 from tests.helpers.loops import LOOPS, WIDTH, Dropped, Loop, Side, frozen_at_times, mlp, trained
@@ -83,6 +84,35 @@ def test_a_loop_without_any_order_is_told_once_and_computes_what_it_should() -> 
         "6 of the last 6 train steps missed their plans, as none of them did what one before had done"
     ]
     assert plan_misses.count(None) <= 8, "most steps are not recorded"
+
+
+class Growing(Shuffled):
+    """From its 20th step on it has a further block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_steps = getattr(self, "num_steps", 0) + 1
+        return super().forward(x) if self.num_steps < 20 else super().forward(x + self.late(x))
+
+
+def test_a_loop_without_any_order_needs_no_plans_while_everything_fits() -> None:
+    """Such as experts that are chosen anew in each step: each was recorded and planned again, for nothing."""
+
+    def build(_side: Side) -> nn.Module:
+        model = Growing(0.0, [nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+        model.late = nn.Linear(WIDTH, WIDTH)
+        return model
+
+    plain, chunked = Side(None), Side(60)
+    run(trained(build), plain, 24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        served = run(trained(build), chunked, 24)
+    assert chunked.losses == plain.losses
+    assert served[SETTLED:20] == [None] * 8, "served on demand"
+    assert chunked.manager is not None
+    kinds = chunked.manager.runtime.controller.kinds[Mode.TRAIN]
+    assert len(kinds.traces) <= 4, "steps that move nothing are not recorded"
+    assert any(misses is not None for misses in served[20:]), "the block that was on HOST had to be fetched"
 
 
 def six_models(side: Side) -> Iterator[None]:
