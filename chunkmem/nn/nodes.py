@@ -121,7 +121,8 @@ class NodePins:
         storages = {managed.storage_id: managed.group for managed in call.reads}
         params = {id(managed.param): managed for managed in call.reads}
         waiting = task.waiting.setdefault(call, Counter())
-        for node in nodes_between((torch._C._current_autograd_node(),), call.nodes.first, call.nodes.stop):
+        running = torch._C._current_autograd_node()
+        for node in nodes_between((running,), call.nodes.first, call.nodes.stop):
             if node in task.runs or node._sequence_nr() not in call.nodes:
                 continue
             if isinstance(node, BackwardCFunction) or self._graphs.is_checkpointed(node):
@@ -131,7 +132,8 @@ class NodePins:
             if not groups:
                 continue
             waiting.update(groups)  # also one that is not going to run: its references stay
-            if torch._C._will_engine_execute_node(node):
+            # Autograd does not count the node that a backward begins with, if there is one alone.
+            if node is running or torch._C._will_engine_execute_node(node):
                 run = task.runs[node] = _Run(call, groups)
                 task.handles.append(node.register_prehook(partial(self._begin, task_id, run)))
                 task.handles.append(node.register_hook(partial(self._end, task_id, run)))

@@ -124,6 +124,15 @@ def stops_at_input(model: nn.Module, x: Tensor) -> Tensor:
     return x.grad
 
 
+def begins_at_output(model: nn.Module, x: Tensor) -> Tensor:
+    """At the node of the last layer, which has saved its weight, for each of two graphs."""
+    outputs = model(x), model(2 * x)
+    for output in outputs:
+        torch.autograd.backward(output, torch.ones_like(output))
+    assert x.grad is not None
+    return x.grad
+
+
 def stops_at_weight(model: nn.Module, x: Tensor) -> Tensor:
     """Of one weight in the middle, and then all by a second backward over the same graph."""
     loss = loss_of(model, x)
@@ -154,6 +163,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, int]] = {
     "gradients of the weights": (layers, asks_for_weights, 1),
     "inputs=[x]": (layers, stops_at_input, 1),
     "inputs=[weight]": (layers, stops_at_weight, 2),
+    "from an output": (lambda: layers()[:-1], begins_at_output, 2),
     "penalty": (layers, penalizes, 2),
     "third derivative": (layers, thrice, 2),
     "recurrent": (Recurrent, trains, 2),

@@ -55,6 +55,13 @@ class SavesOutput(Block):
         return super().forward(x).tanh()
 
 
+class SavesWeight(Block):
+    """Autograd's last node has saved a weight of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))  # type: ignore[no-any-return]
+
+
 class Head(nn.Linear):
     def forward(self, x: Tensor, skipped: Tensor | None = None) -> Tensor:
         return super().forward(x if skipped is None else x + skipped)
@@ -64,7 +71,8 @@ class Net(nn.Module):
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        block = {"pairs": Pair, "in place": InPlace, "saves its output": SavesOutput}.get(kind, Block)
+        kinds = {"pairs": Pair, "in place": InPlace, "saves its output": SavesOutput, "ends in a norm": SavesWeight}
+        block = kinds.get(kind, Block)
         self.blocks = nn.ModuleList(block() for _ in range(4))
         if kind == "hot":
             self.blocks[0] = Hot()
